@@ -1,0 +1,62 @@
+"""spmdkit: pure training functions over any pytree, parallelism from a config file.
+
+The public names, each imported when it is first used, so that `import spmdkit` costs nothing and touches no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmdkit.config import Config, load_config
+    from spmdkit.errors import SpmdkitError
+    from spmdkit.gradient import value_and_grad
+    from spmdkit.loop import train
+    from spmdkit.means import Mean, example_keys, example_mask, examples, mean
+    from spmdkit.ops.remat import remat
+    from spmdkit.program import Program, build
+    from spmdkit.replica import pmean, psum
+    from spmdkit.scope import shard
+    from spmdkit.state import TrainState, Variables
+    from spmdkit.step import Batch
+    from spmdkit.task import Task
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Batch": "step",
+    "Config": "config",
+    "Mean": "means",
+    "Program": "program",
+    "SpmdkitError": "errors",
+    "Task": "task",
+    "TrainState": "state",
+    "Variables": "state",
+    "build": "program",
+    "example_keys": "means",
+    "example_mask": "means",
+    "examples": "means",
+    "load_config": "config",
+    "mean": "means",
+    "pmean": "replica",
+    "psum": "replica",
+    "remat": "ops.remat",
+    "shard": "scope",
+    "train": "loop",
+    "value_and_grad": "gradient",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'spmdkit' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"spmdkit.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,359 @@
+"""Checkpoints: the checkpoints of one run, saved while training goes on, restored onto any mesh.
+
+`save` blocks while the arrays are copied to the host, like orbax alone; writing, the commit and the deletion of old
+steps happen in a background thread. One save is in flight at a time: the next waits for it.
+
+Every process of a run makes one of these and calls `save` and `restore` at the same steps. Process 0 writes the
+record, commits, and deletes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+
+from spmdkit.checkpoint import leaves, retention
+from spmdkit.checkpoint import record as records
+from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, format_bytes
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+FREE_MARGIN_BYTES = 2**20
+"""Room for metadata beside the arrays."""
+
+
+class KeyValue(Protocol):
+    """What `Checkpoints` needs of a cluster: process 0 tells the others what it decided."""
+
+    def put(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str, timeout_s: float) -> str: ...
+
+
+class Checkpoints:
+    """The checkpoints in one directory.
+
+    Args:
+        directory: holds `<step>/` folders; made when missing. What a killed run left unfinished in it is removed, so
+            the caller holds the run's lock.
+        keep: how many of the newest steps stay.
+        best: (metric, "min" or "max"): the best step by that metric stays too.
+        timeout_s: how long a save may take to be written by all processes.
+        is_main, num_processes: who this process is.
+        cluster: with several processes, so that all learn that process 0 refuses a save (without it the others wait
+            at orbax's barrier until it times out).
+        clock: seconds since the epoch, for the record.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep: int = 3,
+        best: tuple[str, retention.Mode] | None = None,
+        timeout_s: float = 600,
+        is_main: bool = True,
+        num_processes: int = 1,
+        cluster: KeyValue | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        if keep < 1:
+            raise ConfigError(f"checkpoint.keep is {keep}. The newest checkpoint always stays. Set keep: 1 or more.")
+        if best is not None and best[1] not in ("min", "max"):
+            raise ConfigError(f"checkpoint.best.mode is {best[1]!r}. It must be 'min' or 'max'. Try mode: min.")
+        self.directory = Path(directory).absolute()
+        self._keep = keep
+        self._best = best
+        self._timeout_s = timeout_s
+        self._is_main = is_main
+        self._num_processes = num_processes
+        self._cluster = cluster
+        self._clock = clock
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._draft: records.Record | None = None
+        self._committed: list[int] = []
+        self._num_saves = 0
+        if is_main:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                retention.remove_unfinished(self.directory)
+            except OSError as error:
+                raise ConfigError(
+                    f"checkpoints go to {self.directory}, which cannot be used ({records.first_line(error)}). "
+                    "It must be a folder that this process may write to. Set run_dir to one."
+                ) from error
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, ascending, as the disk has them now."""
+        return records.committed_steps(self.directory)
+
+    def ignored(self) -> list[str]:
+        """Returns the names in the directory that are no committed step: foreign, empty, or not finished."""
+        return records.ignored_entries(self.directory)
+
+    def latest(self) -> int | None:
+        """Returns the newest committed step. With several processes, ask on process 0 and tell the others."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def save(
+        self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Starts saving `state` as `step`; returns when the arrays may be donated. `check` or `wait` tell the rest.
+
+        Args:
+            record: JSON data that `restore` gives back: the config, versions, the seed, the data position.
+            metrics: what `best` chooses by.
+
+        Raises:
+            CheckpointWriteError: an earlier save failed (this one is not started), the step is taken, the disk is too
+                full, or orbax refused.
+            ConfigError: a leaf cannot be saved (see `leaves.leaf_table`).
+        """
+        self._join()
+        table = leaves.leaf_table(state)
+        num_bytes = leaves.table_bytes(state)
+        self._refuse_together(self._objection(step, num_bytes))
+        # Leaves without elements live in the record only: orbax does not save them.
+        flat = {path: leaf for path, leaf in leaves.named_leaves(state) if leaf.size}
+        self._draft = records.Record(
+            step=step,
+            time=self._clock(),
+            num_processes=self._num_processes,
+            bytes=num_bytes,
+            metrics=records.finite_metrics(metrics or {}),
+            leaves=table,
+            files={},
+            user=json.loads(json.dumps(record, allow_nan=False)),
+        )
+        from spmdkit.checkpoint import storage
+
+        try:
+            storage.start_save(self._orbax(), self.directory / str(step), leaves.nest(flat))
+        except Exception as error:
+            self._discard(step)
+            raise self._write_error(step, error) from error
+        self._pending = self._background.submit(self._finish, step)
+
+    def _objection(self, step: int, num_bytes: int) -> str:
+        """Returns why process 0 will not start this save, or an empty string."""
+        if not self._is_main:
+            return ""
+        folder = self.directory / str(step)
+        if os.path.lexists(folder):
+            what = "is already saved" if step in self.steps() else f"has no {records.RECORD_FILE}, so it is not ours"
+            return (
+                f"saving step {step} to {folder}: the folder exists and {what}. A committed step is never overwritten. "
+                f"Delete or rename {folder}."
+            )
+        try:
+            disk = os.statvfs(self.directory)
+        except OSError as error:
+            return (
+                f"saving step {step} to {folder}: {self.directory} cannot be used ({records.first_line(error)}). "
+                "It must stay in place while the run lives. Bring it back and start again."
+            )
+        free, needed = disk.f_bavail * disk.f_frsize, num_bytes + FREE_MARGIN_BYTES
+        if free >= needed:
+            return ""
+        return (
+            f"saving step {step} to {folder} needs about {format_bytes(needed)}, {format_bytes(free)} are free. A save "
+            "that would fill the disk is not started; earlier checkpoints are intact. Free some space, lower "
+            "checkpoint.keep, or set run_dir on another disk."
+        )
+
+    def _refuse_together(self, objection: str) -> None:
+        """Raises process 0's objection on every process, so that none waits for the others."""
+        if self._cluster is not None and self._num_processes > 1:
+            key = f"checkpoint/objection/{self._num_saves}"
+            self._num_saves += 1
+            if self._is_main:
+                self._cluster.put(key, objection or "none")
+            else:
+                told = self._cluster.get(key, self._timeout_s)
+                objection = "" if told == "none" else told
+        if objection:
+            raise CheckpointWriteError(objection)
+
+    def _orbax(self) -> ocp.AsyncCheckpointer:
+        if self._checkpointer is None:
+            from spmdkit.checkpoint import storage
+
+            self._checkpointer = storage.open_checkpointer(self._num_processes, self._timeout_s, self._add_record)
+        return self._checkpointer
+
+    def _add_record(self) -> None:
+        """Writes record.json beside the finished arrays. In the background, on process 0, before orbax's rename."""
+        assert self._draft is not None
+        folder = self.directory / f"{self._draft.step}{records.TEMPORARY_MARK}"
+        records.write_record(folder, dataclasses.replace(self._draft, files=records.list_files(folder)))
+
+    def _finish(self, step: int) -> None:
+        """Waits for the commit and deletes what is not kept. In the background, on every process."""
+        try:
+            self._orbax().wait_until_finished()
+            if self._is_main:
+                records.sync_folder(self.directory)
+        except Exception as error:
+            self._discard(step)
+            raise self._write_error(step, error) from error
+        self._committed.append(step)
+        if self._is_main:
+            self._delete_old(step)
+
+    def _delete_old(self, step: int) -> None:
+        steps = self.steps()
+        scores: dict[int, float | None] = {}
+        mode: retention.Mode = "min"
+        if self._best is not None:
+            metric, mode = self._best
+            scores = {s: self._score(s, metric) for s in steps}
+        for old in retention.steps_to_delete(steps, step, self._keep, scores, mode):
+            try:
+                retention.delete_step(self.directory, old)
+            except OSError as error:
+                raise CheckpointWriteError(
+                    f"step {step} is saved, but the old step {old} could not be deleted from {self.directory} "
+                    f"({records.first_line(error)}). The last {self._keep} and the best are kept. Delete it by hand."
+                ) from error
+
+    def _score(self, step: int, metric: str) -> float | None:
+        try:
+            return records.read_record(self.directory, step).metrics.get(metric)
+        except CheckpointError:
+            return None  # A damaged checkpoint is never the best; whoever restores it is told.
+
+    def _discard(self, step: int) -> None:
+        """Removes what a failed save wrote: on a full disk the room is needed."""
+        if self._is_main:
+            shutil.rmtree(self.directory / f"{step}{records.TEMPORARY_MARK}", ignore_errors=True)
+
+    def _write_error(self, step: int, error: BaseException) -> CheckpointWriteError:
+        have = self.steps()
+        return CheckpointWriteError(
+            f"saving step {step} to {self.directory / str(step)} failed ({records.first_line(error)}). "
+            f"A checkpoint counts only when it is committed; intact are {', '.join(map(str, have)) or 'none yet'}. "
+            "Mend the cause and start the same command again."
+        )
+
+    def check(self) -> list[int]:
+        """Returns the steps committed since the last call of `check` or `wait`, without waiting.
+
+        Raises:
+            CheckpointWriteError: the save in the background failed. Raised once.
+        """
+        if self._pending is not None and self._pending.done():
+            self._join()
+        return self._take_committed()
+
+    def wait(self) -> list[int]:
+        """Waits for the save in the background; returns and raises like `check`."""
+        self._join()
+        return self._take_committed()
+
+    def _join(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _take_committed(self) -> list[int]:
+        done = self._committed[:]
+        del self._committed[: len(done)]
+        return done
+
+    def close(self) -> list[int]:
+        """Waits like `wait`, then ends the background threads. A closed `Checkpoints` can still be read."""
+        try:
+            return self.wait()
+        finally:
+            self._background.shutdown()
+            checkpointer, self._checkpointer = self._checkpointer, None
+            if checkpointer is not None:
+                checkpointer.close()
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        """Returns the caller's record of a step, as given to `save`."""
+        return records.read_record(self.directory, step).user
+
+    def read_tree(self, step: int) -> leaves.LeafTable:
+        """Returns `{path: (shape, dtype name)}` of a step."""
+        return records.read_record(self.directory, step).leaves
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (state, the caller's record) of a step.
+
+        Layout: each leaf comes back on the sharding of its jax.ShapeDtypeStruct in `abstract_state`, whatever mesh,
+        memory kind or number of processes wrote it.
+
+        Raises:
+            CheckpointError: no such step; another model (paths, shapes or dtypes differ); damaged files.
+        """
+        self._join()
+        found = records.read_record(self.directory, step)
+        self._check_fits(found, leaves.leaf_table(abstract_state))
+        records.check_files(self.directory, found)
+        asked = [(path, _with_sharding(leaf)) for path, leaf in leaves.named_leaves(abstract_state)]
+        from spmdkit.checkpoint import storage
+
+        tree = leaves.nest({path: leaf for path, leaf in asked if leaf.size})
+        try:
+            loaded = storage.load(self._orbax(), self.directory / str(step), tree)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            raise records.damaged(self.directory, step, records.first_line(_root_cause(error))) from error
+        arrays = [leaves.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in asked]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
+
+    def _check_fits(self, found: records.Record, asked: leaves.LeafTable) -> None:
+        lines = leaves.differences(found.leaves, asked)
+        if not lines:
+            return
+        shown = "".join(f"\n  {line}" for line in lines[: leaves.SHOWN_DIFFERENCES])
+        more = f"\n  and {len(lines) - leaves.SHOWN_DIFFERENCES} more" if len(lines) > leaves.SHOWN_DIFFERENCES else ""
+        raise CheckpointError(
+            f"restoring {self.directory / str(found.step)} into this task's state: {len(lines)} leaves differ "
+            f"(saved {len(found.leaves)}, asked {len(asked)}).{shown}{more}\n"
+            "A checkpoint fits only the model, optimizer and precision that it was saved with; the mesh and the "
+            "placement may change. Go back to the config that wrote it (it is in the checkpoint's record), or set "
+            "run_dir to a new folder to start anew."
+        )
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the abstract leaf with a sharding: this process's first device where none was asked for."""
+    if leaf.sharding is not None:
+        return leaf
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns the array without elements that `leaf` describes."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.split(jax.random.key(0), leaf.shape), leaf.sharding)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index]
+    )
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """Returns the innermost cause: orbax wraps what tensorstore said in a line of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

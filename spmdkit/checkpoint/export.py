@@ -1,0 +1,119 @@
+"""Plain parameters out of a checkpoint, for other tools: one safetensors file, or an orbax checkpoint of its own.
+
+The record says what lies where, so neither the task nor its code is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from spmdkit.checkpoint import leaves, record
+from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, nearest
+
+FORMATS = ("safetensors", "orbax")
+PARTS = ("params", "ema")
+
+
+def export(
+    directory: Path | str,
+    step: int | None,
+    out: Path | str,
+    format: Literal["safetensors", "orbax"] = "safetensors",
+    which: Literal["params", "ema"] = "params",
+) -> int:
+    """Writes the parameters of a step (the newest for None) to `out`, whole or not at all; returns the step.
+
+    `safetensors`: a file whose names are the paths below the parameters (`blocks/0/kernel`), with the metadata
+    `step` and `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`.
+
+    Raises:
+        CheckpointError: there is no such step, it is damaged, or it holds no such part.
+        ConfigError: an unknown format or part, or `out` exists.
+        CheckpointWriteError: `out` cannot be written.
+    """
+    directory, out = Path(directory).absolute(), Path(out).absolute()
+    for value, options in ((format, FORMATS), (which, PARTS)):
+        if value not in options:
+            raise ConfigError(f"export knows {', '.join(options)}, not {value!r}.{nearest(value, options)}")
+    if os.path.lexists(out):
+        raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
+    found = record.read_record(directory, record.newest_step(directory) if step is None else step)
+    record.check_files(directory, found)
+    arrays = _read_part(directory, found, which)
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if format == "safetensors":
+            _write_safetensors(partial, arrays, {"step": str(found.step), "which": which})
+        else:
+            from spmdkit.checkpoint import storage
+
+            storage.write_plain(partial, leaves.nest(arrays))
+        os.rename(partial, out)
+    except OSError as error:
+        raise CheckpointWriteError(
+            f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have room for "
+            "the parameters. Choose another place with --out."
+        ) from error
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+    return found.step
+
+
+def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, np.ndarray]:
+    """Returns `{path below the part: array}`."""
+    part = {path: leaf for path, leaf in found.leaves.items() if path == which or path.startswith(f"{which}/")}
+    if not part:
+        held = sorted({path.split("/")[0] for path in found.leaves})
+        hint = " Set ema in the config to keep averaged parameters." if which == "ema" else ""
+        raise CheckpointError(
+            f"export of {which} from {directory / str(found.step)}: it holds {', '.join(held)}, no {which}.{hint}"
+        )
+    abstract = {}
+    for path, (shape, dtype) in part.items():
+        if dtype.startswith("key<"):
+            raise CheckpointError(
+                f"export of {which}: `{path}` is a random key ({dtype}), not a parameter, and has no form outside JAX. "
+                "Keep keys in the model state."
+            )
+        abstract[path] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
+    from spmdkit.checkpoint import storage
+
+    try:
+        loaded = storage.load_numpy(
+            directory / str(found.step), leaves.nest({path: leaf for path, leaf in abstract.items() if leaf.size})
+        )
+    except Exception as error:
+        raise record.damaged(directory, found.step, record.first_line(error)) from error
+    return {
+        path.removeprefix(f"{which}/"): leaves.pick(loaded, path) if leaf.size else np.zeros(leaf.shape, leaf.dtype)
+        for path, leaf in abstract.items()
+    }
+
+
+def _write_safetensors(path: Path, arrays: dict[str, Any], metadata: dict[str, str]) -> None:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise ConfigError(
+            "export as safetensors needs the package safetensors, which is not installed. "
+            "Run `pip install 'spmdkit[safetensors]'`, or export with format orbax."
+        ) from None
+    try:
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
+    except (SafetensorError, KeyError, TypeError) as error:
+        dtypes = ", ".join(sorted({str(array.dtype) for array in arrays.values()}))
+        raise ConfigError(
+            f"export as safetensors of arrays of {dtypes}: {record.first_line(error)}. Not every dtype exists there. "
+            "Export with format orbax."
+        ) from error

@@ -1,0 +1,236 @@
+"""record.json, the description that makes a step directory a checkpoint; which steps a directory holds.
+
+    {"schema": 1, "step": 40, "time": 1795212345.6, "num_processes": 1, "bytes": 12582912,
+     "metrics": {"loss": 0.31}, "leaves": {"params/w": [[64, 128], "float32"]},
+     "files": {"state/manifest.ocdbt": 113}, "record": {what the caller gave to `save`}}
+
+The record is written into orbax's temporary directory after every process has written its arrays and before the
+rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.checkpoint.leaves import LeafTable
+from spmdkit.errors import CheckpointError, format_bytes
+
+SCHEMA = 1
+RECORD_FILE = "record.json"
+STATE_FOLDER = "state"
+TEMPORARY_MARK = ".orbax-checkpoint-tmp"
+"""Part of the name of every directory that is being written (by orbax) or deleted (by us)."""
+
+_STEP_NAME = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The content of one record.json. `user` is the caller's own record; `bytes` are those of the arrays in memory."""
+
+    step: int
+    time: float
+    num_processes: int
+    bytes: int
+    metrics: dict[str, float | None]
+    leaves: LeafTable
+    files: dict[str, int]
+    user: dict[str, Any]
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Writes record.json into `folder` and forces it to the disk, the folder's entries too."""
+    content = {
+        "schema": SCHEMA,
+        "step": record.step,
+        "time": record.time,
+        "num_processes": record.num_processes,
+        "bytes": record.bytes,
+        "metrics": finite_metrics(record.metrics),
+        "record": record.user,
+        "leaves": record.leaves,
+        "files": record.files,
+    }
+    with open(folder / RECORD_FILE, "w", encoding="utf-8") as file:
+        json.dump(content, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Returns the metrics as JSON can hold them: NaN and infinity become null."""
+    return {k: float(v) if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the names in `folder` to the disk: a rename survives a loss of power only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def list_files(folder: Path) -> dict[str, int]:
+    """Returns `{path below folder: bytes}` of every file of the state below `folder`."""
+    found: dict[str, int] = {}
+    for parent, _, names in os.walk(folder / STATE_FOLDER):
+        for name in names:
+            path = Path(parent, name)
+            found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return dict(sorted(found.items()))
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Returns the steps that `directory` holds, ascending: folders named by a plain integer that have a record.
+
+    A damaged checkpoint is still listed: leaving it out would silently train from an older one.
+    """
+    return sorted(int(name) for name in _entry_names(directory) if _is_step(directory / name))
+
+
+def ignored_entries(directory: Path | str) -> list[str]:
+    """Returns the names in `directory` that are no committed step, sorted: foreign, empty, or not finished."""
+    directory = Path(directory)
+    return sorted(name for name in _entry_names(directory) if not _is_step(directory / name))
+
+
+def _entry_names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_step(path: Path) -> bool:
+    return _STEP_NAME.fullmatch(path.name) is not None and (path / RECORD_FILE).is_file()
+
+
+def read_record(directory: Path, step: int) -> Record:
+    """Returns the record of a committed step.
+
+    Raises:
+        CheckpointError: there is no such step, or its record is damaged or of a newer spmdkit.
+    """
+    folder = directory / str(step)
+    try:
+        content = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        schema = content["schema"]
+    except (FileNotFoundError, NotADirectoryError):
+        have = committed_steps(directory)
+        held = f"has steps {', '.join(map(str, have))}" if have else "holds no checkpoint"
+        raise CheckpointError(
+            f"step {step} was asked for, but {directory} {held}. "
+            f"A checkpoint is a folder named by its step with a {RECORD_FILE} in it. "
+            + (f"Ask for step {have[-1]}." if have else "Train first, or name the folder of another run.")
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(directory, step, f"{RECORD_FILE} cannot be read ({first_line(error)})") from error
+    if schema != SCHEMA:
+        raise CheckpointError(
+            f"{folder} has a record of schema {schema}; this spmdkit reads schema {SCHEMA}. "
+            "Use the version of spmdkit that wrote it (it is named in the record)."
+        )
+    if content.get("step") != step:
+        raise damaged(directory, step, f"{RECORD_FILE} is of step {content.get('step')}; the folder was renamed")
+    try:
+        return Record(
+            step=int(content["step"]),
+            time=float(content["time"]),
+            num_processes=int(content["num_processes"]),
+            bytes=int(content["bytes"]),
+            metrics=dict(content["metrics"]),
+            leaves={path: (tuple(shape), dtype) for path, (shape, dtype) in content["leaves"].items()},
+            files={path: int(size) for path, size in content["files"].items()},
+            user=dict(content["record"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(directory, step, f"{RECORD_FILE} is not as it was written ({first_line(error)})") from error
+
+
+def check_files(directory: Path, record: Record) -> None:
+    """Raises CheckpointError when a file of the checkpoint is missing or has another size than was written."""
+    wrong = []
+    for name, size in record.files.items():
+        try:
+            found = (directory / str(record.step) / name).stat().st_size
+        except OSError:
+            wrong.append(f"{name} is missing")
+            continue
+        if found != size:
+            wrong.append(f"{name} has {found} bytes, {size} were written")
+    if wrong:
+        raise damaged(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
+
+
+def damaged(directory: Path, step: int, found: str) -> CheckpointError:
+    """Returns the error for a checkpoint that is not as it was written, with the way back to an earlier one."""
+    earlier = [other for other in committed_steps(directory) if other < step]
+    back = f"to go back to step {earlier[-1]}" if earlier else "to start anew; there is no earlier step"
+    return CheckpointError(
+        f"the checkpoint {directory / str(step)} is damaged: {found}. "
+        f"It is used whole or not at all. Delete or rename {directory / str(step)} {back}."
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the type and the first line of an error's text, at most 300 characters."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def ls(directory: Path | str) -> list[dict[str, Any]]:
+    """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem."""
+    directory = Path(directory)
+    return [_summary(directory, step) for step in committed_steps(directory)]
+
+
+def _summary(directory: Path, step: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": step, "bytes": _disk_bytes(directory / str(step)), "time": None, "metrics": {}}
+    try:
+        record = read_record(directory, step)
+        row |= {"time": record.time, "metrics": record.metrics}
+        check_files(directory, record)
+    except CheckpointError as error:
+        return row | {"complete": False, "problem": str(error)}
+    return row | {"complete": True, "problem": None}
+
+
+def _disk_bytes(folder: Path) -> int:
+    return sum(Path(parent, name).stat().st_size for parent, _, names in os.walk(folder) for name in names)
+
+
+def inspect(directory: Path | str, step: int | None = None) -> dict[str, Any]:
+    """Returns what `ls` says of a step (the newest for None) and its leaves, state_bytes, num_processes and record.
+
+    Raises:
+        CheckpointError: there is no such step, or its record is damaged.
+    """
+    directory = Path(directory)
+    record = read_record(directory, newest_step(directory) if step is None else step)
+    return _summary(directory, record.step) | {
+        "num_processes": record.num_processes,
+        "state_bytes": record.bytes,
+        "state_size": format_bytes(record.bytes),
+        "leaves": {path: {"shape": list(shape), "dtype": dtype} for path, (shape, dtype) in record.leaves.items()},
+        "record": record.user,
+    }
+
+
+def newest_step(directory: Path) -> int:
+    """Returns the newest committed step, or raises CheckpointError when there is none."""
+    steps = committed_steps(directory)
+    if not steps:
+        raise CheckpointError(
+            f"a checkpoint was asked for, but {directory} holds none. A checkpoint is a folder named by its step with "
+            f"a {RECORD_FILE} in it. Train first, or name the checkpoints folder of another run."
+        )
+    return steps[-1]

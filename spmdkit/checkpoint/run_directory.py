@@ -1,0 +1,115 @@
+"""A run's directory: can be written, and belongs to one live run.
+
+The lock is a flock on `run.lock`: the kernel drops it when its process dies, however it dies, so there is no stale lock
+to take over. The file also says who holds it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from spmdkit.checkpoint.record import first_line
+from spmdkit.errors import ConfigError
+
+LOCK_FILE = "run.lock"
+
+
+def prepare_run_dir(run_dir: Path | str) -> Path:
+    """Makes the directory and writes and removes a small file in it; returns its absolute path.
+
+    Raises:
+        ConfigError: it cannot be made or written (below a file, no permission, read-only or full disk).
+    """
+    path = Path(run_dir).absolute()
+    probe = path / f".write_probe-{socket.gethostname()}-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with open(probe, "wb") as file:
+            file.write(b"spmdkit")
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir is {path}, which cannot be written ({first_line(error)}). A run needs a folder of its own that "
+            "it may write to. Set run_dir to one."
+        ) from error
+    return path
+
+
+class RunLock:
+    """Exclusive use of a run directory, held from `acquire` (or `with`) until `release` or the process's end.
+
+    Raises:
+        ConfigError: another process holds it, named with its host and since when; or the directory is not writable.
+    """
+
+    def __init__(self, run_dir: Path | str, clock: Callable[[], float] = time.time):
+        self.path = Path(run_dir).absolute() / LOCK_FILE
+        self._clock = clock
+        self._descriptor: int | None = None
+
+    def acquire(self) -> Self:
+        prepare_run_dir(self.path.parent)
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"the lock {self.path} cannot be opened ({first_line(error)}). It must be a plain file. Remove it."
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write_owner(descriptor)
+        except OSError as error:
+            owner = _read_owner(descriptor)
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise ConfigError(
+                    f"the lock {self.path} cannot be taken ({first_line(error)}). The file system of run_dir must "
+                    "offer flock. Set run_dir on another one."
+                ) from error
+            raise ConfigError(
+                f"run directory {self.path.parent} is in use by {owner}. One run at a time may write to it. "
+                "Wait for that run, end it, or set run_dir to another folder."
+            ) from None
+        self._descriptor = descriptor
+        return self
+
+    def _write_owner(self, descriptor: int) -> None:
+        since = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC).isoformat(timespec="seconds")
+        owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, owner.encode(), 0)
+
+    def release(self) -> None:
+        """Gives the directory back. The file stays: removing it would let two runs lock two files of one name."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.ftruncate(descriptor, 0)
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _read_owner(descriptor: int) -> str:
+    """Returns `process 12 on host since ...`; the record may be missing for the moment between lock and write."""
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process that has just started"

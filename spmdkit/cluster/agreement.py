@@ -1,0 +1,134 @@
+"""Decided once, known to all: every process gets True at the same step, whoever asked and however far apart they run.
+
+Process 0 leads. It publishes a *horizon* H with the promise "whatever is decided from now on is for a step after H",
+and the number of decisions so far. A follower passes step t only when it has read a horizon H >= t. Hence:
+
+  - while process 0 decides, no process has passed a step after the H that is published, so the decision for step
+    D = H + 1 comes before anybody has passed D, and D is not yet behind process 0 either (it keeps H >= its own step);
+  - a follower at step D has not yet read a horizon that covers D, so it reads; any board with a horizon >= D was
+    written after decision D was, so the follower finds D and returns True at exactly that step.
+
+Neither argument needs a bound on how far processes drift apart, nor on how long a message takes; `lag` only keeps
+processes that run ahead from waiting. H is never less than `step + lag`, so a decision is for `step + lag + 1`, or for
+a little later when steps are fast: process 0 then extends the horizon only every `PACE_S` seconds.
+
+A request counts for the decision number it was made under; it is satisfied by the next step at which all get True. A
+request under an old number is ignored, rightly: the decision that made the number old is for a step after the request.
+
+Wire, per name and every max(1, PACE_S / step time) steps: process 0 one put and one listing, each follower one read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from spmdkit.cluster.store import Store
+from spmdkit.errors import RendezvousError
+
+PACE_S = 0.05
+MOST_STEPS_AHEAD = 1024
+
+
+class Agreement:
+    """One question that all processes answer alike at every step. `lead` on process 0, `follow` elsewhere."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        process_index: int,
+        *,
+        main_only: bool,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self._store, self._folder, self._process_index = store, folder, process_index
+        self._main_only, self._timeout_s = main_only, timeout_s
+        self._clock, self._sleep = clock, sleep
+        self._step: int | None = None
+        self._horizon: int | None = None
+        self._num_decided = 0  # decisions that this process knows of
+        self._ahead: list[int] = []  # known decisions that this process has not reached, in order
+        self._asked: int | None = None  # followers: the decision number of the request last put in the store
+        self._stride = 1  # process 0: steps between extensions of the horizon
+        self._extended: tuple[float, int] | None = None
+
+    def at(self, step: int, request: bool, lag: int) -> bool:
+        """Returns whether `step` is a decided step: the same on every process. To be called at every step in turn."""
+        if self._step is not None and step != self._step + 1:
+            raise ValueError(
+                f"agreement {self._folder!r} was asked at step {step} after step {self._step}: every process must ask "
+                f"at every step in turn. Use another name for another loop."
+            )
+        self._step = step
+        if self._process_index == 0:
+            self._lead(step, request, lag)
+        else:
+            self._follow(step, request)
+        if self._ahead and self._ahead[0] == step:
+            del self._ahead[0]
+            return True
+        return False
+
+    def _lead(self, step: int, request: bool, lag: int) -> None:
+        horizon = step - 1 if self._horizon is None else self._horizon
+        due = self._horizon is None or horizon <= step + lag - 3
+        wanted = False
+        if not self._ahead:  # a decision ahead answers every request made until then
+            wanted = request or (due and not self._main_only and self._has_requests())
+        if wanted:
+            decision = max(horizon, step) + 1
+            self._store.put(f"{self._folder}/decisions/{self._num_decided}", str(decision))
+            self._ahead.append(decision)
+            self._num_decided += 1
+        if due:
+            horizon = step + lag + self._next_stride(step)
+        if due or wanted:
+            self._horizon = horizon
+            self._store.put(f"{self._folder}/board", f"{horizon} {self._num_decided}", overwrite=True)
+
+    def _has_requests(self) -> bool:
+        return bool(self._store.entries(f"{self._folder}/requests/{self._num_decided}"))
+
+    def _next_stride(self, step: int) -> int:
+        """Returns the steps until the next extension: about PACE_S of them at the pace seen since the last one."""
+        now = self._clock()
+        if self._extended is not None:
+            then, last = self._extended
+            step_s = max((now - then) / (step - last), 1e-9)
+            self._stride = max(1, min(int(PACE_S / step_s), 2 * self._stride, MOST_STEPS_AHEAD))
+        self._extended = (now, step)
+        return self._stride
+
+    def _follow(self, step: int, request: bool) -> None:
+        if self._horizon is None or step > self._horizon:
+            self._read_until(step)
+        if request and not self._ahead and not self._main_only and self._asked != self._num_decided:
+            self._store.put(f"{self._folder}/requests/{self._num_decided}/{self._process_index}", str(step))
+            self._asked = self._num_decided
+
+    def _read_until(self, step: int) -> None:
+        """Waits for a horizon that covers `step`; process 0 is at most `lag` + stride steps behind when it has to."""
+        deadline, pause = self._clock() + self._timeout_s, 0.0005
+        while True:
+            board = self._store.try_get(f"{self._folder}/board")
+            if board is not None:
+                self._horizon, num_decided = (int(word) for word in board.split())
+                for number in range(self._num_decided, num_decided):
+                    decision = self._store.try_get(f"{self._folder}/decisions/{number}")
+                    assert decision is not None, "a decision is stored before the board counts it"
+                    self._ahead.append(int(decision))
+                self._num_decided = num_decided
+                if step <= self._horizon:
+                    return
+            if self._clock() > deadline:
+                found = "never asked" if self._horizon is None else f"allows steps up to {self._horizon}"
+                raise RendezvousError(
+                    f"process {self._process_index} waited {self._timeout_s:g} s at step {step} for process 0, which "
+                    f"{found}. All processes must run the same steps; process 0 is stuck or left its loop early. "
+                    f"See the output of process 0 and start all processes again."
+                )
+            self._sleep(pause)
+            pause = min(2 * pause, 0.05)

@@ -1,0 +1,174 @@
+"""`Cluster`: the processes that train together, their devices, and what they can tell each other, every wait bounded.
+
+Small strings, barriers and agreements go through JAX's coordination service (TCP to process 0), never through a
+collective: a collective has no timeout and names nobody. With one process everything is a dict and costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from spmdkit.cluster.agreement import Agreement
+from spmdkit.cluster.store import Store
+from spmdkit.errors import ConfigError, RendezvousError
+
+DEFAULT_TIMEOUT_S = 600.0
+# A second cluster object in one process (a notebook, a test) must not meet the keys of the first.
+_epoch = itertools.count()
+
+
+class Cluster:
+    """The joined processes; made by `join`. Every process makes the same calls in the same order."""
+
+    def __init__(
+        self,
+        *,
+        process_index: int,
+        num_processes: int,
+        devices: Sequence[jax.Device],
+        store: Store,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        namespace: str | None = None,
+    ):
+        self.process_index = process_index
+        self.num_processes = num_processes
+        self.devices = list(devices)
+        self._store, self._timeout_s = store, timeout_s
+        self._clock, self._sleep = clock, sleep
+        self._root = f"spmdkit/{next(_epoch)}" if namespace is None else namespace
+        self._num_barriers = 0
+        self._agreements: dict[str, Agreement] = {}
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0, the one that writes files and shows progress."""
+        return self.process_index == 0
+
+    def put(self, key: str, value: str) -> None:
+        """Publishes a string to all processes; each key once."""
+        self._store.put(f"{self._root}/user/{key}", value)
+
+    def try_get(self, key: str) -> str | None:
+        """Returns what some process put under `key`, or None where nobody has yet."""
+        return self._store.try_get(f"{self._root}/user/{key}")
+
+    def get(self, key: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+        """Returns what some process puts under `key`, waiting for it. Raises RendezvousError after `timeout_s`."""
+        try:
+            return self._store.get(f"{self._root}/user/{key}", timeout_s)
+        except TimeoutError:
+            raise RendezvousError(
+                f"process {self.process_index} waited {timeout_s:g} s for {key!r}, which no process has published. "
+                f"Another process ended or is stuck; see its output. Start all processes again."
+            ) from None
+
+    def barrier(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Returns when every process is here. Raises RendezvousError, with the missing processes, after `timeout_s`.
+
+        The coordination service checks once a second, so the error comes up to a second late.
+        """
+        if self.num_processes == 1:
+            return
+        key = f"{self._root}/barrier/{self._num_barriers}-{name}"
+        self._num_barriers += 1
+        self._store.put(f"{key}/arrived/{self.process_index}", "")
+        try:
+            self._store.barrier(key, timeout_s)
+        except TimeoutError:
+            arrived = {int(p) for p in self._store.entries(f"{key}/arrived")}
+            missing = [p for p in range(self.num_processes) if p not in arrived]
+            who = f"{name_processes(missing)} did not come" if missing else "the last one came too late"
+            raise RendezvousError(
+                f"barrier {name!r}: process {self.process_index} waited {timeout_s:g} s for {self.num_processes} "
+                f"processes, {who}. All processes must get here within the timeout; see the output of the missing ones "
+                f"and start all again."
+            ) from None
+
+    def agree(self, name: str, step: int, request: bool, lag: int) -> bool:
+        """Returns True on every process at the same step, once per request by any process; False at all others.
+
+        To be called by every process at every step in turn, with a name of its own per loop. `lag` is the number of
+        steps that may be in flight; a process further ahead waits for process 0. The decided step is `step + lag + 1`,
+        seen from process 0, or about 50 ms later when steps are faster than that. Why no process can miss the step,
+        whatever the delays: see `agreement.py`. With one process it returns `request`.
+        """
+        return self._agreement(name, False).at(step, request, lag) if self.num_processes > 1 else request
+
+    def agree_main(self, name: str, step: int, request: bool, lag: int) -> bool:
+        """The same as `agree`, but only the request of process 0 counts: for what its clock decides."""
+        return self._agreement(name, True).at(step, request, lag) if self.num_processes > 1 else request
+
+    def same_everywhere(self, name: str, text: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Checks that all processes give the same text (the config, the versions). Each name once.
+
+        Raises: ConfigError on every process, naming those that differ from process 0 and the first differing line.
+        """
+        if self.num_processes == 1:
+            return
+        folder = f"{self._root}/same/{name}"
+        mine = hashlib.sha256(text.encode()).hexdigest()
+        self._store.put(f"{folder}/digest/{self.process_index}", mine)
+        self._store.put(f"{folder}/text/{self.process_index}", text)
+        self.barrier(f"same {name}", timeout_s)
+        digests = self._store.entries(f"{folder}/digest")
+        differing = [p for p in range(1, self.num_processes) if digests[str(p)] != digests["0"]]
+        if not differing:
+            return
+        ours = self._store.get(f"{folder}/text/0", timeout_s)
+        theirs = self._store.get(f"{folder}/text/{differing[0]}", timeout_s)
+        raise ConfigError(
+            f"{name} must be the same in all {self.num_processes} processes, but {name_processes(differing)} "
+            f"{'differs' if len(differing) == 1 else 'differ'} from process 0: {_first_difference(ours, theirs)}. "
+            f"Different programs would deadlock or mix their sums. Give every process the same files and versions."
+        )
+
+    def shutdown(self, timeout_s: float = 60.0) -> None:
+        """Leaves the cluster together with the others. Only after success: a failed process just exits.
+
+        Raises: RendezvousError when another process does not get here within `timeout_s`.
+        """
+        if self.num_processes == 1:
+            return
+        self.barrier("shutdown", timeout_s)
+        jax.distributed.shutdown()
+
+    def _agreement(self, name: str, main_only: bool) -> Agreement:
+        if name not in self._agreements:
+            self._agreements[name] = Agreement(
+                self._store,
+                f"{self._root}/agree/{name}",
+                self.process_index,
+                main_only=main_only,
+                timeout_s=self._timeout_s,
+                clock=self._clock,
+                sleep=self._sleep,
+            )
+        return self._agreements[name]
+
+
+def name_processes(processes: Sequence[int]) -> str:
+    """Returns `process 3` or `processes 1, 3 and 4`, at most the first eight by number."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    shown = [str(p) for p in processes[:8]]
+    rest = len(processes) - len(shown)
+    last = f"{rest} more" if rest else shown.pop()
+    return f"processes {', '.join(shown)} and {last}"
+
+
+def _first_difference(ours: str, theirs: str) -> str:
+    for number, (a, b) in enumerate(itertools.zip_longest(ours.splitlines(), theirs.splitlines()), start=1):
+        if a != b:
+            return f"line {number} is {_quoted(b)} instead of {_quoted(a)}"
+    return "the line ends differ"
+
+
+def _quoted(line: str | None) -> str:
+    return "absent" if line is None else repr(line[:100])

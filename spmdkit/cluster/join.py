@@ -1,0 +1,164 @@
+"""`join`: configures JAX for the asked devices, meets the other processes, returns the `Cluster`. The first use of JAX.
+
+Order: settings about devices (they only count before JAX creates any), the roll call, `jax.distributed.initialize`,
+then the devices themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Sequence
+
+import jax
+
+from spmdkit import compat
+from spmdkit.cluster.cluster import Cluster
+from spmdkit.cluster.environment import ClusterSpec
+from spmdkit.cluster.rendezvous import roll_call
+from spmdkit.cluster.store import open_store
+from spmdkit.errors import ConfigError, RendezvousError
+
+# A dead peer that no launcher reports is noticed after this long. JAX's default is 100.
+HEARTBEAT_S = 10
+# JAX's default of 300 is what a failing process would hang in at exit.
+SHUTDOWN_S = 15
+# After the roll call everybody is there, so this only bounds a process that dies in the same second.
+INITIALIZE_S = 30
+
+
+def join(spec: ClusterSpec, devices: str | Sequence[int] = "auto") -> Cluster:
+    """Returns the cluster of all processes in `spec` with the asked devices.
+
+    `devices`: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices over all processes together;
+    `spec.devices_per_process` wins over it), or a list of local device indices, the same on every process.
+    Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
+    """
+    joined = jax.distributed.is_initialized()
+    num_processes = jax.process_count() if joined else spec.num_processes
+    num_cpu = _cpu_devices_per_process(spec, devices, num_processes)
+    if compat.backends_initialized():
+        if num_processes > 1 and not joined:
+            raise ConfigError(
+                f"{num_processes} processes were asked for, but JAX has already created its devices in this one. "
+                f"Processes must meet before the first use of JAX. Move the code that computes with JAX into "
+                f"the task's functions."
+            )
+    else:
+        _configure(spec, devices, num_cpu, num_processes)
+    if num_processes > 1 and not joined:
+        _initialize(spec)
+    found = jax.devices("cpu") if num_cpu is not None else jax.devices()
+    chosen = _choose(found, spec, devices, num_cpu, num_processes)
+    return Cluster(process_index=jax.process_index(), num_processes=num_processes, devices=chosen, store=open_store())
+
+
+def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], num_processes: int) -> int | None:
+    """Returns how many fake CPU devices each process needs, or None unless `cpu:N` was asked for."""
+    if not isinstance(devices, str) or devices == "auto":
+        return None
+    kind, _, count = devices.partition(":")
+    if kind != "cpu" or not count.isascii() or not count.isdigit() or int(count) < 1:
+        raise ConfigError(
+            f"devices: {devices!r} is not known. It is auto, cpu:N with N of at least 1, or a list of local device "
+            f"indices. Try devices: cpu:8."
+        )
+    if spec.devices_per_process is not None:
+        return spec.devices_per_process
+    total = int(count)
+    if total % num_processes:
+        fitting = max(1, total // num_processes) * num_processes
+        raise ConfigError(
+            f"devices: cpu:{total} over {num_processes} processes leaves {total % num_processes} over. Each has the "
+            f"same number of devices. Try devices: cpu:{fitting}, or `launch --devices-per-process`."
+        )
+    return total // num_processes
+
+
+def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int) -> None:
+    """Sets what JAX reads when it creates its devices. The settings are global to the process, as the devices are."""
+    if num_cpu is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_cpu)
+    elif spec.devices_per_process is not None:
+        # Counts only where the CPU is what JAX finds; on anything else `_choose` compares.
+        jax.config.update("jax_num_cpu_devices", spec.devices_per_process)
+    if not isinstance(devices, str):
+        # Leaves the memory of the other GPUs alone; without effect on CPU and TPU, where `_choose` selects.
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, devices)))
+        jax.config.update("jax_rocm_visible_devices", ",".join(map(str, devices)))
+    if num_processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def _initialize(spec: ClusterSpec) -> None:
+    """Starts JAX's coordination service on process 0 and connects to it. Binds loopback for a loopback coordinator."""
+    bind = roll_call(spec)
+    # JAX warns about proxy variables at every start; the roll call has just shown that the way is free.
+    jax_log = logging.getLogger("jax._src.distributed")
+    level = jax_log.level
+    jax_log.setLevel(logging.ERROR)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=spec.coordinator,
+            num_processes=spec.num_processes,
+            process_id=spec.process_id,
+            cluster_detection_method="deactivate",
+            initialization_timeout=INITIALIZE_S,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+            coordinator_bind_address=bind,
+        )
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"process {spec.process_id} of {spec.num_processes} could not join at {spec.coordinator}: "
+            f"{str(error).splitlines()[0]}. All processes were there a moment ago, so one ended while starting; "
+            f"see its output and start all again."
+        ) from error
+    finally:
+        jax_log.setLevel(level)
+    if threading.current_thread() is threading.main_thread():
+        # JAX's preemption notifier has just taken SIGTERM away from Python and ignores it until somebody polls.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
+def _choose(
+    found: list[jax.Device],
+    spec: ClusterSpec,
+    devices: str | Sequence[int],
+    num_cpu: int | None,
+    num_processes: int,
+) -> list[jax.Device]:
+    """Returns the global devices to use, the same list on every process."""
+    local = [[d for d in found if d.process_index == p] for p in range(num_processes)]
+    if num_cpu is not None:
+        _require(local, num_cpu, f"devices: {devices} needs")
+        return [d for of_process in local for d in of_process[:num_cpu]]
+    if isinstance(devices, str):
+        each = spec.devices_per_process
+        if each is not None and any(len(of_process) != each for of_process in local):
+            raise ConfigError(
+                f"SPMDKIT_DEVICES_PER_PROCESS asks for {each} in each process, found {[len(p) for p in local]} "
+                f"({found[0].platform}). The number must be what each process sees. Hide devices "
+                f"(CUDA_VISIBLE_DEVICES) or leave --devices-per-process out."
+            )
+        return found
+    indices = list(devices)
+    if not indices or len(set(indices)) != len(indices) or min(indices) < 0:
+        raise ConfigError(f"devices: {indices} must be different indices of at least 0. Try devices: [0].")
+    if found[0].platform in ("gpu", "cuda", "rocm") and all(len(of_process) == len(indices) for of_process in local):
+        return found  # the others were hidden by `_configure`
+    _require(local, max(indices) + 1, f"devices: {indices} needs")
+    return [of_process[i] for of_process in local for i in indices]
+
+
+def _require(local: list[list[jax.Device]], count: int, asked: str) -> None:
+    for process, of_process in enumerate(local):
+        if len(of_process) < count:
+            platform = of_process[0].platform if of_process else "no"
+            raise ConfigError(
+                f"{asked} {count} in process {process}, found {len(of_process)} {platform} device(s). JAX creates its "
+                f"devices once, at its first use. Ask for at most {len(of_process)}, or call spmdkit before anything "
+                f"computes with JAX."
+            )

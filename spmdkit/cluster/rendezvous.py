@@ -1,0 +1,200 @@
+"""The roll call before JAX starts: process 0 waits until every process has called in, and says who is missing.
+
+`jax.distributed.initialize` ends the process by SIGABRT when somebody does not come, and names nobody; with the port in
+use it is a SIGSEGV (jaxlib 0.10.2, 2026-11-20). So processes meet first on the same port over plain TCP:
+each sends one line of JSON, process 0 answers all of them at once with one line, closes the port, and JAX takes it
+over. As a side effect JAX's first connection finds its service already there, which saves gRPC's one-second back-off
+at every start.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import socket
+import time
+from typing import Any
+
+from spmdkit.cluster.cluster import name_processes
+from spmdkit.cluster.environment import ClusterSpec, split_address
+from spmdkit.errors import ConfigError, RendezvousError
+
+MOST_LINE_BYTES = 4096
+RETRY_S = 0.05
+# Process 0 reports at its deadline; the others hear it from there, so they wait a little longer than they would alone.
+REPLY_MARGIN_S = 5.0
+
+
+def roll_call(spec: ClusterSpec) -> str:
+    """Returns the address that process 0 should bind, when all processes are there; at most `rendezvous_timeout_s`.
+
+    Raises: RendezvousError naming the missing processes or the unreachable address; ConfigError when processes
+    contradict each other (two with one number, different counts).
+    """
+    assert spec.coordinator is not None
+    deadline = time.monotonic() + spec.rendezvous_timeout_s
+    if spec.process_id == 0:
+        return _call(spec, deadline)
+    _answer(spec, deadline)
+    return spec.coordinator
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether `host` names this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _call(spec: ClusterSpec, deadline: float) -> str:
+    """Process 0: collects one line from every other process, then tells all of them the outcome."""
+    assert spec.coordinator is not None
+    listener, bound = _listen(spec.coordinator)
+    present: dict[int, socket.socket] = {}
+    error: str | None = None
+    try:
+        with listener:
+            while error is None and len(present) < spec.num_processes - 1:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    break
+                listener.settimeout(remaining)
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    break
+                error = _register(connection, spec, present)
+        missing = [p for p in range(1, spec.num_processes) if p not in present or _hung_up(present[p])]
+        kind = "config" if error else "rendezvous"
+        if error is None and missing:
+            came = spec.num_processes - len(missing)
+            error = (
+                f"{spec.num_processes} processes were to meet at {spec.coordinator}, {came} came within "
+                f"{spec.rendezvous_timeout_s:g} s; missing: {name_processes(missing)}. All must start within the "
+                f"timeout. See why the missing ones did not start, or set SPMDKIT_RENDEZVOUS_TIMEOUT_S higher."
+            )
+        reply = json.dumps({"spmdkit": 1, "error": error, "kind": kind}).encode() + b"\n"
+        for connection in present.values():
+            try:
+                connection.sendall(reply)
+            except OSError:
+                continue  # it is gone; JAX's own timeout finds that out
+    finally:
+        for connection in present.values():
+            connection.close()
+    if error is not None:
+        raise ConfigError(error) if kind == "config" else RendezvousError(error)
+    return bound
+
+
+def _listen(coordinator: str) -> tuple[socket.socket, str]:
+    """Returns a listening socket and the address bound: the coordinator's own, or all where it is not ours (NAT)."""
+    host, port = split_address(coordinator)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        try:
+            return socket.create_server(address[:2], family=family), coordinator
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL or is_loopback(host):
+                raise
+        return socket.create_server(("", port)), f"0.0.0.0:{port}"
+    except OSError as error:
+        raise RendezvousError(
+            f"process 0 cannot listen at {coordinator}: {error.strerror or error}. It needs a free port of its own "
+            f"machine. End what holds the port, or choose another in SPMDKIT_COORDINATOR of all processes."
+        ) from None
+
+
+def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]) -> str | None:
+    """Adds the caller to `present`; returns what contradicts. Strangers who do not speak this protocol are dropped."""
+    hello = _receive(connection, timeout_s=1.0)
+    process, count = hello.get("process"), hello.get("num_processes")
+    if not isinstance(process, int) or not isinstance(count, int):
+        connection.close()
+        return None
+    error = None
+    if count != spec.num_processes:
+        error = (
+            f"process {process} was started with SPMDKIT_NUM_PROCESSES={count}, process 0 with {spec.num_processes}. "
+            f"The count must be the same in all processes. Start all of them with one count."
+        )
+    elif not 0 < process < count or (process in present and not _hung_up(present[process])):
+        error = (
+            f"two processes were started with SPMDKIT_PROCESS_ID={process}. Each number from 0 to "
+            f"{spec.num_processes - 1} is used once. End what is left of an earlier run, or use another port."
+        )
+        process = -1  # keep the first one's connection, and tell this one too
+    if process in present:
+        present[process].close()
+    present[process] = connection
+    return error
+
+
+def _answer(spec: ClusterSpec, deadline: float) -> None:
+    """Every other process: reaches process 0, says who it is, and waits for the outcome."""
+    assert spec.coordinator is not None
+    host, port = split_address(spec.coordinator)
+    hello = json.dumps({"spmdkit": 1, "process": spec.process_id, "num_processes": spec.num_processes}).encode() + b"\n"
+    found = "nothing was tried"
+    reply: dict[str, Any] = {}
+    while "error" not in reply:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise RendezvousError(
+                f"process {spec.process_id} could not reach process 0 at {spec.coordinator} within "
+                f"{spec.rendezvous_timeout_s:g} s ({found}); missing: process 0. It must run and its port must be "
+                f"reachable from here. See why process 0 did not start, or correct SPMDKIT_COORDINATOR."
+            )
+        try:
+            with socket.create_connection((host, port), timeout=min(remaining, 5.0)) as connection:
+                connection.sendall(hello)
+                reply = _receive(connection, timeout_s=remaining + REPLY_MARGIN_S)
+                found = "it hung up without an answer"
+        except OSError as error:
+            found = error.strerror or str(error)
+        if "error" not in reply:
+            time.sleep(min(RETRY_S, remaining))
+    if reply["error"] is not None:
+        raise ConfigError(reply["error"]) if reply.get("kind") == "config" else RendezvousError(reply["error"])
+    _wait_for_service(host, port, deadline)
+
+
+def _wait_for_service(host: str, port: int, deadline: float) -> None:
+    """Waits until JAX's service accepts; without this, gRPC would find the port closed and back off a whole second."""
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(0.01)
+
+
+def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
+    """Returns one line of JSON from the other side, or an empty dict for silence, hang-up or anything else."""
+    deadline, data = time.monotonic() + timeout_s, b""
+    try:
+        while not data.endswith(b"\n") and len(data) < MOST_LINE_BYTES:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            part = connection.recv(MOST_LINE_BYTES)
+            if not part:
+                break
+            data += part
+        message = json.loads(data)
+    except (OSError, ValueError):
+        return {}
+    return message if isinstance(message, dict) and message.get("spmdkit") == 1 else {}
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    """Returns whether the other side closed: it sends nothing after its line, so readable means closed."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.setblocking(True)

@@ -1,0 +1,130 @@
+"""The key-value store that all processes see: JAX's coordination service, or a dict for one process and for tests.
+
+Both are linearizable: a `try_get` that starts after a `put` returned sees it. The agreement rests on that.
+Measured (jaxlib 0.10.2 and 0.11.2, loopback, 2 cores, 2026-11-20): put, try_get and entries 0.12-0.19 ms each; a
+barrier 0.3 ms; the service looks at its barrier timeouts once a second, so they come up to a second late.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from spmdkit import compat
+from spmdkit.errors import RendezvousError
+
+
+class Store(Protocol):
+    """Strings by key, shared by all processes."""
+
+    def put(self, key: str, value: str, overwrite: bool = False) -> None:
+        """Sets `key`; visible to every process when this returns."""
+
+    def try_get(self, key: str) -> str | None:
+        """Returns the value, or None where there is none yet."""
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """Returns the value, waiting for it. Raises TimeoutError."""
+
+    def entries(self, folder: str) -> dict[str, str]:
+        """Returns `{last part of key: value}` of the keys `folder/...`."""
+
+    def barrier(self, key: str, timeout_s: float) -> None:
+        """Returns when every process came here with this key, which is used once. Raises TimeoutError."""
+
+
+class MemoryStore:
+    """A store for one process, or for several threads that play processes in a test."""
+
+    def __init__(self, num_processes: int = 1):
+        self._num_processes = num_processes
+        self._values: dict[str, str] = {}
+        self._arrived: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: str, value: str, overwrite: bool = False) -> None:
+        with self._changed:
+            if key in self._values and not overwrite:
+                raise AssertionError(f"key {key!r} was set twice")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def try_get(self, key: str) -> str | None:
+        with self._changed:
+            return self._values.get(key)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise TimeoutError(key)
+            return self._values[key]
+
+    def entries(self, folder: str) -> dict[str, str]:
+        start = folder + "/"
+        with self._changed:
+            return {k.removeprefix(start): v for k, v in self._values.items() if k.startswith(start)}
+
+    def barrier(self, key: str, timeout_s: float) -> None:
+        with self._changed:
+            self._arrived[key] = self._arrived.get(key, 0) + 1
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._arrived[key] >= self._num_processes, timeout_s):
+                raise TimeoutError(key)
+
+
+class CoordinationStore:
+    """JAX's coordination service. A lost service is a RendezvousError whatever was asked of it."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def put(self, key: str, value: str, overwrite: bool = False) -> None:
+        with _translated(f"set {key}"):
+            self._client.key_value_set(key, value, allow_overwrite=overwrite)
+
+    def try_get(self, key: str) -> str | None:
+        try:
+            with _translated(f"read {key}"):
+                return str(self._client.key_value_try_get(key))
+        except KeyError:
+            return None
+
+    def get(self, key: str, timeout_s: float) -> str:
+        with _translated(f"wait for {key}"):
+            return str(self._client.blocking_key_value_get(key, max(1, int(timeout_s * 1000))))
+
+    def entries(self, folder: str) -> dict[str, str]:
+        start = folder + "/"
+        with _translated(f"list {folder}"):
+            return {k.removeprefix(start): v for k, v in self._client.key_value_dir_get(start)}
+
+    def barrier(self, key: str, timeout_s: float) -> None:
+        with _translated(f"meet at {key}"):
+            self._client.wait_at_barrier(key, max(1, int(timeout_s * 1000)))
+
+
+def open_store() -> Store:
+    """Returns the store of the joined cluster: the coordination service when there is one, else a dict."""
+    client = compat.coordination_client()
+    return MemoryStore() if client is None else CoordinationStore(client)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Turns the service's status codes, which JAX gives as the first word of the message, into Python's exceptions."""
+    try:
+        yield
+    except RuntimeError as error:  # jax.errors.JaxRuntimeError
+        text = str(error)
+        if text.startswith("NOT_FOUND"):
+            raise KeyError(what) from error
+        if text.startswith("DEADLINE_EXCEEDED"):
+            raise TimeoutError(what) from error
+        if text.startswith("ALREADY_EXISTS"):
+            raise AssertionError(f"{what}: the key was set twice") from error
+        raise RendezvousError(
+            f"could not {what} in the coordination service: {text.splitlines()[0]}. Process 0 holds it, so process 0 "
+            f"ended or the network to it broke; its own output says why. Start all processes again."
+        ) from error

@@ -1,0 +1,56 @@
+"""The config of a run: YAML or Python values in, one checked and frozen `Config` out.
+
+fields.py kinds of value · schema.py the settings · rules.py between settings · optimizer.py optax by name ·
+source.py YAML with lines · overrides.py key=value · problems.py and wording.py messages · load.py · show.py · task.py
+"""
+
+from spmdkit.config.fields import LOGICAL_AXES, MESH_AXES
+from spmdkit.config.load import load_config, parse_config, replace_keys
+from spmdkit.config.optimizer import build_optimizer, build_schedule, choose_optimizer
+from spmdkit.config.rules import check_batch, named_choice
+from spmdkit.config.schema import (
+    Best,
+    Checkpoint,
+    Config,
+    Data,
+    Eval,
+    Layout,
+    Log,
+    Mesh,
+    Placement,
+    Precision,
+    Profile,
+    RematSave,
+    StateGroup,
+)
+from spmdkit.config.show import json_schema, to_yaml
+from spmdkit.config.task import task_reference
+
+__all__ = [
+    "LOGICAL_AXES",
+    "MESH_AXES",
+    "Best",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Eval",
+    "Layout",
+    "Log",
+    "Mesh",
+    "Placement",
+    "Precision",
+    "Profile",
+    "RematSave",
+    "StateGroup",
+    "build_optimizer",
+    "build_schedule",
+    "check_batch",
+    "choose_optimizer",
+    "json_schema",
+    "load_config",
+    "named_choice",
+    "parse_config",
+    "replace_keys",
+    "task_reference",
+    "to_yaml",
+]

@@ -1,0 +1,67 @@
+"""A config from a file, or from a mapping; both end in the one check of schema.py and rules.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.config import overrides as override
+from spmdkit.config import source as yaml_source
+from spmdkit.config.problems import KeyPath, Origin, Place, key_path, show
+from spmdkit.config.schema import Config
+from spmdkit.errors import ConfigError
+
+
+def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
+    """Returns the checked config of a YAML file, with `key=value` overrides on top.
+
+    Raises:
+        ConfigError: anything that cannot work, all problems in one message, each with its file and line.
+    """
+    name = os.fspath(path)
+    file = Path(os.path.abspath(name))
+    document = override.apply(yaml_source.read_file(file, name), overrides)
+    return parse_config(document.value, source=file, name=name, positions=document.places)
+
+
+def parse_config(
+    mapping: Mapping[str, Any],
+    source: str | os.PathLike[str] | None = None,
+    positions: Mapping[KeyPath, Place] | None = None,
+    name: str | None = None,
+) -> Config:
+    """Returns the checked config of plain values.
+
+    Args:
+        mapping: the keys of a config file.
+        source: the file they stand for; relative paths start from its folder. None: the current folder.
+        positions: where each key was written, for messages.
+        name: the file as messages call it; `source` where it is not given.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(
+            f"a config needs a mapping of keys, found {show(mapping)}. Try {{'task': 'my_task.py:task'}}."
+        )
+    file = None if source is None else Path(os.path.abspath(source))
+    shown = name if name is not None else "" if source is None else os.fspath(source)
+    return Config.model_validate(dict(mapping), context=Origin(file, shown, dict(positions or {})))
+
+
+def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Returns the config with dotted keys set to new values, checked anew: `{"mesh": {"data": 4}, "ema": None}`."""
+    values = config.model_dump()
+    for key, new in changes.items():
+        *parents, last = key.split(".")
+        inner = values
+        for part in parents:
+            if inner.get(part) is None:
+                inner[part] = {}
+            inner = inner[part]
+        inner[last] = new
+    origin = config._origin
+    kept = {
+        p: place for p, place in origin.places.items() if not any(p[: len(key_path(k))] == key_path(k) for k in changes)
+    }
+    return parse_config(values, source=origin.file, positions=kept, name=origin.name)

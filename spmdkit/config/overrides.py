@@ -1,0 +1,70 @@
+"""`key=value` of the command line laid over the values of a config file: dotted keys, values in YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from spmdkit.config import source
+from spmdkit.config.problems import KeyPath, Place, dotted, key_path, show
+from spmdkit.errors import ConfigError
+
+
+def apply(document: source.Document, overrides: Iterable[str]) -> source.Document:
+    """Returns the document with each `key=value` set; later ones win, and messages name the override.
+
+    A mapping on the way that is missing or null is made. The value is YAML: `mesh='{data: 4}'`, `eval.params=ema`.
+
+    Raises:
+        ConfigError: no `=`, an empty key, a value that is no YAML, or a key inside something that is no mapping.
+    """
+    value, places = _copy(document.value), dict(document.places)
+    for text in overrides:
+        path, new, inner = _parse(text)
+        place = Place(f"override {_shown(text)}", 0)
+        _set(value, path, new, place)
+        for old in [p for p in places if p[: len(path)] == path]:
+            del places[old]
+        for end in range(1, len(path) + 1):
+            places.setdefault(path[:end], place)
+        places.update({(*path, *p): place for p in inner})
+    return source.Document(value, places)
+
+
+def _parse(text: str) -> tuple[KeyPath, Any, Iterable[KeyPath]]:
+    key, equals, raw = text.partition("=")
+    where = f"override {_shown(text)}"
+    if not equals:
+        raise ConfigError(f"{where}: needs key=value, found no `=`. Write {key.strip() or 'steps'}=...")
+    path = key_path(key.strip())
+    if not all(isinstance(p, str) and p.strip() for p in path):
+        raise ConfigError(f"{where}: needs a dotted key before `=`, found {key!r}. Write for example mesh.data=8.")
+    parsed = source.parse(raw, lambda _line: Place(where, 0), where)
+    if parsed.value is None and not raw.strip():
+        raise ConfigError(f"{where}: {dotted(path)} has no value. Write one after `=`, or {key}=null.")
+    return path, parsed.value, parsed.places
+
+
+def _set(value: dict[Any, Any], path: KeyPath, new: Any, place: Place) -> None:
+    for depth, part in enumerate(path[:-1], start=1):
+        if value.get(part) is None:
+            value[part] = {}
+        inner = value[part]
+        if not isinstance(inner, dict):
+            holder, key = dotted(path[:depth]), dotted(path[depth:])
+            raise ConfigError(
+                f"{place.where}: {holder} is {show(inner)}, which has no key {key}. An override sets keys of mappings. "
+                f"Give the whole value: {holder}='{{{key}: ...}}'."
+            )
+        value = inner
+    value[path[-1]] = new
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy of plain values whose mappings can be changed."""
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _shown(text: str) -> str:
+    short = text if len(text) <= 100 else f"{text[:97]}..."
+    return short if short.isprintable() else repr(short)

@@ -1,0 +1,116 @@
+"""Problems of a config as sentences: the place, what was asked, what was found, the rule, the smallest repair.
+
+A problem knows only its key; `Origin` knows where each key was written, and `render` puts the file and line, or the
+override, before each problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+MAX_PROBLEMS = 10
+
+KeyPath = tuple[str | int, ...]
+
+
+class Place(NamedTuple):
+    """Where a value was written: `a.yaml:3` or `override steps=3`; line 0 for overrides."""
+
+    where: str
+    line: int
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong, without its place."""
+
+    path: KeyPath
+    text: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a config came from. `file` is absolute, `name` as the user wrote it; both unset for a config of Python."""
+
+    file: Path | None = None
+    name: str = ""
+    places: Mapping[KeyPath, Place] = field(default_factory=lambda: MappingProxyType({}))
+
+    def place(self, path: KeyPath) -> Place:
+        """Returns the place of the key, or of the nearest mapping around it that has one."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.places:
+                return self.places[path[:end]]
+        return Place(self.name, 0)
+
+    def where(self, path: KeyPath) -> str:
+        """Returns `a.yaml:3: mesh.data`."""
+        place = self.place(path).where
+        return ": ".join(part for part in (place, dotted(path)) if part)
+
+
+def dotted(path: KeyPath) -> str:
+    """Returns `layout.rules[0]` for a path; parts that cannot be printed are quoted."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            name = part if part.isprintable() and len(part) <= 80 else repr(part[:60])
+            text += f".{name}" if text else name
+    return text
+
+
+def key_path(key: str) -> KeyPath:
+    """Returns the path of a dotted key without list indices: `mesh.data`."""
+    return tuple(key.split("."))
+
+
+def render(found: Sequence[Problem], origin: Origin) -> str:
+    """Returns one line for each problem, in the order of the file, at most `MAX_PROBLEMS`."""
+    ordered = sorted(found, key=lambda p: origin.place(p.path).line)
+    lines = [f"{start}: {p.text}" if (start := origin.where(p.path)) else p.text for p in ordered[:MAX_PROBLEMS]]
+    if len(ordered) > MAX_PROBLEMS:
+        lines.append(f"and {len(ordered) - MAX_PROBLEMS} more problems; mend these first.")
+    return "\n".join(lines)
+
+
+def show(value: Any) -> str:
+    """Returns a value as a message shows it: short, with its kind where that is not plain to see."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"{_short(value)} (text)"
+    if isinstance(value, int):
+        return f"{_short(value)} (a whole number)"
+    if isinstance(value, float):
+        return f"{value} (a number)"
+    if isinstance(value, list | tuple):
+        return f"{_short(value)} (a list)"
+    if isinstance(value, dict):
+        return f"{_short(value)} (a mapping)"
+    return f"a Python {type(value).__name__}"
+
+
+def _short(value: Any, depth: int = 0) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 128 else f"<{value.bit_length()} bits>"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 60 else repr(value[:57]) + "..."
+    if isinstance(value, list | tuple | dict):
+        if depth > 2:
+            return "..."
+        if isinstance(value, dict):
+            parts = [f"{_short(k, depth + 1)}: {_short(v, depth + 1)}" for k, v in list(value.items())[:4]]
+        else:
+            parts = [_short(v, depth + 1) for v in value[:4]]
+        body = ", ".join(parts + ["..."] * (len(value) > 4))
+        return f"{{{body}}}" if isinstance(value, dict) else f"[{body}]"
+    return str(value) if isinstance(value, float) else f"<{type(value).__name__}>"

@@ -1,0 +1,221 @@
+"""Rules over several fields: combinations that cannot work, and settings that have no effect under another one."""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spmdkit.config import fields, optimizer
+from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
+from spmdkit.config.task import reference_problem
+from spmdkit.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from spmdkit.config.schema import Config
+
+REDUCERS: Mapping[str, Sequence[str]] = {"sum": ()}
+"""Reducer -> its options."""
+
+SYNCS: Mapping[str, Sequence[str]] = {"every_step": ()}
+"""Sync -> its options."""
+
+MAX_DEPTH = 32
+
+
+def check(config: Config) -> list[Problem]:
+    """Returns every problem between the fields of a config whose fields are each right."""
+    return [
+        *_task(config),
+        *_batch(config),
+        *_mesh(config),
+        *_layout(config),
+        *_choices(config),
+        *_learning(config),
+        *_without_effect(config),
+    ]
+
+
+def _task(config: Config) -> Iterator[Problem]:
+    if problem := reference_problem(config.task):
+        yield Problem(("task",), problem)
+    for key in config.task_args:
+        if not key.isidentifier() or keyword.iskeyword(key):
+            yield Problem(("task_args", key), "is no name of a keyword argument of Python. Rename it.")
+    yield from plain_values(config.task_args, ("task_args",))
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    if config.batch_size % config.microbatches:
+        divisors = [d for d in range(1, min(config.batch_size, 100_000) + 1) if config.batch_size % d == 0]
+        below = max((d for d in divisors if d < config.microbatches), default=1)
+        above = min((d for d in divisors if d > config.microbatches), default=None)
+        counts = f"{below} or {above}" if above else str(below)
+        yield Problem(
+            ("microbatches",),
+            f"cuts batch_size {config.batch_size} into {config.microbatches} parts, found a rest of "
+            f"{config.batch_size % config.microbatches}. microbatches divides batch_size. "
+            f"Try microbatches: {counts}, or batch_size: {_multiples(config.batch_size, config.microbatches)}.",
+        )
+        return
+    if all(config.mesh.sizes().get(axis, 1) > 0 for axis in fields.LOGICAL_AXES["batch"]):
+        yield from _batch_on_mesh(config, config.mesh.sizes())
+
+
+def check_batch(config: Config, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError unless `batch_size` divides over the mesh and the microbatches; `sizes` has no -1 left."""
+    if found := list(_batch_on_mesh(config, sizes)):
+        raise ConfigError(render(found, config._origin))
+
+
+def _batch_on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    axes = {axis: sizes[axis] for axis in fields.LOGICAL_AXES["batch"] if sizes.get(axis, 1) > 1}
+    shards = math.prod(axes.values())
+    unit = shards * config.microbatches
+    if config.batch_size % unit:
+        cut = " x ".join(f"{axis}({size})" for axis, size in axes.items())
+        also = f" and microbatches into {config.microbatches}" if config.microbatches > 1 else ""
+        yield Problem(
+            ("batch_size",),
+            f"is {config.batch_size}; the mesh cuts a batch into {cut} = {shards}{also}, found a rest of "
+            f"{config.batch_size % unit}. batch_size is a multiple of {unit}. "
+            f"Try batch_size: {_multiples(config.batch_size, unit)}.",
+        )
+
+
+def _multiples(value: int, unit: int) -> str:
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def _mesh(config: Config) -> Iterator[Problem]:
+    filled = [axis for axis, size in config.mesh.sizes().items() if size == -1]
+    for axis in filled[1:]:
+        yield Problem(
+            ("mesh", axis),
+            f"is -1, and so is mesh.{filled[0]}. Only one axis can take what the others leave. Give one a number.",
+        )
+
+
+def _layout(config: Config) -> Iterator[Problem]:
+    known = list(dict.fromkeys([*fields.LOGICAL_AXES, *config.layout.axes, *fields.MESH_AXES]))
+    seen: dict[str, int] = {}
+    for i, (pattern, dims) in enumerate(config.layout.rules):
+        if pattern in seen:
+            yield Problem(
+                ("layout", "rules", i),
+                f"has the pattern {show(pattern)} of rule [{seen[pattern]}]. One rule claims a leaf. Remove one.",
+            )
+        seen.setdefault(pattern, i)
+        for j, name in [(j, n) for j, dim in enumerate(dims) for n in ((dim,) if isinstance(dim, str) else dim or ())]:
+            if name not in known:
+                yield Problem(
+                    ("layout", "rules", i, 1, j),
+                    f"unknown axis {name!r}.{nearest(name, known)} Known are {', '.join(known)}; layout.axes adds.",
+                )
+
+
+def _choices(config: Config) -> Iterator[Problem]:
+    for key, known in (("reducer", REDUCERS), ("sync", SYNCS)):
+        yield from _choice_problems((key,), getattr(config, key), known)
+        if isinstance(value := getattr(config, key), dict):
+            yield from plain_values(value, (key,))
+
+
+def named_choice(key: str, value: str | Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
+    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`; `known` maps each name to its options.
+
+    Raises:
+        ConfigError: a name or an option that is not known.
+    """
+    if found := list(_choice_problems((key,), value, known)):
+        raise ConfigError(render(found, Origin()))
+    return _split(value)
+
+
+def _split(value: str | Mapping[str, Any]) -> tuple[str, Any]:
+    return (value, {}) if isinstance(value, str) else next((k, {} if v is None else v) for k, v in value.items())
+
+
+def _choice_problems(path: KeyPath, value: Any, known: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
+    name, options = _split(value)
+    if name not in known:
+        yield Problem(path, f"needs one of {', '.join(known)}, found {show(name)}.{nearest(name, known)}")
+    elif not known[name]:
+        if options != {}:
+            yield Problem((*path, name), f"takes no options, found {show(options)}. Write {path[-1]}: {name}.")
+    elif isinstance(options, dict):
+        for option in options:
+            if option not in known[name]:
+                hint = nearest(str(option), known[name])
+                yield Problem((*path, name, str(option)), f"unknown option.{hint} Known are {', '.join(known[name])}.")
+
+
+def _learning(config: Config) -> Iterator[Problem]:
+    own = config.optimizer is not None and "learning_rate" in config.optimizer
+    if own and config.learning_rate is not None:
+        yield Problem(
+            ("optimizer", "learning_rate"),
+            "is given, and the key learning_rate too. Only one can have an effect. Remove one of them.",
+        )
+    if isinstance(config.learning_rate, dict):
+        yield from optimizer.schedule_problems(config.learning_rate, ("learning_rate",))
+    if config.optimizer is not None:
+        yield from optimizer.optimizer_problems(config.optimizer, config.learning_rate is not None)
+
+
+def _without_effect(config: Config) -> Iterator[Problem]:
+    layout, default = config.layout, type(config.layout)()
+    if config.mesh.fsdp is None:
+        for key in ("zero", "fsdp", "min_shard_bytes"):
+            if (value := getattr(layout, key)) != getattr(default, key):
+                yield Problem(
+                    ("layout", key),
+                    f"is {value}, and the mesh has no fsdp axis, so it has no effect. "
+                    f"Remove it, or name the axis, for example mesh: {{fsdp: -1}}.",
+                )
+    elif layout.fsdp == "off" and layout.min_shard_bytes != default.min_shard_bytes:
+        yield Problem(
+            ("layout", "min_shard_bytes"),
+            f"is {layout.min_shard_bytes}, and layout.fsdp is off, so it has no effect. Remove it, or set fsdp: auto.",
+        )
+    if config.eval.params == "ema" and config.ema is None:
+        yield Problem(
+            ("eval", "params"), "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."
+        )
+    if config.checkpoint and config.checkpoint.best and config.eval.every_steps is None:
+        yield Problem(
+            ("checkpoint", "best"),
+            "needs evaluations while training, found eval.every_steps: null. Try eval: {every_steps: 100}.",
+        )
+    if config.profile and (last := config.profile.start + config.profile.steps - 1) > config.steps:
+        yield Problem(
+            ("profile",),
+            f"asks for steps {config.profile.start} to {last}, found steps: {config.steps}. The trace lies within the "
+            f"run. Try profile: {{start: {max(1, config.steps - config.profile.steps + 1)}, "
+            f"steps: {min(config.profile.steps, config.steps)}}}.",
+        )
+
+
+def plain_values(value: Any, path: KeyPath, depth: int = 0) -> Iterator[Problem]:
+    """Yields a problem for everything inside `value` that YAML could not hold, and for NaN and infinity."""
+    if depth > MAX_DEPTH:
+        yield Problem(path, f"is nested more than {MAX_DEPTH} deep. Write it flatter.")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if isinstance(key, str | int) and not isinstance(key, bool):
+                yield from plain_values(inner, (*path, key), depth + 1)
+            else:
+                yield Problem(path, f"needs keys that are text or whole numbers, found {show(key)}. Put it in quotes.")
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from plain_values(inner, (*path, i), depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(path, f"needs a finite number, found {value}. NaN and infinity are refused. Write a number.")
+    elif not isinstance(value, str | int | float | None):
+        yield Problem(
+            path,
+            f"needs a plain value (text, number, true, false, null, list, mapping), found {show(value)}. "
+            "A config can be written to a file. Make the object in the task.",
+        )

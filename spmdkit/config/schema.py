@@ -1,0 +1,310 @@
+"""`Config`: every setting of a run, as frozen pydantic models. The description of a field is its help, schema and docs.
+
+`Config(task="my_task.py:task", mesh={"data": 8})` builds one in Python from plain values; `load_config` and
+`parse_config` (load.py) build one from a file or a mapping and know the line of every key. All of them raise
+`ConfigError` with every problem found. Rules over several fields are in rules.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from spmdkit.config import fields, problems, rules, task, wording
+from spmdkit.config.fields import Expects, Section
+from spmdkit.errors import ConfigError
+
+
+class Mesh(Section):
+    """Sizes of the mesh axes. An axis that is not named has size 1; an empty mesh is one device; one -1 fills."""
+
+    replica: fields.AxisSize | None = Field(
+        default=None, description="Replicas between hosts or slices, the slowest links."
+    )
+    data: fields.AxisSize | None = Field(
+        default=None, description="Replicas: each computes the gradient of its own examples."
+    )
+    fsdp: fields.AxisSize | None = Field(
+        default=None,
+        description="Cuts both the examples and the parameters, which are gathered when needed (see layout.zero).",
+    )
+    expert: fields.AxisSize | None = Field(default=None, description="Cuts the experts of a mixture, and the examples.")
+    context: fields.AxisSize | None = Field(default=None, description="Cuts the sequence dim.")
+    tensor: fields.AxisSize | None = Field(default=None, description="Cuts matrices inside a layer; the fastest links.")
+    pipeline: fields.AxisSize | None = Field(default=None, description="Cuts the layers into stages.")
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the axes that are named, -1 as it stands."""
+        return {axis: size for axis in fields.MESH_AXES if (size := getattr(self, axis)) is not None}
+
+
+class Layout(Section):
+    """Where each parameter lives: rules, then metadata of the model, then the fsdp tactic."""
+
+    rules: list[fields.LayoutRule] = Field(
+        default_factory=list,
+        description="Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the whole "
+        "path of a parameter (blocks/0/kernel), an axis is a logical axis, a mesh axis or null.",
+    )
+    axes: dict[str, fields.MeshAxes] = Field(
+        default_factory=dict,
+        description="Logical axis -> mesh axis, list of mesh axes or null; added to the defaults and wins over them.",
+    )
+    fsdp: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: leaves that no rule shards are cut on their largest divisible dim over the fsdp axis.",
+    )
+    zero: Annotated[Literal[1, 2, 3], Expects("1, 2 or 3", "3")] = Field(
+        default=3,
+        description="What the fsdp axis cuts: 1 optimizer state, 2 gradients too, 3 parameters too. Needs mesh.fsdp.",
+    )
+    min_shard_bytes: fields.NumBytes = Field(
+        default=2**14, description="Bytes below which fsdp: auto leaves a leaf whole. Needs mesh.fsdp and fsdp: auto."
+    )
+    replicate_above_bytes: fields.NumBytes = Field(
+        default=2**27,
+        description="Bytes of a leaf above which replication over a model axis must be asked for by a rule.",
+    )
+
+
+class Placement(Section):
+    """The memory that holds the state between uses."""
+
+    params: Literal["device", "host"] = Field(default="device", description="Memory of the parameters.")
+    optimizer: Literal["device", "host"] = Field(default="device", description="Memory of the optimizer's state.")
+
+
+class Precision(Section):
+    """Dtypes of a step. A plain `precision: bfloat16` means {compute: bfloat16}."""
+
+    compute: fields.Dtype = Field(
+        default="float32", description="Dtype of the loss function's parameters and activations."
+    )
+    params: fields.Dtype = Field(default="float32", description="Dtype in which the parameters are stored and updated.")
+    reduce: fields.Dtype = Field(default="float32", description="Dtype of gradients while they are summed.")
+
+
+class RematSave(Section):
+    """Rematerialisation that keeps only what the model has named."""
+
+    save: list[fields.Name] = Field(
+        min_length=1, description="Names given with jax.ad_checkpoint.checkpoint_name whose values are kept."
+    )
+
+
+class StateGroup(Section):
+    """Model state that agrees within groups of replicas."""
+
+    group: fields.Count = Field(description="Neighbouring replicas that share one state; divides their number.")
+
+
+class Data(Section):
+    """How batches are made."""
+
+    shuffle: fields.Flag = Field(
+        default=True, description="A new order of the training examples in each epoch, from the seed."
+    )
+    remainder: Literal["drop", "mask"] = Field(
+        default="drop", description="The last short batch of an epoch: dropped, or filled up and masked."
+    )
+    prefetch: fields.Few = Field(
+        default=2, description="Batches that wait on the device, and in the reader, ahead of the step."
+    )
+    threads: fields.Few = Field(default=1, description="Reader threads of each process.")
+
+
+class Best(Section):
+    """Which checkpoint is the best."""
+
+    metric: fields.Name = Field(description="Name of an evaluation metric, for example loss.")
+    mode: Literal["min", "max"] = Field(description="Whether the smallest or the largest value is best.")
+
+
+class Checkpoint(Section):
+    """When the state is saved. The last step and a stop are always saved."""
+
+    every_steps: fields.Count | None = Field(default=None, description="Steps between saves; null: not by steps.")
+    every_seconds: fields.Seconds | None = Field(
+        default=600.0, description="Seconds between saves, on process 0's clock; null: not by time."
+    )
+    keep: fields.Count = Field(default=3, description="Newest checkpoints that are kept; the best one is kept besides.")
+    best: Best | None = Field(default=None, description="Also keeps the best checkpoint. Needs eval.every_steps.")
+    timeout_s: fields.Seconds = Field(
+        default=600.0, description="Seconds after which a save that does not end is an error."
+    )
+
+
+class Eval(Section):
+    """When and on what the evaluation runs."""
+
+    every_steps: fields.Count | None = Field(
+        default=None, description="Steps between evaluations; null: only at the end."
+    )
+    batch_size: fields.Count | None = Field(
+        default=None, description="Global examples of an evaluation batch; null: batch_size."
+    )
+    params: Literal["params", "ema"] = Field(
+        default="params", description="The parameters evaluated. ema needs the key ema."
+    )
+
+
+class Log(Section):
+    """What is told while a run goes on."""
+
+    every_steps: fields.Count = Field(
+        default=10, description="Steps between lines of metrics.jsonl and of the display."
+    )
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        default="auto", description="The display on process 0; auto: rich on a terminal, plain lines elsewhere."
+    )
+    tensorboard: fields.Flag = Field(default=False, description="Also writes TensorBoard files (extra: tensorboard).")
+
+
+class Profile(Section):
+    """Steps of which a profiler trace is taken."""
+
+    start: fields.Count = Field(description="First step that is traced; steps count from 1.")
+    steps: fields.Count = Field(default=3, description="Number of steps that are traced.")
+
+
+Remat = Annotated[
+    Literal["none", "full", "dots", "dots_no_batch"] | RematSave,
+    fields.names_or(("none", "full", "dots", "dots_no_batch"), RematSave),
+    Expects(
+        "none, full, dots, dots_no_batch or a mapping {save: [names]}",
+        "full",
+        ("none", "full", "dots", "dots_no_batch"),
+    ),
+]
+ModelState = Annotated[
+    Literal["global", "replica"] | StateGroup,
+    fields.names_or(("global", "replica"), StateGroup),
+    Expects("global, replica or a mapping {group: k}", "global", ("global", "replica")),
+]
+
+
+class Config(Section):
+    """Every setting of a run."""
+
+    task: fields.Name = Field(
+        description="The user's Task: path/to/file.py:name (path from the config's folder) or pkg.mod:name."
+    )
+    task_args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments, when the target is a function that returns a Task."
+    )
+    run_dir: fields.FileName | None = Field(
+        default=None, description="Directory of the run, from the config's folder; null: runs/<config name>."
+    )
+    seed: fields.Seed = Field(
+        default=0, description="Seed of the initial parameters, of the order of examples and of all keys."
+    )
+    steps: fields.Count = Field(default=100, description="Steps to train; step 1 is the first.")
+    batch_size: fields.Count = Field(
+        default=32, description="Global examples of a step, over all replicas and microbatches."
+    )
+    microbatches: fields.Count = Field(
+        default=1,
+        description="Parts into which a batch is cut, one after the other, with one update. Divides batch_size.",
+    )
+    devices: fields.Devices = Field(
+        default="auto",
+        description="auto: all devices; cpu:N: N fake devices of this CPU, over all processes; or local indices.",
+    )
+    mesh: Mesh = Field(default_factory=Mesh, description="Axis sizes. One -1 fills; empty: one device.")
+    layout: Layout = Field(default_factory=Layout, description="Where each parameter lives.")
+    placement: Placement = Field(default_factory=Placement, description="Memory of parameters and optimizer state.")
+    reducer: fields.NamedChoice = Field(default="sum", description="How gradients are added over replicas: sum.")
+    sync: fields.NamedChoice = Field(default="every_step", description="When replicas agree: every_step.")
+    precision: Annotated[
+        Precision,
+        BeforeValidator(fields.dtype_to_mapping, json_schema_input_type=Literal["float32", "bfloat16"] | Precision),
+        Expects("float32, bfloat16 or a mapping {compute, params, reduce}", "bfloat16", ("float32", "bfloat16")),
+    ] = Field(default_factory=Precision, description="Dtype of the computation, or dtypes of compute, params, reduce.")
+    remat: Remat = Field(
+        default="none",
+        description="What sk.remat keeps for the backward pass: all, nothing, matrix products, or named values.",
+    )
+    optimizer: fields.Optimizer | None = Field(
+        default=None, description="name of an optax optimizer and its keyword arguments; null: the task's own."
+    )
+    learning_rate: fields.LearningRate | None = Field(
+        default=None,
+        description="A number, or name of an optax schedule and its keyword arguments; null: the optimizer's own.",
+    )
+    clip_norm: fields.Positive | None = Field(
+        default=None, description="Largest global norm of the gradient; null: no clipping."
+    )
+    ema: fields.Fraction | None = Field(
+        default=None, description="Decay of the average of parameters; null: no average."
+    )
+    model_state: ModelState = Field(
+        default="global",
+        description="How replicas agree on mutable model state: one, one for each, or one for each group.",
+    )
+    data: Data = Field(default_factory=Data, description="How batches are made.")
+    checkpoint: Checkpoint | None = Field(
+        default_factory=Checkpoint, description="When the state is saved; null: never."
+    )
+    eval: Eval = Field(default_factory=Eval, description="When and on what the evaluation runs.")
+    log: Log = Field(default_factory=Log, description="What is told while a run goes on.")
+    profile: Profile | None = Field(default=None, description="Steps of which a profiler trace is taken; null: none.")
+    on_nonfinite: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="When the loss or the gradient is not finite: stop with code 77, or go on and report.",
+    )
+
+    _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_config_error(cls, data: Any, handler: ModelWrapValidatorHandler[Config], info: ValidationInfo) -> Config:
+        """Turns what pydantic and the cross-field rules find into one ConfigError; `info.context` is the Origin."""
+        origin = info.context if isinstance(info.context, problems.Origin) else problems.Origin()
+        try:
+            config = handler(data)
+        except ValidationError as error:
+            found = wording.translate(cls, error.errors(include_url=False))
+            raise ConfigError(problems.render(found, origin)) from None
+        if found := rules.check(config):
+            raise ConfigError(problems.render(found, origin))
+        config._origin = origin
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        """Two configs are equal when their settings are, wherever they were read."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def source(self) -> Path | None:
+        """The absolute path of the config's file, None when it was built in Python."""
+        return self._origin.file
+
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths start from: the file's, else the current one."""
+        return self._origin.file.parent if self._origin.file else Path.cwd()
+
+    def resolved_run_dir(self) -> Path:
+        """Returns the absolute run directory; the default is `runs/<config name>` in the config's folder."""
+        stem = self._origin.file.stem if self._origin.file else "run"
+        return (self.folder / (self.run_dir or f"runs/{stem}")).resolve()
+
+    def where(self, key: str) -> str:
+        """Returns the start of a message about a dotted key: `configs/gpt.yaml:12: mesh.data`."""
+        return self._origin.where(problems.key_path(key))
+
+    def task_reference(self) -> tuple[str, str]:
+        """Returns (absolute path of the .py file, or module; name of the Task in it)."""
+        return task.task_reference(self)

@@ -1,0 +1,41 @@
+"""A config as text: resolved YAML that loads back to an equal config, and the JSON schema that editors use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from spmdkit.config.schema import Config
+from spmdkit.config.source import add_core_schema
+from spmdkit.config.task import task_reference
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text where source.py, or a reader of YAML 1.1 (`off`, dates), would take it for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+add_core_schema(_Dumper)
+_Dumper.add_representer(tuple, _Dumper.represent_list)
+
+
+def to_yaml(config: Config, absolute_paths: bool = False) -> str:
+    """Returns every setting, defaults too, as YAML that loads back to an equal config.
+
+    With `absolute_paths`, `task` and `run_dir` are absolute, so that the text means the same in any folder.
+    """
+    values = config.model_dump()
+    values["mesh"] = config.mesh.sizes()
+    if absolute_paths:
+        values["task"] = ":".join(task_reference(config))
+        values["run_dir"] = str(config.resolved_run_dir())
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON schema (draft 2020-12) of a config file, with a description for every key."""
+    schema = Config.model_json_schema(mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "spmdkit config"}

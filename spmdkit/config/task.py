@@ -1,0 +1,42 @@
+"""The reference to the user's task: `path/to/file.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spmdkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spmdkit.config.schema import Config
+
+
+def task_reference(config: Config) -> tuple[str, str]:
+    """Returns (absolute path of the .py file, name) or (module, name). Nothing is opened or imported.
+
+    Raises:
+        ConfigError: `task` is not of either form.
+    """
+    if problem := reference_problem(config.task):
+        raise ConfigError(f"{config.where('task')}: {problem}")
+    target, _, name = config.task.rpartition(":")
+    return (str((config.folder / target).resolve()), name) if target.endswith(".py") else (target, name)
+
+
+def reference_problem(task: str) -> str:
+    """Returns what is wrong with a reference, an empty string when nothing is."""
+    rule = "needs path/to/file.py:name or package.module:name, found"
+    target, colon, name = task.rpartition(":")
+    if any(ord(c) < 32 for c in task):
+        return f"{rule} {task!r}. Control characters are refused."
+    if not colon or task.endswith(".py"):
+        file = task if task.endswith(".py") else "my_task.py"
+        return f"{rule} {task!r}, which has no name of a Task. Try task: {file}:task."
+    if not name.isidentifier():
+        return f"{rule} {task!r}: {name!r} is no name of Python. Try task: {target or 'my_task.py'}:task."
+    if not target:
+        return f"{rule} {task!r}, which has no file. Try task: my_task.py:{name}."
+    if target.endswith(".py"):
+        return f"{rule} {task!r}: `~` is the shell's. Write the whole path." if target.startswith("~") else ""
+    if not all(part.isidentifier() for part in target.split(".")):
+        return f"{rule} {task!r}: {target!r} is neither a .py file nor a module. Try task: {target}.py:{name}."
+    return ""

@@ -1,0 +1,66 @@
+"""The dtype that a leaf of the data has on the device, decided aloud where JAX would decide in silence.
+
+Without x64, JAX turns float64 into float32 and int64 into int32 with no word. Here:
+  float64, complex128     an error: losing half the digits is the user's decision
+  int64, uint64           int32, uint32 after a range check: numpy's default integer is int64, so every label array is
+  Python float, int       float32, int32: they carry no dtype of their own
+  str, object, datetime   an error: there is no such thing on a device
+With `jax_enable_x64` on, the 64-bit types stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit.errors import ConfigError
+
+
+def device_dtype(where: str, dtype: Any) -> np.dtype:
+    """Returns the native dtype in which a leaf of `dtype` is gathered; `where` names the leaf in errors.
+
+    Raises:
+      ConfigError: no device has the dtype, or it would lose floating-point digits.
+    """
+    if not _is_numeric(dtype):
+        raise ConfigError(
+            f"{where} has dtype {dtype}, which no device can hold. Data must be numbers or booleans. "
+            f"Encode it as integers (np.unique(values, return_inverse=True)[1].astype(np.int32)), or leave it out."
+        )
+    native = dtype.newbyteorder("=")
+    canonical = np.dtype(jax.dtypes.canonicalize_dtype(native))
+    if canonical != native and native.kind in "fc":
+        raise ConfigError(
+            f"{where} has dtype {native}, and JAX without x64 computes in {canonical}. spmdkit does not drop digits "
+            f"silently. Convert it yourself: .astype(np.{canonical})."
+        )
+    return canonical
+
+
+def _is_numeric(dtype: Any) -> bool:
+    if not isinstance(dtype, np.dtype):
+        return False  # jax's own extended dtypes, such as PRNG keys
+    if dtype.kind in "biufc":
+        return dtype.itemsize <= (16 if dtype.kind == "c" else 8)  # not longdouble
+    return dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number)  # bfloat16, float8, int4 of ml_dtypes
+
+
+def narrow(where: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns `array` as `dtype` (from `device_dtype`), the same object where nothing changes.
+
+    Raises:
+      ConfigError: an integer does not fit.
+    """
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind in "iu" and array.dtype.itemsize > dtype.itemsize and array.size:
+        low, high = (int(array.min()), int(array.max())) if array.ndim else (int(array), int(array))
+        limits = np.iinfo(dtype)
+        if low < limits.min or high > limits.max:
+            raise ConfigError(
+                f"{where} is {array.dtype} with values from {low} to {high}, and JAX without x64 holds {dtype}, "
+                f"{limits.min} to {limits.max}. Map the values into that range, or set JAX_ENABLE_X64=1."
+            )
+    return array.astype(dtype)

@@ -1,0 +1,156 @@
+"""Data that gives one example at a time: a user's random-access object, a list, or a `grain.MapDataset`.
+
+Every example must look like example 0: the same structure, shapes and dtypes, because a compiled step has one shape.
+`data[i]` must depend on i alone, and with `data.threads` above 1 it is called from several threads at once.
+
+A grain dataset is asked for index `epoch * len + i`, as grain itself counts, so its `random_map` draws anew in each
+epoch and still gives the same example when a run resumes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit.data.dtypes import device_dtype, narrow
+from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
+from spmdkit.tree import path_name
+
+# A length above this is grain's way to say "endless" (repeat() gives sys.maxsize).
+ENDLESS = 2**62
+
+
+class ExampleSource:
+    """Examples read one by one with `data[i]` and stacked. A `Source`."""
+
+    in_memory = False
+
+    def __init__(self, data: Any, what: str = "train_data", is_grain: bool = False):
+        self._data = data
+        self._what = what
+        self._length = _length(data, what)
+        self._epoch_stride = self._length if is_grain else 0
+        example = self._read(0, 0)
+        leaves: list[Any] = jax.tree.leaves(example)
+        self._treedef: Any = jax.tree.structure(example)
+        if not leaves:
+            raise ConfigError(f"{what}[0] is {example!r}, which holds no array. Give at least one array per example.")
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(example)[0]]
+        self._names = [f" leaf '{path}'" if path else "" for path in paths]
+        self._refuse_lists_of_numbers(example)
+        arrays = [self._array(0, name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
+        self._specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def element(self) -> Any:
+        """Returns the shape and dtype of one example, those of example 0."""
+        return self._treedef.unflatten(self._specs)
+
+    def gather(self, indices: np.ndarray, epoch: int = 0) -> Any:
+        """Returns the examples `indices`, stacked. An index repeated in a row is read once.
+
+        Raises:
+          UserCodeError: the user's `data[i]` raised; its exception is the cause.
+          ConfigError: an example does not look like example 0.
+        """
+        rows = [np.empty((len(indices), *spec.shape), spec.dtype) for spec in self._specs]
+        previous, leaves = -1, list[np.ndarray]()
+        for row, index in enumerate(indices.tolist()):
+            if index != previous:
+                previous, leaves = index, self._leaves(index, epoch)
+            for out, leaf in zip(rows, leaves, strict=True):
+                out[row] = leaf
+        return self._treedef.unflatten(rows)
+
+    def _leaves(self, index: int, epoch: int) -> list[np.ndarray]:
+        leaves, treedef = jax.tree.flatten(self._read(index, epoch))
+        if treedef != self._treedef:
+            raise ConfigError(
+                f"{self._what}[{index}] has the structure {treedef}, and example 0 has {self._treedef}. Every example "
+                f"must have the same structure, because a compiled step has one. Return the same keys for every index."
+            )
+        arrays = []
+        for name, leaf, spec in zip(self._names, leaves, self._specs, strict=True):
+            if type(leaf) is np.ndarray and leaf.dtype == spec.dtype and leaf.shape == spec.shape:
+                arrays.append(leaf)  # the common case, and the only one that costs less than a microsecond
+                continue
+            array = self._array(index, name, leaf)
+            if array.shape != spec.shape or array.dtype != spec.dtype:
+                raise ConfigError(
+                    f"{self._what}[{index}]{name} is {array.dtype}{list(array.shape)}, and in example 0 it is "
+                    f"{spec.dtype}{list(spec.shape)}. Every example must have the same shapes and dtypes, because a "
+                    f"compiled step has one. Pad or crop to one length, or cast, in __getitem__."
+                )
+            arrays.append(array)
+        return arrays
+
+    def _read(self, index: int, epoch: int) -> Any:
+        try:
+            example = self._data[epoch * self._epoch_stride + index]
+        except SpmdkitError:
+            raise
+        except Exception as error:
+            raise UserCodeError(
+                f"{self._what}[{index}] raised {type(error).__name__}: {error}. Every index from 0 to "
+                f"{self._length - 1} must give an example, because len() says {self._length}. Mend the data's "
+                f"__getitem__ or its __len__."
+            ) from error
+        if example is None:
+            raise ConfigError(
+                f"{self._what}[{index}] is None, no example. grain's filter leaves such holes, and a batch of a fixed "
+                f"size cannot have them. Filter beforehand: keep the indices to use, and give MapDataset.source(kept)."
+            )
+        return example
+
+    def _array(self, index: int, name: str, leaf: Any) -> np.ndarray:
+        where = f"{self._what}[{index}]{name}"
+        if type(leaf) in (bool, int, float, complex):
+            return self._number(where, leaf)
+        try:
+            array = np.asarray(leaf)
+        except Exception as error:
+            raise ConfigError(
+                f"{where} is a {type(leaf).__name__}, which numpy cannot read ({error}). An example is a pytree of "
+                f"arrays and numbers. Convert it in __getitem__."
+            ) from error
+        return narrow(where, array, device_dtype(where, array.dtype))
+
+    def _number(self, where: str, value: Any) -> np.ndarray:
+        try:
+            array = np.asarray(value, np.int64) if type(value) is int else np.asarray(value)
+        except OverflowError as error:
+            raise ConfigError(f"{where} is {value}, which does not fit 64 bits. Give a smaller number.") from error
+        return narrow(where, array, np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)))
+
+    def _refuse_lists_of_numbers(self, example: Any) -> None:
+        """A list of numbers would be a pytree of as many scalars: hardly ever meant, and slow without a word."""
+        for node in jax.tree.leaves(example, is_leaf=lambda node: isinstance(node, list)):
+            if isinstance(node, list) and any(isinstance(item, (bool, int, float)) for item in node):
+                raise ConfigError(
+                    f"{self._what}[0] holds a Python list of {len(node)} numbers. A leaf of an example must be an "
+                    f"array or one number. Make it an array: np.asarray(values, np.int32), or np.float32."
+                )
+
+
+def _length(data: Any, what: str) -> int:
+    try:
+        length = len(data)
+    except Exception as error:
+        raise UserCodeError(
+            f"len({what}) raised {type(error).__name__}: {error}. Data must know its number of examples before the "
+            f"first step. Mend its __len__."
+        ) from error
+    if length == 0:
+        raise ConfigError(
+            f"{what} is empty: len() is 0. Training and evaluation need at least 1 example. Check the filter or the "
+            f"path that made it."
+        )
+    if length >= ENDLESS:
+        raise ConfigError(
+            f"{what} is endless: len() is {length}. spmdkit counts the epochs itself. Take away .repeat()."
+        )
+    return int(length)

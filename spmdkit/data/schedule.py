@@ -1,0 +1,121 @@
+"""Which examples each step trains on: a pure function of (number of examples, batch size, seed, step).
+
+Epoch e has its own order, drawn from (seed, e); step s >= 1 takes the next `batch_size` of it. Nothing depends on how
+many processes or devices there are, so a run resumes by asking for the next step, also on another mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from typing import Literal
+
+import numpy as np
+
+from spmdkit.data.permutation import permuted
+from spmdkit.errors import ConfigError
+
+# Indices are made this many at a time: one by one the fixed cost of some 60 numpy calls would be paid at every step.
+CHUNK_EXAMPLES = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Step -> batch. Endless, or one pass over the data where `finite`.
+
+    With `remainder` "drop" an epoch has `num_examples // batch_size` full batches and leaves the rest of its own order
+    out; with "mask" every example is in every epoch and the last batch may be short.
+
+    Raises:
+      ConfigError: no example, a batch size below 1, or "drop" with fewer examples than one batch.
+    """
+
+    num_examples: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    remainder: Literal["drop", "mask"] = "drop"
+    what: str = "train_data"
+    finite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_examples < 1:
+            raise ConfigError(f"{self.what} has {self.num_examples} examples. It needs at least 1.")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}. It must be at least 1.")
+        if self.remainder not in ("drop", "mask"):
+            raise ConfigError(f"data.remainder is {self.remainder!r}. It must be 'drop' or 'mask'.")
+        if self.remainder == "drop" and self.num_examples < self.batch_size:
+            raise ConfigError(
+                f"{self.what} has {self.num_examples} examples, batch_size is {self.batch_size}: not one full batch, "
+                f"and data.remainder: drop uses full batches only. Try a batch_size of at most {self.num_examples}, or "
+                f"data.remainder: mask."
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in one pass."""
+        full, rest = divmod(self.num_examples, self.batch_size)
+        return full + (self.remainder == "mask" and rest > 0)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in all; None where the schedule is endless."""
+        return self.steps_per_epoch if self.finite else None
+
+    @property
+    def always_full(self) -> bool:
+        """True where no batch has a missing row, so that no mask is needed."""
+        return self.remainder == "drop" or self.num_examples % self.batch_size == 0
+
+    def epoch(self, step: int) -> int:
+        """Returns the epoch, from 0, of the batch of `step`."""
+        self._check(step)
+        return (step - 1) // self.steps_per_epoch
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (indices int64[batch_size], mask bool[batch_size]) of `step` >= 1, both read-only.
+
+        A missing row has mask False and the index of the last row that is there: something valid to load.
+        """
+        self._check(step)
+        epoch, row = divmod(step - 1, self.steps_per_epoch)
+        chunk_steps = max(1, CHUNK_EXAMPLES // self.batch_size)
+        chunk = _chunk(self, epoch, row // chunk_steps, chunk_steps)
+        first = row % chunk_steps * self.batch_size
+        indices = chunk[first : first + self.batch_size]
+        mask = _mask(self.batch_size, len(indices))
+        missing = self.batch_size - len(indices)
+        return (np.pad(indices, (0, missing), mode="edge") if missing else indices), mask
+
+    def digest(self, step: int) -> str:
+        """Returns 12 hex digits that change when any index, its place or a missing row of the batch of `step` does."""
+        indices, mask = self.batch(step)
+        return hashlib.sha256(indices.astype("<i8").tobytes() + mask.tobytes()).hexdigest()[:12]
+
+    def _check(self, step: int) -> None:
+        if step < 1 or (self.finite and step > self.steps_per_epoch):
+            raise ValueError(f"step {step} of a schedule whose steps are 1 to {self.num_batches or 'any'}")
+
+
+def eval_schedule(num_examples: int, batch_size: int, what: str = "eval_data") -> Schedule:
+    """Returns one pass in the data's own order in which every example counts exactly once, at any batch size."""
+    return Schedule(num_examples, batch_size, shuffle=False, remainder="mask", what=what, finite=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _chunk(schedule: Schedule, epoch: int, chunk: int, chunk_steps: int) -> np.ndarray:
+    first = chunk * chunk_steps * schedule.batch_size
+    last = min(first + chunk_steps * schedule.batch_size, schedule.num_examples)
+    positions = np.arange(first, last, dtype=np.int64)
+    indices = permuted(positions, schedule.num_examples, schedule.seed, epoch) if schedule.shuffle else positions
+    indices.flags.writeable = False  # shared by every caller of the cache
+    return indices
+
+
+@functools.lru_cache(maxsize=64)
+def _mask(batch_size: int, num_valid: int) -> np.ndarray:
+    mask = np.arange(batch_size) < num_valid
+    mask.flags.writeable = False
+    return mask

@@ -1,0 +1,186 @@
+"""`open_source`: whatever the user calls data, as one thing that gathers rows by index.
+
+How data is read, first match wins:
+  1. a `grain.MapDataset`                             examples, already transformed by the user
+  2. an array                                         arrays; a batch is an array
+  3. a list, or an object of the user's own class     examples: `data[i]` is a pytree for one example. A list is
+     with `__len__` and `__getitem__`                 always a sequence of examples; a pair of arrays is a tuple (x, y)
+  4. a dict, tuple, named tuple, registered           arrays: every leaf is an array, its first dim counts examples
+     dataclass, `np.load("file.npz")`
+
+Arrays in memory cost one vectorised take per leaf and batch; memory-mapped arrays are read a batch at a time.
+Examples cost one call of `data[i]` per row.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from spmdkit.data.dtypes import device_dtype, narrow
+from spmdkit.data.examples import ExampleSource
+from spmdkit.errors import ConfigError
+from spmdkit.tree import describe, named_leaves
+
+
+class Source(Protocol):
+    """Random access by rows. `gather` may be called from several threads at once."""
+
+    @property
+    def in_memory(self) -> bool:
+        """True where `gather` is a copy in memory, so that reader threads would only fight for the interpreter."""
+
+    def __len__(self) -> int:
+        """Number of examples."""
+
+    def gather(self, indices: np.ndarray, epoch: int = 0) -> Any:
+        """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len)."""
+
+    def element(self) -> Any:
+        """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
+
+
+def open_source(data: Any, what: str = "train_data") -> Source:
+    """Returns `data` as a `Source`, checked; `what` names it in errors. The module's head says how data is read.
+
+    Raises:
+      ConfigError: no data, no random access, leaves of unequal length, a dtype that no device has.
+      UserCodeError: the user's `__len__` or `__getitem__(0)` raised.
+    """
+    if isinstance(data, (ArraySource, ExampleSource)):
+        return data
+    if _is_grain_dataset(data):
+        return ExampleSource(data, what, is_grain=True)
+    if isinstance(data, (np.ndarray, jax.Array)):
+        return ArraySource(data, what)
+    if hasattr(data, "__array__"):
+        raise ConfigError(
+            f"{what} is a {type(data).__module__}.{type(data).__name__}, which is neither a numpy nor a JAX array. "
+            f"Convert it: np.asarray(data), or for a table {{name: table[name].to_numpy() for name in table}}."
+        )
+    if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
+        data = dict(data)  # a mapping that is no pytree, such as np.load("file.npz"): each value is read once, here
+    if _is_sequence_of_examples(data):
+        return ExampleSource(data, what, is_grain=False)
+    if jax.tree_util.all_leaves([data]):
+        raise ConfigError(
+            f"{what} is a {type(data).__module__}.{type(data).__name__}. Data must be arrays (a dict or tuple of "
+            f"them), a grain.MapDataset, or have __len__ and __getitem__: a batch is looked up by index, so that a run can "
+            f"resume at any step. Try list(data) for an iterator, MapDataset for a grain IterDataset, "
+            f"jax.tree_util.register_dataclass for a dataclass of arrays."
+        )
+    return ArraySource(data, what)
+
+
+def _is_grain_dataset(data: Any) -> bool:
+    grain = sys.modules.get("grain")  # not imported here: it costs 0.3 s, and without it there is no such dataset
+    return grain is not None and isinstance(data, grain.MapDataset)
+
+
+def _is_sequence_of_examples(data: Any) -> bool:
+    if isinstance(data, (str, bytes, Mapping, tuple)):
+        return False
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+class ArraySource:
+    """A pytree of arrays whose first dims are equal: row i of every leaf is example i."""
+
+    def __init__(self, data: Any, what: str = "train_data"):
+        named = _named_arrays(data, what)
+        self._length = _common_length(named, what)
+        self._treedef: Any = jax.tree.structure(data)
+        self._where = [_leaf_label(what, name) for name, _ in named]
+        self._dtypes = [device_dtype(where, leaf.dtype) for where, (_, leaf) in zip(self._where, named, strict=True)]
+        mapped = [_is_memory_mapped(leaf) for _, leaf in named]
+        # A mapped array is never read whole: what its dtype needs is done to each batch.
+        self._leaves = [
+            np.asarray(leaf) if is_mapped else narrow(where, np.asarray(leaf), dtype)
+            for (_, leaf), where, dtype, is_mapped in zip(named, self._where, self._dtypes, mapped, strict=True)
+        ]
+        self._narrow = any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, self._dtypes, strict=True))
+        self._take = [_row_reader(leaf) for leaf in self._leaves]
+        self.in_memory = not any(mapped)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def gather(self, indices: np.ndarray, epoch: int = 0) -> Any:
+        """Returns the rows `indices` of every leaf, copied: 1-2 us a leaf and the copy."""
+        rows = [take(indices) for take in self._take]
+        if self._narrow:
+            rows = [narrow(*args) for args in zip(self._where, rows, self._dtypes, strict=True)]
+        return self._treedef.unflatten(rows)
+
+    def element(self) -> Any:
+        """Returns the shape and dtype of one example."""
+        specs = [jax.ShapeDtypeStruct(x.shape[1:], d) for x, d in zip(self._leaves, self._dtypes, strict=True)]
+        return self._treedef.unflatten(specs)
+
+
+def _named_arrays(data: Any, what: str) -> list[tuple[str, Any]]:
+    try:
+        named = named_leaves(data)
+    except ValueError as error:  # dict keys that do not sort
+        raise ConfigError(f"{what} is not a pytree: {error}. Use keys of one type, such as strings.") from error
+    if not named:
+        raise ConfigError(f"{what} is {data!r}, which holds no array. Give at least one array.")
+    for name, leaf in named:
+        where = _leaf_label(what, name)
+        if not isinstance(leaf, (np.ndarray, jax.Array)):
+            raise ConfigError(
+                f"{where} is a {type(leaf).__name__}, not an array. Every leaf of a mapping or tuple must be a "
+                f"numpy or JAX array whose first dim counts the examples. Wrap it: np.asarray(...). Examples one "
+                f"by one are given as a list."
+            )
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ConfigError(
+                f"{where} is a numpy masked array, and JAX would drop its mask. Use .filled(value), and a leaf for the "
+                f"mask if it matters."
+            )
+        if leaf.ndim == 0:
+            raise ConfigError(
+                f"{where} is the scalar {describe(leaf)}. The first dim of every leaf must count the examples. Put a "
+                f"constant into the task, or repeat it: np.full(num_examples, value)."
+            )
+    return named
+
+
+def _common_length(named: list[tuple[str, Any]], what: str) -> int:
+    first_name, first = named[0]
+    for name, leaf in named[1:]:
+        if leaf.shape[0] != first.shape[0]:
+            raise ConfigError(
+                f"{what} has {first.shape[0]} examples in leaf '{first_name}' {describe(first)} but {leaf.shape[0]} in "
+                f"leaf '{name}' {describe(leaf)}. The first dim of every leaf must count the same examples. Cut or "
+                f"build them alike, for example [:{min(first.shape[0], leaf.shape[0])}]."
+            )
+    if first.shape[0] == 0:
+        raise ConfigError(
+            f"{what} is empty: {describe(first)} has 0 examples. Training and evaluation need at least 1. Check the "
+            f"filter or the path that made it."
+        )
+    return int(first.shape[0])
+
+
+def _leaf_label(what: str, name: str) -> str:
+    return f"{what}: leaf '{name}'" if name else what
+
+
+def _is_memory_mapped(array: Any) -> bool:
+    while array is not None:
+        if isinstance(array, (np.memmap, mmap.mmap)):
+            return True
+        array = getattr(array, "base", None)
+    return False
+
+
+def _row_reader(leaf: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    # take is twice as fast as indexing for a small batch, but copies the whole of an array that is not contiguous.
+    return functools.partial(leaf.take, axis=0) if leaf.flags.c_contiguous else leaf.__getitem__

@@ -1,0 +1,155 @@
+"""Batches as a stream: read on the host by grain, put on the devices ahead of the step that needs them.
+
+Two stages. `host_batches` reads rows: grain's threads for data that is read or computed, none for arrays in memory,
+where the copy takes microseconds and a thread would only fight for the interpreter. `device_batches` has one thread that
+puts batches on the devices ahead of time. grain's `experimental.device_put` is not used for that: it measures no wait,
+holds one batch more than asked, runs two threads, and hangs its consumer when the data raises SystemExit.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmdkit.data.schedule import Schedule
+from spmdkit.data.source import Source
+
+# How long close() waits for a thread that is inside the user's data; past it, the thread is left to end as a daemon.
+CLOSE_TIMEOUT_S = 5.0
+
+
+class HostBatch(NamedTuple):
+    """The rows of one step on this process: a pytree of numpy arrays; mask is bool[rows], None where always full."""
+
+    examples: Any
+    mask: np.ndarray | None
+
+
+def host_batches(
+    source: Source,
+    schedule: Schedule,
+    positions: np.ndarray | None,
+    start: int,
+    stop: int | None,
+    prefetch: int = 2,
+    threads: int = 1,
+) -> Iterator[tuple[int, HostBatch]]:
+    """Yields (step, HostBatch) for start <= step < stop; no batch before `start` is read.
+
+    `positions` are this process's rows of the global batch, int in [0, batch_size), None for all of them; `stop` None
+    means endless, or the end of a finite schedule. `threads` and `prefetch` have no effect on arrays in memory.
+
+    Raises:
+      UserCodeError, ConfigError: what `Source.gather` raised, with the step; the user's own exception is the cause.
+    """
+    from spmdkit.data.reader import StepDataset, read
+
+    if stop is None:
+        stop = sys.maxsize if schedule.num_batches is None else schedule.num_batches + 1
+    if start >= stop:
+        return
+    if positions is not None and np.array_equal(positions, np.arange(schedule.batch_size)):
+        positions = None
+    num_threads = 0 if source.in_memory else threads
+    dataset = StepDataset(source, schedule, positions, start, stop)
+    batches = read(dataset, num_threads, max(prefetch, num_threads) if num_threads else 0)
+    try:
+        for step, (examples, mask) in enumerate(batches, start):
+            yield step, HostBatch(examples, mask)
+    finally:
+        batches.close()
+
+
+class DeviceBatches:
+    """Iterator of (step, device batch, wait_s); see `device_batches`. Also a context manager that closes."""
+
+    def __init__(self, batches: Iterable[tuple[int, Any]], put: Callable[[Any], Any], depth: int):
+        self._ready: queue.SimpleQueue = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue = queue.SimpleQueue()
+        for _ in range(depth):
+            self._slots.put(True)
+        # The thread knows the queues and not this object, so that an abandoned iterator can be collected.
+        self._thread = threading.Thread(
+            target=_produce, args=(batches, put, self._ready, self._slots), daemon=True, name="spmdkit-device-batches"
+        )
+        # Runs once: on close(), when collected, or at interpreter exit, before a thread inside JAX could be cut off.
+        self._stop = weakref.finalize(self, _stop, self._thread, self._slots)
+        self._thread.start()
+
+    def __iter__(self) -> DeviceBatches:
+        return self
+
+    def __next__(self) -> tuple[int, Any, float]:
+        if not self._stop.alive:
+            raise StopIteration
+        begin = time.perf_counter()
+        item, error = self._ready.get()
+        wait_s = time.perf_counter() - begin
+        if item is None:
+            self.close()
+            raise error if error is not None else StopIteration
+        self._slots.put(True)
+        step, batch = item
+        return step, batch, wait_s
+
+    def close(self) -> None:
+        """Ends the thread and waits for it, at most `CLOSE_TIMEOUT_S`; batches not yet taken are dropped."""
+        self._stop()
+
+    def __enter__(self) -> DeviceBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def device_batches(iterator: Iterable[tuple[int, Any]], put: Callable[[Any], Any], depth: int = 2) -> DeviceBatches:
+    """Returns an iterator of (step, put(batch), wait_s) that keeps at most `depth` batches put ahead of the consumer.
+
+    `put` runs in a background thread: it must name its shardings, since JAX's context managers (`set_mesh`,
+    `default_device`) do not reach other threads. `wait_s` is how long this call waited, 0 where the input keeps up.
+    What `iterator` or `put` raises is raised here, after the batches before it. `iterator` is closed in its thread.
+    """
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1, got {depth}")
+    return DeviceBatches(iterator, put, depth)
+
+
+def _produce(
+    batches: Iterable[tuple[int, Any]], put: Callable[[Any], Any], ready: queue.SimpleQueue, slots: queue.SimpleQueue
+) -> None:
+    error: BaseException | None = None
+    try:
+        iterator = iter(batches)
+        while slots.get():
+            step, batch = next(iterator)
+            ready.put(((step, put(batch)), None))
+    except StopIteration:
+        pass
+    except BaseException as raised:  # also SystemExit out of the user's data: or the consumer would wait for ever
+        error = raised
+    try:
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+    except BaseException as raised:
+        error = error or raised
+    ready.put((None, error))
+
+
+def _stop(thread: threading.Thread, slots: queue.SimpleQueue) -> None:
+    while True:
+        try:
+            slots.get_nowait()
+        except queue.Empty:
+            break
+    slots.put(False)
+    if thread is not threading.current_thread():
+        thread.join(CLOSE_TIMEOUT_S)

@@ -1,0 +1,166 @@
+"""The one way out for every exception: a message for people, an error file for the launcher, an exit code, and no hang.
+
+    SpmdkitError     its message, no traceback                                   its own exit code
+    UserCodeError    its message, then the user's own frames and exception           70
+    a peer went away one line (only with several processes; the cause is there)      75
+    KeyboardInterrupt  one line                                                     130
+    anything else    the whole traceback: this is a bug in spmdkit                   70
+
+A process that fails, or that is one of several, leaves by `os._exit`: JAX's shutdown barrier in `atexit` would
+otherwise hold it, and through its open sockets all its peers, for up to five minutes (jax 0.10.2).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from spmdkit.errors import RendezvousError, SpmdkitError, UserCodeError
+
+ERROR_FILE = "SPMDKIT_ERROR_FILE"
+INTERRUPTED = 130
+BUG = 70
+
+# How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
+# 0.11.2.
+PEER_LOST = (
+    "gloo",
+    "connection reset by peer",
+    "connection closed by peer",
+    "coordination service",
+    "coordinationservice",
+    "heartbeat timeout",
+)
+
+
+def run_process(main: Callable[[], int | None]) -> int:
+    """Returns what `main` returns when that is 0 in a single process; otherwise reports and leaves the process."""
+    try:
+        code = main() or 0
+    except SystemExit as request:
+        if request.code is None or isinstance(request.code, int):
+            code = request.code or 0
+        else:
+            print(request.code, file=sys.stderr)
+            code = 1
+    except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
+        code = report(error)
+    if code != 0 or _one_of_many():
+        leave(code)
+    return code
+
+
+def install_excepthook() -> None:
+    """Makes an uncaught exception end this process as `run_process` does, for a script with its own loop."""
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        leave(report(error))
+
+    sys.excepthook = hook
+
+
+def report(error: BaseException) -> int:
+    """Writes the error file and the message for people; returns the exit code."""
+    code, message = describe(error)
+    _write_error_file(code, message)
+    try:
+        sys.stdout.flush()
+        print(message, file=sys.stderr, flush=True)
+    except OSError:
+        return code  # nobody reads any more; the error file and the code remain
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process now: what was printed is flushed, nothing else runs, no thread is waited for."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed or broken pipe
+    os._exit(code)
+
+
+def describe(error: BaseException) -> tuple[int, str]:
+    """Returns (exit code, text for people) of an exception."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if _one_of_many() and (lost := _peer_lost(error)):
+        return RendezvousError.exit_code, (
+            f"lost contact with another process: {lost}\nIt ended or became unreachable, so this one cannot go on; the "
+            f"cause is in that process's own output."
+        )
+    if isinstance(error, UserCodeError) and error.__cause__ is not None:
+        return error.exit_code, f"{error}\n{_users_part(error.__cause__)}".strip()
+    if isinstance(error, SpmdkitError):
+        return error.exit_code, str(error) or type(error).__name__
+    whole = "".join(traceback.format_exception(error)).rstrip()
+    return BUG, f"{whole}\nthis is a bug in spmdkit: please report it with the text above"
+
+
+def _one_of_many() -> bool:
+    """Whether this process has joined others. Does not import JAX for commands that had no need of it."""
+    if "jax" not in sys.modules:
+        return False
+    from spmdkit import compat
+
+    return compat.coordination_client() is not None
+
+
+def _peer_lost(error: BaseException) -> str | None:
+    """Returns the line that tells of a dead peer, from the exception or one that it was raised from."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, (RuntimeError, ValueError)) and not isinstance(link, SpmdkitError):
+            text = str(link)
+            if any(sign in text.lower() for sign in PEER_LOST):
+                return text.strip().splitlines()[0]
+        link = link.__cause__
+    return None
+
+
+def _users_part(error: BaseException) -> str:
+    """Returns the user's exception without the frames of JAX, spmdkit, Python and installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_runtime(frame.filename)]
+    lines = traceback.format_list(own or frames[-3:])
+    shown = traceback.TracebackException(type(error), error, None)
+    notes = getattr(error, "__notes__", ())
+    shown.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]
+    return "".join([*lines, *shown.format_exception_only()]).rstrip()
+
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+def _is_runtime(filename: str) -> bool:
+    if filename.startswith("<frozen "):
+        return True
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts):
+        return True
+    return any(Path(filename).is_relative_to(folder) for folder in (_STDLIB, _PACKAGE))
+
+
+def _write_error_file(code: int, message: str) -> None:
+    """Tells the launcher, which set the variable, what ended this process. Whole or not at all."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    process = os.environ.get("SPMDKIT_PROCESS_ID", "0")
+    record = {"process": int(process) if process.isdigit() else 0, "exit_code": code, "message": message}
+    try:
+        partial = Path(path + ".partial")
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps({**record, "time": time.time()}), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        print(f"could not write {path}: {error}", file=sys.stderr)

@@ -1,0 +1,51 @@
+"""Which of several dead processes died of its own: one failure brings down the others, in no useful order. Pure."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+PREEMPTED = 42
+PEER_LOST = 75
+ABORTED = 128 + signal.SIGABRT
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one process ended. `status` is negative for a signal, as in `subprocess`; `order` counts exits as seen."""
+
+    process: int
+    status: int
+    order: int
+    ended_by_us: bool = False  # it was still alive when the launcher sent TERM or KILL because of another one
+    message: str | None = None  # from its error file
+    time: float = 0.0  # from its error file, comparable on one machine only
+
+    @property
+    def code(self) -> int:
+        """The exit code as a shell gives it: 128+n for signal n."""
+        return 128 - self.status if self.status < 0 else self.status
+
+
+def cause(exits: list[Exit]) -> Exit | None:
+    """Returns the process that failed first, or None when all returned 0.
+
+    Strongest sign first: it wrote an error of its own; it died by a signal other than 6 (JAX aborts by 6 when a *peer*
+    dies); it returned another code; it wrote that a peer went away; it aborted; it stopped on request; we ended it.
+    """
+    failed = [e for e in exits if e.code != 0]
+    return min(failed, key=_weakness) if failed else None
+
+
+def _weakness(e: Exit) -> tuple[int, float, int]:
+    if e.ended_by_us:
+        rank = 6
+    elif e.code == PREEMPTED:
+        rank = 5
+    elif e.message is not None:
+        rank = 3 if e.code == PEER_LOST else 0
+    elif e.code == ABORTED:
+        rank = 4
+    else:
+        rank = 1 if e.status < 0 else 2
+    return rank, e.time, e.order

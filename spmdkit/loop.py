@@ -1,0 +1,111 @@
+"""Training from beginning to end: restore or init, step, log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import jax
+
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config, to_yaml
+from spmdkit.errors import Preempted
+from spmdkit.faults import StopSignals
+from spmdkit.program import Program, describe_mesh
+from spmdkit.run import Run
+from spmdkit.state import TrainState
+from spmdkit.task import Task, load_task
+from spmdkit.tree import tree_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What `train` returns.
+
+    Attributes:
+        state: the state after the last step.
+        program: the program that trained it.
+        run: the run's records, closed.
+        already_finished: the run had been finished before.
+    """
+
+    state: TrainState
+    program: Program
+    run: Run
+    already_finished: bool = False
+
+
+def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
+    """Trains a config to its last step, from the newest checkpoint in its run directory or from the start.
+
+    Raises:
+        ConfigError, CheckpointError: said before anything is changed in the directory.
+        Preempted: a signal asked to stop; the state is saved.
+        NonFiniteError, CheckpointWriteError, UserCodeError: see `spmdkit.errors`.
+    """
+    cluster.same_everywhere("config", to_yaml(config))
+    if task is None:
+        target, name = config.task_reference()
+        task = load_task(target, name, config.folder, config.task_args)
+    program = Program(config, task, cluster.devices)
+    with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
+        state = run.restore_or_init()
+        if run.step >= config.steps:
+            run.face.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}")
+            return Result(state, program, run, already_finished=True)
+        _introduce(run, state)
+        with run.face.compiling():
+            program.compiled  # noqa: B018
+        state = _loop(run, program, state, signals)
+        run.finish()
+        if run.step < config.steps:
+            raise _preempted(run, signals)
+        run.events.write("stopped", step=run.step)
+        _conclude(run)
+    cluster.shutdown()
+    return Result(state, program, run)
+
+
+def _loop(run: Run, program: Program, state: TrainState, signals: StopSignals) -> TrainState:
+    run.throughput.start()
+    with program.stream(run.step + 1) as batches:
+        for step, batch, wait_s in batches:
+            state, metrics = program.step(state, batch)
+            run.push(step, metrics, wait_s)
+            run.evaluate_if_due(step, state)
+            run.save_if_due(step, state)
+            if run.should_stop(step, signals):
+                run.save(step, state)
+                break
+    return state
+
+
+def _introduce(run: Run, state: TrainState) -> None:
+    program, config, face = run.program, run.config, run.face
+    devices = run.cluster.devices
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    used = 1 if not config.mesh.sizes() else len(devices)
+    face.message(
+        f"{num_params:,} parameters ({tree_bytes(state.params) / 2**20:.1f} MiB) on {used} of {len(devices)} {devices[0].platform} "
+        f"device{'s' * (len(devices) > 1)}, mesh {describe_mesh(program.sizes)}, {run.cluster.num_processes} process"
+        f"{'es' * (run.cluster.num_processes > 1)}"
+    )
+    face.message(f"run directory {run.directory}")
+    for note in program.notes:
+        face.message(f"note: {note}")
+    face.start()
+
+
+def _conclude(run: Run) -> None:
+    if run.cluster.is_main and run.config.log.progress != "off":
+        print(f"report {run.directory / 'report.html'}", flush=True)
+
+
+def _preempted(run: Run, signals: StopSignals) -> Preempted:
+    name = signal.Signals(signals.requested).name if signals.requested is not None else "a signal to another process"
+    run.events.write("preempted", step=run.step, signal=name)
+    if run.checkpoints is None:
+        return Preempted(f"stopped after step {run.step} by {name}. Nothing was saved: checkpoint is null in the config.")
+    return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to go on.")
+
+

@@ -1,0 +1,166 @@
+"""`sk.mean`: a mean that stays a pair (sum, count) until everything has been added, and is divided once.
+
+    mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replicas r, microbatches m, examples i)
+
+A mean of means is wrong as soon as the counts differ; a pair is right for a short last batch, uneven token counts,
+microbatches, replicas, hosts and the steps of an evaluation alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from spmdkit import scope
+from spmdkit.errors import ConfigError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean as the pair (sum, count), both float32 scalars.
+
+    `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
+    on any number of replicas and microbatches. Two means do not add: their counts may differ, so write the terms into
+    one `sk.mean`, or use `.merge` to pool two parts of the same mean.
+    """
+
+    sum: jax.Array
+    count: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        """The mean as a scalar; zero where nothing was counted."""
+        return self.sum / jnp.where(self.count == 0, 1, self.count)
+
+    def merge(self, other: Mean) -> Mean:
+        """Returns the mean over both parts' elements."""
+        return Mean(self.sum + other.sum, self.count + other.count)
+
+    def __add__(self, other: ArrayLike) -> Mean:
+        if isinstance(other, Mean):
+            raise TypeError(
+                "sk.mean(a) + sk.mean(b): two means with counts of their own cannot become one pair (sum, count). "
+                "Add per example before the mean, sk.mean(a + b), or pool two parts of one mean with a.merge(b)."
+            )
+        return Mean(self.sum + _scalar(other) * self.count, self.count)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: ArrayLike) -> Mean:
+        return self + (-other)  # type: ignore[operator]
+
+    def __mul__(self, factor: ArrayLike) -> Mean:
+        return Mean(self.sum * _scalar(factor), self.count)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: ArrayLike) -> Mean:
+        return Mean(self.sum / _scalar(divisor), self.count)
+
+    def __neg__(self) -> Mean:
+        return Mean(-self.sum, self.count)
+
+
+def _scalar(x: ArrayLike) -> jax.Array:
+    if isinstance(x, Mean) or jnp.ndim(x) != 0:
+        raise TypeError(f"a sk.mean combines with scalars only, found {type(x).__name__} of shape {jnp.shape(x)}.")
+    return jnp.asarray(x, jnp.float32)
+
+
+def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike | None = None) -> Mean:
+    """Returns the weighted mean of `values` over this replica's examples, as a pair that adds.
+
+    Rows that are padding (a short last batch, an evaluation set that no batch size divides) do not count: where the
+    program has padded, the first dim of `values` must be the examples.
+
+    Args:
+        values: any shape; summed in float32.
+        where: bool, broadcasts to `values` from the left (one per example, or one per element); False leaves out.
+        weights: float, broadcasts likewise; the count is their sum.
+
+    Raises:
+        ConfigError: `values` has no example dim while some rows are padding.
+    """
+    values = jnp.asarray(values, jnp.float32)
+    kept = None if where is None else jnp.asarray(where, bool)
+    examples = scope.current_examples()
+    if examples is not None and examples.mask is not None:
+        if values.ndim and values.shape[0] == examples.num:
+            rows = _left(examples.mask, values.ndim)
+            kept = rows if kept is None else rows & _left(kept, values.ndim)
+        elif "example_mask" not in scope.current_step().uses:
+            raise ConfigError(
+                f"sk.mean got values of shape {values.shape} while some of the {examples.num} examples are padding. "
+                "The first dim must be the examples, so that padding rows can be left out. "
+                "Pass one value per example (or per example and token), or apply sk.example_mask() yourself."
+            )
+    counted = jnp.ones((), jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
+    counted = jnp.broadcast_to(_left(counted, values.ndim), values.shape)
+    if kept is not None:
+        kept = jnp.broadcast_to(_left(kept, values.ndim), values.shape)
+        counted = jnp.where(kept, counted, 0)
+        values = jnp.where(kept, values, 0)
+    if weights is None and kept is None:
+        return Mean(values.sum(), jnp.asarray(values.size, jnp.float32))
+    total = values.sum() if weights is None else (values * counted).sum()
+    return Mean(total, counted.sum())
+
+
+def _left(x: jax.Array, ndim: int) -> jax.Array:
+    """Returns `x` with dims of size one added on the right, so that it broadcasts from the left."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if x.ndim < ndim else x
+
+
+def example_mask() -> jax.Array:
+    """Returns bool[examples] of this call of the loss, False on padding rows. Whoever calls it takes over the masking.
+
+    Once a loss asks for the mask, `sk.mean` still leaves padding rows out of values whose first dim is the examples, and
+    trusts the loss with any other shape.
+
+    Raises:
+        RuntimeError: called outside of a loss that spmdkit runs.
+    """
+    examples = _required("sk.example_mask()")
+    scope.current_step().uses.add("example_mask")
+    return jnp.ones(examples.num, bool) if examples.mask is None else examples.mask
+
+
+def example_keys(salt: int = 0) -> jax.Array:
+    """Returns one random key per example of this call of the loss, the same on every mesh.
+
+    Keys come from (seed, step, position in the global batch): what is drawn from them (dropout per example, augmentation)
+    does not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it differs by
+    step, microbatch and replica.
+
+    Shapes: key[examples], for `jax.vmap`.
+
+    Args:
+        salt: different salts give independent keys, e.g. one per layer.
+
+    Raises:
+        RuntimeError: called outside of a loss that spmdkit runs, or in an evaluation without randomness.
+    """
+    examples = _required("sk.example_keys()")
+    if examples.key is None:
+        raise RuntimeError("sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None.")
+    scope.current_step().uses.add("example_keys")
+    base = jax.random.fold_in(jax.random.fold_in(examples.key, 0x65786D70), salt)
+    return jax.vmap(lambda position: jax.random.fold_in(base, position))(examples.positions)
+
+
+def _required(name: str) -> scope.Examples:
+    examples = scope.current_examples()
+    if examples is None:
+        raise RuntimeError(
+            f"{name} was called outside of a loss that spmdkit runs. To call a loss by hand, wrap it in `with sk.examples(num, key=key):`."
+        )
+    return examples
+
+
+def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None):
+    """Returns a context in which a loss can be called by hand: `num` rows at positions 0..num-1."""
+    return scope.over(scope.Examples(num=num, mask=mask, positions=jnp.arange(num, dtype=jnp.int32), key=key))

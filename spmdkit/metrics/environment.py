@@ -1,0 +1,108 @@
+"""Where a run ran: versions, devices, git commit, and the few environment variables that change the result.
+
+Nothing secret: variables outside a short allow list are never read into it, and names or addresses that look like
+credentials are blanked.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
+GIT_TIMEOUT_S = 5.0
+REDACTED = "[redacted]"
+_ALLOWED = re.compile(r"JAX_.*|XLA_FLAGS|SPMDKIT_.*")
+_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+_LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def environment(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    devices: Iterable[Any] | None = None,
+    num_processes: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Returns what `environment.json` holds, as plain JSON values.
+
+    `folder`: the config's folder, whose git commit is recorded. `devices`: the run's `jax.Device`s (default: all that
+    JAX sees, which starts JAX's backend: call it after the cluster has been joined). `num_processes` likewise.
+    """
+    if devices is None or num_processes is None:
+        import jax
+
+        devices = jax.devices() if devices is None else devices
+        num_processes = jax.process_count() if num_processes is None else num_processes
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "versions": package_versions(),
+        "devices": device_groups(devices),
+        "num_processes": num_processes,
+        "git": git_state(folder) if folder is not None else None,
+        "variables": variables(os.environ if environ is None else environ),
+        "executable": os.path.basename(sys.executable),
+    }
+
+
+def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
+    """Returns the installed version of each distribution, None where it is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def device_groups(devices: Iterable[Any]) -> list[dict[str, Any]]:
+    """Returns `[{"platform", "kind", "count"}]`, one entry for each kind of device, in the order met."""
+    counts = Counter((d.platform, d.device_kind) for d in devices)
+    return [{"platform": p, "kind": kind, "count": count} for (p, kind), count in counts.items()]
+
+
+def git_state(folder: str | os.PathLike[str], timeout_s: float = GIT_TIMEOUT_S) -> dict[str, Any] | None:
+    """Returns `{"commit", "dirty"}` of the repository around `folder`, or None without git, repository or commit.
+
+    `dirty`: tracked files differ from the commit (untracked files do not count); None when git took too long to say.
+    """
+    commit = _git(folder, timeout_s, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return None
+    changes = _git(folder, timeout_s, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: str | os.PathLike[str], timeout_s: float, *arguments: str) -> str | None:
+    # GIT_DIR and its like would name another repository; the lock would disturb the user's own git; fsmonitor is a
+    # program that the repository names.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    command = ["git", "-c", "core.fsmonitor=false", "-C", os.fspath(folder), *arguments]
+    try:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that change what JAX or spmdkit does (JAX_*, XLA_FLAGS, SPMDKIT_*), without credentials."""
+    shown = {name: environ[name] for name in sorted(environ) if _ALLOWED.fullmatch(name)}
+    return {
+        name: REDACTED if _SECRET.search(name) else _LOGIN_IN_URL.sub(f"{REDACTED}@", value)
+        for name, value in shown.items()
+    }

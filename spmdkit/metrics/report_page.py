@@ -1,0 +1,100 @@
+"""The frame of `report.html`: its style sheet, light and dark, and the few pieces of HTML that sections are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+STYLE = """
+:root { color-scheme: light dark;
+  --page: #f6f7f9; --card: #ffffff; --ink: #1b2330; --soft: #5c6778; --line: #e1e5eb; --grid: #edf0f4;
+  --train: #2563eb; --eval: #c2570c; --good: #15803d; --bad: #dc2626; --tint: #eff4ff; }
+@media (prefers-color-scheme: dark) { :root {
+  --page: #0f141b; --card: #171e28; --ink: #e4e9f0; --soft: #93a0b3; --line: #2a3442; --grid: #222b37;
+  --train: #6ea8fe; --eval: #fb9a4b; --good: #4ade80; --bad: #f87171; --tint: #1b2739; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
+main { max-width: 980px; margin: 0 auto; padding: 32px 20px 56px; }
+header { display: flex; flex-wrap: wrap; align-items: center; gap: 4px 14px; margin-bottom: 4px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 17px; margin: 0 0 12px; }
+h3 { font-size: 14px; margin: 0 0 6px; color: var(--soft); font-weight: 600; overflow-wrap: anywhere; }
+.lead { color: var(--soft); margin: 2px 0 20px; }
+.pill { font-size: 13px; font-weight: 600; padding: 2px 11px; border-radius: 99px; border: 1px solid currentColor; }
+.pill.good { color: var(--good); } .pill.bad { color: var(--bad); } .pill.open { color: var(--train); }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
+  padding: 18px 20px; margin: 16px 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(148px, 1fr)); gap: 12px; margin: 16px 0; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 12px 16px; }
+.card b { display: block; font-size: 22px; line-height: 1.3; font-variant-numeric: tabular-nums;
+  overflow-wrap: anywhere; }
+.card span { color: var(--soft); font-size: 13px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; color: var(--soft); margin-bottom: 6px; }
+.key::before { content: ""; display: inline-block; width: 18px; height: 3px; border-radius: 2px; margin-right: 7px;
+  vertical-align: middle; background: var(--train); }
+.key.eval::before { background: var(--eval); }
+svg.chart { display: block; width: 100%; height: auto; }
+svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--soft); stroke-opacity: .6; }
+svg .bad { stroke: var(--bad); stroke-width: 2; }
+svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+svg polyline { fill: none; stroke: var(--train); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+svg polyline.raw { stroke-width: 1; stroke-opacity: .32; } svg polyline.eval { stroke: var(--eval); }
+svg circle { fill: var(--train); stroke: var(--card); stroke-width: 1.5; } svg circle.eval { fill: var(--eval); }
+.small { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); gap: 20px 24px; }
+.scroll { max-height: 380px; overflow: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+thead th { position: sticky; top: 0; background: var(--card); color: var(--soft); font-weight: 600; }
+tbody tr:last-child > * { border-bottom: 0; }
+td.number, th.number { text-align: right; padding: 5px 18px 5px 0; }
+table.facts th { color: var(--soft); font-weight: 500; white-space: nowrap; width: 1%; padding-right: 24px; }
+td { overflow-wrap: anywhere; } td.keep { white-space: nowrap; }
+tr.best td { background: var(--tint); font-weight: 600; }
+.dot { display: inline-block; width: 9px; height: 9px; border-radius: 50%; background: var(--soft); margin-right: 8px; }
+.dot.good { background: var(--good); } .dot.bad { background: var(--bad); } .dot.open { background: var(--train); }
+pre { margin: 0; font: 13px/1.5 ui-monospace, "Liberation Mono", Menlo, monospace;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.none, .note { color: var(--soft); margin: 0; } .after { margin-top: 10px; font-size: 13px; }
+footer { color: var(--soft); font-size: 13px; text-align: center; margin-top: 28px; }
+@media print { body { background: #fff; } .scroll { max-height: none; } section { break-inside: avoid; } }
+"""
+
+
+def page(title: str, body: str) -> str:
+    """Returns the whole document. Its policy forbids the browser to load or run anything."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, body: str) -> str:
+    """Returns a titled box."""
+    return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
+
+
+def cards(facts: Sequence[tuple[str, str]]) -> str:
+    """Returns a row of large values over their names; those with an empty value are left out."""
+    items = [f'<div class="card"><b>{escape(v)}</b><span>{escape(name)}</span></div>' for name, v in facts if v]
+    return f'<div class="cards">{"".join(items)}</div>' if items else ""
+
+
+def fact_table(facts: Sequence[tuple[str, Any]]) -> str:
+    """Returns a table of names and values; those with no value are left out."""
+    rows = [
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>'
+        for name, value in facts
+        if value not in (None, "")
+    ]
+    return f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
+
+
+def table(head: Sequence[tuple[str, str]], rows: Sequence[str]) -> str:
+    """Returns a table that scrolls in its box. `head`: (name, attributes); `rows`: `<tr>` elements, already escaped."""
+    names = "".join(f'<th scope="col"{attributes}>{escape(name)}</th>' for name, attributes in head)
+    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

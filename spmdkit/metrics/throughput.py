@@ -1,0 +1,84 @@
+"""Examples per second, seconds per step and input wait of each log interval, without ever waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Throughput:
+    """Times the steps between two log records; compilation, evaluation and saving are left out by `pause` and `resume`.
+
+    The host runs ahead of the device, so a step's dispatch says nothing about its time. An interval runs from the
+    moment when the last logged step was *finished* to the moment when this one is: the caller fetches the step's loss
+    at a log step, and passes the time right after. For the same reason, pause only after fetching the latest step's
+    loss: otherwise steps that still run on the device would run inside the pause and count as free.
+    """
+
+    def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._batch_size = batch_size
+        self._clock = clock
+        self._ticks: deque[tuple[int, float, int]] = deque()  # (step, wait_s, examples) since the last snapshot
+        self._last_time: float | None = None
+        self._paused_s = 0.0
+        self._paused_at: float | None = None
+
+    def start(self) -> None:
+        """Begins the first interval now. Without it the first `tick` does, at the moment its batch was asked for."""
+        self._last_time = self._clock()
+        self._paused_s = 0.0
+        self._paused_at = None
+
+    def tick(self, step: int, wait_s: float = 0.0, examples: int | None = None) -> None:
+        """Notes that `step` was dispatched, after `wait_s` for its batch of `examples` (default: batch_size)."""
+        if self._last_time is None:
+            self._last_time = self._clock() - wait_s
+        self._ticks.append((step, wait_s, self._batch_size if examples is None else examples))
+
+    def pause(self) -> None:
+        """Stops the clock. A second pause before `resume` has no effect."""
+        if self._paused_at is None:
+            self._paused_at = self._clock()
+
+    def resume(self) -> None:
+        """Lets the clock run again. Without a `pause` it has no effect."""
+        if self._paused_at is not None:
+            if self._last_time is not None:
+                self._paused_s += self._clock() - max(self._paused_at, self._last_time)
+            self._paused_at = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time of a `with` block out of the throughput."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def snapshot(self, step: int, synced_time: float | None = None) -> dict[str, float]:
+        """Returns `examples_per_s`, `step_time_s` and `input_wait_s` of the steps since the last snapshot up to `step`.
+
+        `step_time_s` and `input_wait_s` are means per step. `synced_time`: the clock right after `step` was known to be
+        finished (default: now). Steps dispatched after `step` belong to the next interval. Returns {} when no step
+        was ticked or no time went by.
+        """
+        now = self._clock() if synced_time is None else synced_time
+        steps, waited_s, examples = 0, 0.0, 0
+        while self._ticks and self._ticks[0][0] <= step:
+            _, wait_s, num = self._ticks.popleft()
+            steps, waited_s, examples = steps + 1, waited_s + wait_s, examples + num
+        if self._last_time is None:
+            return {}
+        open_pause_s = now - max(self._paused_at, self._last_time) if self._paused_at is not None else 0.0
+        elapsed_s = now - self._last_time - self._paused_s - max(0.0, open_pause_s)
+        self._last_time, self._paused_s = now, 0.0
+        if not steps or elapsed_s <= 0:
+            return {}
+        return {
+            "examples_per_s": examples / elapsed_s,
+            "step_time_s": elapsed_s / steps,
+            "input_wait_s": waited_s / steps,
+        }

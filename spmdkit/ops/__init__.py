@@ -1,0 +1,1 @@
+"""Pieces of models that know how they are cut: one concept a file."""

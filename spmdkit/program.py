@@ -1,0 +1,571 @@
+"""`build(config, task, devices) -> Program`: the one place where everything meets. Abstract first, arrays last.
+
+config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`, `eval`, a
+user's own loop (and later `plan` and `verify`) all use the same `Program`; nothing is allocated before it is known to fit
+together, and what is wrong is said in that order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import data, layout, mesh, scope, state, step
+from spmdkit.checks import call_user, refuses_none_key
+from spmdkit.config import Config, load_config
+from spmdkit.config.optimizer import build_optimizer, build_schedule
+from spmdkit.errors import ConfigError
+from spmdkit.gradient import checked_loss, checked_metrics, evaluate
+from spmdkit.means import Mean
+from spmdkit.ops.remat import policy
+from spmdkit.replica import check_reductions
+from spmdkit.state import TrainState, Variables
+from spmdkit.step import Batch
+from spmdkit.task import Task, load_task
+from spmdkit.tree import abstract, named_leaves
+
+
+class Program:
+    """A task on a mesh, ready to run.
+
+    Attributes:
+        config: the resolved config.
+        task: the user's task.
+        mesh: the device mesh.
+        layout: placement and reason of every leaf of the train state.
+        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.gradient`).
+        notes: remarks for the user that are no errors.
+    """
+
+    def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device]):
+        self.config, self.task, self.notes = config, task, list[str]()
+        self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
+        self.mesh = mesh.make_mesh(self.sizes, devices)
+        self.optimizer = make_optimizer(config, task)
+        self._init, abstract_params, abstract_model_state = _abstract_init(task, config.seed)
+        self.stateful = abstract_model_state is not None
+        task.check_functions(self.stateful)
+        self.zero = config.layout.zero
+        self._state_groups = self._groups()
+        self._lay_out(abstract_params, abstract_model_state)
+        self._open_data()
+        self._step_record = self._choose_form()
+        self.form = self._step_record.form
+
+    # ---- abstract ----------------------------------------------------------------------------------------------------
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices are replicas under the name `data`: with ZeRO 1 and 2 `fsdp` is one of them."""
+        return ("data",) if self.zero == 3 else ("data", "fsdp")
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that compute a gradient of their own."""
+        return mesh.count(self.sizes, ("replica", *self.data_axes))
+
+    @property
+    def batch_shards(self) -> int:
+        """The number of parts into which the mesh cuts a batch."""
+        return mesh.count(self.sizes, mesh.BATCH_AXES)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0."""
+        return jax.process_index() == 0
+
+    def _groups(self) -> int | None:
+        asked = self.config.model_state
+        if asked == "global" or not self.stateful:
+            if asked != "global":
+                raise ConfigError(f"model_state: {asked} has no effect: init returns no state. Return sk.Variables(params, state).")
+            return None
+        if self.task.view == "replica":
+            raise ConfigError("model_state other than global needs the global view; this task has view='replica'. Use model_state: global.")
+        size = 1 if asked == "replica" else asked.group
+        if self.num_replicas % size:
+            raise ConfigError(
+                f"model_state.group is {size}, the mesh has {self.num_replicas} replicas. Groups have to be equal: {size} must divide "
+                f"{self.num_replicas}."
+            )
+        return self.num_replicas // size
+
+    def _lay_out(self, params: Any, model_state: Any) -> None:
+        config = self.config
+        options = layout.LayoutOptions(
+            config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
+            task_rules=tuple((pattern, tuple(dims)) for pattern, dims in self.task.rules),
+            axes=config.layout.axes,
+            fsdp=config.layout.fsdp,
+            zero=self.zero,
+            min_shard_bytes=config.layout.min_shard_bytes,
+            replicate_above_bytes=config.layout.replicate_above_bytes,
+        )
+        self._logical_axes = options.logical_axes()
+        full = layout.lay_out(params, options, self.sizes)
+        layout.check_axes_used(full, self.sizes)
+        self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
+        kind = {"device": "device", "host": "pinned_host"}
+        stored = [
+            dataclasses.replace(
+                p,
+                spec=p.spec if self.zero == 3 else layout.without_fsdp(p.spec, self.sizes),
+                memory_kind=kind[config.placement.params],
+            )
+            for p in full
+        ]
+        follow = functools.partial(layout.follow, params=full, options=options, sizes=self.sizes)
+        update_kind = kind[config.placement.optimizer]
+        whole = functools.partial(layout.LeafPlacement, spec=PartitionSpec(), memory_kind="device")
+        a = self._abstract_state
+        parts = {
+            "step": [whole("", (), a.step.dtype, reason="scalar")],
+            "params": stored,
+            "opt_state": follow(a.opt_state, memory_kind=update_kind),
+            "model_state": [whole(path, x.shape, x.dtype, reason="model state") for path, x in named_leaves(a.model_state)],
+            "ema": follow(a.ema, memory_kind=update_kind),
+            "rng": [whole("", a.rng.shape, a.rng.dtype, reason="random key")],
+        }
+        self.layout = [
+            dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field) for field, ps in parts.items() for p in ps
+        ]
+        treedef = jax.tree.structure(self._abstract_state)
+        self.state_sharding = treedef.unflatten([p.sharding(self.mesh) for p in self.layout])
+        self.abstract_state = treedef.unflatten(
+            [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding(self.mesh)) for p in self.layout]
+        )
+        in_tree = jax.tree.structure(params).unflatten
+        self._placements = scope.Placements(
+            compute=in_tree([p.spec for p in stored]),
+            gradient=in_tree([p.spec for p in (stored if self.zero == 1 else full)]),
+            update=in_tree([p.spec for p in full]),
+        )
+
+    def _create_state(self, key: jax.Array) -> TrainState:
+        variables = self._init(key)
+        model_state = variables.state
+        if self._state_groups is not None:
+            model_state = jax.tree.map(lambda x: jnp.stack([x] * self._state_groups), model_state)
+        return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema)
+
+    def _open_data(self) -> None:
+        config = self.config
+        if self.task.train_data is None:
+            raise ConfigError("Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset.")
+        self._source = data.open_source(self.task.train_data, "train_data")
+        check_batch_size(config.batch_size, config.microbatches, self.batch_shards, "batch_size")
+        self.schedule = data.Schedule(
+            num_examples=len(self._source),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            remainder=config.data.remainder,
+        )
+        self._batch_sharding = NamedSharding(self.mesh, mesh.canonical([mesh.BATCH_AXES], self.sizes))
+        self._order = row_positions(config.batch_size, self.batch_shards, config.microbatches)
+        self.abstract_batch = self._abstract_batch(self._source, config.batch_size, not self.schedule.always_full)
+        self._eval_source = None
+        if self.task.eval_data is not None:
+            self._eval_source = data.open_source(self.task.eval_data, "eval_data")
+            size = min(config.eval.batch_size or config.batch_size, len(self._eval_source))
+            self._eval_schedule = data.eval_schedule(len(self._eval_source), -(-size // self.batch_shards) * self.batch_shards)
+        elif config.eval.every_steps is not None:
+            raise ConfigError("eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...).")
+
+    def _abstract_batch(self, source: Any, batch_size: int, padded: bool) -> Batch:
+        def leaf(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype, sharding=self._batch_sharding)
+
+        mask = jax.ShapeDtypeStruct((batch_size,), np.bool_, sharding=self._batch_sharding) if padded else None
+        return Batch(jax.tree.map(leaf, source.element()), mask)
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def _choose_form(self) -> scope.Step:
+        """Returns the record of the step, in the first form of the mesh's that the user's functions can be traced in."""
+        config = self.config
+        model_axes = [a for a in mesh.MODEL_AXES if self.sizes[a] > 1]
+        remat = config.remat if isinstance(config.remat, str) else tuple(config.remat.save)
+        record = scope.Step(
+            form="plain",
+            mesh=self.mesh,
+            sizes=self.sizes,
+            data_axes=self.data_axes,
+            inner_axes=tuple(a for a in ("fsdp", "expert") if a not in self.data_axes),
+            microbatches=config.microbatches,
+            compute_dtype=None if config.precision.compute == "float32" else jnp.dtype(config.precision.compute),
+            reduce_dtype=jnp.dtype(config.precision.reduce),
+            reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
+            remat=policy(remat),
+            placements=self._placements,
+            state_groups=self._state_groups,
+            logical_axes=self._logical_axes,
+        )
+        if self.task.view == "replica":
+            if model_axes:
+                raise ConfigError(
+                    f"view='replica' on a mesh with model axes {model_axes}: a per-replica step sees whole parameters. "
+                    "Use only replica and data in the mesh, or the global view (sk.value_and_grad)."
+                )
+            forms: tuple[scope.Form, ...] = ("manual",)
+        elif self.num_replicas == 1:
+            forms = ("plain", "mapped")
+        elif model_axes:
+            forms = ("mapped",)
+        else:
+            forms = ("manual", "mapped")
+        for form in forms:
+            record = dataclasses.replace(record, form=form, uses=set())
+            fits = functools.partial(_fits_form, form) if form != forms[-1] else None
+            if call_user(functools.partial(self._trace, record), self._what(), unless=fits):
+                break
+        return self._settle(record)
+
+    def _settle(self, record: scope.Step) -> scope.Step:
+        """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
+        if self.config.microbatches > 1 and "value_and_grad" not in record.uses:
+            raise ConfigError(
+                f"microbatches: {self.config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
+                "accumulates. Use it, or set microbatches: 1."
+            )
+        return dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
+
+    def _what(self) -> str:
+        return "train_step" if self.task.train_step is not None else "loss_fn"
+
+    def _trace(self, record: scope.Step) -> bool:
+        traced = jax.jit(self._step_function(record)).trace(self._abstract_state, self.abstract_batch)
+        if self.task.view == "replica":
+            check_reductions(traced.jaxpr)
+        return True
+
+    def _step_function(self, record: scope.Step) -> step.StepFn:
+        train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
+        make = step.replica_step if self.task.view == "replica" else step.global_step
+        return make(train_step, record, self._to_device)
+
+    def _to_device(self, state: TrainState) -> TrainState:
+        """Brings the leaves that live on the host to the devices, inside the step."""
+
+        def bring(x: Any, placement: layout.LeafPlacement) -> Any:
+            if placement.memory_kind == "device":
+                return x
+            return jax.device_put(x, dataclasses.replace(placement, memory_kind="device").sharding(self.mesh))
+
+        if all(p.memory_kind == "device" for p in self.layout):
+            return state
+        leaves, treedef = jax.tree.flatten(state)
+        return treedef.unflatten([bring(x, p) for x, p in zip(leaves, self.layout, strict=True)])
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        jitted = jax.jit(
+            self._step_function(self._step_record), out_shardings=(self.state_sharding, whole), donate_argnums=0
+        )
+        return jitted.lower(self.abstract_state, self.abstract_batch).compile()
+
+    def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
+
+        `batch` comes from `batches` or `put`. Never waits for the device.
+        """
+        return self.compiled(state, batch if isinstance(batch, Batch) else self.put(batch))
+
+    # ---- arrays ------------------------------------------------------------------------------------------------------
+
+    def init(self) -> TrainState:
+        """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
+        key = jax.random.key(self.config.seed)
+        return call_user(lambda: jax.jit(self._create_state, out_shardings=self.state_sharding)(key), "init")
+
+    def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
+        """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""
+        stream = self.stream(start, stop)
+        try:
+            for number, batch, _ in stream:
+                yield number, batch
+        finally:
+            stream.close()
+
+    def stream(self, start: int = 1, stop: int | None = None) -> Any:
+        """Returns an iterator of `(step, batch, wait_s)`, with the seconds that the loop waited for input."""
+        stop = self.config.steps if stop is None else stop
+        options = self.config.data
+        local = data.host_batches(
+            self._source, self.schedule, self._local_positions(self._order), start, stop, options.prefetch, options.threads
+        )
+        return data.device_batches(local, self._put_local, options.prefetch)
+
+    def put(self, examples: Any, mask: Any = None) -> Batch:
+        """Returns a batch on the devices from whole arrays in the order of their positions (the same on every process)."""
+        rows = self._local_positions(self._order)
+        first = jax.tree.leaves(examples)[0]
+        if len(first) != self.config.batch_size:
+            raise ConfigError(f"put: {len(first)} examples, batch_size is {self.config.batch_size}. A step takes whole batches.")
+        local = data.HostBatch(
+            jax.tree.map(lambda x: np.asarray(x)[rows], examples), None if mask is None else np.asarray(mask)[rows]
+        )
+        return self._put_local(local)
+
+    def _local_positions(self, order: np.ndarray) -> np.ndarray:
+        """Returns the positions of the rows that this process's devices hold, in row order."""
+        return order[self._local_rows(len(order))]
+
+    def _local_rows(self, batch_size: int) -> np.ndarray:
+        if jax.process_count() == 1:
+            return np.arange(batch_size)
+        indices = self._batch_sharding.addressable_devices_indices_map((batch_size,)).values()
+        return np.unique(np.concatenate([np.arange(batch_size)[index] for index in indices]))
+
+    def _put_local(self, batch: Any) -> Batch:
+        """Returns the global batch of which this process holds `batch`'s rows."""
+        tree = Batch(batch.examples, batch.mask)
+        if jax.process_count() == 1:
+            return jax.device_put(tree, self._batch_sharding)
+        shards = max(1, self.batch_shards)
+        local = len(jax.tree.leaves(tree)[0])
+        rows = self._local_rows(self._global_rows(local, shards))
+
+        def place(x: np.ndarray) -> jax.Array:
+            shape = (self._global_rows(local, shards), *x.shape[1:])
+            return jax.make_array_from_callback(
+                shape, self._batch_sharding, lambda index: x[np.searchsorted(rows, np.arange(shape[0])[index[0]])]
+            )
+
+        return jax.tree.map(place, tree)
+
+    def _global_rows(self, local: int, shards: int) -> int:
+        held = len(self._local_rows(shards))
+        return local // held * shards
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _eval_function(self) -> tuple[Callable[..., dict[str, Mean]], jax.Array | None]:
+        """The function to evaluate, and the random key that it needs, if any."""
+        task = self.task
+        if task.eval_fn is not None:
+            return task.eval_fn, None
+        if task.loss_fn is None:
+            raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Give eval_fn.")
+        arguments = (self._abstract_state.params, *self._single_model_state(), self.abstract_batch.examples)
+        key = None
+        if refuses_none_key(task.loss_fn, arguments):
+            key = jax.random.key(self.config.seed)
+            self.notes.append(
+                "evaluation runs loss_fn with a fixed random key, since it does not accept key=None: dropout stays on. Give "
+                "Task(eval_fn=...) for a deterministic evaluation."
+            )
+
+        def eval_fn(*args: Any) -> dict[str, Mean]:
+            loss, metrics, _ = checked_loss(task.loss_fn(*args, key), self.stateful)  # type: ignore[misc]
+            return {"loss": loss, **metrics}
+
+        return eval_fn, key
+
+    def _single_model_state(self) -> tuple[Any, ...]:
+        if not self.stateful:
+            return ()
+        tree = self._abstract_state.model_state
+        return (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree) if self._state_groups else tree,)
+
+    @functools.cached_property
+    def _compiled_eval(self) -> jax.stages.Compiled:
+        record = dataclasses.replace(self._step_record, microbatches=1, remat=None, remat_whole=False, state_groups=None, uses=set())
+        eval_fn, key = self._eval_function
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def run(totals: Any, current: TrainState, batch: Batch) -> dict[str, Mean]:
+            current = self._to_device(current)
+            params = current.ema if self.config.eval.params == "ema" else current.params
+            model_state = current.model_state
+            if self._state_groups is not None:
+                model_state = jax.tree.map(lambda x: x.mean(0).astype(x.dtype), model_state)
+            with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
+                sums = evaluate(eval_fn, self.stateful)(params, model_state, batch.examples, key)
+            checked_metrics(sums, "eval_fn")
+            return sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+
+        jitted = jax.jit(run, out_shardings=whole)
+        batch = self._abstract_batch(self._eval_source, self._eval_schedule.batch_size, True)
+
+        def trace() -> Any:
+            totals = jax.eval_shape(functools.partial(run, None), self.abstract_state, batch)
+            placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), totals)
+            return placed, jitted.lower(placed, self.abstract_state, batch)
+
+        self._eval_totals, lowered = call_user(trace, "eval_fn" if self.task.eval_fn else "loss_fn in evaluation")
+        return lowered.compile()
+
+    def eval(self, current: TrainState) -> dict[str, float]:
+        """Returns the weighted means over the whole evaluation set, of any size. Waits for the device.
+
+        Raises:
+            ConfigError: the task has no evaluation data.
+        """
+        if self._eval_source is None:
+            raise ConfigError("evaluation needs data: the task has no eval_data. Give Task(eval_data=...).")
+        compiled = self._compiled_eval
+        schedule = self._eval_schedule
+        order = row_positions(schedule.batch_size, self.batch_shards, 1)
+        local = data.host_batches(
+            self._eval_source, schedule, self._local_positions(order), 1, schedule.num_batches, self.config.data.prefetch, 1
+        )
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        totals = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), whole), self._eval_totals)
+        for _, batch, _ in data.device_batches(local, self._put_local, self.config.data.prefetch):
+            totals = compiled(totals, current, batch)
+            jax.block_until_ready(totals)
+        return {name: float(metric.value) for name, metric in jax.device_get(totals).items()}
+
+    @functools.cached_property
+    def _finite(self) -> Any:
+        def check(tree: Any) -> Any:
+            return {path: jnp.isfinite(x).all() for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)}
+
+        return jax.jit(check, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    def non_finite_leaf(self, current: TrainState) -> str | None:
+        """Returns the path of the first leaf of the state that holds a NaN or an infinity, or None. Waits for the device."""
+        return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether there is something to evaluate."""
+        return self._eval_source is not None
+
+
+def build(
+    config: Config | str | Path, task: Task | None = None, devices: Sequence[jax.Device] | None = None, overrides: Sequence[str] = ()
+) -> Program:
+    """Returns the program of a config: a path to YAML or a `Config`.
+
+    Args:
+        task: instead of the one that the config names.
+        devices: instead of all of JAX's.
+        overrides: `key=value` strings, as on the command line; only with a path.
+
+    Raises:
+        ConfigError: something in the config, the task or the data cannot work; said before any array is made.
+        UserCodeError: a function of the task raised.
+    """
+    if not isinstance(config, Config):
+        config = load_config(config, overrides)
+    if devices is None:
+        from spmdkit.cluster import environment, join
+
+        devices = join(environment({}), config.devices).devices
+    if task is None:
+        target, name = config.task_reference()
+        task = load_task(target, name, config.folder, config.task_args)
+    return Program(config, task, devices)
+
+
+def check_batch_size(batch_size: int, microbatches: int, shards: int, name: str) -> None:
+    """Checks that every shard gets the same number of rows in every microbatch.
+
+    Raises:
+        ConfigError: `batch_size` is not divisible; names the nearest sizes that are.
+    """
+    unit = shards * microbatches
+    if batch_size % unit:
+        below = batch_size // unit * unit
+        near = [str(size) for size in (below, below + unit) if size]
+        raise ConfigError(
+            f"{name} is {batch_size}; the mesh cuts a batch into {shards} and microbatches into {microbatches}: {batch_size} is not "
+            f"divisible by {unit}. Every shard needs the same number of rows. Try {name}: {' or '.join(near)}."
+        )
+
+
+def row_positions(batch_size: int, shards: int, microbatches: int) -> np.ndarray:
+    """Returns int64[batch]: the position in the global batch of each row, so that cutting microbatches moves nothing.
+
+    Row (s, m, i) of [shards, microbatches, rows] holds position (m, s, i) of [microbatches, shards, rows].
+    """
+    rows = batch_size // (shards * microbatches)
+    positions = np.arange(batch_size).reshape(microbatches, shards, rows)
+    return positions.transpose(1, 0, 2).reshape(-1)
+
+
+def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
+    """Returns the config's optimizer, or else the task's, behind the clipping of the global norm.
+
+    Raises:
+        ConfigError: neither has one, or a learning rate has nowhere to go.
+    """
+    rate = build_schedule(config.learning_rate)
+    if config.optimizer is not None:
+        optimizer = build_optimizer(config.optimizer, config.learning_rate)
+    elif task.optimizer is None:
+        raise ConfigError("there is no optimizer. Give Task(optimizer=optax.adamw(3e-4)), or optimizer: {name: adamw} in the config.")
+    elif isinstance(task.optimizer, optax.GradientTransformation):
+        if rate is not None:
+            raise ConfigError(
+                "learning_rate has no effect: the task's optimizer is built already. Give the task a function of the learning rate, "
+                "optimizer=lambda learning_rate: optax.adamw(learning_rate), or name the optimizer in the config."
+            )
+        optimizer = task.optimizer
+    else:
+        optimizer = call_user(lambda: task.optimizer(*(() if rate is None else (rate,))), "Task.optimizer")  # type: ignore[operator, misc]
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise ConfigError(f"Task.optimizer returned {type(optimizer).__name__}. It must return an optax transformation.")
+    if config.clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    return optax.with_extra_args_support(optimizer)
+
+
+def _abstract_init(task: Task, seed: int) -> tuple[Callable[[jax.Array], Variables], Any, Any]:
+    """Returns (init that always gives `Variables`, abstract parameters, abstract model state).
+
+    Raises:
+        ConfigError: `init` returns no arrays, or 64-bit ones.
+    """
+
+    def init(key: jax.Array) -> Variables:
+        out = task.init(key)
+        variables = out if isinstance(out, Variables) else Variables(out, None)
+        for path, leaf in named_leaves(variables):
+            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+                raise ConfigError(
+                    f"init returned {type(leaf).__name__} at '{path}'. Every leaf of the parameters is an array. "
+                    "Use jnp.asarray for numbers, and keep what is no array out of the pytree."
+                )
+        return jax.tree.map(jnp.asarray, variables)
+
+    shapes = call_user(lambda: jax.eval_shape(init, jax.random.key(seed)), "init")
+    if not jax.tree.leaves(shapes.params):
+        raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
+    for path, leaf in named_leaves(shapes.params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(
+                f"init returned parameter '{path}' as {leaf.dtype}. Parameters are floating point, since they have a gradient. "
+                "Return other arrays as model state: sk.Variables(params, state)."
+            )
+    return init, shapes.params, shapes.state
+
+
+def _fits_form(form: str, error: BaseException) -> bool:
+    """Returns whether `error` only says that the user's function cannot be traced in `form`, but may in the next one."""
+    text = str(error)
+    if form == "plain":
+        return isinstance(error, NameError) and "unbound axis name" in text
+    return isinstance(error, (TypeError, ValueError)) and ("manual axis types" in text or "varying" in text)
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """Returns `data 4 x fsdp 2`, or `one device`."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+__all__ = ["Batch", "Program", "abstract", "build"]

@@ -1,0 +1,118 @@
+"""The per-replica dialect: the whole step runs inside `shard_map`, and the user writes the reductions.
+
+It is the dialect of TensorFlow's `strategy.run`, Horovod and pmap. In it, parameters are the replica's own copy (typed
+varying), so `jax.grad` gives the replica's own gradient; `sk.pmean` makes one of all; what leaves as the new state must be
+provably mirrored. Two mistakes give gradients that are N times too large without an error in plain JAX, and are errors
+here: reducing what is already reduced, and not reducing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend
+from jax import lax
+
+from spmdkit import compat, scope
+from spmdkit.errors import ConfigError
+from spmdkit.means import Mean
+from spmdkit.mesh import REPLICA_AXES
+from spmdkit.tree import named_leaves
+
+
+def psum(tree: Any) -> Any:
+    """Returns the sum of `tree` over all replicas; every replica holds the same.
+
+    Wire: one all-reduce of the tree.
+
+    Raises:
+        ConfigError: a leaf is already the same on all replicas, so the sum would be a factor of N.
+    """
+    return _reduce("sk.psum", lax.psum, tree)
+
+
+def pmean(tree: Any) -> Any:
+    """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged.
+
+    Wire: one all-reduce of the tree.
+
+    Raises:
+        ConfigError: a leaf is already the same on all replicas, so it was reduced twice.
+    """
+    means = jax.tree.map(lambda x: x, tree, is_leaf=lambda x: isinstance(x, Mean))
+    leaves, treedef = jax.tree.flatten(means, is_leaf=lambda x: isinstance(x, Mean))
+    pooled = [isinstance(x, Mean) for x in leaves]
+    summed = _reduce("sk.pmean", lax.psum, leaves)
+    num = scope.current_step().size(*REPLICA_AXES)
+    return treedef.unflatten([x if is_mean else x / num for x, is_mean in zip(summed, pooled, strict=True)])
+
+
+def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
+    step = scope.current_step()
+    if not step.inside:
+        raise ConfigError(
+            f"{name} was called outside of a per-replica step. In the global view arrays are global and nothing is left to reduce. "
+            "Remove it, or give the task view='replica'."
+        )
+    for path, leaf in named_leaves(tree):
+        if not compat.varying_axes(leaf):
+            raise ConfigError(_twice(name, f"leaf '{path}'" if path else "the value"))
+    return reduce(tree, REPLICA_AXES)
+
+
+def _twice(name: str, what: str) -> str:
+    return (
+        f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N times too "
+        "large. Remove one of the two reductions (sk.value_and_grad has already reduced)."
+    )
+
+
+def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr) -> None:
+    """Refuses a `lax.psum` or `lax.pmean` over something that is already the same on every replica.
+
+    JAX casts such an operand to varying and multiplies by N without a word: the pattern `pvary` followed by `psum`. A
+    constant, as in `lax.psum(1, axis)` to count replicas, is fine.
+
+    Raises:
+        ConfigError: the pattern occurs, with the user's source line.
+    """
+    for body in _bodies(jaxpr.jaxpr):
+        depends: set[Any] = set(body.invars)
+        cast: set[Any] = set()
+        for eqn in body.eqns:
+            inputs = [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
+            if any(v in depends for v in inputs):
+                depends.update(eqn.outvars)
+            if eqn.primitive.name in ("pvary", "pcast") and inputs and inputs[0] in depends:
+                cast.update(eqn.outvars)
+            reduces = eqn.primitive.name in ("psum_invariant", "psum", "psum2")
+            if reduces and set(REPLICA_AXES) & set(eqn.params["axes"]) and any(v in cast for v in inputs):
+                raise ConfigError(_twice("lax.psum or lax.pmean", f"the operand at {compat.source_line(eqn)}"))
+
+
+def _bodies(jaxpr: Any) -> Any:
+    """Yields the bodies of the shard_maps in a jaxpr, and every jaxpr inside them."""
+    for eqn in jaxpr.eqns:
+        inner = [p for p in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr) if _is_jaxpr(p)]
+        for sub in inner:
+            body = sub.jaxpr if hasattr(sub, "jaxpr") else sub
+            if eqn.primitive.name == "shard_map":
+                yield body
+                yield from _all(body)
+            else:
+                yield from _bodies(body)
+
+
+def _all(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(sub):
+                body = sub.jaxpr if hasattr(sub, "jaxpr") else sub
+                yield body
+                yield from _all(body)
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr)

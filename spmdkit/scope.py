@@ -1,0 +1,156 @@
+"""What a function that is being traced may ask about where it runs: the mesh, the form, its own examples.
+
+`sk.mean`, `sk.example_keys`, `sk.shard`, `sk.remat` and `sk.value_and_grad` are pure functions of their arguments and of
+these two records, which the program puts in place while it traces the user's function, as `vmap` does with axis names.
+Outside of a program they see the defaults: one device, no padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+Form = Literal["plain", "mapped", "manual"]
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where gradients and parameters live, as trees of `PartitionSpec` shaped like the parameters.
+
+    Attributes:
+        compute: of the parameters while the loss is computed (ZeRO 1 and 2: whole on every fsdp device).
+        gradient: of the reduced gradient (ZeRO 1: whole; 2 and 3: cut over fsdp).
+        update: of the optimizer's update (cut over fsdp at every stage).
+    """
+
+    compute: Any
+    gradient: Any
+    update: Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the step that is being traced is cut and compiled.
+
+    Attributes:
+        form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner cuts the rest) or `manual`
+            (`shard_map`, only replica axes).
+        sizes: size of every mesh axis.
+        data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
+        inner_axes: the mesh axes over which one replica's examples are cut.
+        mask: bool[global batch] or None; False marks padding rows.
+        inside: True while a per-replica step is traced, inside `shard_map`.
+        uses: names of the functions that the user's code has called, filled while tracing.
+    """
+
+    form: Form = "plain"
+    mesh: Mesh | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    data_axes: tuple[str, ...] = ("data",)
+    inner_axes: tuple[str, ...] = ()
+    microbatches: int = 1
+    compute_dtype: Any = None
+    reduce_dtype: Any = None
+    reducer: str = "sum"
+    remat: Any = None
+    remat_whole: bool = False
+    placements: Placements | None = None
+    state_groups: int | None = None
+    logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mask: jax.Array | None = None
+    inside: bool = False
+    mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
+    uses: set[str] = field(default_factory=set)
+
+    def size(self, *axes: str) -> int:
+        """Returns the number of positions along `axes`; axes of no mesh have size one."""
+        num = 1
+        for axis in axes:
+            num *= self.sizes.get(axis, 1)
+        return num
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The rows that one call of the user's loss sees: one microbatch on one replica.
+
+    Attributes:
+        num: rows.
+        mask: bool[num] or None when no row is padding.
+        positions: int32[num], positions in the global batch.
+        key: the step's key, the same on every replica.
+    """
+
+    num: int
+    mask: jax.Array | None
+    positions: jax.Array
+    key: jax.Array | None
+
+
+_step: ContextVar[Step | None] = ContextVar("spmdkit_step", default=None)
+_examples: ContextVar[Examples | None] = ContextVar("spmdkit_examples", default=None)
+
+
+def current_step() -> Step:
+    """Returns the record of the step that is being traced, or the default of one device."""
+    return _step.get() or Step()
+
+
+def current_examples() -> Examples | None:
+    """Returns the rows of the loss that is being traced, or None outside of one."""
+    return _examples.get()
+
+
+@contextlib.contextmanager
+def tracing(step: Step) -> Iterator[Step]:
+    """Puts `step` in place while the body is traced."""
+    token = _step.set(step)
+    try:
+        yield step
+    finally:
+        _step.reset(token)
+
+
+@contextlib.contextmanager
+def over(examples: Examples) -> Iterator[None]:
+    """Puts `examples` in place while a loss is traced."""
+    token = _examples.set(examples)
+    try:
+        yield
+    finally:
+        _examples.reset(token)
+
+
+def shard(x: jax.Array, *dims: str | None) -> jax.Array:
+    """Returns `x` with each dim cut over the mesh axes of its logical name; `None` leaves a dim whole.
+
+    An activation constraint: values do not change, only where they live. Without one the partitioner may guess wrong and
+    keep whole activations on every device. No-op where nothing is cut.
+
+    Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`; `batch` means the axes that cut
+    one replica's examples.
+
+    Raises:
+        ValueError: not one name per dim, or a name that no table knows.
+    """
+    step = current_step()
+    if step.form == "manual" or step.mesh is None:
+        return x
+    if len(dims) != x.ndim:
+        raise ValueError(f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Give one name or None each.")
+    spec: list[tuple[str, ...] | None] = []
+    for dim, length in zip(dims, x.shape, strict=True):
+        if dim is not None and dim not in step.logical_axes:
+            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(step.logical_axes))}.")
+        axes = step.inner_axes if dim == "batch" else step.logical_axes[dim] if dim else ()
+        axes = tuple(a for a in axes if step.size(a) > 1 and a not in step.data_axes)
+        spec.append(axes if axes and length % step.size(*axes) == 0 else None)
+    if not any(spec):
+        return x
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(step.mesh, PartitionSpec(*spec)))

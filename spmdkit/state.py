@@ -1,0 +1,151 @@
+"""`TrainState`: everything that training changes, as one pytree that shards, saves and restores as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from spmdkit import compat, scope
+from spmdkit.errors import ConfigError
+from spmdkit.tree import abstract, describe, named_leaves
+
+
+class Variables(NamedTuple):
+    """What `init` returns for a model with mutable state.
+
+    Attributes:
+        params: differentiated and updated by the optimizer.
+        state: returned anew by the loss (batch statistics, counters); how replicas agree on it is `model_state`.
+    """
+
+    params: Any
+    state: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The state of training after `step` steps.
+
+    Attributes:
+        step: int32[], completed steps.
+        params: the user's pytree.
+        opt_state: of the optax optimizer.
+        model_state: mutable model state, or None.
+        ema: exponential moving average of the parameters, or None.
+        rng: uint32[2], the data of the run's random key; never changes.
+        optimizer: the optax transformation (static).
+        ema_decay: decay of `ema` (static).
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    ema: Any
+    rng: jax.Array
+    optimizer: optax.GradientTransformationExtraArgs = field(metadata={"static": True})
+    ema_decay: float | None = field(default=None, metadata={"static": True})
+
+    @property
+    def key(self) -> jax.Array:
+        """The random key of this step, the same on every replica: a function of (seed, step)."""
+        return jax.random.fold_in(jax.random.wrap_key_data(self.rng), self.step)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """Returns the state with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def apply_gradients(self, grads: Any, model_state: Any = None) -> TrainState:
+        """Returns the state after one update of the optimizer with the reduced gradient `grads`.
+
+        Layout: with ZeRO 1 to 3 the update runs on the fsdp shard of each leaf.
+
+        Raises:
+            ConfigError: `grads` is not shaped like the parameters, or differs between replicas (per-replica dialect).
+        """
+        step = scope.current_step()
+        params = mirrored(step, self.params)
+        _check_gradient(step, grads, params)
+        grads, params = constrain_update(step, grads), constrain_update(step, params)
+        updates, opt_state = self.optimizer.update(grads, self.opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        ema = self.ema
+        if self.ema_decay is not None:
+            decay = self.ema_decay
+            ema = jax.tree.map(lambda e, p: (decay * e + (1 - decay) * p).astype(e.dtype), ema, new_params)
+        return self.replace(
+            step=self.step + 1,
+            params=new_params,
+            opt_state=opt_state,
+            ema=ema,
+            model_state=self.model_state if model_state is None else model_state,
+        )
+
+
+def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: float | None) -> TrainState:
+    """Returns the state before the first step."""
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        model_state=model_state,
+        ema=None if ema_decay is None else jax.tree.map(jnp.copy, params),
+        rng=jax.random.key_data(jax.random.key(seed)),
+        optimizer=optimizer,
+        ema_decay=ema_decay,
+    )
+
+
+def constrain_update(step: scope.Step, tree: Any) -> Any:
+    """Returns a tree like the parameters, cut as the optimizer's update is."""
+    if step.form != "mapped" and step.form != "plain" or step.mesh is None or step.placements is None:
+        return tree
+    mesh = step.mesh
+    return jax.tree.map(
+        lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x,
+        tree,
+        step.placements.update,
+    )
+
+
+def mirrored(step: scope.Step, tree: Any) -> Any:
+    """Returns `tree` with each leaf that a per-replica step was handed as its own copy replaced by the mirrored original.
+
+    Inside a per-replica step the parameters are typed varying, so that `jax.grad` gives the replica's own gradient; the
+    update needs the mirrored arrays, so that the result is provably mirrored too.
+    """
+    return jax.tree.map(lambda x: step.mirrored[id(x)][1] if id(x) in step.mirrored else x, tree)
+
+
+def _check_gradient(step: scope.Step, grads: Any, params: Any) -> None:
+    if jax.tree.structure(grads) != jax.tree.structure(params):
+        raise ConfigError(
+            f"apply_gradients: the gradient's tree is {jax.tree.structure(grads)}, the parameters' is "
+            f"{jax.tree.structure(params)}. They must be the same. Differentiate with respect to state.params."
+        )
+    for (path, grad), (_, leaf) in zip(named_leaves(grads), named_leaves(params), strict=True):
+        if jnp.shape(grad) != jnp.shape(leaf):
+            raise ConfigError(f"apply_gradients: gradient {path} is {describe(grad)}, the parameter is {describe(leaf)}.")
+        if step.inside and compat.varying_axes(grad):
+            raise ConfigError(
+                f"apply_gradients: gradient '{path}' differs between the replicas of axes {sorted(compat.varying_axes(grad))}: the "
+                "reduction is missing. Replicas would drift apart. Use sk.value_and_grad, or sk.pmean(grads) first."
+            )
+
+
+def first_difference(before: Any, after: Any) -> str | None:
+    """Returns the first leaf whose path, shape or dtype differs between two trees, in words, or None."""
+    old = {path: describe(leaf) for path, leaf in named_leaves(abstract(before))}
+    new = {path: describe(leaf) for path, leaf in named_leaves(abstract(after))}
+    for path in [*old, *(p for p in new if p not in old)]:
+        if old.get(path) != new.get(path):
+            return f"'{path}' was {old.get(path, 'absent')} and becomes {new.get(path, 'absent')}"
+    return None

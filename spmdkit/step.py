@@ -1,0 +1,115 @@
+"""The training step as one function `(state, batch) -> (state, metrics)`, from a loss, a global step or a per-replica one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmdkit import compat, scope
+from spmdkit.errors import ConfigError
+from spmdkit.gradient import value_and_grad
+from spmdkit.means import Mean
+from spmdkit.mesh import REPLICA_AXES
+from spmdkit.state import TrainState, first_difference, mirrored
+from spmdkit.tree import describe, named_leaves
+
+StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A global batch on the devices.
+
+    Attributes:
+        examples: the user's pytree; every leaf [global batch, ...], cut over the batch axes.
+        mask: bool[global batch], False on padding rows; None where no batch is ever short.
+    """
+
+    examples: Any
+    mask: jax.Array | None = None
+
+
+def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
+    """Returns the step that a task with only a `loss_fn` gets."""
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        if stateful:
+            (loss, metrics, new), grads = value_and_grad(loss_fn)(state.params, state.model_state, batch, state.key)
+            return state.apply_gradients(grads, model_state=new), {"loss": loss, **metrics}
+        (loss, metrics), grads = value_and_grad(loss_fn)(state.params, batch, state.key)
+        return state.apply_gradients(grads), {"loss": loss, **metrics}
+
+    return train_step
+
+
+def global_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any]) -> StepFn:
+    """Returns the function to compile for a step that sees global arrays. `to_device` brings host-placed leaves in."""
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        state = to_device(state)
+        with scope.tracing(dataclasses.replace(step, mask=batch.mask)):
+            out = train_step(state, batch.examples)
+        return _checked(state, out)
+
+    return run
+
+
+def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any]) -> StepFn:
+    """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
+
+    Parameters are handed over as the replica's own copy; what leaves must be provably mirrored.
+
+    Raises:
+        ConfigError: the new state or a metric differs between replicas.
+    """
+    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if step.size(a) > 1) or REPLICA_AXES)
+
+    def body(state: TrainState, examples: Any, mask: Any) -> tuple[TrainState, dict[str, Any]]:
+        own = compat.as_varying(state.params, REPLICA_AXES)
+        originals = {id(x): (x, y) for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state.params), strict=True)}
+        inner = dataclasses.replace(step, form="manual", inside=True, mask=mask, mirrored=originals)
+        with scope.tracing(inner):
+            new_state, metrics = _checked(state, train_step(state.replace(params=own), examples))
+        new_state = mirrored(inner, new_state)
+        for what, tree in (("state leaf", new_state), ("metric", metrics)):
+            for path, leaf in named_leaves(tree):
+                if compat.varying_axes(leaf):
+                    raise ConfigError(
+                        f"train_step: {what} '{path}' differs between the replicas of axes {sorted(compat.varying_axes(leaf))}: a reduction "
+                        "is missing. What leaves a per-replica step must be the same on every replica. "
+                        f"Apply sk.pmean to it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
+                    )
+        return new_state, metrics
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        specs = (PartitionSpec(), rows, rows)
+        mapped = jax.shard_map(body, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec())
+        return mapped(to_device(state), batch.examples, batch.mask)
+
+    return run
+
+
+def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
+    """Returns (state, metrics as scalars) of what a user's step returned.
+
+    Raises:
+        ConfigError: it is not the state and a dict of scalars, or the state changed its shape.
+    """
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], TrainState) or not isinstance(out[1], dict):
+        found = f"{len(out)} values" if isinstance(out, tuple) else describe(out)
+        raise ConfigError(f"train_step returned {found}. It must return (state, metrics): the TrainState and a dict of scalars.")
+    new_state, metrics = out
+    difference = first_difference(state, new_state)
+    if difference:
+        raise ConfigError(f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps.")
+    values = {name: metric.value if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()}
+    for name, value in values.items():
+        if value.ndim:
+            raise ConfigError(f"train_step returned metric '{name}' as {describe(value)}. A metric is a scalar or a sk.mean.")
+    return new_state, values

@@ -1,0 +1,185 @@
+"""`Task`: the user's functions and data, and nothing about parallelism. Loading one from `file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import optax
+
+from spmdkit.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what. Every function is pure.
+
+    Attributes:
+        init: `init(key) -> params`, or `-> sk.Variables(params, state)` for a model with mutable state.
+        loss_fn: `loss_fn(params, batch, key) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`; with model state
+            `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. Sees one replica's examples.
+        optimizer: an optax transformation, or a function of the learning rate (a number or schedule) that returns one;
+            then the config's `learning_rate` is passed in.
+        train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, or a grain MapDataset.
+        eval_data: the same; evaluated whole, any size.
+        eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`; default:
+            `loss_fn` with `key=None`.
+        train_step: `train_step(state, batch) -> (state, metrics)`, instead of the default step around `loss_fn`.
+        view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
+        rules: layout rules of the model, as in `layout.rules` of a config.
+        unit: what one example is called in messages.
+    """
+
+    init: Callable[..., Any]
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None = None
+    train_data: Any = None
+    eval_data: Any = None
+    eval_fn: Callable[..., Any] | None = None
+    train_step: Callable[..., Any] | None = None
+    view: Literal["global", "replica"] = "global"
+    rules: Sequence[tuple[str, Sequence[Any]]] = ()
+    unit: str = "examples"
+
+    def __post_init__(self) -> None:
+        for name in ("init", "loss_fn", "eval_fn", "train_step"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(f"Task.{name} is {type(value).__name__}. It must be a function. Pass the function itself.")
+        if self.loss_fn is None and self.train_step is None:
+            raise ConfigError("Task has neither loss_fn nor train_step. One of them says what is trained. Give loss_fn.")
+        if self.view not in ("global", "replica"):
+            raise ConfigError(f"Task.view is {self.view!r}. Valid: 'global', 'replica'.")
+        if self.view == "replica" and self.train_step is None:
+            raise ConfigError("Task.view is 'replica', but there is no train_step. The view is the dialect of train_step.")
+        for name, args in (("init", ("key",)), ("train_step", ("state", "batch"))):
+            check_arity(name, getattr(self, name), args)
+
+    def check_functions(self, stateful: bool) -> None:
+        """Checks how many arguments `loss_fn` and `eval_fn` take.
+
+        Raises:
+            ConfigError: another number than this kind of model needs.
+        """
+        state = ("state",) if stateful else ()
+        check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
+        check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))
+
+
+def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...]) -> None:
+    """Checks that `fn` can be called with the positional arguments `args`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if fn is None:
+        return
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args)
+    except TypeError:
+        raise ConfigError(
+            f"{name} is defined as {name}{signature}, and is called as {name}({', '.join(args)}). "
+            f"It takes {len(args)} positional argument{'s' * (len(args) != 1)}. Write def {name}({', '.join(args)})."
+        ) from None
+
+
+def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:
+    """Returns the `Task` that `target:name` names.
+
+    Args:
+        target: `path/to/file.py` relative to `folder`, or `package.module`.
+        name: a `Task`, or a function that returns one.
+        folder: the config's own folder.
+        args: keyword arguments of the function (`task_args`).
+
+    Raises:
+        ConfigError: no such file, module or name; the import raised; the function refused its arguments.
+    """
+    module = _import(target, folder)
+    if not hasattr(module, name):
+        public = [n for n, v in vars(module).items() if not n.startswith("_") and (callable(v) or isinstance(v, Task))]
+        raise ConfigError(f"task: {target} has no '{name}'.{nearest(name, public)} It defines: {', '.join(public[:12])}.")
+    found = getattr(module, name)
+    if isinstance(found, Task):
+        if args:
+            raise ConfigError(
+                f"task_args {sorted(args)} have no effect: {target}:{name} is a Task, not a function that returns one. "
+                f"Write `def {name}({', '.join(sorted(args))}): return Task(...)`, or remove task_args."
+            )
+        return found
+    if not callable(found):
+        raise ConfigError(f"task: {target}:{name} is {type(found).__name__}. It must be a spmdkit.Task or a function that returns one.")
+    task = _call(found, f"{target}:{name}", args)
+    if not isinstance(task, Task):
+        raise ConfigError(f"task: {target}:{name}(...) returned {type(task).__name__}. It must return a spmdkit.Task.")
+    return task
+
+
+def _import(target: str, folder: Path) -> Any:
+    if not target.endswith(".py"):
+        try:
+            return importlib.import_module(target)
+        except ModuleNotFoundError as error:
+            if error.name and (target == error.name or target.startswith(error.name + ".")):
+                raise ConfigError(
+                    f"task: module '{target}' was not found. It must be importable, or a path that ends in .py. "
+                    f"Try {target.replace('.', '/')}.py:NAME."
+                ) from None
+            raise ConfigError(_raised(f"importing {target}", error)) from error
+        except Exception as error:
+            raise ConfigError(_raised(f"importing {target}", error)) from error
+    path = (folder / target).resolve()
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"task: file {path} does not exist. Paths are relative to the config's folder.{nearest(path.name, siblings)}")
+    module_name = "spmdkit_task_" + path.stem
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(_raised(f"importing {path}", error)) from error
+    return module
+
+
+def _call(fn: Callable[..., Any], name: str, args: Mapping[str, Any]) -> Any:
+    try:
+        inspect.signature(fn).bind(**args)
+    except TypeError as error:
+        known = [p.name for p in inspect.signature(fn).parameters.values()]
+        unknown = [a for a in args if a not in known]
+        hint = nearest(unknown[0], known) if unknown else ""
+        raise ConfigError(f"task_args {dict(args)} do not fit {name}{inspect.signature(fn)}: {error}.{hint}") from None
+    try:
+        return fn(**args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(_raised(f"{name}(...)", error)) from error
+
+
+def _raised(what: str, error: BaseException) -> str:
+    where = ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" at {error.filename}:{error.lineno}"
+    else:
+        frames = [f for f in inspect.getinnerframes(error.__traceback__) if "importlib" not in f.filename] if error.__traceback__ else []
+        if frames:
+            where = f" at {frames[-1].filename}:{frames[-1].lineno}"
+    return f"task: {what} raised {type(error).__name__}: {error}{where}. Mend the task file."

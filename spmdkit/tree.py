@@ -1,0 +1,40 @@
+"""Pytrees seen as a flat list of (path, leaf): the names that layouts, checkpoints and messages use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Returns a key path as `blocks/0/kernel`: keys, indices and attribute names joined by `/`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Returns `[(path, leaf), ...]` in flattening order; `None` is no leaf."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Returns the bytes of an array or abstract array."""
+    return int(np.prod(leaf.shape, dtype=np.int64)) * jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Returns the bytes of all leaves together (global, not per device)."""
+    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def abstract(tree: Any) -> Any:
+    """Returns the same tree with each array as a `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree)
+
+
+def describe(leaf: Any) -> str:
+    """Returns `float32[64,128]` for an array, or the Python type's name for anything else."""
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        return type(leaf).__name__
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

@@ -1,0 +1,177 @@
+"""What the checkpoint tests run in processes of their own: `python checkpoint_worker.py COMMAND DIRECTORY ...`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from spmdkit.checkpoint import Checkpoints, RunLock  # noqa: E402
+from spmdkit.errors import SpmdkitError  # noqa: E402
+
+
+def value_of(step: int, num_rows: int = 8) -> np.ndarray:
+    """Returns what the state of a step holds, so that a reader knows without having seen the writer."""
+    return np.random.default_rng(step).standard_normal((num_rows, 4096)).astype(np.float32)
+
+
+def save_for_ever(directory: str) -> None:
+    """Saves steps one after another until it is killed; prints each step that was reported committed."""
+    checkpoints = Checkpoints(directory, keep=3)
+    step = checkpoints.latest() or 0
+    print("ready", flush=True)
+    while True:
+        step += 1
+        checkpoints.save(step, {"w": jnp.asarray(value_of(step)), "step": jnp.int32(step)}, {"step": step})
+        for done in checkpoints.check():
+            print(done, flush=True)
+
+
+def save_with_small_files(directory: str) -> None:
+    """Saves a step that fits, two that meet the limit on file sizes (as a full disk would), and one that fits."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {"w": jnp.asarray(value_of(1))}, {})
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    for step, ask in ((2, checkpoints.wait), (3, lambda: checkpoints.save(9, {"w": jnp.ones(1)}, {}))):
+        checkpoints.save(step, {"w": jnp.asarray(value_of(step))}, {})
+        try:
+            ask()
+        except SpmdkitError as error:
+            print(type(error).__name__, error.exit_code, error, flush=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    checkpoints.save(4, {"w": jnp.asarray(value_of(4))}, {})
+    checkpoints.close()
+    print("steps", checkpoints.steps(), "ignored", checkpoints.ignored(), flush=True)
+
+
+def hold_lock(run_dir: str) -> None:
+    RunLock(run_dir).acquire()
+    print("held", flush=True)
+    signal.pause()
+
+
+def process(directory: str, address: str, process_id: str, num_processes: str, command: str) -> None:
+    """One of several real processes, each with two devices: saves or restores a state that lies across all of them."""
+    num_processes, process_id = int(num_processes), int(process_id)
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(
+        address,
+        num_processes,
+        process_id,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=15,
+    )
+    from jax.experimental import multihost_utils
+
+    def forbidden(name: str) -> None:
+        raise AssertionError(f"sync_global_devices({name!r}) waits for ever")
+
+    multihost_utils.sync_global_devices = forbidden
+    checkpoints = Checkpoints(
+        directory,
+        timeout_s=5 if command == "lose_one" else 60,
+        is_main=process_id == 0,
+        num_processes=num_processes,
+        cluster=Coordination(),
+    )
+    globals()[f"run_{command}"](checkpoints, process_id)
+    print("done", flush=True)
+    if command == "lose_one":
+        os._exit(0)
+    checkpoints.close()
+    jax.distributed.shutdown()
+
+
+class Coordination:
+    """The two methods that `Checkpoints` asks of a cluster, on the coordination service."""
+
+    def put(self, key: str, value: str) -> None:
+        jax._src.distributed.global_state.client.key_value_set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        return jax._src.distributed.global_state.client.blocking_key_value_get(key, int(timeout_s * 1000))
+
+
+def shardings() -> dict:
+    from checkpoint_states import mesh_of
+
+    mesh = mesh_of(jax.device_count(), axes=("data",))
+    spec = jax.sharding.PartitionSpec
+    return {
+        "split": jax.sharding.NamedSharding(mesh, spec("data")),
+        "whole": jax.sharding.NamedSharding(mesh, spec()),
+        "empty": jax.sharding.NamedSharding(mesh, spec()),
+    }
+
+
+def global_state(step: int) -> dict:
+    values = {"split": value_of(step), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
+    return {
+        name: jax.make_array_from_callback(values[name].shape, sharding, lambda index, v=values[name]: v[index])
+        for name, sharding in shardings().items()
+    }
+
+
+def run_save(checkpoints: Checkpoints, process_id: int) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, global_state(step), {"seed": step}, {"loss": float(step)})
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 3, 4], checkpoints.steps()
+
+
+def run_restore(checkpoints: Checkpoints, process_id: int) -> None:
+    for step in (3, 4):
+        want = global_state(step)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want)
+        state, record = checkpoints.restore(step, abstract)
+        assert record == {"seed": step}
+        for name in want:
+            for got, asked in zip(state[name].addressable_shards, want[name].addressable_shards, strict=True):
+                assert got.device == asked.device
+                assert np.asarray(got.data).tobytes() == np.asarray(asked.data).tobytes(), name
+
+
+def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
+    """Process 0 alone finds the disk full; every process must hear of it at once."""
+    if process_id == 0:
+        checkpoints._objection = lambda step, num_bytes: "no room"
+    try:
+        checkpoints.save(1, global_state(1), {})
+    except SpmdkitError as error:
+        print(type(error).__name__, error, flush=True)
+
+
+def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
+    """Process 1 fails to write its part; process 0 must give up in time and keep step 1."""
+    checkpoints.save(1, global_state(1), {})
+    checkpoints.wait()
+    if process_id == 1:
+        from orbax.checkpoint._src.serialization import tensorstore_utils
+
+        def broken(*args, **kwargs):
+            raise OSError("No space left on device")
+
+        tensorstore_utils.ArrayWriteSpec = broken
+    try:
+        checkpoints.save(2, global_state(2), {})
+        checkpoints.wait()
+    except SpmdkitError as error:
+        print(type(error).__name__, error, flush=True)
+    assert checkpoints.steps() == [1], checkpoints.steps()
+
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    {"loop": save_for_ever, "small": save_with_small_files, "lock": hold_lock, "process": process}[name](*arguments)

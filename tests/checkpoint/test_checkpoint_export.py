@@ -1,0 +1,109 @@
+"""Plain parameters for other tools, taken from a checkpoint without its model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_states import bits, mesh_of, place, train_state
+
+from spmdkit.checkpoint import Checkpoints, export
+from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
+from spmdkit.tree import named_leaves
+
+safetensors = pytest.importorskip("safetensors")
+
+
+@pytest.fixture
+def saved(directory):
+    """Steps 1 and 2, sharded over eight devices."""
+    checkpoints = Checkpoints(directory)
+    states = {step: place(train_state(seed=step), mesh_of(8)) for step in (1, 2)}
+    for step, state in states.items():
+        checkpoints.save(step, state, {})
+    checkpoints.close()
+    return states
+
+
+def read_safetensors(path):
+    with safetensors.safe_open(path, framework="flax") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("step", [None, 1])
+@pytest.mark.parametrize("which", ["params", "ema"])
+def test_safetensors_holds_every_parameter_bit_for_bit_under_its_path(saved, directory, tmp_path, step, which):
+    out = tmp_path / "new" / "model.safetensors"
+    assert export(directory, step, out, which=which) == (step or 2)
+    arrays, metadata = read_safetensors(out)
+    assert metadata == {"step": str(step or 2), "which": which}
+    want = dict(named_leaves(getattr(saved[step or 2], which)))
+    assert arrays.keys() == want.keys() and "blocks/0/kernel" in arrays
+    for name, array in arrays.items():
+        assert (array.dtype, array.shape, bits(array)) == (want[name].dtype, want[name].shape, bits(want[name])), name
+    assert [path.name for path in out.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_an_orbax_export_opens_with_plain_orbax(saved, directory, tmp_path):
+    out = tmp_path / "plain"
+    export(directory, None, out, "orbax")
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(out)
+    want = saved[2].params
+    for name, array in restored["blocks"]["0"].items():
+        assert array.dtype == want["blocks"][0][name].dtype
+        assert bits(array) == bits(want["blocks"][0][name])
+    assert bits(restored["table"]) == bits(want["table"])
+
+
+def test_parameters_that_are_one_array_are_exported(directory, tmp_path):
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {"params": jnp.arange(3.0), "paramsx": jnp.ones(1)}, {})
+    checkpoints.close()
+    export(directory, 1, tmp_path / "one")
+    arrays, _ = read_safetensors(tmp_path / "one")
+    assert arrays.keys() == {"params"} and np.array_equal(arrays["params"], [0, 1, 2])
+
+
+def test_nothing_is_overwritten(saved, directory, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(ConfigError, match="mine: it exists. Nothing is overwritten"):
+        export(directory, None, tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_a_place_that_cannot_be_written_is_a_write_error(saved, directory, tmp_path, format):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointWriteError, match="export to .*failed"):
+        export(directory, None, tmp_path / "file" / "out", format)
+
+
+@pytest.mark.parametrize(("format", "which", "word"), [("safetensor", "params", "safetensors"), ("orbax", "em", "ema")])
+def test_an_unknown_choice_names_the_nearest(saved, directory, tmp_path, format, which, word):
+    with pytest.raises(ConfigError, match=f"Did you mean '{word}'"):
+        export(directory, None, tmp_path / "out", format, which)
+
+
+def test_what_is_not_there_is_a_checkpoint_error(directory, tmp_path):
+    with pytest.raises(CheckpointError, match="holds none"):
+        export(directory, None, tmp_path / "out")
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {"params": {"w": jnp.ones(1), "key": jax.random.key(0)}}, {})
+    checkpoints.close()
+    with pytest.raises(CheckpointError, match="holds params, no ema. Set ema in the config"):
+        export(directory, 1, tmp_path / "out", which="ema")
+    with pytest.raises(CheckpointError, match="step 5 was asked for, but .* has steps 1"):
+        export(directory, 5, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="`params/key` is a random key"):
+        export(directory, 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_safetensors_lacks_is_named(directory, tmp_path):
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {"params": {"w": jnp.ones(4, jnp.int4)}}, {})
+    checkpoints.close()
+    with pytest.raises(ConfigError, match="int4.*Export with format orbax"):
+        export(directory, 1, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [directory]

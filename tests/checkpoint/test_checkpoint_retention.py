@@ -1,0 +1,161 @@
+"""Which steps a directory holds, and which of them stay."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmdkit.checkpoint import Checkpoints, inspect, ls
+from spmdkit.checkpoint.retention import remove_unfinished, steps_to_delete
+from spmdkit.errors import CheckpointWriteError, ConfigError
+
+STATE = {"w": jnp.arange(4.0)}
+
+
+def save_all(checkpoints, losses):
+    for step, loss in losses.items():
+        checkpoints.save(step, STATE, {}, None if loss is None else {"loss": loss})
+    checkpoints.wait()
+
+
+def test_the_last_k_stay(directory):
+    checkpoints = Checkpoints(directory, keep=2)
+    save_all(checkpoints, dict.fromkeys((1, 2, 10, 9, 11)))
+    assert checkpoints.steps() == [10, 11]
+    assert checkpoints.latest() == 11
+    assert checkpoints.ignored() == []
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
+def test_the_best_stays_besides_the_last_k_also_after_a_restart(directory, mode, best):
+    losses = {1: 5.0, 2: 1.0, 3: 9.0, 4: float("nan"), 5: None, 6: 3.0}
+    first = Checkpoints(directory, keep=1, best=("loss", mode))
+    save_all(first, dict(list(losses.items())[:4]))
+    first.close()
+    second = Checkpoints(directory, keep=1, best=("loss", mode))
+    save_all(second, dict(list(losses.items())[4:]))
+    assert second.steps() == [best, 6]
+    second.close()
+
+
+def test_of_equally_good_steps_the_newest_is_the_best():
+    assert steps_to_delete([1, 2, 3, 4], 4, 1, {1: 0.5, 2: 0.5, 3: 0.7}, "min") == [1, 3]
+
+
+def test_the_step_just_written_is_never_deleted_even_if_later_ones_exist():
+    assert steps_to_delete([30, 40], 30, 1, {}, "min") == []
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_none_is_refused(directory, keep):
+    with pytest.raises(ConfigError, match="Set keep: 1 or more"):
+        Checkpoints(directory, keep=keep)
+
+
+def test_empty_and_foreign_entries_are_no_steps_and_are_named(directory):
+    directory.mkdir()
+    (directory / "9").mkdir()
+    (directory / "1e3").mkdir()
+    (directory / "7").write_text("a file")
+    (directory / "007").mkdir()
+    (directory / "007" / "record.json").write_text("{}")
+    (directory / "notes.txt").write_text("mine")
+    checkpoints = Checkpoints(directory)
+    assert checkpoints.steps() == [] and checkpoints.latest() is None
+    save_all(checkpoints, {3: None})
+    assert checkpoints.steps() == [3]
+    assert checkpoints.ignored() == ["007", "1e3", "7", "9", "notes.txt"]
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("step", [7, 9, 3])
+def test_a_taken_name_is_never_overwritten(directory, step):
+    directory.mkdir()
+    (directory / "9").mkdir()
+    (directory / "7").write_text("a file")
+    checkpoints = Checkpoints(directory)
+    save_all(checkpoints, {3: None})
+    with pytest.raises(CheckpointWriteError, match=f"the folder exists.*Delete or rename .*/{step}"):
+        checkpoints.save(step, STATE, {})
+    save_all(checkpoints, {20: None})
+    assert checkpoints.steps() == [3, 20]
+    checkpoints.close()
+
+
+def test_what_a_killed_run_left_is_removed_at_the_start_by_the_main_process_only(directory):
+    directory.mkdir()
+    for name in ("5.orbax-checkpoint-tmp", "4.deleted.orbax-checkpoint-tmp"):
+        (directory / name / "state").mkdir(parents=True)
+    Checkpoints(directory, is_main=False, num_processes=2).close()
+    assert len(list(directory.iterdir())) == 2
+    Checkpoints(directory).close()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_link_out_of_the_directory_is_not_followed(directory, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    directory.mkdir()
+    (directory / "1.orbax-checkpoint-tmp").symlink_to(outside)
+    assert remove_unfinished(directory) == []
+    assert outside.is_dir()
+
+
+def test_committed_steps_are_reported_once(directory):
+    checkpoints = Checkpoints(directory)
+    assert checkpoints.check() == []
+    checkpoints.save(1, STATE, {})
+    checkpoints.save(2, STATE, {})
+    assert checkpoints.wait() == [1, 2]
+    assert checkpoints.wait() == [] and checkpoints.check() == []
+    checkpoints.save(3, STATE, {})
+    assert checkpoints.close() == [3]
+    assert checkpoints.close() == []
+
+
+def test_ls_and_inspect_tell_what_is_there_as_plain_data(directory):
+    checkpoints = Checkpoints(directory, clock=lambda: 1234.5)
+    checkpoints.save(1, STATE, {"seed": 3}, {"loss": 0.25, "bad": float("inf")})
+    checkpoints.save(2, STATE, {"seed": 3})
+    checkpoints.close()
+    first, second = ls(directory)
+    assert first["bytes"] > 500
+    assert {**first, "bytes": 0} == {
+        "step": 1,
+        "bytes": 0,
+        "time": 1234.5,
+        "metrics": {"loss": 0.25, "bad": None},
+        "complete": True,
+        "problem": None,
+    }
+    assert second["step"] == 2
+    told = inspect(directory, 1)
+    assert told["leaves"] == {"w": {"shape": [4], "dtype": "float32"}}
+    assert (told["state_bytes"], told["record"], told["num_processes"]) == (16, {"seed": 3}, 1)
+    assert inspect(directory)["step"] == 2
+    assert ls(directory / "missing") == []
+
+
+def test_reading_uses_no_device(directory):
+    """`checkpoint ls` must not claim an accelerator that a run is using."""
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, STATE, {})
+    checkpoints.close()
+    script = (
+        "import sys, jax\n"
+        "from spmdkit.checkpoint import ls, inspect\n"
+        "assert ls(sys.argv[1])[0]['complete'] and inspect(sys.argv[1])['step'] == 1\n"
+        "assert not jax._src.xla_bridge.backends_are_initialized()\n"
+        "assert 'orbax' not in sys.modules\n"
+    )
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, "-c", script, str(directory)], check=True, timeout=60)
+
+
+def test_metrics_may_be_jax_scalars(directory):
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, STATE, {}, {"loss": jax.numpy.float32(0.5)})
+    checkpoints.close()
+    assert ls(directory)[0]["metrics"] == {"loss": 0.5}

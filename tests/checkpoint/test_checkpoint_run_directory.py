@@ -1,0 +1,89 @@
+"""One run per directory; a directory that cannot be written is told before anything else."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdkit.checkpoint import RunLock, prepare_run_dir
+from spmdkit.errors import ConfigError
+
+WORKER = Path(__file__).parent / "checkpoint_worker.py"
+
+
+def test_a_directory_is_made_and_left_empty(tmp_path):
+    path = prepare_run_dir(tmp_path / "runs" / "first")
+    assert path.is_dir() and list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["/proc/run", "{tmp}/file", "{tmp}/file/run", "/proc", "/dev/null/run"])
+def test_a_directory_that_cannot_be_written_is_a_config_error(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    for use in (prepare_run_dir, lambda path: RunLock(path).acquire()):
+        with pytest.raises(ConfigError, match="run_dir is .*cannot be written .*Set run_dir to one") as caught:
+            use(place.format(tmp=tmp_path))
+        assert caught.value.exit_code == 78
+
+
+def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        prepare_run_dir(tmp_path)
+
+
+def test_the_lock_is_exclusive_and_names_its_owner(tmp_path):
+    with (
+        RunLock(tmp_path, clock=lambda: 0.0),
+        pytest.raises(
+            ConfigError,
+            match=f"in use by process {os.getpid()} on {socket.gethostname()} since 1970-01-01T00:00:00",
+        ),
+    ):
+        RunLock(tmp_path).acquire()
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def test_releasing_twice_or_without_the_lock_does_nothing(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.release()
+    lock.acquire()
+    lock.release()
+    lock.release()
+    RunLock(tmp_path).acquire().release()
+
+
+def test_an_owner_that_has_not_signed_yet_still_excludes(tmp_path):
+    with RunLock(tmp_path) as lock:
+        os.truncate(lock.path, 0)
+        with pytest.raises(ConfigError, match="another process that has just started"):
+            RunLock(tmp_path).acquire()
+
+
+def test_a_lock_that_is_a_folder_is_told(tmp_path):
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(ConfigError, match="must be a plain file"):
+        RunLock(tmp_path).acquire()
+
+
+@pytest.mark.processes
+def test_the_lock_of_another_process_holds_until_that_process_is_killed(tmp_path):
+    owner = subprocess.Popen([sys.executable, WORKER, "lock", tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in use by process {owner.pid} on "):
+            RunLock(tmp_path).acquire()
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+        owner.stdout.close()
+    RunLock(tmp_path).acquire().release()

@@ -1,0 +1,169 @@
+"""A save that fails is told at the next call, with its cause, and costs no earlier checkpoint."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoint_states import assert_same
+
+from spmdkit.checkpoint import Checkpoints, storage
+from spmdkit.checkpoint import record as records
+from spmdkit.errors import CheckpointWriteError, ConfigError
+
+STATE = {"w": jnp.arange(4.0)}
+WORKER = Path(__file__).parent / "checkpoint_worker.py"
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Writing the record meets a full disk, in the background, until the fixture's list is emptied."""
+    real, broken = records.write_record, [True]
+
+    def write(folder, record):
+        if broken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(folder, record)
+
+    monkeypatch.setattr(records, "write_record", write)
+    return broken
+
+
+def wait_done(checkpoints):
+    threading.Thread(target=checkpoints._pending.exception).run()
+
+
+@pytest.mark.parametrize("call", ["save", "check", "wait", "close", "restore"])
+def test_a_failed_save_is_told_once_at_the_next_call_with_its_cause(directory, full_disk, call, capfd):
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, STATE, {})
+    wait_done(checkpoints)
+    calls = {
+        "save": lambda: checkpoints.save(2, STATE, {}),
+        "restore": lambda: checkpoints.restore(1, STATE),
+        "check": checkpoints.check,
+        "wait": checkpoints.wait,
+        "close": checkpoints.close,
+    }
+    with pytest.raises(CheckpointWriteError, match=r"saving step 1 to .*No space left on device.*none yet") as caught:
+        calls[call]()
+    assert caught.value.exit_code == 74
+    assert isinstance(caught.value.__cause__, OSError)
+    assert checkpoints.check() == [] and checkpoints.steps() == [] and checkpoints.ignored() == []
+    assert "Traceback" not in capfd.readouterr().err
+    checkpoints.close()
+
+
+def test_after_a_failure_earlier_steps_are_intact_and_the_next_save_works(directory, full_disk):
+    full_disk.clear()
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, STATE, {})
+    checkpoints.wait()
+    full_disk.append(True)
+    checkpoints.save(2, STATE, {})
+    with pytest.raises(CheckpointWriteError, match="intact are 1"):
+        checkpoints.wait()
+    full_disk.clear()
+    checkpoints.save(2, STATE, {})
+    assert checkpoints.wait() == [2]
+    for step in (1, 2):
+        assert_same(checkpoints.restore(step, jax.eval_shape(lambda: STATE))[0], STATE)
+    checkpoints.close()
+
+
+@pytest.mark.processes
+def test_a_disk_that_takes_no_more_bytes_gives_code_74_and_no_traceback(directory):
+    done = subprocess.run(
+        [sys.executable, WORKER, "small", directory], capture_output=True, text=True, timeout=120, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout + done.stderr
+    for step, line in zip((2, 3), lines, strict=False):
+        assert line.startswith(f"CheckpointWriteError 74 saving step {step}"), line
+        assert "File too large" in line and "intact are 1" in line
+    assert lines[2] == "steps [1, 4] ignored []"
+    assert "Traceback" not in done.stderr
+
+
+def test_too_little_room_is_refused_before_anything_is_written(directory, monkeypatch):
+    checkpoints = Checkpoints(directory)
+    real = os.statvfs(directory)
+    values = [value if name != "f_bavail" else 100 for name, value in zip(STATVFS_FIELDS, real, strict=True)]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
+    with pytest.raises(CheckpointWriteError, match=r"needs about 3.0 MiB, .* are free.*lower\s+checkpoint.keep"):
+        checkpoints.save(1, {"w": jnp.zeros((2, 2**18))}, {})
+    assert list(directory.iterdir()) == []
+    monkeypatch.undo()
+    checkpoints.save(1, STATE, {})
+    assert checkpoints.close() == [1]
+
+
+STATVFS_FIELDS = (
+    "f_bsize",
+    "f_frsize",
+    "f_blocks",
+    "f_bfree",
+    "f_bavail",
+    "f_files",
+    "f_ffree",
+    "f_favail",
+    "f_flag",
+    "f_namemax",
+)
+
+
+def test_a_directory_that_went_away_is_named(directory):
+    checkpoints = Checkpoints(directory)
+    shutil.rmtree(directory)
+    with pytest.raises(CheckpointWriteError, match="cannot be used.*FileNotFoundError"):
+        checkpoints.save(1, STATE, {})
+    checkpoints.close()
+
+
+def test_what_orbax_refuses_at_once_is_a_write_error_too(directory, monkeypatch):
+    def refuse(*_):
+        raise ValueError("orbax says no\nand more")
+
+    checkpoints = Checkpoints(directory)
+    monkeypatch.setattr(storage, "start_save", refuse)
+    with pytest.raises(CheckpointWriteError, match=r"saving step 1 .*\(ValueError: orbax says no\)"):
+        checkpoints.save(1, STATE, {})
+    checkpoints.close()
+
+
+def test_an_old_step_that_cannot_be_deleted_is_told_and_the_new_one_counts(directory, monkeypatch):
+    from spmdkit.checkpoint import retention
+
+    def refuse(directory, step):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints.save(1, STATE, {})
+    monkeypatch.setattr(retention, "delete_step", refuse)
+    checkpoints.save(2, STATE, {})
+    with pytest.raises(CheckpointWriteError, match="step 2 is saved, but the old step 1 could not be deleted"):
+        checkpoints.wait()
+    assert checkpoints.check() == [1, 2] and checkpoints.steps() == [1, 2]
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("place", ["/proc/checkpoints", "{tmp}/file/checkpoints"])
+def test_a_place_that_cannot_hold_checkpoints_is_a_config_error(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="checkpoints go to .*cannot be used.*Set run_dir") as caught:
+        Checkpoints(place.format(tmp=tmp_path))
+    assert caught.value.exit_code == 78
+
+
+def test_a_record_that_json_cannot_hold_is_our_own_bug_and_said_at_once(directory):
+    checkpoints = Checkpoints(directory)
+    with pytest.raises(ValueError, match="JSON"):
+        checkpoints.save(1, STATE, {"loss": float("nan")})
+    assert list(directory.iterdir()) == []
+    checkpoints.close()

@@ -1,0 +1,92 @@
+"""What processes tell each other: threads play the processes over one store."""
+
+import threading
+
+from spmdkit.cluster.cluster import Cluster, name_processes
+from spmdkit.cluster.store import MemoryStore
+from spmdkit.errors import ConfigError, RendezvousError
+
+
+def play(num_processes, act, absent=()):
+    """Runs `act(cluster)` in a thread per process; returns each one's result or exception."""
+    store, results = MemoryStore(num_processes), [None] * num_processes
+
+    def body(process):
+        cluster = Cluster(process_index=process, num_processes=num_processes, devices=[], store=store, namespace="test")
+        try:
+            results[process] = act(cluster)
+        except (RendezvousError, ConfigError) as error:
+            results[process] = error
+
+    threads = [threading.Thread(target=body, args=(p,), daemon=True) for p in range(num_processes) if p not in absent]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=20)
+        assert not t.is_alive()
+    return results
+
+
+def test_one_process_needs_nobody():
+    cluster = Cluster(process_index=0, num_processes=1, devices=[], store=MemoryStore())
+    assert cluster.is_main
+    assert [cluster.agree("stop", s, r, lag=2) for s, r in [(1, False), (2, True)]] == [False, True]
+    assert [cluster.agree_main("save", s, r, lag=2) for s, r in [(1, False), (2, True)]] == [False, True]
+    cluster.barrier("here")
+    cluster.same_everywhere("config", "x")
+    cluster.put("a", "1")
+    assert (cluster.try_get("a"), cluster.get("a"), cluster.try_get("b")) == ("1", "1", None)
+    cluster.shutdown()
+
+
+def test_what_one_puts_the_others_get():
+    def act(cluster):
+        if cluster.is_main:
+            cluster.put("run", "seven")
+        return cluster.get("run", timeout_s=10)
+
+    assert play(3, act) == ["seven"] * 3
+
+
+def test_waiting_for_what_nobody_puts_ends():
+    [error] = play(1, lambda cluster: cluster.get("never", timeout_s=0.01))
+    assert "'never', which no process has published" in str(error)
+
+
+def test_a_barrier_names_the_missing_processes():
+    errors = play(4, lambda cluster: cluster.barrier("restore", timeout_s=0.2), absent=(1, 3))
+    assert all(
+        "barrier 'restore'" in str(errors[p]) and "processes 1 and 3 did not come" in str(errors[p]) for p in (0, 2)
+    )
+    assert errors[0].exit_code == 75
+
+
+def test_a_barrier_can_be_met_again_under_the_same_name():
+    def act(cluster):
+        for _ in range(3):
+            cluster.barrier("save", timeout_s=10)
+        return "through"
+
+    assert play(3, act) == ["through"] * 3
+
+
+def test_equal_texts_pass():
+    assert play(3, lambda cluster: cluster.same_everywhere("config", "steps: 10\n")) == [None] * 3
+
+
+def test_different_texts_are_refused_by_all_with_the_first_difference():
+    def act(cluster):
+        cluster.same_everywhere(
+            "config", "seed: 0\nsteps: 10\n" if cluster.process_index != 2 else "seed: 0\nsteps: 20\n"
+        )
+
+    errors = play(3, act)
+    assert len({str(e) for e in errors}) == 1
+    assert "process 2 differs from process 0: line 2 is 'steps: 20' instead of 'steps: 10'" in str(errors[0])
+    assert errors[1].exit_code == 78
+
+
+def test_processes_are_named_for_people():
+    assert name_processes([3]) == "process 3"
+    assert name_processes([1, 2]) == "processes 1 and 2"
+    assert name_processes(list(range(100))) == "processes 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"

@@ -1,0 +1,49 @@
+"""Environment variables become a ClusterSpec, and what cannot work says how to mend it."""
+
+import pytest
+
+from spmdkit.cluster import ClusterSpec, environment
+from spmdkit.errors import ConfigError
+
+MANY = {"SPMDKIT_COORDINATOR": "10.0.0.1:8476", "SPMDKIT_NUM_PROCESSES": "4", "SPMDKIT_PROCESS_ID": "3"}
+
+
+def test_an_empty_environment_is_one_process():
+    assert environment({}) == ClusterSpec(None, 1, 0, None)
+
+
+def test_the_variables_of_the_launcher_are_read():
+    spec = environment({**MANY, "SPMDKIT_DEVICES_PER_PROCESS": "2", "SPMDKIT_RENDEZVOUS_TIMEOUT_S": "7.5"})
+    assert spec == ClusterSpec("10.0.0.1:8476", 4, 3, 2, 7.5)
+
+
+def test_one_process_needs_no_coordinator_and_ignores_one():
+    assert environment({"SPMDKIT_COORDINATOR": "10.0.0.1:1", "SPMDKIT_NUM_PROCESSES": "1"}).coordinator is None
+
+
+def test_an_error_file_alone_does_not_make_a_cluster():
+    assert environment({"SPMDKIT_ERROR_FILE": "/tmp/e.json"}) == ClusterSpec()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"SPMDKIT_NUM_PROCESSES": "two"}, "SPMDKIT_NUM_PROCESSES='two': expected a whole number of at least 1"),
+        ({"SPMDKIT_NUM_PROCESSES": "0"}, "at least 1"),
+        ({"SPMDKIT_PROCESS_ID": "-1"}, "at least 0"),
+        ({"SPMDKIT_PROCESS_ID": "4"}, "the numbers run from 0 to 3"),
+        ({"SPMDKIT_PROCESS_ID": ""}, "SPMDKIT_PROCESS_ID is not set"),
+        ({"SPMDKIT_COORDINATOR": ""}, "SPMDKIT_COORDINATOR is not set"),
+        ({"SPMDKIT_COORDINATOR": "10.0.0.1"}, "host:port"),
+        ({"SPMDKIT_COORDINATOR": "host:0"}, "port from 1 to 65535"),
+        ({"SPMDKIT_COORDINATOR": "host:65536"}, "port from 1 to 65535"),
+        ({"SPMDKIT_DEVICES_PER_PROCESS": "1.5"}, "at least 1"),
+        ({"SPMDKIT_RENDEZVOUS_TIMEOUT_S": "soon"}, "expected seconds"),
+        ({"SPMDKIT_RENDEZVOUS_TIMEOUT_S": "nan"}, "expected seconds"),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_repair(change, expected):
+    with pytest.raises(ConfigError, match="SPMDKIT_") as caught:
+        environment({**MANY, **change})
+    assert expected in str(caught.value)
+    assert caught.value.exit_code == 78

@@ -1,0 +1,55 @@
+"""One process and its devices. The tests' JAX already runs with eight CPU devices."""
+
+import jax
+import pytest
+
+from spmdkit.cluster import ClusterSpec, join
+from spmdkit.errors import ConfigError
+
+
+def test_a_single_process_takes_the_first_devices():
+    cluster = join(ClusterSpec(), "cpu:4")
+    assert cluster.devices == jax.devices()[:4]
+    assert (cluster.process_index, cluster.num_processes, cluster.is_main) == (0, 1, True)
+
+
+def test_auto_takes_all_devices_and_a_list_takes_those():
+    assert join(ClusterSpec()).devices == jax.devices()
+    assert join(ClusterSpec(), [3, 1]).devices == [jax.devices()[3], jax.devices()[1]]
+
+
+def test_devices_per_process_wins_over_the_total():
+    assert len(join(ClusterSpec(devices_per_process=2), "cpu:8").devices) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "expected"),
+    [
+        (ClusterSpec(), "cpu:9", "devices: cpu:9 needs 9 in process 0, found 8 cpu"),
+        (ClusterSpec(), "cpu:0", "devices: 'cpu:0' is not known"),
+        (ClusterSpec(), "gpu:2", "devices: 'gpu:2' is not known"),
+        (ClusterSpec(), [8], "devices: [8] needs 9 in process 0, found 8 cpu"),
+        (ClusterSpec(), [1, 1], "must be different indices"),
+        (ClusterSpec(), [-1], "must be different indices"),
+        (ClusterSpec(), [], "must be different indices"),
+        (ClusterSpec(devices_per_process=3), "auto", "asks for 3 in each process, found [8]"),
+        (ClusterSpec("127.0.0.1:1", 3, 0), "cpu:8", "cpu:8 over 3 processes leaves 2 over. Each has the same"),
+        (ClusterSpec("127.0.0.1:1", 2, 0), "cpu:8", "JAX has already created its devices in this one"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(spec, devices, expected):
+    assert len(jax.devices()) == 8
+    with pytest.raises(ConfigError) as caught:
+        join(spec, devices)
+    assert expected in str(caught.value)
+
+
+def test_importing_the_package_touches_no_device():
+    import subprocess
+    import sys
+
+    code = (
+        "import spmdkit.cluster, spmdkit.faults, spmdkit.launch.local; from spmdkit import compat; "
+        "assert not compat.backends_initialized(); assert compat.coordination_client() is None"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,119 @@
+"""The roll call over real loopback sockets, one thread per process: who is missing is said, and in time."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from spmdkit.cluster.environment import ClusterSpec
+from spmdkit.cluster.rendezvous import is_loopback, roll_call
+from spmdkit.errors import ConfigError, RendezvousError
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def call(specs):
+    """Runs the roll call of each spec in a thread; returns the results or exceptions."""
+    results = [None] * len(specs)
+
+    def body(i, spec):
+        try:
+            results[i] = roll_call(spec)
+        except (RendezvousError, ConfigError) as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=body, args=item, daemon=True) for item in enumerate(specs)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=20)
+        assert not t.is_alive()
+    return results
+
+
+@pytest.fixture
+def service_after(monkeypatch):
+    """Nobody opens JAX's service in these tests, so nobody waits for it."""
+    monkeypatch.setattr("spmdkit.cluster.rendezvous._wait_for_service", lambda *args: None)
+
+
+def test_all_present_go_on(service_after):
+    address = free_address()
+    assert call([ClusterSpec(address, 3, p, None, 10.0) for p in (2, 0, 1)]) == [address] * 3
+
+
+def test_the_port_is_free_again_for_jax_when_the_roll_call_is_over(service_after):
+    address = free_address()
+    call([ClusterSpec(address, 2, p, None, 10.0) for p in (0, 1)])
+    socket.create_server(("127.0.0.1", int(address.split(":")[1]))).close()
+
+
+def test_the_missing_are_named_to_all_who_came(service_after):
+    address = free_address()
+    start = time.monotonic()
+    errors = call([ClusterSpec(address, 5, p, None, 0.5) for p in (0, 1, 3)])
+    assert time.monotonic() - start < 4
+    for error in errors:
+        assert isinstance(error, RendezvousError)
+        assert "3 came within 0.5 s; missing: processes 2 and 4" in str(error)
+
+
+def test_process_0_missing_is_named_with_its_address(service_after):
+    address = free_address()
+    [error] = call([ClusterSpec(address, 2, 1, None, 0.3)])
+    assert isinstance(error, RendezvousError)
+    assert f"could not reach process 0 at {address} within 0.3 s (Connection refused); missing: process 0" in str(error)
+
+
+def test_a_port_in_use_is_an_error_and_no_crash():
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        [error] = call([ClusterSpec(f"127.0.0.1:{holder.getsockname()[1]}", 2, 0, None, 1.0)])
+    assert isinstance(error, RendezvousError)
+    assert "cannot listen" in str(error) and "Address already in use" in str(error)
+
+
+def test_different_counts_are_a_config_error_for_both(service_after):
+    address = free_address()
+    errors = call([ClusterSpec(address, 2, 0, None, 5.0), ClusterSpec(address, 3, 1, None, 5.0)])
+    assert all(isinstance(e, ConfigError) and "SPMDKIT_NUM_PROCESSES=3, process 0 with 2" in str(e) for e in errors)
+
+
+def test_two_processes_with_one_number_are_a_config_error_for_all(service_after):
+    address = free_address()
+    errors = call([ClusterSpec(address, 3, p, None, 5.0) for p in (0, 1, 1)])
+    assert all(
+        isinstance(e, ConfigError) and "two processes were started with SPMDKIT_PROCESS_ID=1" in str(e) for e in errors
+    )
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b'{"spmdkit": 1}\n', b"\xff" * 5000, b""])
+def test_strangers_at_the_port_are_ignored(noise, service_after):
+    address = free_address()
+    spec = ClusterSpec(address, 2, 0, None, 10.0)
+    results = []
+    main = threading.Thread(target=lambda: results.append(roll_call(spec)), daemon=True)
+    main.start()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            stranger = socket.create_connection(("127.0.0.1", int(address.split(":")[1])), timeout=5)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+    with stranger:
+        stranger.sendall(noise)
+        if not noise:
+            stranger.shutdown(socket.SHUT_WR)
+        results.append(roll_call(ClusterSpec(address, 2, 1, None, 10.0)))
+    main.join(timeout=10)
+    assert results == [address, address]
+
+
+def test_loopback_is_recognised():
+    assert [is_loopback(h) for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost", "10.0.0.1", "example.org")] == [
+        True, True, True, True, False, False,
+    ]  # fmt: skip
