@@ -79,7 +79,9 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
             with scope.over(scope.Examples(num, mask, _positions(step, index, 0, num), key)):
-                metrics = eval_fn(_cast(params, step.compute_dtype), *((state,) if stateful else ()), _cast(rows, step.compute_dtype))
+                metrics = eval_fn(
+                    _cast(params, step.compute_dtype), *((state,) if stateful else ()), _cast(rows, step.compute_dtype)
+                )
             return checked_metrics(metrics, "eval_fn"), None
 
         return map_replicas(step, local, params, model_state, batch, reduce_gradient=False)[0]
@@ -244,7 +246,9 @@ def _manual(step: scope.Step, local: Loss, reducer: Any, params: Any, state: Any
     return run(params, state, batch, step.mask)
 
 
-def _mapped(step: scope.Step, local: Loss, reducer: Any, params: Any, state: Any, batch: Any, reduce_grads: bool) -> Any:
+def _mapped(
+    step: scope.Step, local: Loss, reducer: Any, params: Any, state: Any, batch: Any, reduce_grads: bool
+) -> Any:
     num_replica, num_data = step.size("replica"), step.size(*step.data_axes)
     own_state = step.state_groups is not None
 
@@ -290,7 +294,9 @@ def _reduce_stacked(step: scope.Step, reducer: Any, stacked: Any, reduce_grads: 
         outer = tuple(a for a in axes if a != "fsdp")
         paired = jax.tree.map(lambda s, t: _scatter_dim(s, t), before, after)
         scattered = jax.tree.map(
-            lambda x, dim: x if dim < 0 else lax.psum_scatter(x, "fsdp", scatter_dimension=dim, tiled=True), tree, paired
+            lambda x, dim: x if dim < 0 else lax.psum_scatter(x, "fsdp", scatter_dimension=dim, tiled=True),
+            tree,
+            paired,
         )
         cut = jax.tree.map(lambda x, dim: x if dim >= 0 else None, scattered, paired)
         kept = jax.tree.map(lambda x, dim: x if dim < 0 else None, scattered, paired)

@@ -16,31 +16,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmdkit.config import LOGICAL_AXES
 from spmdkit.errors import ConfigError, format_bytes, nearest
 from spmdkit.mesh import AXES, canonical
 from spmdkit.tree import leaf_bytes, named_leaves, path_name
 
 Dim = str | Sequence[str] | None
 Rule = tuple[str, Sequence[Dim]]
-
-LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
-    "batch": ("replica", "data", "fsdp", "expert"),
-    "embed": ("fsdp",),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "vocab": ("tensor",),
-    "expert": ("expert",),
-    "seq": (),
-    "layers": (),
-}
-"""Which mesh axes cut a dim of each logical name, unless `layout.axes` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +58,16 @@ class LayoutOptions:
 
     config_rules: tuple[Rule, ...] = ()
     task_rules: tuple[Rule, ...] = ()
-    axes: Mapping[str, Dim] | None = None
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: logical_axes({}))
     fsdp: str = "auto"
-    zero: int = 3
     min_shard_bytes: int = 2**14
     replicate_above_bytes: int = 2**27
 
-    def logical_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns logical name -> mesh axes: the defaults, then the config's own, then the mesh axes under their own names."""
-        table = {axis: (axis,) for axis in AXES} | dict(LOGICAL_AXES)
-        for name, value in (self.axes or {}).items():
-            mesh_axes = (value,) if isinstance(value, str) else tuple(value or ())
-            for axis in mesh_axes:
-                if axis not in AXES:
-                    raise ConfigError(
-                        f"layout.axes.{name} names mesh axis '{axis}', which does not exist. "
-                        f"Axes: {', '.join(AXES)}.{nearest(axis, AXES)}"
-                    )
-            table[name] = mesh_axes
-        return table
+
+def logical_axes(own: Mapping[str, Dim]) -> dict[str, tuple[str, ...]]:
+    """Returns name of a dim -> mesh axes: the mesh axes under their own names, the defaults, then the config's own."""
+    table = {axis: (axis,) for axis in AXES} | dict(LOGICAL_AXES)
+    return table | {n: (v,) if isinstance(v, str) else tuple(v or ()) for n, v in own.items()}
 
 
 def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> list[LeafPlacement]:
@@ -103,7 +82,7 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
             name, a mesh axis used twice on a leaf, or a large leaf that nobody asked to replicate.
     """
     leaves = named_leaves(params)
-    table = options.logical_axes()
+    table = options.axes
     by_config = _match(options.config_rules, leaves, "layout.rules")
     by_task = _match(options.task_rules, leaves, "the task's rules")
     metadata = annotations(params)
@@ -136,7 +115,9 @@ def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str)
         paths = [path for path, _ in leaves if compiled.fullmatch(path)]
         if not paths:
             known = [path for path, _ in leaves]
-            close = nearest(pattern, known) or f" The parameters are: {', '.join(known[:6])}{', ...' * (len(known) > 6)}."
+            close = (
+                nearest(pattern, known) or f" The parameters are: {', '.join(known[:6])}{', ...' * (len(known) > 6)}."
+            )
             raise ConfigError(
                 f"{where}: pattern '{pattern}' matches none of the {len(known)} parameters. A pattern has to match a whole path.{close}"
             )
@@ -151,7 +132,12 @@ def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str)
 
 
 def _spec_of(
-    path: str, leaf: Any, dims: Sequence[Dim], table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], reason: str
+    path: str,
+    leaf: Any,
+    dims: Sequence[Dim],
+    table: Mapping[str, tuple[str, ...]],
+    sizes: Mapping[str, int],
+    reason: str,
 ) -> PartitionSpec:
     if len(dims) != len(leaf.shape):
         raise ConfigError(
@@ -218,7 +204,9 @@ def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec
     return canonical([d or None for d in dims], sizes)
 
 
-def follow(tree: Any, params: Sequence[LeafPlacement], options: LayoutOptions, sizes: Mapping[str, int], memory_kind: str):
+def follow(
+    tree: Any, params: Sequence[LeafPlacement], options: LayoutOptions, sizes: Mapping[str, int], memory_kind: str
+):
     """Returns the placements of a tree that holds copies of the parameters (optimizer state, moving averages).
 
     A leaf whose path ends with a parameter's path and has its shape lives as that parameter does under ZeRO 3; any other

@@ -7,9 +7,10 @@ import signal
 
 import jax
 
+from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
-from spmdkit.config import Config, to_yaml
-from spmdkit.errors import Preempted
+from spmdkit.config import Config, task_reference, to_yaml
+from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.program import Program, describe_mesh
 from spmdkit.run import Run
@@ -45,7 +46,7 @@ def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
     """
     cluster.same_everywhere("config", to_yaml(config))
     if task is None:
-        target, name = config.task_reference()
+        target, name = task_reference(config)
         task = load_task(target, name, config.folder, config.task_args)
     program = Program(config, task, cluster.devices)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
@@ -105,7 +106,27 @@ def _preempted(run: Run, signals: StopSignals) -> Preempted:
     name = signal.Signals(signals.requested).name if signals.requested is not None else "a signal to another process"
     run.events.write("preempted", step=run.step, signal=name)
     if run.checkpoints is None:
-        return Preempted(f"stopped after step {run.step} by {name}. Nothing was saved: checkpoint is null in the config.")
+        return Preempted(
+            f"stopped after step {run.step} by {name}. Nothing was saved: checkpoint is null in the config."
+        )
     return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to go on.")
 
 
+def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, float]]:
+    """Returns (step, metrics) of the newest checkpoint in the config's run directory.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    if task is None:
+        task = load_task(*task_reference(config), config.folder, config.task_args)
+    program = Program(config, task, cluster.devices)
+    directory = config.resolved_run_dir() / "checkpoints"
+    checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes)
+    latest = checkpoints.latest()
+    if latest is None:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
+        )
+    state, _ = checkpoints.restore(latest, program.abstract_state)
+    return latest, program.eval(state)

@@ -146,7 +146,9 @@ def example_keys(salt: int = 0) -> jax.Array:
     """
     examples = _required("sk.example_keys()")
     if examples.key is None:
-        raise RuntimeError("sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None.")
+        raise RuntimeError(
+            "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
+        )
     scope.current_step().uses.add("example_keys")
     base = jax.random.fold_in(jax.random.fold_in(examples.key, 0x65786D70), salt)
     return jax.vmap(lambda position: jax.random.fold_in(base, position))(examples.positions)

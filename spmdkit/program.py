@@ -15,23 +15,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import data, layout, mesh, scope, state, step
-from spmdkit.checks import call_user, refuses_none_key
-from spmdkit.config import Config, load_config
-from spmdkit.config.optimizer import build_optimizer, build_schedule
+from spmdkit.checks import call_user
+from spmdkit.config import Config, check_batch, choose_optimizer, load_config, task_reference
 from spmdkit.errors import ConfigError
-from spmdkit.gradient import checked_loss, checked_metrics, evaluate
-from spmdkit.means import Mean
+from spmdkit.evaluation import Evaluator
+from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import policy
 from spmdkit.replica import check_reductions
 from spmdkit.state import TrainState, Variables
 from spmdkit.step import Batch
 from spmdkit.task import Task, load_task
-from spmdkit.tree import abstract, named_leaves
+from spmdkit.tree import named_leaves
 
 
 class Program:
@@ -87,10 +85,14 @@ class Program:
         asked = self.config.model_state
         if asked == "global" or not self.stateful:
             if asked != "global":
-                raise ConfigError(f"model_state: {asked} has no effect: init returns no state. Return sk.Variables(params, state).")
+                raise ConfigError(
+                    f"model_state: {asked} has no effect: init returns no state. Return sk.Variables(params, state)."
+                )
             return None
         if self.task.view == "replica":
-            raise ConfigError("model_state other than global needs the global view; this task has view='replica'. Use model_state: global.")
+            raise ConfigError(
+                "model_state other than global needs the global view; this task has view='replica'. Use model_state: global."
+            )
         size = 1 if asked == "replica" else asked.group
         if self.num_replicas % size:
             raise ConfigError(
@@ -104,13 +106,11 @@ class Program:
         options = layout.LayoutOptions(
             config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
             task_rules=tuple((pattern, tuple(dims)) for pattern, dims in self.task.rules),
-            axes=config.layout.axes,
+            axes=layout.logical_axes(config.layout.axes),
             fsdp=config.layout.fsdp,
-            zero=self.zero,
             min_shard_bytes=config.layout.min_shard_bytes,
             replicate_above_bytes=config.layout.replicate_above_bytes,
         )
-        self._logical_axes = options.logical_axes()
         full = layout.lay_out(params, options, self.sizes)
         layout.check_axes_used(full, self.sizes)
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
@@ -131,12 +131,16 @@ class Program:
             "step": [whole("", (), a.step.dtype, reason="scalar")],
             "params": stored,
             "opt_state": follow(a.opt_state, memory_kind=update_kind),
-            "model_state": [whole(path, x.shape, x.dtype, reason="model state") for path, x in named_leaves(a.model_state)],
+            "model_state": [
+                whole(path, x.shape, x.dtype, reason="model state") for path, x in named_leaves(a.model_state)
+            ],
             "ema": follow(a.ema, memory_kind=update_kind),
             "rng": [whole("", a.rng.shape, a.rng.dtype, reason="random key")],
         }
         self.layout = [
-            dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field) for field, ps in parts.items() for p in ps
+            dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field)
+            for field, ps in parts.items()
+            for p in ps
         ]
         treedef = jax.tree.structure(self._abstract_state)
         self.state_sharding = treedef.unflatten([p.sharding(self.mesh) for p in self.layout])
@@ -158,35 +162,35 @@ class Program:
         return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema)
 
     def _open_data(self) -> None:
-        config = self.config
+        config, options = self.config, self.config.data
         if self.task.train_data is None:
-            raise ConfigError("Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset.")
-        self._source = data.open_source(self.task.train_data, "train_data")
-        check_batch_size(config.batch_size, config.microbatches, self.batch_shards, "batch_size")
+            raise ConfigError(
+                "Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset."
+            )
+        source = data.open_source(self.task.train_data, "train_data")
+        check_batch(config, self.sizes)
         self.schedule = data.Schedule(
-            num_examples=len(self._source),
+            num_examples=len(source),
             batch_size=config.batch_size,
             seed=config.seed,
-            shuffle=config.data.shuffle,
-            remainder=config.data.remainder,
+            shuffle=options.shuffle,
+            remainder=options.remainder,
         )
-        self._batch_sharding = NamedSharding(self.mesh, mesh.canonical([mesh.BATCH_AXES], self.sizes))
-        self._order = row_positions(config.batch_size, self.batch_shards, config.microbatches)
-        self.abstract_batch = self._abstract_batch(self._source, config.batch_size, not self.schedule.always_full)
-        self._eval_source = None
+        feed = functools.partial(
+            Feed, mesh=self.mesh, sizes=self.sizes, prefetch=options.prefetch, threads=options.threads
+        )
+        self._feed = feed(source, self.schedule, microbatches=config.microbatches, padded=not self.schedule.always_full)
+        self.abstract_batch = self._feed.abstract()
+        self._eval_feed = None
         if self.task.eval_data is not None:
-            self._eval_source = data.open_source(self.task.eval_data, "eval_data")
-            size = min(config.eval.batch_size or config.batch_size, len(self._eval_source))
-            self._eval_schedule = data.eval_schedule(len(self._eval_source), -(-size // self.batch_shards) * self.batch_shards)
+            source = data.open_source(self.task.eval_data, "eval_data")
+            size = eval_batch_size(config.eval.batch_size or config.batch_size, len(source), self.batch_shards)
+            schedule = data.eval_schedule(len(source), size)
+            self._eval_feed = feed(source, schedule, microbatches=1, padded=not schedule.always_full)
         elif config.eval.every_steps is not None:
-            raise ConfigError("eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...).")
-
-    def _abstract_batch(self, source: Any, batch_size: int, padded: bool) -> Batch:
-        def leaf(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype, sharding=self._batch_sharding)
-
-        mask = jax.ShapeDtypeStruct((batch_size,), np.bool_, sharding=self._batch_sharding) if padded else None
-        return Batch(jax.tree.map(leaf, source.element()), mask)
+            raise ConfigError(
+                "eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...)."
+            )
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +212,7 @@ class Program:
             remat=policy(remat),
             placements=self._placements,
             state_groups=self._state_groups,
-            logical_axes=self._logical_axes,
+            logical_axes=layout.logical_axes(config.layout.axes),
         )
         if self.task.view == "replica":
             if model_axes:
@@ -291,148 +295,54 @@ class Program:
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""
-        stream = self.stream(start, stop)
-        try:
+        with self.stream(start, stop) as stream:
             for number, batch, _ in stream:
                 yield number, batch
-        finally:
-            stream.close()
 
-    def stream(self, start: int = 1, stop: int | None = None) -> Any:
-        """Returns an iterator of `(step, batch, wait_s)`, with the seconds that the loop waited for input."""
-        stop = self.config.steps if stop is None else stop
-        options = self.config.data
-        local = data.host_batches(
-            self._source, self.schedule, self._local_positions(self._order), start, stop, options.prefetch, options.threads
-        )
-        return data.device_batches(local, self._put_local, options.prefetch)
+    def stream(self, start: int = 1, stop: int | None = None) -> data.DeviceBatches:
+        """Returns an iterator of `(step, batch, wait_s)`, with the seconds that the caller waited for input."""
+        return self._feed.stream(start, self.config.steps if stop is None else stop)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
-        """Returns a batch on the devices from whole arrays in the order of their positions (the same on every process)."""
-        rows = self._local_positions(self._order)
-        first = jax.tree.leaves(examples)[0]
-        if len(first) != self.config.batch_size:
-            raise ConfigError(f"put: {len(first)} examples, batch_size is {self.config.batch_size}. A step takes whole batches.")
-        local = data.HostBatch(
-            jax.tree.map(lambda x: np.asarray(x)[rows], examples), None if mask is None else np.asarray(mask)[rows]
-        )
-        return self._put_local(local)
-
-    def _local_positions(self, order: np.ndarray) -> np.ndarray:
-        """Returns the positions of the rows that this process's devices hold, in row order."""
-        return order[self._local_rows(len(order))]
-
-    def _local_rows(self, batch_size: int) -> np.ndarray:
-        if jax.process_count() == 1:
-            return np.arange(batch_size)
-        indices = self._batch_sharding.addressable_devices_indices_map((batch_size,)).values()
-        return np.unique(np.concatenate([np.arange(batch_size)[index] for index in indices]))
-
-    def _put_local(self, batch: Any) -> Batch:
-        """Returns the global batch of which this process holds `batch`'s rows."""
-        tree = Batch(batch.examples, batch.mask)
-        if jax.process_count() == 1:
-            return jax.device_put(tree, self._batch_sharding)
-        shards = max(1, self.batch_shards)
-        local = len(jax.tree.leaves(tree)[0])
-        rows = self._local_rows(self._global_rows(local, shards))
-
-        def place(x: np.ndarray) -> jax.Array:
-            shape = (self._global_rows(local, shards), *x.shape[1:])
-            return jax.make_array_from_callback(
-                shape, self._batch_sharding, lambda index: x[np.searchsorted(rows, np.arange(shape[0])[index[0]])]
-            )
-
-        return jax.tree.map(place, tree)
-
-    def _global_rows(self, local: int, shards: int) -> int:
-        held = len(self._local_rows(shards))
-        return local // held * shards
+        """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own data."""
+        return self._feed.put(examples, mask)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _eval_function(self) -> tuple[Callable[..., dict[str, Mean]], jax.Array | None]:
-        """The function to evaluate, and the random key that it needs, if any."""
-        task = self.task
-        if task.eval_fn is not None:
-            return task.eval_fn, None
-        if task.loss_fn is None:
-            raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Give eval_fn.")
-        arguments = (self._abstract_state.params, *self._single_model_state(), self.abstract_batch.examples)
-        key = None
-        if refuses_none_key(task.loss_fn, arguments):
-            key = jax.random.key(self.config.seed)
-            self.notes.append(
-                "evaluation runs loss_fn with a fixed random key, since it does not accept key=None: dropout stays on. Give "
-                "Task(eval_fn=...) for a deterministic evaluation."
-            )
-
-        def eval_fn(*args: Any) -> dict[str, Mean]:
-            loss, metrics, _ = checked_loss(task.loss_fn(*args, key), self.stateful)  # type: ignore[misc]
-            return {"loss": loss, **metrics}
-
-        return eval_fn, key
-
-    def _single_model_state(self) -> tuple[Any, ...]:
-        if not self.stateful:
-            return ()
-        tree = self._abstract_state.model_state
-        return (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree) if self._state_groups else tree,)
+    @property
+    def has_eval(self) -> bool:
+        """Whether the task has something to evaluate."""
+        return self._eval_feed is not None
 
     @functools.cached_property
-    def _compiled_eval(self) -> jax.stages.Compiled:
-        record = dataclasses.replace(self._step_record, microbatches=1, remat=None, remat_whole=False, state_groups=None, uses=set())
-        eval_fn, key = self._eval_function
-        whole = NamedSharding(self.mesh, PartitionSpec())
-
-        def run(totals: Any, current: TrainState, batch: Batch) -> dict[str, Mean]:
-            current = self._to_device(current)
-            params = current.ema if self.config.eval.params == "ema" else current.params
-            model_state = current.model_state
-            if self._state_groups is not None:
-                model_state = jax.tree.map(lambda x: x.mean(0).astype(x.dtype), model_state)
-            with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
-                sums = evaluate(eval_fn, self.stateful)(params, model_state, batch.examples, key)
-            checked_metrics(sums, "eval_fn")
-            return sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-
-        jitted = jax.jit(run, out_shardings=whole)
-        batch = self._abstract_batch(self._eval_source, self._eval_schedule.batch_size, True)
-
-        def trace() -> Any:
-            totals = jax.eval_shape(functools.partial(run, None), self.abstract_state, batch)
-            placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), totals)
-            return placed, jitted.lower(placed, self.abstract_state, batch)
-
-        self._eval_totals, lowered = call_user(trace, "eval_fn" if self.task.eval_fn else "loss_fn in evaluation")
-        return lowered.compile()
-
-    def eval(self, current: TrainState) -> dict[str, float]:
-        """Returns the weighted means over the whole evaluation set, of any size. Waits for the device.
+    def evaluator(self) -> Evaluator:
+        """The compiled evaluation.
 
         Raises:
-            ConfigError: the task has no evaluation data.
+            ConfigError: the task has no evaluation data, or its function does not return means.
         """
-        if self._eval_source is None:
+        if self._eval_feed is None:
             raise ConfigError("evaluation needs data: the task has no eval_data. Give Task(eval_data=...).")
-        compiled = self._compiled_eval
-        schedule = self._eval_schedule
-        order = row_positions(schedule.batch_size, self.batch_shards, 1)
-        local = data.host_batches(
-            self._eval_source, schedule, self._local_positions(order), 1, schedule.num_batches, self.config.data.prefetch, 1
+        return Evaluator(
+            self.task,
+            self._eval_feed,
+            self._step_record,
+            self.abstract_state,
+            which=self.config.eval.params,
+            seed=self.config.seed,
+            to_device=self._to_device,
         )
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        totals = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), whole), self._eval_totals)
-        for _, batch, _ in data.device_batches(local, self._put_local, self.config.data.prefetch):
-            totals = compiled(totals, current, batch)
-            jax.block_until_ready(totals)
-        return {name: float(metric.value) for name, metric in jax.device_get(totals).items()}
+
+    def eval(self, current: TrainState) -> dict[str, float]:
+        """Returns the weighted means over the whole evaluation set, of any size. Waits for the device."""
+        return self.evaluator(current)
 
     @functools.cached_property
     def _finite(self) -> Any:
         def check(tree: Any) -> Any:
-            return {path: jnp.isfinite(x).all() for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)}
+            return {
+                path: jnp.isfinite(x).all() for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
+            }
 
         return jax.jit(check, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
@@ -440,14 +350,12 @@ class Program:
         """Returns the path of the first leaf of the state that holds a NaN or an infinity, or None. Waits for the device."""
         return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)
 
-    @property
-    def has_eval(self) -> bool:
-        """Whether there is something to evaluate."""
-        return self._eval_source is not None
-
 
 def build(
-    config: Config | str | Path, task: Task | None = None, devices: Sequence[jax.Device] | None = None, overrides: Sequence[str] = ()
+    config: Config | str | Path,
+    task: Task | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    overrides: Sequence[str] = (),
 ) -> Program:
     """Returns the program of a config: a path to YAML or a `Config`.
 
@@ -467,59 +375,18 @@ def build(
 
         devices = join(environment({}), config.devices).devices
     if task is None:
-        target, name = config.task_reference()
+        target, name = task_reference(config)
         task = load_task(target, name, config.folder, config.task_args)
     return Program(config, task, devices)
 
 
-def check_batch_size(batch_size: int, microbatches: int, shards: int, name: str) -> None:
-    """Checks that every shard gets the same number of rows in every microbatch.
-
-    Raises:
-        ConfigError: `batch_size` is not divisible; names the nearest sizes that are.
-    """
-    unit = shards * microbatches
-    if batch_size % unit:
-        below = batch_size // unit * unit
-        near = [str(size) for size in (below, below + unit) if size]
-        raise ConfigError(
-            f"{name} is {batch_size}; the mesh cuts a batch into {shards} and microbatches into {microbatches}: {batch_size} is not "
-            f"divisible by {unit}. Every shard needs the same number of rows. Try {name}: {' or '.join(near)}."
-        )
-
-
-def row_positions(batch_size: int, shards: int, microbatches: int) -> np.ndarray:
-    """Returns int64[batch]: the position in the global batch of each row, so that cutting microbatches moves nothing.
-
-    Row (s, m, i) of [shards, microbatches, rows] holds position (m, s, i) of [microbatches, shards, rows].
-    """
-    rows = batch_size // (shards * microbatches)
-    positions = np.arange(batch_size).reshape(microbatches, shards, rows)
-    return positions.transpose(1, 0, 2).reshape(-1)
-
-
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the config's optimizer, or else the task's, behind the clipping of the global norm.
+    """Returns the config's optimizer, or else the task's, behind the clipping of the true global norm.
 
     Raises:
         ConfigError: neither has one, or a learning rate has nowhere to go.
     """
-    rate = build_schedule(config.learning_rate)
-    if config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, config.learning_rate)
-    elif task.optimizer is None:
-        raise ConfigError("there is no optimizer. Give Task(optimizer=optax.adamw(3e-4)), or optimizer: {name: adamw} in the config.")
-    elif isinstance(task.optimizer, optax.GradientTransformation):
-        if rate is not None:
-            raise ConfigError(
-                "learning_rate has no effect: the task's optimizer is built already. Give the task a function of the learning rate, "
-                "optimizer=lambda learning_rate: optax.adamw(learning_rate), or name the optimizer in the config."
-            )
-        optimizer = task.optimizer
-    else:
-        optimizer = call_user(lambda: task.optimizer(*(() if rate is None else (rate,))), "Task.optimizer")  # type: ignore[operator, misc]
-        if not isinstance(optimizer, optax.GradientTransformation):
-            raise ConfigError(f"Task.optimizer returned {type(optimizer).__name__}. It must return an optax transformation.")
+    optimizer = call_user(lambda: choose_optimizer(config, task.optimizer), "Task.optimizer")
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     return optax.with_extra_args_support(optimizer)
@@ -566,6 +433,3 @@ def _fits_form(form: str, error: BaseException) -> bool:
 def describe_mesh(sizes: Mapping[str, int]) -> str:
     """Returns `data 4 x fsdp 2`, or `one device`."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
-
-
-__all__ = ["Batch", "Program", "abstract", "build"]

@@ -35,7 +35,9 @@ MATHEMATICS = ("task", "seed", "batch_size", "data.shuffle", "data.remainder")
 class Run:
     """What happens around the steps. A context manager: entered with the directory locked, left with all of it written."""
 
-    def __init__(self, config: Config, cluster: Cluster, program: Program, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, config: Config, cluster: Cluster, program: Program, *, clock: Callable[[], float] = time.monotonic
+    ):
         self.config, self.cluster, self.program, self._clock = config, cluster, program, clock
         self.directory = config.resolved_run_dir()
         self.step = 0
@@ -65,6 +67,7 @@ class Run:
                     timeout_s=options.timeout_s,
                     is_main=self.cluster.is_main,
                     num_processes=self.cluster.num_processes,
+                    cluster=self.cluster,
                 )
                 stack.callback(self._close_checkpoints)
             self.events = metrics.EventLog(self.directory / "events.jsonl", self.cluster.process_index)
@@ -74,7 +77,9 @@ class Run:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is not None and self.cluster.is_main:
-            self.events.write("stopped" if not isinstance(error, Exception) else "fault", error=f"{kind.__name__}: {error}"[:500])
+            self.events.write(
+                "stopped" if not isinstance(error, Exception) else "fault", error=f"{kind.__name__}: {error}"[:500]
+            )
         self._stack.close()
 
     def _close_checkpoints(self) -> None:
@@ -90,7 +95,7 @@ class Run:
             ConfigError: the directory holds a run that would see other examples.
             CheckpointError: the newest checkpoint is damaged or of another model.
         """
-        latest = self.checkpoints.latest() if self.checkpoints is not None else None
+        latest = self._latest_for_all()
         if latest is None:
             self._open_records(0)
             self.events.write("started", step=0, mesh=describe_mesh(self.program.sizes), form=self.program.form)
@@ -102,6 +107,14 @@ class Run:
         self._open_records(latest)
         self.events.write("restored", step=latest, mesh=describe_mesh(self.program.sizes), form=self.program.form)
         return state
+
+    def _latest_for_all(self) -> int | None:
+        """Returns the newest committed step as process 0 sees it: a shared file system may show others an older one."""
+        if self.checkpoints is None:
+            return None
+        if self.cluster.is_main:
+            self.cluster.put("newest checkpoint", str(self.checkpoints.latest() or ""))
+        return int(self.cluster.get("newest checkpoint") or 0) or None
 
     def _check_same_run(self, record: dict[str, Any], step: int) -> None:
         before = record.get("settings", {})
@@ -241,14 +254,18 @@ class Run:
             if bad is not None:
                 text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {self._newest()}"
                 if self.config.on_nonfinite == "stop":
-                    raise NonFiniteError(f"{text} Lower the learning rate or set clip_norm, and start again from there.")
+                    raise NonFiniteError(
+                        f"{text} Lower the learning rate or set clip_norm, and start again from there."
+                    )
                 self.face.message(text)
                 return
             for sink in self.sinks:
                 if isinstance(sink, metrics.JsonlSink):
                     sink.sync()
             fresh = self._last_eval is not None and self._last_eval[0] == step
-            self.checkpoints.save(step, state, self._record(step), self._last_eval[1] if fresh and self._last_eval else None)
+            self.checkpoints.save(
+                step, state, self._record(step), self._last_eval[1] if fresh and self._last_eval else None
+            )
         self._saved_at_step, self._saved_at_time = step, self._clock()
         self.events.write("saved", step=step)
 
@@ -257,7 +274,9 @@ class Run:
             "config": to_yaml(self.config),
             "settings": self._settings(),
             "next_batch": self.program.schedule.digest(step + 1),
-            "versions": metrics.environment(folder=None, devices=(), num_processes=self.cluster.num_processes)["versions"],
+            "versions": metrics.environment(folder=None, devices=(), num_processes=self.cluster.num_processes)[
+                "versions"
+            ],
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
         }
 

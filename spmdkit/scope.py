@@ -143,7 +143,9 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     if step.form == "manual" or step.mesh is None:
         return x
     if len(dims) != x.ndim:
-        raise ValueError(f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Give one name or None each.")
+        raise ValueError(
+            f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Give one name or None each."
+        )
     spec: list[tuple[str, ...] | None] = []
     for dim, length in zip(dims, x.shape, strict=True):
         if dim is not None and dim not in step.logical_axes:

@@ -106,7 +106,7 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
 
 def constrain_update(step: scope.Step, tree: Any) -> Any:
     """Returns a tree like the parameters, cut as the optimizer's update is."""
-    if step.form != "mapped" and step.form != "plain" or step.mesh is None or step.placements is None:
+    if (step.form != "mapped" and step.form != "plain") or step.mesh is None or step.placements is None:
         return tree
     mesh = step.mesh
     return jax.tree.map(
@@ -133,7 +133,9 @@ def _check_gradient(step: scope.Step, grads: Any, params: Any) -> None:
         )
     for (path, grad), (_, leaf) in zip(named_leaves(grads), named_leaves(params), strict=True):
         if jnp.shape(grad) != jnp.shape(leaf):
-            raise ConfigError(f"apply_gradients: gradient {path} is {describe(grad)}, the parameter is {describe(leaf)}.")
+            raise ConfigError(
+                f"apply_gradients: gradient {path} is {describe(grad)}, the parameter is {describe(leaf)}."
+            )
         if step.inside and compat.varying_axes(grad):
             raise ConfigError(
                 f"apply_gradients: gradient '{path}' differs between the replicas of axes {sorted(compat.varying_axes(grad))}: the "

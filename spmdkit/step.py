@@ -101,15 +101,28 @@ def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
     Raises:
         ConfigError: it is not the state and a dict of scalars, or the state changed its shape.
     """
-    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], TrainState) or not isinstance(out[1], dict):
+    if (
+        not isinstance(out, tuple)
+        or len(out) != 2
+        or not isinstance(out[0], TrainState)
+        or not isinstance(out[1], dict)
+    ):
         found = f"{len(out)} values" if isinstance(out, tuple) else describe(out)
-        raise ConfigError(f"train_step returned {found}. It must return (state, metrics): the TrainState and a dict of scalars.")
+        raise ConfigError(
+            f"train_step returned {found}. It must return (state, metrics): the TrainState and a dict of scalars."
+        )
     new_state, metrics = out
     difference = first_difference(state, new_state)
     if difference:
-        raise ConfigError(f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps.")
-    values = {name: metric.value if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()}
+        raise ConfigError(
+            f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps."
+        )
+    values = {
+        name: metric.value if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()
+    }
     for name, value in values.items():
         if value.ndim:
-            raise ConfigError(f"train_step returned metric '{name}' as {describe(value)}. A metric is a scalar or a sk.mean.")
+            raise ConfigError(
+                f"train_step returned metric '{name}' as {describe(value)}. A metric is a scalar or a sk.mean."
+            )
     return new_state, values

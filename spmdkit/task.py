@@ -51,13 +51,19 @@ class Task:
         for name in ("init", "loss_fn", "eval_fn", "train_step"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise ConfigError(f"Task.{name} is {type(value).__name__}. It must be a function. Pass the function itself.")
+                raise ConfigError(
+                    f"Task.{name} is {type(value).__name__}. It must be a function. Pass the function itself."
+                )
         if self.loss_fn is None and self.train_step is None:
-            raise ConfigError("Task has neither loss_fn nor train_step. One of them says what is trained. Give loss_fn.")
+            raise ConfigError(
+                "Task has neither loss_fn nor train_step. One of them says what is trained. Give loss_fn."
+            )
         if self.view not in ("global", "replica"):
             raise ConfigError(f"Task.view is {self.view!r}. Valid: 'global', 'replica'.")
         if self.view == "replica" and self.train_step is None:
-            raise ConfigError("Task.view is 'replica', but there is no train_step. The view is the dialect of train_step.")
+            raise ConfigError(
+                "Task.view is 'replica', but there is no train_step. The view is the dialect of train_step."
+            )
         for name, args in (("init", ("key",)), ("train_step", ("state", "batch"))):
             check_arity(name, getattr(self, name), args)
 
@@ -108,7 +114,9 @@ def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> 
     module = _import(target, folder)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if not n.startswith("_") and (callable(v) or isinstance(v, Task))]
-        raise ConfigError(f"task: {target} has no '{name}'.{nearest(name, public)} It defines: {', '.join(public[:12])}.")
+        raise ConfigError(
+            f"task: {target} has no '{name}'.{nearest(name, public)} It defines: {', '.join(public[:12])}."
+        )
     found = getattr(module, name)
     if isinstance(found, Task):
         if args:
@@ -118,7 +126,9 @@ def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> 
             )
         return found
     if not callable(found):
-        raise ConfigError(f"task: {target}:{name} is {type(found).__name__}. It must be a spmdkit.Task or a function that returns one.")
+        raise ConfigError(
+            f"task: {target}:{name} is {type(found).__name__}. It must be a spmdkit.Task or a function that returns one."
+        )
     task = _call(found, f"{target}:{name}", args)
     if not isinstance(task, Task):
         raise ConfigError(f"task: {target}:{name}(...) returned {type(task).__name__}. It must return a spmdkit.Task.")
@@ -141,7 +151,9 @@ def _import(target: str, folder: Path) -> Any:
     path = (folder / target).resolve()
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"task: file {path} does not exist. Paths are relative to the config's folder.{nearest(path.name, siblings)}")
+        raise ConfigError(
+            f"task: file {path} does not exist. Paths are relative to the config's folder.{nearest(path.name, siblings)}"
+        )
     module_name = "spmdkit_task_" + path.stem
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
@@ -179,7 +191,11 @@ def _raised(what: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         where = f" at {error.filename}:{error.lineno}"
     else:
-        frames = [f for f in inspect.getinnerframes(error.__traceback__) if "importlib" not in f.filename] if error.__traceback__ else []
+        frames = (
+            [f for f in inspect.getinnerframes(error.__traceback__) if "importlib" not in f.filename]
+            if error.__traceback__
+            else []
+        )
         if frames:
             where = f" at {frames[-1].filename}:{frames[-1].lineno}"
     return f"task: {what} raised {type(error).__name__}: {error}{where}. Mend the task file."

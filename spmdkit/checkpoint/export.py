@@ -30,7 +30,8 @@ def export(
     """Writes the parameters of a step (the newest for None) to `out`, whole or not at all; returns the step.
 
     `safetensors`: a file whose names are the paths below the parameters (`blocks/0/kernel`), with the metadata
-    `step` and `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`.
+    `step` and `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`
+    (which knows no arrays without elements: they are left out).
 
     Raises:
         CheckpointError: there is no such step, it is damaged, or it holds no such part.
@@ -54,7 +55,7 @@ def export(
         else:
             from spmdkit.checkpoint import storage
 
-            storage.write_plain(partial, leaves.nest(arrays))
+            storage.write_plain(partial, leaves.nest({name: array for name, array in arrays.items() if array.size}))
         os.rename(partial, out)
     except OSError as error:
         raise CheckpointWriteError(
@@ -64,8 +65,8 @@ def export(
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        elif partial.exists():
+            partial.unlink()
     return found.step
 
 
@@ -110,7 +111,7 @@ def _write_safetensors(path: Path, arrays: dict[str, Any], metadata: dict[str, s
             "Run `pip install 'spmdkit[safetensors]'`, or export with format orbax."
         ) from None
     try:
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
+        save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, path, metadata=metadata)
     except (SafetensorError, KeyError, TypeError) as error:
         dtypes = ", ".join(sorted({str(array.dtype) for array in arrays.values()}))
         raise ConfigError(

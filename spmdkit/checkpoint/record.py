@@ -182,9 +182,11 @@ def damaged(directory: Path, step: int, found: str) -> CheckpointError:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the type and the first line of an error's text, at most 300 characters."""
+    """Returns the type and the first line of an error's text; of a long one both ends, for the cause stands last."""
     text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    if len(text) > 300:
+        text = f"{text[:120]} ... {text[-175:]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def ls(directory: Path | str) -> list[dict[str, Any]]:

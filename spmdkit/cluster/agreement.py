@@ -74,7 +74,7 @@ class Agreement:
 
     def _lead(self, step: int, request: bool, lag: int) -> None:
         horizon = step - 1 if self._horizon is None else self._horizon
-        due = self._horizon is None or horizon <= step + lag - 3
+        due = self._horizon is None or horizon <= step + lag
         wanted = False
         if not self._ahead:  # a decision ahead answers every request made until then
             wanted = request or (due and not self._main_only and self._has_requests())

@@ -75,6 +75,9 @@ Positive = Annotated[float, Field(gt=0), Expects("a number above 0")]
 Fraction = Annotated[float, Field(gt=0, lt=1), Expects("a number between 0 and 1, both excluded", "0.999")]
 Flag = Annotated[bool, Expects("true or false")]
 Name = Annotated[str, Field(min_length=1), Expects("text that is not empty")]
+TaskName = Annotated[
+    str, Field(min_length=1), Expects("path/to/file.py:name or package.module:name", "my_task.py:task")
+]
 FileName = Annotated[str, AfterValidator(_file_name), Expects("the path of a directory", "runs/first")]
 AxisSize = Annotated[
     int,

@@ -205,7 +205,7 @@ def plain_values(value: Any, path: KeyPath, depth: int = 0) -> Iterator[Problem]
     elif isinstance(value, dict):
         for key, inner in value.items():
             if isinstance(key, str | int) and not isinstance(key, bool):
-                yield from plain_values(inner, (*path, key), depth + 1)
+                yield from plain_values(inner, (*path, str(key)), depth + 1)
             else:
                 yield Problem(path, f"needs keys that are text or whole numbers, found {show(key)}. Put it in quotes.")
     elif isinstance(value, list):

@@ -97,7 +97,7 @@ class Precision(Section):
 class RematSave(Section):
     """Rematerialisation that keeps only what the model has named."""
 
-    save: list[fields.Name] = Field(
+    save: Annotated[list[fields.Name], Expects("a list of at least one name", "[attention]")] = Field(
         min_length=1, description="Names given with jax.ad_checkpoint.checkpoint_name whose values are kept."
     )
 
@@ -196,10 +196,10 @@ ModelState = Annotated[
 class Config(Section):
     """Every setting of a run."""
 
-    task: fields.Name = Field(
-        description="The user's Task: path/to/file.py:name (path from the config's folder) or pkg.mod:name."
+    task: fields.TaskName = Field(
+        description="The user's Task: path/to/file.py:name (path from the config's folder) or package.module:name."
     )
-    task_args: dict[str, Any] = Field(
+    task_args: Annotated[dict[str, Any], Expects("a mapping of keyword arguments", "{width: 64}")] = Field(
         default_factory=dict, description="Keyword arguments, when the target is a function that returns a Task."
     )
     run_dir: fields.FileName | None = Field(

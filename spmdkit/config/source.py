@@ -20,7 +20,9 @@ from spmdkit.errors import ConfigError, nearest
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
-MAX_NODES = 20_000
+MAX_NODES = 10_000
+
+_YAML_TAG = "tag:yaml.org,2002:"
 
 RESOLVERS: Sequence[tuple[str, str, str]] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -47,7 +49,7 @@ def add_core_schema(loader_or_dumper: type) -> None:
     for kind, pattern, first in RESOLVERS:
         compiled = re.compile(rf"(?:{pattern})\Z")
         starts = ["" if c == "\0" else c for c in first]
-        loader_or_dumper.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", compiled, starts)  # type: ignore[attr-defined]
+        loader_or_dumper.add_implicit_resolver(f"{_YAML_TAG}{kind}", compiled, starts)  # type: ignore[attr-defined]
 
 
 class _Loader(yaml.SafeLoader):
@@ -67,7 +69,10 @@ class _Loader(yaml.SafeLoader):
                 line, f"&{event.anchor} is an anchor; anchors are refused. Write the value where it is used."
             )
         if event.tag is not None:
-            raise _Refused(line, f"the tag {event.tag} is refused: a config holds plain values. Remove the tag.")
+            raise _Refused(
+                line,
+                f"the tag {event.tag.replace(_YAML_TAG, '!!')} is refused: a config holds plain values. Remove the tag.",
+            )
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
             raise _Refused(
@@ -182,9 +187,11 @@ def _plain(node: Any, path: KeyPath, places: dict[KeyPath, Place], place: Any, e
             raise _Refused(key_line, "a key is a list or a mapping; keys are plain text. Write `key: value`.")
         key = _scalar(key_node, key_line)
         if key in mapping:
-            name = dotted((*path, key if isinstance(key, int) else str(key)))
-            raise _Refused(key_line, f"{name} is given twice, first on line {lines[key] + 1}. Keep one of them.")
-        inner: KeyPath = (*path, key if type(key) is int else str(key))
+            raise _Refused(
+                key_line,
+                f"{dotted((*path, str(key)))} is given twice, first on line {lines[key] + 1}. Keep one of them.",
+            )
+        inner: KeyPath = (*path, str(key))
         places[inner] = place(key_line + 1)
         mapping[key], lines[key] = _plain(value_node, inner, places, place, empty_is_null), key_line
     return mapping

@@ -26,8 +26,9 @@ def _translate(model: type[BaseModel], error: Mapping[str, Any]) -> Problem:
     path: KeyPath = tuple(error["loc"])
     kind, value = error["type"], error["input"]
     if (path and path[-1] == "[key]") or kind == "invalid_key":
-        parent = path[:-2] if path and path[-1] == "[key]" else path[:-1]
-        return Problem(parent, f"needs keys that are text, found the key {show(value)}. Put the key in quotes.")
+        names = path[:-1] if path[-1] == "[key]" else path
+        found = show(value) if path[-1] == "[key]" else f"{names[-1]}"
+        return Problem((*names[:-1], str(names[-1])), f"needs a key that is text, found {found}. Put it in quotes.")
     section = _section(model, path[:-1])
     if kind == "extra_forbidden" and section:
         return Problem(path, _unknown_key(model, section, path))
@@ -37,7 +38,7 @@ def _translate(model: type[BaseModel], error: Mapping[str, Any]) -> Problem:
     info_at = _field(model, path)
     if info_at is None:
         return Problem(path, f"needs a mapping of keys, found {show(value)}.")
-    wants = _expects(info_at, len(path) and isinstance(path[-1], int))
+    wants = _expects(info_at, isinstance(path[-1], int))
     key = next((str(p) for p in reversed(path) if isinstance(p, str)), "")
     sentences = [f"needs {wants.phrase}, found {show(value)}.", *_rule(error), _repair(key, wants, info_at, error)]
     return Problem(path, " ".join(s for s in sentences if s))
@@ -46,11 +47,10 @@ def _translate(model: type[BaseModel], error: Mapping[str, Any]) -> Problem:
 def _unknown_key(model: type[BaseModel], section: type[BaseModel], path: KeyPath) -> str:
     key, keys = str(path[-1]), list(section.model_fields)
     holders = [dotted(p) for p, m in _sections(model) if key in m.model_fields and m is not section]
-    hint = nearest(key, keys)
-    if not hint and holders:
-        hint = f" Did you mean {' or '.join(f'{h}.{key}' if h else f'{key} at the top level' for h in holders)}?"
+    if holders:
+        return f"unknown key. Did you mean {' or '.join(f'{h}.{key}' if h else f'{key} at the top level' for h in holders)}?"
     owner = dotted(path[:-1]) or "a config"
-    return f"unknown key.{hint} The keys of {owner} are {', '.join(keys)}."
+    return f"unknown key.{nearest(key, keys) or f' The keys of {owner} are ' + ', '.join(keys) + '.'}"
 
 
 def _rule(error: Mapping[str, Any]) -> Iterator[str]:
@@ -80,8 +80,10 @@ def _repair(key: str, wants: Expects, info: FieldInfo, error: Mapping[str, Any])
         return hint.strip()
     if value is False and "off" in wants.options:
         return f"Write {key}: off."
-    if value is None and not wants.example:
-        return "Leave the key out to get its default." if not info.is_required() else ""
+    if value is None and not info.is_required():
+        return f"Remove {key} to get its default."
+    if kind == "model_type":
+        return f"Put its keys below {key}:, indented."
     example = _example(info) or wants.example
     return f"Try {key}: {example}." if example else ""
 
@@ -161,9 +163,9 @@ def _field(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
     return None
 
 
-def _expects(info: FieldInfo, item: bool | int) -> Expects:
+def _expects(info: FieldInfo, item: bool) -> Expects:
     own = next((m for m in info.metadata if isinstance(m, Expects)), None)
-    return own or _annotation_expects(info.annotation, bool(item))
+    return own if own and not item else _annotation_expects(info.annotation, item)
 
 
 def _annotation_expects(annotation: Any, item: bool = False) -> Expects:

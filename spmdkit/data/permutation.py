@@ -6,7 +6,7 @@ on through the network until it falls inside, which keeps the map one to one (cy
 with arbitrary finite domains", 2002).
 
 grain's `index_shuffle` is the same in kind, but one call per index: 4.2 us each, so 270 us for a batch of 64 with the
-interpreter held; this is 0.04 to 0.1 us per index (2-core x86, 2026-11). numpy's own `permutation` is always a table,
+interpreter held; this is 0.05 to 0.15 us per index (2-core x86, 2026-11). numpy's own `permutation` is always a table,
 and its stream may change between versions, which would change the batches of a run that resumes.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import grain  # type: ignore[import-untyped]
+import grain
 import numpy as np
 
 from spmdkit.data.schedule import Schedule

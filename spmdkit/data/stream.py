@@ -133,13 +133,13 @@ def _produce(
             ready.put(((step, put(batch)), None))
     except StopIteration:
         pass
-    except BaseException as raised:  # also SystemExit out of the user's data: or the consumer would wait for ever
+    except BaseException as raised:  # noqa: BLE001  it is raised in the consumer, which would else wait for ever
         error = raised
     try:
         close = getattr(batches, "close", None)
         if close is not None:
             close()
-    except BaseException as raised:
+    except BaseException as raised:  # noqa: BLE001  as above
         error = error or raised
     ready.put((None, error))
 

@@ -16,6 +16,7 @@ from spmdkit.metrics.format import format_duration
 from spmdkit.metrics.progress import MAX_COLUMNS, Status, fit
 
 MIN_BAR, MAX_BAR = 8, 30
+LEFT_COLUMNS = len("left 59m59s")
 REFRESH_PER_S = 4  # a redraw takes about 1 ms of the interpreter: more would be seen in steps of 2 ms
 
 
@@ -69,10 +70,11 @@ class BarDisplay:
         pieces = [status.loss, *status.metrics, status.rate, status.left, status.wait]
         optional = range(1, 1 + len(status.metrics))
         room = columns - len(status.place) - 4  # beside the step: gap, bar, gap, words
-        needed = fit([p for i, p in enumerate(pieces) if i not in optional], columns=columns)
-        beside = len(needed) <= room - MIN_BAR
+        needed = len(fit([p for i, p in enumerate(pieces) if i not in optional], columns=columns))
+        needed += max(0, LEFT_COLUMNS - len(status.left))  # or the bar would jump whenever the time left gets shorter
+        beside = needed <= room - MIN_BAR
         words = fit(pieces, optional, room - MIN_BAR if beside else columns)
-        width = max(4, min(MAX_BAR, room - len(words) if beside else room))
+        width = max(4, min(MAX_BAR, room - max(needed, len(words)) if beside else room))
         bar = ProgressBar(
             total=max(1, status.total_steps),
             completed=max(0, status.step),

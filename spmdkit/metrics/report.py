@@ -24,6 +24,7 @@ from spmdkit.metrics.report_page import cards, fact_table, page, section, table
 
 MAX_SMALL_CHARTS = 12
 MAX_EVENTS = 300
+LARGEST = 1e150
 TONES = {
     "stopped": "good",
     "finished": "good",
@@ -51,7 +52,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
             " Pass the run_dir of the config that was trained (by default runs/<config name> beside it)."
         )
     name = folder.resolve().name
-    records = [r for r in read_lines(folder / "metrics.jsonl") if isinstance(r.get("step"), int)]
+    records = [r for r in read_lines(folder / "metrics.jsonl") if _is_step(r.get("step"))]
     events = read_lines(folder / "events.jsonl")
     path = folder / "report.html"
     write_text(
@@ -125,7 +126,7 @@ def _evaluations(evaluations: Sequence[Record]) -> str:
         return section("Evaluations", _none("No evaluation was recorded."))
     names = [n for n in FIRST_KEYS if any(n in r for r in evaluations)]
     names += sorted({k for r in evaluations for k in r} - set(FIRST_KEYS))
-    losses = [v for v in _finite(evaluations, "loss")]
+    losses = _finite(evaluations, "loss")
     best = min(losses, default=None)
     rows = []
     for record in evaluations:
@@ -253,13 +254,17 @@ def _finite(records: Sequence[Record], key: str) -> list[float]:
     return [value for _, value in _points(records, key) if math.isfinite(value)]
 
 
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
 def _number(value: Any) -> float | None:
+    """Returns a number of the file as a float, None for what is none. Magnitudes no chart can hold become inf or 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
+    if abs(value) > LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return float(value) if abs(value) > 1 / LARGEST or value != value else 0.0
 
 
 def _cell(value: Any) -> str:

@@ -128,7 +128,8 @@ def run_save(checkpoints: Checkpoints, process_id: int) -> None:
     for step in (1, 2, 3, 4):
         checkpoints.save(step, global_state(step), {"seed": step}, {"loss": float(step)})
     checkpoints.wait()
-    assert checkpoints.steps() == [2, 3, 4], checkpoints.steps()
+    if process_id == 0:  # It deletes; the others may see the old step a moment longer.
+        assert checkpoints.steps() == [2, 3, 4], checkpoints.steps()
 
 
 def run_restore(checkpoints: Checkpoints, process_id: int) -> None:

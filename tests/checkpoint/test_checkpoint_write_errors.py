@@ -86,7 +86,7 @@ def test_a_disk_that_takes_no_more_bytes_gives_code_74_and_no_traceback(director
     assert len(lines) == 3, done.stdout + done.stderr
     for step, line in zip((2, 3), lines, strict=False):
         assert line.startswith(f"CheckpointWriteError 74 saving step {step}"), line
-        assert "File too large" in line and "intact are 1" in line
+        assert "Failed to write" in line and "intact are 1" in line
     assert lines[2] == "steps [1, 4] ignored []"
     assert "Traceback" not in done.stderr
 

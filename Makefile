@@ -1,0 +1,47 @@
+# make demo | test | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+BOUND := timeout -s KILL
+
+.PHONY: demo test lint types bench constraints versions clean
+
+demo: $(VENV)/.demo
+	$(BOUND) 900 $(BIN)/python examples/demo.py
+
+test: $(VENV)/.test versions lint types
+	$(BOUND) 2400 $(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy --no-error-summary
+
+bench: $(VENV)/.test
+	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py
+
+versions: $(VENV)/.test
+	@$(BIN)/python -m spmdkit doctor
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("spmdkit needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@ $(VENV)/.demo
+
+# The tested versions, from what is installed now.
+constraints: $(VENV)/.test
+	$(BIN)/python -m pip freeze --exclude-editable | LC_ALL=C sort > constraints.txt
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,209 @@
+"""`spmdkit`: the command line. Each command parses, calls one function, and prints; the work is done elsewhere.
+
+Exit codes are in `spmdkit.errors`; a user's mistake is a message on standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spmdkit.errors import ConfigError
+from spmdkit.faults import run_process
+
+if TYPE_CHECKING:
+    from spmdkit.cluster import Cluster
+    from spmdkit.config import Config
+
+app = typer.Typer(
+    help="Functional SPMD training on JAX: pure functions, parallelism from a config file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Check, show and describe configs.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="List, inspect and export checkpoints.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command(epilog="Example: spmdkit train configs/linear_regression.yaml steps=50")
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train a config, from its newest checkpoint or from the start."""
+    from spmdkit.loop import train as run
+
+    loaded, cluster = _join(config, overrides)
+    run(loaded, cluster)
+
+
+@app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")
+def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False) -> None:
+    """Evaluate the newest checkpoint of a config's run."""
+    from spmdkit.loop import evaluate as run
+
+    loaded, cluster = _join(config, overrides)
+    step, values = run(loaded, cluster)
+    if cluster.is_main:
+        if json_:
+            print(json.dumps({"step": step, **values}))
+        else:
+            print(f"step {step} eval  " + "  ".join(f"{name} {value:.6g}" for name, value in values.items()))
+    cluster.shutdown()
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: spmdkit launch -n 2 -- train configs/linear_regression.yaml devices=cpu:2",
+)
+def launch(
+    context: typer.Context,
+    num: Annotated[int, typer.Option("-n", help="Processes on this machine.")],
+    devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
+) -> None:
+    """Run a spmdkit command in several processes on this machine; the first failure ends all."""
+    from spmdkit.launch import launch as run
+
+    if not context.args:
+        raise ConfigError(
+            "launch: nothing to run. The command follows two dashes. Try spmdkit launch -n 2 -- train CONFIG."
+        )
+    code = run([sys.executable, "-m", "spmdkit", *context.args], num, devices_per_process)
+    raise SystemExit(code)
+
+
+@app.command(epilog="Example: spmdkit report runs/first")
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
+    """Write report.html of a run."""
+    from spmdkit.metrics import write_report
+
+    print(write_report(run_dir))
+
+
+@app.command(epilog="Example: spmdkit doctor")
+def doctor(json_: AsJson = False) -> None:
+    """Say what this machine has: versions, devices, and whether a step runs on them."""
+    from spmdkit.doctor import diagnose
+
+    found = diagnose()
+    if json_:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:12} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}")
+
+
+@config_app.command("check", epilog="Example: spmdkit config check configs/linear_regression.yaml")
+def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a config without touching a device or importing the task."""
+    _load(config, overrides)
+    print(f"{config}: ok")
+
+
+@config_app.command("show", epilog="Example: spmdkit config show configs/linear_regression.yaml steps=50")
+def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the resolved config, every default filled in."""
+    from spmdkit.config import to_yaml
+
+    print(to_yaml(_load(config, overrides)), end="")
+
+
+@config_app.command("schema", epilog="Example: spmdkit config schema > schema.json")
+def config_schema() -> None:
+    """Print the JSON schema of a config, for editors."""
+    from spmdkit.config import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or its checkpoints/.")]
+Step = Annotated[int | None, typer.Option(help="Step; default: the newest.")]
+
+
+@checkpoint_app.command("ls", epilog="Example: spmdkit checkpoint ls runs/first")
+def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
+    """List the committed checkpoints of a run."""
+    from spmdkit import checkpoint
+    from spmdkit.errors import format_bytes
+
+    folder = _checkpoints(run)
+    rows = checkpoint.ls(folder)
+    ignored = checkpoint.ignored_entries(folder)
+    if json_:
+        print(json.dumps({"checkpoints": rows, "ignored": ignored}))
+        return
+    for row in rows:
+        values = "  ".join(f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None)
+        print(f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {row['time']}  {values}".rstrip())
+    if not rows:
+        print(f"no checkpoint in {folder}")
+    for name in ignored:
+        print(f"not a checkpoint, ignored: {name}")
+
+
+@checkpoint_app.command("inspect", epilog="Example: spmdkit checkpoint inspect runs/first --step 100")
+def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) -> None:
+    """Show the leaves of a checkpoint."""
+    from spmdkit import checkpoint
+
+    found = checkpoint.inspect(_checkpoints(run), step)
+    if json_:
+        print(json.dumps(found))
+        return
+    print(f"step {found['step']}")
+    for path, (shape, dtype) in found["leaves"].items():
+        print(f"  {path}  {dtype}[{','.join(map(str, shape))}]")
+
+
+@checkpoint_app.command("export", epilog="Example: spmdkit checkpoint export runs/first params.safetensors")
+def checkpoint_export(
+    run: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File (safetensors) or folder (orbax) to write.")],
+    step: Step = None,
+    format: Annotated[str, typer.Option(help="safetensors or orbax.")] = "safetensors",
+    which: Annotated[str, typer.Option(help="params or ema.")] = "params",
+) -> None:
+    """Write the plain parameters of a checkpoint, for other tools."""
+    from spmdkit import checkpoint
+
+    checkpoint.export(_checkpoints(run), step, out, format=format, which=which)  # type: ignore[arg-type]
+    print(out)
+
+
+def _checkpoints(run: Path) -> Path:
+    inside = run / "checkpoints"
+    folder = inside if inside.is_dir() else run
+    if not folder.is_dir():
+        raise ConfigError(f"{run} is no directory. Give a run's directory, which holds checkpoints/.")
+    return folder
+
+
+def _load(path: Path, overrides: list[str] | None) -> Config:
+    from spmdkit.config import load_config
+
+    return load_config(path, overrides or [])
+
+
+def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
+    """Returns the checked config and the joined processes; the config is checked before any process waits for another."""
+    import os
+
+    from spmdkit.cluster import environment, join
+
+    config = _load(path, overrides)
+    return config, join(environment(os.environ), config.devices)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Runs the command line; returns or exits with the exit code."""
+    return run_process(lambda: app(arguments, standalone_mode=True))

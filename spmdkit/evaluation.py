@@ -1,0 +1,107 @@
+"""`Evaluator`: weighted means over a whole evaluation set of any size, exact through masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import scope
+from spmdkit.checks import call_user, refuses_none_key
+from spmdkit.errors import ConfigError
+from spmdkit.feed import Feed
+from spmdkit.gradient import checked_loss, evaluate
+from spmdkit.means import Mean
+from spmdkit.state import TrainState
+from spmdkit.step import Batch
+from spmdkit.task import Task
+
+
+class Evaluator:
+    """The compiled evaluation of one program; made at the first evaluation.
+
+    Attributes:
+        note: a remark for the user, or None.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        feed: Feed,
+        record: scope.Step,
+        abstract_state: TrainState,
+        *,
+        which: str,
+        seed: int,
+        to_device: Callable[[TrainState], TrainState],
+    ):
+        self._feed = feed
+        stateful = abstract_state.model_state is not None
+        groups = record.state_groups
+        record = dataclasses.replace(
+            record, microbatches=1, remat=None, remat_whole=False, state_groups=None, uses=set()
+        )
+        assert record.mesh is not None
+        self._whole = NamedSharding(record.mesh, PartitionSpec())
+        abstract_batch = feed.abstract()
+        eval_fn, key, self.note = _function(task, abstract_state, abstract_batch, stateful, groups, seed)
+
+        def run(totals: Any, current: TrainState, batch: Batch) -> dict[str, Mean]:
+            current = to_device(current)
+            params = current.ema if which == "ema" else current.params
+            model_state = current.model_state
+            if groups is not None:
+                model_state = jax.tree.map(lambda x: x.mean(0).astype(x.dtype), model_state)
+            with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
+                sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key)
+            return sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+
+        def trace() -> Any:
+            totals = jax.eval_shape(lambda s, b: run(None, s, b), abstract_state, abstract_batch)
+            placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), totals)
+            return totals, jax.jit(run, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
+
+        self._totals, lowered = call_user(trace, "eval_fn" if task.eval_fn else "loss_fn in evaluation")
+        self._compiled = lowered.compile()
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """Returns the means over the whole set. Waits for the device."""
+        totals = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), self._whole), self._totals)
+        with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
+            for _, batch, _ in batches:
+                # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
+                totals = jax.block_until_ready(self._compiled(totals, state, batch))
+        return {name: float(metric.value) for name, metric in jax.device_get(totals).items()}
+
+
+def _function(
+    task: Task, state: TrainState, batch: Batch, stateful: bool, groups: int | None, seed: int
+) -> tuple[Callable[..., Any], jax.Array | None, str | None]:
+    """Returns (the function to evaluate, the random key that it needs, a note)."""
+    if task.eval_fn is not None:
+        return task.eval_fn, None, None
+    loss_fn = task.loss_fn
+    if loss_fn is None:
+        raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Give eval_fn.")
+    model_state: tuple[Any, ...] = ()
+    if stateful:
+        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
+        model_state = (jax.tree.map(one, state.model_state),)
+    key, note = None, None
+    if refuses_none_key(loss_fn, (state.params, *model_state, batch.examples)):
+        key = jax.random.key(seed)
+        note = (
+            "evaluation runs loss_fn with a fixed random key, since it does not accept key=None: dropout stays on. "
+            "Give Task(eval_fn=...) for a deterministic evaluation."
+        )
+
+    def eval_fn(*args: Any) -> dict[str, Mean]:
+        loss, metrics, _ = checked_loss(loss_fn(*args, key), stateful)
+        return {"loss": loss, **metrics}
+
+    return eval_fn, key, note

@@ -1,0 +1,106 @@
+"""`Feed`: from data on the host to global batches on the mesh, each process loading only the rows of its own devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from spmdkit import data
+from spmdkit.errors import ConfigError
+from spmdkit.mesh import BATCH_AXES, canonical, count
+from spmdkit.step import Batch
+
+
+class Feed:
+    """The batches of one data set on one mesh.
+
+    Layout: every leaf [global batch, ...] is cut over the batch axes. Row (s, m, i) of [shards, microbatches, rows] holds
+    position (m, s, i) of [microbatches, shards, rows] of the global batch: each shard holds its own part of every
+    microbatch, so that cutting microbatches moves nothing, and microbatch m is the same examples on every mesh.
+    """
+
+    def __init__(
+        self,
+        source: data.Source,
+        schedule: data.Schedule,
+        mesh: Mesh,
+        sizes: Mapping[str, int],
+        *,
+        microbatches: int,
+        prefetch: int,
+        threads: int,
+        padded: bool,
+    ):
+        self.schedule = schedule
+        self._source, self._prefetch, self._threads, self._padded = source, prefetch, threads, padded
+        self._shards = count(sizes, BATCH_AXES)
+        self._sharding = NamedSharding(mesh, canonical([BATCH_AXES], sizes))
+        size = schedule.batch_size
+        rows = size // (self._shards * microbatches)
+        order = np.arange(size).reshape(microbatches, self._shards, rows).transpose(1, 0, 2).reshape(-1)
+        self._one_process = jax.process_count() == 1
+        indices = self._sharding.addressable_devices_indices_map((size,)).values()
+        local = [np.arange(size)[index] for index in indices if index is not None]
+        self._local_rows = np.unique(np.concatenate(local)) if local else np.arange(0)
+        self._positions = order[self._local_rows]
+
+    def abstract(self) -> Batch:
+        """Returns the batch as `jax.ShapeDtypeStruct` leaves with their shardings."""
+        size = self.schedule.batch_size
+
+        def leaf(x: Any) -> Any:
+            return jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=self._sharding)
+
+        mask: Any = jax.ShapeDtypeStruct((size,), np.bool_, sharding=self._sharding) if self._padded else None
+        return Batch(jax.tree.map(leaf, self._source.element()), mask)
+
+    def stream(self, start: int, stop: int) -> data.DeviceBatches:
+        """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop`, included, loaded ahead on the devices."""
+        local = data.host_batches(
+            self._source, self.schedule, self._positions, start, stop + 1, self._prefetch, self._threads
+        )
+        return data.device_batches(local, self._place, self._prefetch)
+
+    def put(self, examples: Any, mask: Any = None) -> Batch:
+        """Returns a batch on the devices from whole host arrays in the order of their positions.
+
+        Raises:
+            ConfigError: another number of examples than a batch holds.
+        """
+        for leaf in jax.tree.leaves(examples):
+            if np.shape(leaf)[:1] != (self.schedule.batch_size,):
+                raise ConfigError(
+                    f"put: an array has shape {np.shape(leaf)}, batch_size is {self.schedule.batch_size}. A step takes whole batches."
+                )
+        if mask is None and self._padded:
+            mask = np.ones(self.schedule.batch_size, bool)
+        pick = lambda x: np.asarray(x)[self._positions]
+        return self._place(data.HostBatch(jax.tree.map(pick, examples), None if mask is None else pick(mask)))
+
+    def _place(self, local: Any) -> Batch:
+        """Returns the global batch of which this process holds `local`'s rows."""
+        mask = local.mask
+        if self._padded and mask is None:
+            mask = np.ones(len(self._local_rows), bool)
+        batch = Batch(local.examples, mask)
+        if self._one_process:
+            return jax.device_put(batch, self._sharding)
+        size = self.schedule.batch_size
+
+        def place(x: np.ndarray) -> jax.Array:
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
+                return x[np.searchsorted(self._local_rows, np.arange(size)[index[0]])]
+
+            return jax.make_array_from_callback((size, *x.shape[1:]), self._sharding, shard)
+
+        return jax.tree.map(place, batch)
+
+
+def eval_batch_size(asked: int, num_examples: int, shards: int) -> int:
+    """Returns the evaluation's batch size: at most the data, rounded up to what the mesh cuts evenly."""
+    return math.ceil(min(asked, num_examples) / shards) * shards

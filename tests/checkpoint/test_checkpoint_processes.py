@@ -1,0 +1,87 @@
+"""Several real processes save one checkpoint together; another number of processes restores it."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_worker import Checkpoints, global_state, value_of
+
+from spmdkit.checkpoint import inspect
+
+WORKER = Path(__file__).parent / "checkpoint_worker.py"
+
+pytestmark = pytest.mark.processes
+
+
+def run_processes(directory: Path, num_processes: int, command: str, timeout_s: float = 120) -> list[str]:
+    """Returns what each process printed; all must end with 0 in time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, WORKER, "process", directory, address, str(index), str(num_processes), command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(num_processes)
+    ]
+    deadline = time.monotonic() + timeout_s
+    try:
+        outputs = [worker.communicate(timeout=max(1, deadline - time.monotonic()))[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
+    for worker, output in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0 and "done" in output, output
+    return outputs
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 3])
+def test_what_two_processes_saved_any_number_restores(directory, num_readers):
+    run_processes(directory, 2, "save")
+    assert inspect(directory)["num_processes"] == 2
+    run_processes(directory, num_readers, "restore")
+
+
+def test_what_two_processes_saved_this_process_restores_on_eight_devices(directory):
+    run_processes(directory, 2, "save")
+    checkpoints = Checkpoints(directory)
+    want = global_state(4)
+    state, _ = checkpoints.restore(
+        4, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want)
+    )
+    assert np.array_equal(state["split"], value_of(4))
+    checkpoints.close()
+
+
+def test_what_this_process_saved_two_processes_restore(directory):
+    checkpoints = Checkpoints(directory)
+    for step in (3, 4):
+        state = {"split": value_of(step), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
+        checkpoints.save(step, jax.tree.map(jnp.asarray, state), {"seed": step})
+    checkpoints.close()
+    run_processes(directory, 2, "restore")
+
+
+def test_a_save_that_process_0_refuses_is_refused_on_every_process_at_once(directory):
+    start = time.monotonic()
+    for output in run_processes(directory, 2, "full_disk"):
+        assert "CheckpointWriteError no room" in output, output
+    assert time.monotonic() - start < 60
+
+
+def test_a_process_that_cannot_write_its_part_ends_the_save_in_time_everywhere(directory):
+    outputs = run_processes(directory, 2, "lose_one")
+    for output in outputs:
+        assert "CheckpointWriteError saving step 2" in output and "intact are 1" in output, output
+    assert "Timed out" in outputs[0] or "DEADLINE" in outputs[0], outputs[0]
+    assert "No space left on device" in outputs[1], outputs[1]

@@ -1,0 +1,213 @@
+"""How a file is read: the YAML dialect, places, hostile and broken files. Nothing in a file runs code."""
+
+import math
+import os
+import time
+
+import pytest
+
+from spmdkit.config import load_config
+from spmdkit.errors import ConfigError
+
+
+def load(tmp_path, text, overrides=()):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_config(path, overrides)
+
+
+def message(tmp_path, text):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert caught.value.exit_code == 78
+    return str(caught.value).replace(str(tmp_path / "run.yaml"), "run.yaml")
+
+
+def test_values_are_read_as_in_yaml_1_2(tmp_path):
+    text = """task: a.py:t
+task_args:
+  small: 1e-3
+  dotted: .5
+  plain: 012
+  hex: 0x10
+  octal: 0o17
+  signed: +3
+  underscore: 1_000
+  off: off
+  yes_: yes
+  flag: true
+  upper: False
+  date: 2024-01-01
+  clock: 1:30
+  quoted: '1e-3'
+  nothing: ~
+  empty: ''
+"""
+    args = load(tmp_path, text).task_args
+    assert args == {
+        "small": 0.001,
+        "dotted": 0.5,
+        "plain": 12,
+        "hex": 16,
+        "octal": 15,
+        "signed": 3,
+        "underscore": "1_000",
+        "off": "off",
+        "yes_": "yes",
+        "flag": True,
+        "upper": False,
+        "date": "2024-01-01",
+        "clock": "1:30",
+        "quoted": "1e-3",
+        "nothing": None,
+        "empty": "",
+    }
+    assert isinstance(args["small"], float) and isinstance(args["plain"], int)
+
+
+def test_off_is_text_where_a_choice_is_called_off(tmp_path):
+    config = load(tmp_path, "task: a.py:t\nmesh: {fsdp: 1}\nlayout: {fsdp: off}\nlog: {progress: off}\n")
+    assert config.layout.fsdp == "off" and config.log.progress == "off"
+
+
+def test_learning_rates_with_exponents_are_numbers(tmp_path):
+    assert load(tmp_path, "task: a.py:t\nlearning_rate: 1e-3\n").learning_rate == 1e-3
+
+
+def test_a_byte_order_mark_and_text_beyond_ascii_are_fine(tmp_path):
+    assert load(tmp_path, "\ufefftask: ä.py:t\n").task == "ä.py:t"
+
+
+BROKEN = {
+    "empty": ("", "run.yaml: is empty. A config needs at least one line: `task: my_task.py:task`."),
+    "only comments": ("# hello\n", "run.yaml: is empty."),
+    "a list": ("- task\n", "run.yaml:1: needs a mapping of keys (`steps: 100`), found ['task'] (a list)."),
+    "a word": ("task\n", "run.yaml:1: needs a mapping of keys (`steps: 100`), found 'task' (text)."),
+    "not utf-8": (b"task: a.py:t\nseed: \xff\n", "run.yaml:2: needs UTF-8 text, found the byte 0xff."),
+    "utf-16": ("task: a".encode("utf-16"), "run.yaml:1: needs UTF-8 text, found the byte 0xff."),
+    "NUL": ("task: a.py:t\nseed: 1\0", "run.yaml:2: the character '\\x00' is not allowed in YAML. Remove it."),
+    "tab": ("task: a.py:t\nmesh:\n\tdata: 1\n", "run.yaml:3: a tab indents this line; YAML wants spaces."),
+    "two colons": ("task: a: b\n", "run.yaml:1: not YAML: mapping values are not allowed here."),
+    "open bracket": ("task: a.py:t\nmesh: {data: 1\n", "run.yaml:3: not YAML: expected ',' or '}'"),
+    "open quote": ("task: a.py:t\nseed: '1\n", "not YAML: found unexpected end of stream"),
+    "at sign": ("task: @a\n", "run.yaml:1: found character '@' that cannot start any token. Put the value in quotes."),
+    "two documents": ("task: a.py:t\n---\nseed: 1\n", "run.yaml:2: a second document starts here (`---`)"),
+    "key twice": (
+        "task: a.py:t\nseed: 1\nseed: 2\n",
+        "run.yaml:3: seed is given twice, first on line 2. Keep one of them.",
+    ),
+    "key twice inside": (
+        "mesh:\n  data: 1\n  fsdp: 1\n  data: 2\n",
+        "run.yaml:4: mesh.data is given twice, first on line 2.",
+    ),
+    "no value": ("task: a.py:t\nmesh:\n  data:\n", "run.yaml:3: mesh.data has no value. Write one after it, or null"),
+    "a mapping as key": ("? {a: 1}\n: 2\n", "run.yaml:1: a key is a list or a mapping; keys are plain text."),
+    "anchor": ("task: &t a.py:t\n", "run.yaml:1: &t is an anchor; anchors are refused."),
+    "alias": ("task: a.py:t\nseed: *t\n", "run.yaml:2: *t is an alias; aliases are refused."),
+    "merge key": ("task: a.py:t\n<<: {seed: 1}\n", "run.yaml:2: <<: unknown key."),
+    "string tag": ("task: !!str a.py:t\n", "run.yaml:1: the tag !!str is refused: a config holds plain values."),
+    "own tag": ("task: !Task a.py:t\n", "run.yaml:1: the tag !Task is refused"),
+    "deep": ("task: a.py:t\ntask_args: {a: " + "[" * 40 + "]" * 40 + "}\n", "run.yaml:2: nested more than 32 deep."),
+    "very deep": ("[" * 500_000, "run.yaml:1: nested more than 32 deep."),
+    "many values": ("task_args: {a: [" + "1," * 200_000 + "]}", "run.yaml:1: more than 10000 values."),
+    "long number": ("seed: " + "9" * 5000, "run.yaml:1: a number with 5000 digits."),
+    "too large": ("#" * 2**20 + "\n", "run.yaml: has 1048577 bytes, found more than 1048576 (1 MiB)"),
+    "bomb": ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n", "run.yaml:1: &a is an anchor"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_told_with_its_line_in_a_second(name, tmp_path):
+    text, expected = BROKEN[name]
+    start = time.perf_counter()
+    assert expected in message(tmp_path, text)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.system ['touch {path}']",
+        "!!python/object/new:os.system ['touch {path}']",
+        "!!python/name:os.system",
+        "!!python/module:os",
+        "!<tag:yaml.org,2002:python/object/apply:os.system> ['touch {path}']",
+        "!!binary aGk=",
+        "!!set {{a, b}}",
+    ],
+)
+def test_no_tag_makes_an_object_or_runs_anything(value, tmp_path):
+    proof = tmp_path / "proof"
+    text = f"task: a.py:t\ntask_args:\n  x: {value.format(path=proof)}\n"
+    assert "run.yaml:3: the tag !" in message(tmp_path, text)
+    assert not proof.exists()
+
+
+def test_the_task_is_not_imported_by_reading_a_config(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    assert load(tmp_path, "task: evil.py:task\n").task_reference() == (str(tmp_path / "evil.py"), "task")
+
+
+def test_environment_variables_are_not_put_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "canary")
+    assert load(tmp_path, "task: a.py:t\ntask_args: {a: $SECRET, b: '${SECRET}'}\n").task_args["a"] == "$SECRET"
+
+
+def test_a_file_that_is_not_there_is_told_with_the_nearest_one(tmp_path):
+    (tmp_path / "gpt.yaml").write_text("task: a.py:t\n")
+    with pytest.raises(ConfigError, match=r"gtp\.yaml: no such file\. Did you mean 'gpt\.yaml'\?"):
+        load_config(tmp_path / "gtp.yaml")
+    with pytest.raises(ConfigError, match=r"no such file, and no folder .*nowhere"):
+        load_config(tmp_path / "nowhere" / "gpt.yaml")
+    with pytest.raises(ConfigError, match=r"is a directory; a config is a YAML file"):
+        load_config(tmp_path)
+
+
+def test_a_path_that_no_system_can_open_is_a_config_error():
+    for path in ("a\0b.yaml", "x" * 5000, "/dev/null", "\udcff.yaml"):
+        with pytest.raises(ConfigError):
+            load_config(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_that_may_not_be_read_is_a_config_error(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("task: a.py:t\n")
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        load_config(path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_paths_mean_relative_to_the_config(tmp_path, monkeypatch):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "gpt.yaml").write_text("task: ../examples/gpt.py:task\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("configs/gpt.yaml")
+    assert config.source == folder / "gpt.yaml"
+    assert config.folder == folder
+    assert config.resolved_run_dir() == folder / "runs" / "gpt"
+    assert config.task_reference() == (str(tmp_path / "examples" / "gpt.py"), "task")
+    assert load_config("configs/gpt.yaml", ["run_dir=out/a"]).resolved_run_dir() == folder / "out" / "a"
+    assert load_config("configs/gpt.yaml", [f"run_dir={tmp_path}/b"]).resolved_run_dir() == tmp_path / "b"
+
+
+def test_places_are_told_with_the_path_as_the_user_wrote_it(tmp_path, monkeypatch):
+    (tmp_path / "gpt.yaml").write_text("task: a.py:t\nmesh:\n  data: 4\n  fsdp: 2\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("gpt.yaml", ["mesh.data=2"])
+    assert config.where("mesh.fsdp") == "gpt.yaml:4: mesh.fsdp"
+    assert config.where("mesh") == "gpt.yaml:2: mesh"
+    assert config.where("mesh.data") == "override mesh.data=2: mesh.data"
+    assert config.where("batch_size") == "gpt.yaml: batch_size"
+
+
+def test_numbers_keep_every_bit(tmp_path):
+    config = load(tmp_path, f"task: a.py:t\ntask_args: {{a: {math.pi!r}, b: 5e-324, c: {2**62}}}\n")
+    assert config.task_args == {"a": math.pi, "b": 5e-324, "c": 2**62}

@@ -1,0 +1,113 @@
+"""optax by name: what can be named is what optax has, and what is built is what optax builds."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spmdkit.config import Config, build_optimizer, build_schedule, choose_optimizer
+from spmdkit.config.optimizer import optimizers, schedules
+from spmdkit.errors import ConfigError
+
+
+def updates(transformation, steps=3):
+    params = {"w": jnp.arange(4.0), "b": jnp.ones(2)}
+    state = transformation.init(params)
+    for _ in range(steps):
+        grads = {"w": params["w"] * 0.5 + 1, "b": params["b"]}
+        update, state = transformation.update(grads, state, params)
+        params = optax.apply_updates(params, update)
+    return np.concatenate([params["w"], params["b"]])
+
+
+def test_the_usual_names_are_there_and_the_unusable_are_not():
+    assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "rmsprop"} <= set(optimizers())
+    assert not {"lbfgs", "noisy_sgd", "scale_by_learning_rate", "chain", "inject_hyperparams"} & set(optimizers())
+    assert {"constant_schedule", "linear_schedule", "exponential_decay"} <= set(schedules())
+    assert not {"join_schedules", "scale_by_schedule", "inject_hyperparams"} & set(schedules())
+
+
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_every_named_optimizer_is_built_and_updates(name):
+    config = Config(task="a.py:t", optimizer={"name": name}, learning_rate=1e-2)
+    after = updates(build_optimizer(config.optimizer, config.learning_rate))
+    assert np.isfinite(after).all()
+    np.testing.assert_array_equal(after, updates(getattr(optax, name)(1e-2)))
+
+
+def test_arguments_reach_optax():
+    built = build_optimizer({"name": "adamw", "b2": 0.5, "weight_decay": 0.3, "nesterov": True}, 0.1)
+    np.testing.assert_array_equal(updates(built), updates(optax.adamw(0.1, b2=0.5, weight_decay=0.3, nesterov=True)))
+    own = build_optimizer({"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "accumulator_dtype": "bfloat16"})
+    np.testing.assert_array_equal(updates(own), updates(optax.sgd(0.1, momentum=0.9, accumulator_dtype="bfloat16")))
+
+
+def test_schedules_are_built_with_and_without_the_suffix():
+    arguments = {"init_value": 0.0, "peak_value": 1e-3, "warmup_steps": 2, "decay_steps": 10}
+    for name in ("warmup_cosine_decay_schedule", "warmup_cosine_decay"):
+        value = Config(task="a.py:t", learning_rate={"name": name, **arguments}).learning_rate
+        built, expected = build_schedule(value), optax.warmup_cosine_decay_schedule(**arguments)
+        assert [float(built(s)) for s in range(12)] == [float(expected(s)) for s in range(12)]
+    assert build_schedule(None) is None
+    assert build_schedule(0.5) == 0.5
+    assert (
+        float(build_schedule({"name": "piecewise_constant", "init_value": 1, "boundaries_and_scales": {5: 0.1}})(6)) < 1
+    )
+
+
+def test_a_schedule_may_stand_in_the_optimizer():
+    rate = {"name": "linear", "init_value": 1.0, "end_value": 0.0, "transition_steps": 4}
+    built = build_optimizer({"name": "sgd", "learning_rate": rate})
+    np.testing.assert_array_equal(updates(built), updates(optax.sgd(optax.linear_schedule(1.0, 0.0, 4))))
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.learning_rate: needs a number of at least 0, found .*\(a mapping\)"
+    ):
+        build_optimizer({"name": "rprop", "learning_rate": rate})
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.learning_rate.transition_step: unknown argument of optax.linear"
+    ):
+        build_optimizer({"name": "sgd", "learning_rate": {"name": "linear", "transition_step": 1}})
+
+
+def test_building_refuses_what_the_check_refuses():
+    with pytest.raises(ConfigError, match="optimizer.name: needs an optax optimizer, found '__import__'"):
+        build_optimizer({"name": "__import__"}, 1e-3)
+    with pytest.raises(ConfigError, match="learning_rate.name: needs an optax schedule, found 'Schedule'"):
+        build_schedule({"name": "Schedule"})
+    for name in ("chain", "apply_if_finite", "contrib", "_src", "os.system", "tree_utils"):
+        with pytest.raises(ConfigError, match="needs an optax optimizer"):
+            build_optimizer({"name": name}, 1e-3)
+
+
+def test_the_configs_optimizer_wins_over_the_tasks():
+    config = Config(task="a.py:t", optimizer={"name": "sgd", "learning_rate": 0.1})
+    np.testing.assert_array_equal(updates(choose_optimizer(config, optax.adam(1.0))), updates(optax.sgd(0.1)))
+
+
+def test_the_tasks_optimizer_is_taken_whole_or_given_the_learning_rate():
+    whole = optax.adam(1e-3)
+    assert choose_optimizer(Config(task="a.py:t"), whole) is whole
+    config = Config(task="a.py:t", learning_rate=0.5)
+    np.testing.assert_array_equal(updates(choose_optimizer(config, optax.sgd)), updates(optax.sgd(0.5)))
+    with_default = choose_optimizer(Config(task="a.py:t"), lambda learning_rate=0.2: optax.sgd(learning_rate))
+    np.testing.assert_array_equal(updates(with_default), updates(optax.sgd(0.2)))
+
+
+@pytest.mark.parametrize(
+    ("rate", "optimizer", "expected"),
+    [
+        (None, None, "optimizer: is null, and the task has no optimizer."),
+        (0.1, optax.sgd(1.0), "learning_rate: is given, and the task's optimizer is complete, so it has no effect."),
+        (None, optax.sgd, "learning_rate: is null, and the task's optimizer is a function of it."),
+        (
+            0.1,
+            "adamw",
+            "Task.optimizer needs an optax optimizer or a function of the learning rate, found 'adamw' (text)",
+        ),
+        (0.1, lambda rate: None, "Task.optimizer returned null. It returns an optax transformation."),
+    ],
+)
+def test_an_optimizer_that_cannot_be_chosen_is_told(rate, optimizer, expected):
+    with pytest.raises(ConfigError) as caught:
+        choose_optimizer(Config(task="a.py:t", learning_rate=rate), optimizer)
+    assert str(caught.value).startswith(expected)

@@ -1,0 +1,178 @@
+"""The batch of a step is a pure function of (seed, step): every property is checked exactly."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from spmdkit.data import Schedule, eval_schedule
+from spmdkit.data.permutation import SORTED_UP_TO, permuted
+from spmdkit.errors import ConfigError
+
+
+@pytest.mark.parametrize("num_examples", [1, 2, 3, 5, 64, 97, 1797, SORTED_UP_TO, SORTED_UP_TO + 1, 20_000])
+def test_every_epoch_is_a_permutation(num_examples):
+    for seed, epoch in [(0, 0), (0, 1), (7, 3), (2**70, 10**6)]:
+        order = permuted(np.arange(num_examples), num_examples, seed, epoch)
+        assert order.dtype == np.int64
+        np.testing.assert_array_equal(np.sort(order), np.arange(num_examples))
+
+
+def test_any_part_of_an_order_can_be_asked_for_alone():
+    for num_examples in (100, 20_000):
+        order = permuted(np.arange(num_examples), num_examples, 3, 5)
+        part = np.array([99, 4, 4, 0])
+        np.testing.assert_array_equal(permuted(part, num_examples, 3, 5), order[part])
+
+
+def test_ten_billion_examples_need_no_table():
+    indices = permuted(np.arange(1000), 10**10, 0, 0)
+    assert len(np.unique(indices)) == 1000
+    assert indices.min() >= 0 and 2**32 < indices.max() < 10**10
+
+
+def test_small_orders_are_all_equally_likely():
+    seen = [tuple(permuted(np.arange(4), 4, seed=1, epoch=epoch)) for epoch in range(4800)]
+    _, counts = np.unique(np.array(seen), axis=0, return_counts=True)
+    assert len(counts) == 24
+    chi_square = float(((counts - 200) ** 2 / 200).sum())
+    assert chi_square < 49.7  # 23 degrees of freedom, p = 0.001; the draw is fixed, so this never flickers
+
+
+@pytest.mark.parametrize("num_examples", [1000, 20_000])
+def test_epochs_seeds_and_neighbours_are_not_correlated(num_examples):
+    positions = np.arange(num_examples)
+    order = permuted(positions, num_examples, 0, 0)
+    for other in (
+        positions,
+        np.roll(order, 1),
+        permuted(positions, num_examples, 0, 1),
+        permuted(positions, num_examples, 1, 0),
+    ):
+        assert abs(np.corrcoef(order, other)[0, 1]) < 4 / np.sqrt(num_examples)
+
+
+def test_the_order_of_a_seed_never_changes_between_versions():
+    """Golden values: a change here changes the batches of every run that resumes, so it is a breaking change."""
+    assert permuted(np.arange(6), 10, 0, 0).tolist() == [4, 2, 1, 5, 7, 0]
+    assert permuted(np.arange(4), 10**6, 1, 2).tolist() == [506219, 85284, 546460, 422460]
+    assert Schedule(1797, 64, seed=0).digest(100) == "fd4890e7801d"
+
+
+@pytest.mark.parametrize("num_examples,batch_size", [(10, 3), (1797, 64), (20_000, 64), (9, 9), (10_001, 9000)])
+@pytest.mark.parametrize("remainder", ["drop", "mask"])
+def test_an_epoch_visits_each_example_once(num_examples, batch_size, remainder):
+    schedule = Schedule(num_examples, batch_size, seed=5, remainder=remainder)
+    for epoch in (0, 1, 4):
+        steps = range(epoch * schedule.steps_per_epoch + 1, (epoch + 1) * schedule.steps_per_epoch + 1)
+        assert {schedule.epoch(step) for step in steps} == {epoch}
+        seen = np.concatenate([indices[mask] for indices, mask in map(schedule.batch, steps)])
+        assert len(np.unique(seen)) == len(seen)
+        rest = num_examples % batch_size
+        assert len(seen) == (num_examples if remainder == "mask" else num_examples - rest)
+        np.testing.assert_array_equal(seen, permuted(np.arange(len(seen)), num_examples, 5, epoch))
+
+
+def test_epochs_differ_from_one_another_and_by_seed():
+    first = Schedule(1000, 100, seed=0)
+    assert first.digest(1) != first.digest(11)
+    assert first.digest(1) != Schedule(1000, 100, seed=1).digest(1)
+    assert first.digest(11) != Schedule(1000, 100, seed=1).digest(1)
+    assert first.digest(1) == Schedule(1000, 100, seed=0).digest(1)
+
+
+def test_batches_do_not_depend_on_what_was_asked_before():
+    steps = list(range(1, 200))
+    forward = {step: Schedule(1797, 64, seed=2).batch(step)[0].copy() for step in steps}
+    again = Schedule(1797, 64, seed=2)
+    for step in np.random.default_rng(0).permutation(steps).tolist():
+        np.testing.assert_array_equal(again.batch(step)[0], forward[step])
+
+
+def test_the_short_last_batch_is_masked_exactly():
+    schedule = Schedule(10, 4, shuffle=False, remainder="mask")
+    assert schedule.steps_per_epoch == 3 and not schedule.always_full and schedule.num_batches is None
+    assert schedule.batch(2)[1].all()
+    for step in (3, 6):
+        indices, mask = schedule.batch(step)
+        assert indices[:2].tolist() == [8, 9]
+        assert mask.tolist() == [True, True, False, False]
+        assert ((indices >= 0) & (indices < 10)).all()
+
+
+def test_mask_works_with_fewer_examples_than_a_batch():
+    schedule = Schedule(3, 8, remainder="mask")
+    for step in (1, 2, 50):
+        indices, mask = schedule.batch(step)
+        assert indices.shape == mask.shape == (8,)
+        assert sorted(indices[mask]) == [0, 1, 2] and mask.sum() == 3
+
+
+def test_always_full_is_true_exactly_when_no_row_is_ever_missing():
+    for num_examples in range(1, 13):
+        for batch_size in range(1, 13):
+            schedule = Schedule(num_examples, batch_size, remainder="mask")
+            masks = [schedule.batch(step)[1].all() for step in range(1, 2 * schedule.steps_per_epoch + 1)]
+            assert schedule.always_full == all(masks)
+            if num_examples >= batch_size:
+                assert Schedule(num_examples, batch_size).always_full
+
+
+def test_without_shuffle_the_order_is_the_data_s():
+    schedule = Schedule(10, 5, shuffle=False)
+    assert [schedule.batch(step)[0].tolist() for step in (1, 2, 3)] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+        [0, 1, 2, 3, 4],
+    ]
+
+
+@pytest.mark.parametrize("num_examples", [1, 63, 64, 65, 1000])
+def test_an_evaluation_counts_every_example_exactly_once(num_examples):
+    schedule = eval_schedule(num_examples, 64)
+    assert schedule.num_batches == -(-num_examples // 64)
+    batches = [schedule.batch(step) for step in range(1, schedule.num_batches + 1)]
+    assert np.concatenate([indices[mask] for indices, mask in batches]).tolist() == list(range(num_examples))
+    with pytest.raises(ValueError, match="1 to"):
+        schedule.batch(schedule.num_batches + 1)
+
+
+def test_the_digest_tells_order_and_missing_rows():
+    assert Schedule(8, 8, shuffle=False).digest(1) != Schedule(8, 8, seed=1).digest(1)
+    assert Schedule(8, 8, shuffle=False).digest(1) == Schedule(8, 8, shuffle=False, remainder="mask").digest(1)
+    short = Schedule(7, 8, shuffle=False, remainder="mask")
+    indices, mask = short.batch(1)
+    full = hashlib.sha256(indices.tobytes() + np.ones(8, bool).tobytes()).hexdigest()[:12]
+    assert not mask.all() and short.digest(1) != full  # the same indices with no row missing
+    assert short.digest(1) == hashlib.sha256(indices.tobytes() + mask.tobytes()).hexdigest()[:12]
+
+
+def test_batches_cannot_be_changed_by_who_gets_them():
+    indices, mask = Schedule(100, 10).batch(1)
+    with pytest.raises(ValueError, match="read-only"):
+        indices[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        mask[0] = False
+
+
+def test_steps_count_from_one():
+    with pytest.raises(ValueError, match="step 0"):
+        Schedule(10, 5).batch(0)
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (dict(num_examples=5, batch_size=8), ["5 examples", "batch_size is 8", "at most 5", "data.remainder: mask"]),
+        (dict(num_examples=0, batch_size=8), ["eval_data has 0 examples", "at least 1"]),
+        (dict(num_examples=5, batch_size=0), ["batch_size is 0", "at least 1"]),
+        (dict(num_examples=5, batch_size=1, remainder="pad"), ["'pad'", "'drop' or 'mask'"]),
+    ],
+)
+def test_impossible_schedules_are_config_errors(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        Schedule(what="eval_data", **arguments)
+    for word in words:
+        assert word in str(error.value)

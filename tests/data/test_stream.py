@@ -1,0 +1,309 @@
+"""Streams: start anywhere, each process its rows, errors reach the consumer, and nothing outlives its close."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from spmdkit.data import HostBatch, Schedule, device_batches, eval_schedule, host_batches, open_source
+from spmdkit.errors import ConfigError, UserCodeError
+
+ARRAYS = {"x": np.arange(50, dtype=np.float32).reshape(25, 2), "y": np.arange(25)}
+SOURCES = {
+    "arrays": lambda: ARRAYS,
+    "list": lambda: [{"x": x, "y": int(y)} for x, y in zip(ARRAYS["x"], ARRAYS["y"], strict=True)],
+    "grain": lambda: grain.MapDataset.range(25).map(lambda i: {"x": ARRAYS["x"][i], "y": i}),
+}
+THREADS = "spmdkit-device-batches"
+
+
+def stream(data, schedule, positions=None, start=1, stop=None, **options):
+    return host_batches(open_source(data), schedule, positions, start, stop, **options)
+
+
+def labels(batches):
+    return [(step, batch.examples["y"].tolist()) for step, batch in batches]
+
+
+def our_threads():
+    return [thread for thread in threading.enumerate() if thread.name == THREADS]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_every_step_yields_the_examples_of_its_schedule(kind, threads):
+    schedule = Schedule(25, 4, seed=3)
+    batches = list(stream(SOURCES[kind](), schedule, start=1, stop=20, threads=threads))
+    assert [step for step, _ in batches] == list(range(1, 20))
+    for step, batch in batches:
+        assert isinstance(batch, HostBatch) and batch.mask is None
+        indices, _ = schedule.batch(step)
+        np.testing.assert_array_equal(batch.examples["y"], indices)
+        np.testing.assert_array_equal(batch.examples["x"], ARRAYS["x"][indices])
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_stream_started_at_any_step_is_the_rest_of_the_full_one(kind):
+    schedule = Schedule(25, 4, seed=3, remainder="mask")
+    full = labels(stream(SOURCES[kind](), schedule, stop=30))
+    for start in (1, 2, 7, 8, 29):
+        assert labels(stream(SOURCES[kind](), schedule, start=start, stop=30)) == full[start - 1 :]
+
+
+def test_starting_late_reads_nothing_that_came_before():
+    reads = []
+
+    class Data:
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, index):
+            reads.append(index)
+            return np.float32(index)
+
+    schedule = Schedule(1000, 4, shuffle=False)
+    batches = stream(Data(), schedule, start=201, stop=203)
+    assert [batch.examples.tolist() for _, batch in batches] == [[800, 801, 802, 803], [804, 805, 806, 807]]
+    assert sorted(reads) == [0, *range(800, 808)]  # 0 tells the shape, when the data is opened
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_rows_of_all_processes_together_are_the_global_batch(num_processes, interleaved):
+    schedule = Schedule(25, 12, seed=1, remainder="mask")
+    whole = list(stream(ARRAYS, schedule, stop=8))
+    rows = np.arange(12)
+    parts = [
+        rows[i::num_processes] if interleaved else np.array_split(rows, num_processes)[i] for i in range(num_processes)
+    ]
+    streams = [list(stream(ARRAYS, schedule, part, stop=8)) for part in parts]
+    for number, (step, batch) in enumerate(whole):
+        for key, leaf in batch.examples.items():
+            rebuilt = np.empty_like(leaf)
+            for part, local in zip(parts, streams, strict=True):
+                assert local[number][0] == step
+                rebuilt[part] = local[number][1].examples[key]
+            np.testing.assert_array_equal(rebuilt, leaf)
+        mask = np.empty(12, bool)
+        for part, local in zip(parts, streams, strict=True):
+            mask[part] = local[number][1].mask
+        np.testing.assert_array_equal(mask, schedule.batch(step)[1])
+        np.testing.assert_array_equal(batch.mask, mask)
+
+
+def test_an_evaluation_of_any_size_ends_by_itself_and_is_exact():
+    for batch_size in (1, 7, 25, 64):
+        batches = list(stream(ARRAYS, eval_schedule(25, batch_size)))
+        rows = np.ones(batch_size, bool)
+        total = sum(b.examples["y"][rows if b.mask is None else b.mask].sum() for _, b in batches)
+        assert total == ARRAYS["y"].sum() and len(batches) == -(-25 // batch_size)
+    assert list(stream(ARRAYS, eval_schedule(25, 5), start=6)) == []
+
+
+def test_an_endless_stream_goes_on_over_epochs():
+    batches = stream(ARRAYS, Schedule(25, 25))
+    assert [step for step, _ in itertools.islice(batches, 50)] == list(range(1, 51))
+    batches.close()
+
+
+def test_random_draws_of_grain_differ_by_epoch_and_survive_a_restart():
+    data = grain.MapDataset.range(8).seed(0).random_map(lambda i, rng: np.float32(rng.random()))
+    schedule = Schedule(8, 8, shuffle=False)
+    full = [batch.examples.tolist() for _, batch in stream(data, schedule, stop=5)]
+    assert full[0] != full[1]
+    assert [batch.examples.tolist() for _, batch in stream(data, schedule, start=3, stop=5)] == full[2:]
+
+
+class Faulty:
+    def __init__(self, bad, error):
+        self.bad, self.error = bad, error
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise self.error
+        return np.float32(index)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_data_that_raises_surfaces_at_its_step_with_its_cause(threads):
+    batches = stream(Faulty(9, OSError("bad sector")), Schedule(40, 4, shuffle=False), threads=threads, prefetch=4)
+    with device_batches(batches, put=lambda batch: batch.examples.sum(), depth=3) as device:
+        assert [next(device)[:2] for _ in range(2)] == [(1, 6.0), (2, 22.0)]
+        with pytest.raises(UserCodeError, match=r"step 3 .*train_data\[9\] raised OSError: bad sector") as error:
+            next(device)
+        assert type(error.value.__cause__) is OSError
+        frames = traceback.extract_tb(error.value.__cause__.__traceback__)
+        assert frames[-1].name == "__getitem__"  # the user's own line is there to read
+        assert next(device, None) is None
+    assert not our_threads()
+
+
+def test_ragged_examples_surface_at_their_step():
+    data = [np.zeros(2, np.float32)] * 5 + [np.zeros(3, np.float32)]
+    with pytest.raises(ConfigError, match=r"step 3 .*train_data\[5\] is float32\[3\]"):
+        list(stream(data, Schedule(6, 2, shuffle=False), stop=4))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_even_an_exit_raised_in_the_data_ends_the_wait_of_the_consumer(error):
+    batches = stream(Faulty(5, error), Schedule(40, 4, shuffle=False))
+    with device_batches(batches, put=lambda batch: batch) as device:
+        assert next(device)[0] == 1
+        with pytest.raises(type(error)):
+            next(device)
+
+
+def test_an_error_of_put_surfaces_after_the_batches_before_it():
+    def put(value):
+        if value == 2:
+            raise RuntimeError("device full")
+        return value
+
+    device = device_batches(enumerate(range(5)), put)
+    assert [next(device)[1] for _ in range(2)] == [0, 1]
+    with pytest.raises(RuntimeError, match="device full"):
+        next(device)
+    assert list(device) == []
+
+
+def test_batches_reach_the_device_in_order_with_their_wait():
+    device_put = jax.device_put
+    batches = device_batches(stream(ARRAYS, Schedule(25, 5, seed=1), stop=50), lambda batch: device_put(batch.examples))
+    seen = list(batches)
+    assert [step for step, _, _ in seen] == list(range(1, 50))
+    for step, batch, wait_s in seen:
+        assert isinstance(batch["x"], jax.Array) and wait_s >= 0
+        np.testing.assert_array_equal(batch["y"], Schedule(25, 5, seed=1).batch(step)[0])
+    assert not our_threads()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_at_most_depth_batches_are_ahead_of_the_consumer(depth):
+    puts, reached = [], threading.Semaphore(0)
+
+    def put(value):
+        puts.append(value)
+        reached.release()
+        return value
+
+    device = device_batches(enumerate(itertools.count()), put, depth)
+    for taken in range(4):
+        for _ in range(depth if taken == 0 else 1):
+            assert reached.acquire(timeout=30)  # it does run that far ahead
+        assert not reached.acquire(timeout=0.05), "a batch more than asked was put"
+        assert len(puts) == taken + depth
+        assert next(device)[1] == taken
+    device.close()
+
+
+def test_wait_is_the_time_the_consumer_stood_still():
+    gate = threading.Event()
+
+    def slow():
+        yield 1, "ready"
+        gate.wait(30)
+        yield 2, "late"
+
+    with device_batches(slow(), lambda value: value) as device:
+        next(device)
+        threading.Timer(0.2, gate.set).start()
+        _, value, wait_s = next(device)
+    assert value == "late" and 0.1 < wait_s < 30
+
+
+def test_close_stops_the_thread_closes_the_iterator_and_may_be_repeated():
+    closed = threading.Event()
+
+    def endless():
+        try:
+            yield from enumerate(itertools.count())
+        finally:
+            closed.set()
+
+    device = device_batches(endless(), lambda value: value)
+    next(device)
+    assert our_threads()
+    device.close()
+    device.close()
+    assert closed.is_set() and not our_threads()
+    assert next(device, None) is None
+
+
+def test_an_abandoned_iterator_is_collected_and_its_thread_ends():
+    device = device_batches(enumerate(itertools.count()), lambda value: value)
+    next(device)
+    alive = weakref.ref(device)
+    del device
+    gc.collect()
+    assert alive() is None and not our_threads()
+
+
+def test_depth_must_be_positive():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        device_batches(iter(()), lambda value: value, 0)
+
+
+ABANDON = """
+import itertools, time, sys
+import numpy as np
+from spmdkit.data import *
+{data}
+batches = host_batches(open_source(data), Schedule(len(data), 4), None, 1, None)
+device = device_batches(batches, {put})
+next(device)
+sys.stdout.write("left")
+"""
+MEMORY = "data = np.zeros((64, 2), np.float32)"
+OBJECTS = "data = [np.zeros(2, np.float32)] * 64"
+
+
+@pytest.mark.parametrize("data", [MEMORY, OBJECTS], ids=["arrays", "examples"])
+@pytest.mark.parametrize("put", ["lambda b: b", "lambda b: __import__('jax').device_put(b.examples)"])
+def test_leaving_the_interpreter_with_an_open_stream_is_quiet_and_quick(data, put):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ABANDON.format(data=data, put=put)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "left", "")
+
+
+def test_importing_the_data_package_does_not_import_grain():
+    code = "import sys, spmdkit.data; assert 'grain' not in sys.modules; spmdkit.data.open_source([1.0])"
+    code += "; assert 'grain' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_gathering_arrays_is_a_vectorised_take():
+    """Not a time: no Python code may run per example, or steps of 2 ms would feel it."""
+    source = open_source({"x": np.zeros((10_000, 8, 8), np.float32), "y": np.zeros(10_000, np.int32)})
+    counts = {}
+    for batch_size in (8, 8000):
+        calls = 0
+
+        def count(*_):
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            source.gather(np.arange(batch_size))
+        finally:
+            sys.setprofile(None)
+        counts[batch_size] = calls
+    assert counts[8] == counts[8000] < 30

@@ -1,0 +1,197 @@
+"""metrics.jsonl: exact numbers, key order, strict JSON, and the cut back to the restored step."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.metrics import JsonlSink, read_lines, write_json
+from spmdkit.metrics.jsonl import record_line
+
+
+def written(path, *records, keep=0):
+    sink = JsonlSink(path, keep)
+    for record in records:
+        sink.write(record)
+    sink.close()
+    return path.read_text()
+
+
+def strict(text):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_every_float32_bit_pattern_comes_back_exactly():
+    bits = np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)
+    values = bits.view(np.float32)
+    for value in values[np.isfinite(values)]:
+        loss = strict(record_line({"step": 1, "loss": value}))["loss"]
+        assert np.float32(loss).tobytes() == value.tobytes() and loss == float(value)
+
+
+@pytest.mark.parametrize(
+    "value", [jnp.bfloat16(1.0078125), np.float16(0.1), np.float64(0.1), jnp.float32(2.3), 7, True]
+)
+def test_scalars_of_every_library_keep_their_value(value):
+    found = strict(record_line({"step": np.int32(3), "loss": value}))
+    assert found["loss"] == float(value) and found["step"] == 3
+
+
+def test_numbers_that_json_has_not_are_strings_for_strict_parsers_and_floats_again_when_read(tmp_path):
+    text = written(tmp_path / "m", {"step": 1, "loss": np.float32("nan"), "a": math.inf, "b": -math.inf})
+    assert text == '{"step": 1, "loss": "NaN", "a": "Infinity", "b": "-Infinity"}\n'
+    strict(text)
+    (record,) = read_lines(tmp_path / "m")
+    assert math.isnan(record["loss"]) and record["a"] == math.inf and record["b"] == -math.inf
+
+
+def test_keys_have_one_order():
+    line = record_line(
+        {"input_wait_s": 0.0, "zeta": 1.0, "examples_per_s": 5.0, "loss": 2.0, "accuracy": 0.5, "split": "eval"}
+        | {"step_time_s": 0.1, "step": 3}
+    )
+    assert list(json.loads(line)) == [
+        "step",
+        "split",
+        "loss",
+        "accuracy",
+        "zeta",
+        "examples_per_s",
+        "step_time_s",
+        "input_wait_s",
+    ]
+
+
+def test_each_line_is_in_the_file_before_write_returns(tmp_path):
+    sink = JsonlSink(tmp_path / "m", 0)
+    sink.write({"step": 1, "loss": 1.0})
+    assert (tmp_path / "m").read_text() == '{"step": 1, "loss": 1.0}\n'
+    sink.close()
+    sink.close()
+
+
+def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path):
+    program = """
+    import os, signal, sys
+    from spmdkit.metrics.jsonl import JsonlSink
+    sink = JsonlSink(sys.argv[1], 0)
+    for step in range(1, 51):
+        sink.write({"step": step, "loss": 1 / step})
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "m")]
+    done = subprocess.run(command, timeout=60, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert done.returncode == -signal.SIGKILL
+    assert [r["step"] for r in read_lines(tmp_path / "m")] == list(range(1, 51))
+
+
+def test_resume_drops_later_steps_and_a_torn_line_and_keeps_the_bytes_of_the_rest(tmp_path):
+    path = tmp_path / "m"
+    kept = '{"step":10,  "loss": 1.50}\n{"step": 20, "split": "eval", "loss": 3}\n{"step": 20, "loss": 1}\n'
+    path.write_text(kept + '{"step": 30, "loss": 1}\n{"step": 30, "split": "eval", "loss": 2}\n{"step": 4, "lo')
+    sink = JsonlSink(path, 20)
+    assert path.read_text() == kept
+    assert (sink.dropped_steps, sink.dropped_damaged) == (2, 1)
+    sink.write({"step": 21, "loss": 2.0})
+    sink.close()
+    assert path.read_text() == kept + '{"step": 21, "loss": 2.0}\n'
+    assert sorted(os.listdir(tmp_path)) == ["m"]
+
+
+@pytest.mark.parametrize("tail", [b"\x00" * 64, b"\xff\xfe{", b"[" * 100_000, b"17", b'{"loss": 1}', b'{"step": "5"}'])
+def test_garbage_at_the_end_is_dropped(tmp_path, tail):
+    (tmp_path / "m").write_bytes(b'{"step": 1, "loss": 1}\n' + tail)
+    sink = JsonlSink(tmp_path / "m", 9)
+    sink.close()
+    assert sink.dropped_damaged == 1
+    assert (tmp_path / "m").read_bytes() == b'{"step": 1, "loss": 1}\n'
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+    (tmp_path / "m").write_bytes(b'{"step": 1, "loss": 1}')
+    assert written(tmp_path / "m", {"step": 2, "loss": 2}, keep=1).splitlines() == [
+        '{"step": 1, "loss": 1}',
+        '{"step": 2, "loss": 2}',
+    ]
+
+
+def test_a_new_run_keeps_nothing_and_none_keeps_all(tmp_path):
+    written(tmp_path / "m", {"step": 1, "loss": 1.0})
+    assert len(written(tmp_path / "m", {"step": 2, "loss": 1.0}, keep=None).splitlines()) == 2
+    assert written(tmp_path / "m", keep=0) == ""
+
+
+def test_a_kill_while_the_file_is_cut_back_leaves_the_old_file(tmp_path, monkeypatch):
+    old = written(tmp_path / "m", {"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0})
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        JsonlSink(tmp_path / "m", 1)
+    assert (tmp_path / "m").read_text() == old and os.listdir(tmp_path) == ["m"]
+
+
+def test_a_full_disk_is_told_with_its_repair_and_leaves_whole_lines(tmp_path, monkeypatch):
+    sink = JsonlSink(tmp_path / "m", 0)
+    sink.write({"step": 1, "loss": 1.0})
+    real, calls = os.write, []
+
+    def full(descriptor, data):
+        calls.append(data)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[:7])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ConfigError, match=r"m: cannot be written: No space left on device \(error 28\).*Free space"):
+        sink.write({"step": 2, "loss": 1.0})
+    assert (tmp_path / "m").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_a_folder_that_is_missing_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
+        JsonlSink(tmp_path / "gone" / "m", 0)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"step": 1, "acc": np.zeros(3)}, r"metric 'acc' is an array of shape \(3,\).*sk.mean"),
+        ({"step": 1, "acc": "high"}, "metric 'acc' is a str"),
+        ({"step": 1, "acc": None}, "metric 'acc' is a NoneType"),
+        ({"step": 1, "acc": np.complex64(1)}, "metric 'acc' has dtype complex64"),
+        ({"step": 1.5, "loss": 1.0}, "step is 1.5. A record belongs to one step"),
+        ({"loss": 1.0}, "metric 'step' is a NoneType"),
+    ],
+)
+def test_what_is_not_one_number_is_refused(record, message):
+    with pytest.raises(UserCodeError, match=message):
+        record_line(record)
+
+
+def test_write_json_replaces_the_file_in_one_step_and_is_strict(tmp_path):
+    path = tmp_path / "environment.json"
+    write_json(path, {"old": 1})
+    write_json(path, {"a": [np.float32(0.5), math.nan], "b": tmp_path, "c": None, "d": np.int64(3)})
+    assert strict(path.read_text()) == {"a": [0.5, "NaN"], "b": str(tmp_path), "c": None, "d": 3}
+    assert os.listdir(tmp_path) == ["environment.json"]
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert strict(path.read_text())["c"] is None
+
+
+def test_reading_a_file_that_is_missing_gives_no_lines(tmp_path):
+    assert read_lines(tmp_path / "none") == []

@@ -1,0 +1,230 @@
+"""The face: the very lines, the bar on a terminal, the time left, and streams that go away."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from spmdkit.metrics import ProgressFace
+from spmdkit.metrics.format import format_duration, format_rate, format_seconds, format_value
+
+RECORD = {"step": 120, "loss": 2.3411, "examples_per_s": 12345.2, "step_time_s": 0.05, "input_wait_s": 0.001}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def face(stream, clock=None, total=2000, **options):
+    return ProgressFace(total, stream=stream, clock=clock or Clock(), **options)
+
+
+def test_plain_lines_are_these():
+    stream, clock = io.StringIO(), Clock()
+    shown = face(stream, clock)
+    shown.start()
+    assert stream.getvalue() == "training steps 1 to 2000\n"
+    with shown.compiling():
+        assert stream.getvalue().endswith("compiling the step ...")
+        clock.now += 3.2
+    clock.now += 12
+    shown.advance(119)
+    shown.write(RECORD)
+    shown.write({"step": 120, "split": "eval", "loss": 2.40, "accuracy": 0.91})
+    shown.message("saved checkpoint 120")
+    shown.close()
+    shown.close()
+    assert stream.getvalue().splitlines() == [
+        "training steps 1 to 2000",
+        "compiling the step ...  3.2 s",
+        "step  120/2000  loss 2.3411  12345 examples/s  left 3m08s  input wait 2%",
+        "step  120 eval  loss 2.4000  accuracy 0.9100",
+        "saved checkpoint 120",
+    ]
+
+
+def test_a_resumed_run_and_a_finished_one_say_so():
+    stream = io.StringIO()
+    face(stream, start_step=121).start()
+    face(stream, start_step=2001).start()
+    assert stream.getvalue().splitlines() == [
+        "continuing at step 121 of 2000",
+        "nothing to train: all 2000 steps are done",
+    ]
+
+
+def test_time_left_follows_recent_steps_and_leaves_compilation_out():
+    stream, clock = io.StringIO(), Clock()
+    shown = face(stream, clock, total=1000)
+    shown.start()
+    with shown.compiling():
+        clock.now += 500
+    for step in range(10, 410, 10):
+        clock.now += 10 if step <= 200 else 20  # the pace halves
+        shown.write({"step": step, "loss": 1.0})
+    lines = stream.getvalue().splitlines()
+    assert "left 16m30s" in lines[2]  # 990 steps of 1 s, no trace of the 500 s
+    assert "left 20m00s" in lines[-1]  # 600 steps of 2 s, no trace of the fast ones
+    clock.now += 20
+    shown.write({"step": 1000, "loss": 1.0})
+    assert stream.getvalue().endswith("loss 1.0000  done\n")
+
+
+def test_no_line_is_wider_than_100_columns_and_other_metrics_go_first():
+    stream, clock = io.StringIO(), Clock()
+    shown = face(stream, clock, total=10_000_000, examples_unit="tokens")
+    shown.start()
+    clock.now += 1e5
+    many = {f"metric_number_{i}": 123456.789 for i in range(30)}
+    shown.write({**RECORD, **many, "step": 9_000_000, "loss": 1.23e-12, "examples_per_s": 9.9e12})
+    shown.write({"step": 9_000_000, "split": "eval", "loss": 2.0, **many})
+    _, train, evaluation = stream.getvalue().splitlines()
+    assert len(train) <= 100 and len(evaluation) <= 100
+    assert "loss 1.230e-12" in train and "tokens/s" in train and "left 3h05m" in train and "input wait 2%" in train
+    assert "metric_number_0 1.235e+05" in evaluation
+
+
+def test_a_loss_that_is_not_finite_is_shown():
+    stream = io.StringIO()
+    face(stream).write({"step": 5, "loss": float("nan")})
+    assert stream.getvalue() == "step    5/2000  loss nan\n"
+
+
+def test_off_shows_nothing():
+    stream = io.StringIO()
+    shown = face(stream, mode="off")
+    shown.start()
+    with shown.compiling():
+        shown.write(RECORD)
+    shown.message("x")
+    shown.close()
+    assert stream.getvalue() == ""
+
+
+def test_a_failed_compilation_ends_its_line():
+    stream = io.StringIO()
+    with pytest.raises(KeyError), face(stream).compiling():
+        raise KeyError
+    assert stream.getvalue() == "compiling the step ...  failed\n"
+
+
+def test_a_message_while_compiling_gets_its_own_line():
+    stream = io.StringIO()
+    shown = face(stream)
+    with shown.compiling():
+        shown.message("a warning")
+    assert stream.getvalue().splitlines()[:2] == ["compiling the step ...", "a warning"]
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_stream_that_goes_away_does_not_end_the_run():
+    closed = io.StringIO()
+    closed.close()
+    for stream in (Gone(), closed):
+        shown = face(stream)
+        shown.start()
+        shown.write(RECORD)
+        shown.close()
+
+
+def test_text_that_the_stream_cannot_encode_is_replaced():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    face(stream).message("run directory läufe")
+    assert raw.getvalue() == b"run directory l?ufe\n"
+
+
+def bare(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def terminal_output(width, **extra):
+    stream, clock = io.StringIO(), Clock()
+    console = Console(file=stream, force_terminal=True, width=width, legacy_windows=False, _environ={})
+    shown = face(stream, clock, mode="rich", console=console)
+    shown.start()
+    with shown.compiling():
+        clock.now += 3.2
+    clock.now += 12
+    shown.write({**RECORD, **extra})
+    shown.write({"step": 120, "split": "eval", "loss": 2.4, "accuracy": 0.91})
+    shown.message("saved [bold]/runs/" + "x" * 120)
+    shown.close()
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [100, 80, 60])
+def test_the_bar_shows_everything_and_never_wraps(width):
+    text = terminal_output(width)
+    assert "\x1b[?25h" in text  # the cursor is given back
+    last = bare(text[text.rindex("saved") :]).replace("\r", "\n")
+    for word in ("step  120/2000", "━", "loss 2.3411", "12345 examples/s", "left 3m08s", "input wait 2%"):
+        assert word in last
+    rows = [row for row in bare(text).replace("\r", "\n").split("\n") if "saved" not in row]
+    assert max(map(len, rows)) < width
+
+
+def test_lines_scroll_past_the_bar_without_markup_and_without_a_cut():
+    text = bare(terminal_output(80))
+    assert "training steps 1 to 2000" in text and "compiling the step ...  3.2 s" in text
+    assert "step  120 eval  loss 2.4000  accuracy 0.9100" in text
+    assert "saved [bold]/runs/" + "x" * 120 in text
+
+
+def test_other_metrics_are_shown_where_there_is_room():
+    assert "accuracy 0.5000" in terminal_output(100, accuracy=0.5)
+    assert "accuracy 0.5000" in terminal_output(80, accuracy=0.5)
+    assert "accuracy 0.5000" not in terminal_output(60, accuracy=0.5)
+
+
+def test_no_color_is_respected(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    shown = face(stream, mode="auto")
+    shown.start()
+    shown.write(RECORD)
+    shown.close()
+    assert "━" in stream.getvalue() and not re.search(r"\x1b\[[0-9;]*3\dm", stream.getvalue())
+
+
+def test_auto_takes_the_bar_on_a_terminal_and_lines_on_a_dumb_one(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    smart, dumb, pipe = Terminal(), Terminal(), io.StringIO()
+    for stream, term in ((smart, "xterm-256color"), (dumb, "dumb"), (pipe, "xterm-256color")):
+        monkeypatch.setenv("TERM", term)
+        shown = face(stream)
+        shown.start()
+        shown.close()
+    assert "\x1b[" in smart.getvalue()
+    assert dumb.getvalue() == pipe.getvalue() == "training steps 1 to 2000\n"
+
+
+def test_numbers_read_well():
+    assert [format_duration(s) for s in (0.4, 59.6, 80, 3599.7, 7500, 187200)] == [
+        "0s",
+        "1m00s",
+        "1m20s",
+        "1h00m",
+        "2h05m",
+        "2d04h",
+    ]
+    assert [format_rate(r) for r in (12345.4, 98.66, 0.0341, 0)] == ["12345", "98.7", "0.034", "0.0"]
+    assert [format_seconds(s) for s in (8.5e-4, 0.0123, 3.2)] == ["850 us", "12.3 ms", "3.2 s"]
+    assert [format_value(v) for v in (2.34111, 0.0, 1.2e-5, 12345.67, 1e9, 7, -0.5)] == [
+        *("2.3411", "0.0000", "1.200e-05", "12345.7", "1.000e+09", "7", "-0.5000")
+    ]
