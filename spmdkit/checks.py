@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from spmdkit import scope
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
+from spmdkit.scope import Form
 
 T = TypeVar("T")
 
@@ -19,11 +21,8 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
-def call_user(fn: Callable[[], T], what: str, unless: Callable[[BaseException], bool] | None = None) -> T | None:
-    """Returns `fn()`, while it traces the user's function called `what`.
-
-    Args:
-        unless: where it is true of the exception, None is returned instead of raising.
+def call_user(fn: Callable[[], T], what: str) -> T:
+    """Returns `fn()`, while it runs or traces the user's function called `what`.
 
     Raises:
         ConfigError: JAX refused what the function does (shapes, dtypes): the innermost frame is not the user's.
@@ -34,8 +33,6 @@ def call_user(fn: Callable[[], T], what: str, unless: Callable[[BaseException], 
     except SpmdkitError:
         raise
     except Exception as error:
-        if unless is not None and unless(error):
-            return None
         frame = user_frame(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
         if frame is None or _innermost_is(error, frame):
@@ -45,6 +42,30 @@ def call_user(fn: Callable[[], T], what: str, unless: Callable[[BaseException], 
             f"{what} cannot be traced: JAX raised {type(error).__name__}{where}: {first}\n"
             f"The shapes and dtypes of init, the data and {what} have to fit together. Mend that line."
         ) from error
+
+
+def traces_in_form(trace: Callable[[], Any], form: Form, what: str) -> bool:
+    """Returns whether the user's function can be traced in `form`; False where another form of the step may still fit.
+
+    `plain` binds no names of replica axes; `manual` refuses a loop whose carry begins mirrored and becomes the replica's own.
+
+    Raises:
+        ConfigError, UserCodeError: it cannot be traced in any form; see `call_user`.
+    """
+
+    def attempt() -> bool:
+        try:
+            trace()
+        except (NameError, TypeError, ValueError) as error:
+            text = str(error)
+            unbound = form == "plain" and "unbound axis name" in text
+            mirrored = form == "manual" and ("manual axis types" in text or "varying" in text)
+            if unbound or mirrored:
+                return False
+            raise
+        return True
+
+    return call_user(attempt, what)
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -64,8 +85,6 @@ def _is_library(filename: str) -> bool:
 
 def refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
     """Returns whether `loss_fn(*arguments, None)` fails to trace, while other things are as in training."""
-    from spmdkit import scope
-
     num = jax.tree.leaves(arguments[-1])[0].shape[0]
 
     def run(*args: Any) -> Any:
@@ -74,6 +93,6 @@ def refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
     try:
         jax.eval_shape(run, *arguments)
-    except Exception as error:  # any failure at all means: this loss wants its key
+    except Exception as error:  # noqa: BLE001 - any failure at all means: this loss wants its key
         return not isinstance(error, NameError) or "unbound axis" not in str(error)
     return False

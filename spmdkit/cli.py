@@ -5,6 +5,7 @@ Exit codes are in `spmdkit.errors`; a user's mistake is a message on standard er
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -144,7 +145,7 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
         return
     for row in rows:
         values = "  ".join(f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None)
-        print(f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {row['time']}  {values}".rstrip())
+        print(f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {values}".rstrip())
     if not rows:
         print(f"no checkpoint in {folder}")
     for name in ignored:
@@ -161,8 +162,8 @@ def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) ->
         print(json.dumps(found))
         return
     print(f"step {found['step']}")
-    for path, (shape, dtype) in found["leaves"].items():
-        print(f"  {path}  {dtype}[{','.join(map(str, shape))}]")
+    for path, leaf in found["leaves"].items():
+        print(f"  {path}  {leaf['dtype']}[{','.join(map(str, leaf['shape']))}]")
 
 
 @checkpoint_app.command("export", epilog="Example: spmdkit checkpoint export runs/first params.safetensors")
@@ -178,6 +179,10 @@ def checkpoint_export(
 
     checkpoint.export(_checkpoints(run), step, out, format=format, which=which)  # type: ignore[arg-type]
     print(out)
+
+
+def _local_time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
 
 
 def _checkpoints(run: Path) -> Path:

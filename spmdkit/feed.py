@@ -93,7 +93,7 @@ class Feed:
         size = self.schedule.batch_size
 
         def place(x: np.ndarray) -> jax.Array:
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
+            def shard(index: Any) -> np.ndarray:
                 return x[np.searchsorted(self._local_rows, np.arange(size)[index[0]])]
 
             return jax.make_array_from_callback((size, *x.shape[1:]), self._sharding, shard)

@@ -196,12 +196,12 @@ def map_replicas(step: scope.Step, local: Loss, params: Any, state: Any, batch: 
         return _inside_replica(step, local, reducer, params, state, batch)
     run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[step.form]
     num_replicas = step.size("replica", *step.data_axes)
-    per_replica_state = step.state_groups is not None
-    if per_replica_state:
-        state = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // step.state_groups, axis=0), state)
+    groups = step.state_groups
+    if groups is not None:
+        state = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // groups, axis=0), state)
     sums, new_state = run(step, local, reducer, params, state, batch, reduce_gradient)
-    if per_replica_state and new_state is not None:
-        new_state = jax.tree.map(lambda x: _group_mean(x, step.state_groups), new_state)
+    if groups is not None and new_state is not None:
+        new_state = jax.tree.map(lambda x: _group_mean(x, groups), new_state)
     return sums, new_state
 
 
@@ -364,10 +364,11 @@ def _constrain(step: scope.Step, x: jax.Array, *dims: tuple[str, ...]) -> jax.Ar
 
 def _constrain_gradient(step: scope.Step, grads: Any) -> Any:
     """Keeps a replica's gradient cut as its parameters are; the partitioner would else hold it whole while it adds."""
-    if step.form == "manual" or step.mesh is None or step.placements is None:
+    mesh = step.mesh
+    if step.form == "manual" or mesh is None or step.placements is None:
         return grads
     return jax.tree.map(
-        lambda g, s: lax.with_sharding_constraint(g, NamedSharding(step.mesh, s)) if len(s) else g,
+        lambda g, s: lax.with_sharding_constraint(g, NamedSharding(mesh, s)) if len(s) else g,
         grads,
         step.placements.compute,
     )

@@ -85,7 +85,7 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
     table = options.axes
     by_config = _match(options.config_rules, leaves, "layout.rules")
     by_task = _match(options.task_rules, leaves, "the task's rules")
-    metadata = annotations(params)
+    metadata = model_annotations(params)
     placements = []
     for path, leaf in leaves:
         if path in by_config:
@@ -234,7 +234,7 @@ def _twin(path: str, shape: tuple[int, ...], by_path: Mapping[str, LeafPlacement
     return None
 
 
-def annotations(params: Any) -> dict[str, Sequence[Dim]]:
+def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
     """Returns path -> dim names for the leaves whose model carries them (`nn.with_partitioning`, `nnx.with_partitioning`)."""
     found: dict[str, Sequence[Dim]] = {}
     boxed = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: _names_of(x) is not None)[0]

@@ -61,7 +61,7 @@ def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
         run.finish()
         if run.step < config.steps:
             raise _preempted(run, signals)
-        run.events.write("stopped", step=run.step)
+        run.events.write("stopped", step=run.step, code=0)
         _conclude(run)
     cluster.shutdown()
     return Result(state, program, run)
@@ -104,7 +104,7 @@ def _conclude(run: Run) -> None:
 
 def _preempted(run: Run, signals: StopSignals) -> Preempted:
     name = signal.Signals(signals.requested).name if signals.requested is not None else "a signal to another process"
-    run.events.write("preempted", step=run.step, signal=name)
+    run.events.write("preempted", step=run.step, signal=name, code=Preempted.exit_code)
     if run.checkpoints is None:
         return Preempted(
             f"stopped after step {run.step} by {name}. Nothing was saved: checkpoint is null in the config."

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import data, layout, mesh, scope, state, step
-from spmdkit.checks import call_user
+from spmdkit.checks import call_user, traces_in_form
 from spmdkit.config import Config, check_batch, choose_optimizer, load_config, task_reference
 from spmdkit.errors import ConfigError
 from spmdkit.evaluation import Evaluator
@@ -143,11 +143,11 @@ class Program:
             for p in ps
         ]
         treedef = jax.tree.structure(self._abstract_state)
-        self.state_sharding = treedef.unflatten([p.sharding(self.mesh) for p in self.layout])
-        self.abstract_state = treedef.unflatten(
-            [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding(self.mesh)) for p in self.layout]
+        self.state_sharding = jax.tree.unflatten(treedef, [p.sharding(self.mesh) for p in self.layout])
+        self.abstract_state = jax.tree.unflatten(
+            treedef, [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding(self.mesh)) for p in self.layout]
         )
-        in_tree = jax.tree.structure(params).unflatten
+        in_tree = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
         self._placements = scope.Placements(
             compute=in_tree([p.spec for p in stored]),
             gradient=in_tree([p.spec for p in (stored if self.zero == 1 else full)]),
@@ -157,8 +157,8 @@ class Program:
     def _create_state(self, key: jax.Array) -> TrainState:
         variables = self._init(key)
         model_state = variables.state
-        if self._state_groups is not None:
-            model_state = jax.tree.map(lambda x: jnp.stack([x] * self._state_groups), model_state)
+        if (groups := self._state_groups) is not None:
+            model_state = jax.tree.map(lambda x: jnp.stack([x] * groups), model_state)
         return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema)
 
     def _open_data(self) -> None:
@@ -229,8 +229,10 @@ class Program:
             forms = ("manual", "mapped")
         for form in forms:
             record = dataclasses.replace(record, form=form, uses=set())
-            fits = functools.partial(_fits_form, form) if form != forms[-1] else None
-            if call_user(functools.partial(self._trace, record), self._what(), unless=fits):
+            trace = functools.partial(self._trace, record)
+            if form == forms[-1]:
+                call_user(trace, self._what())
+            elif traces_in_form(trace, form, self._what()):
                 break
         return self._settle(record)
 
@@ -268,7 +270,7 @@ class Program:
         if all(p.memory_kind == "device" for p in self.layout):
             return state
         leaves, treedef = jax.tree.flatten(state)
-        return treedef.unflatten([bring(x, p) for x, p in zip(leaves, self.layout, strict=True)])
+        return jax.tree.unflatten(treedef, [bring(x, p) for x, p in zip(leaves, self.layout, strict=True)])
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -420,14 +422,6 @@ def _abstract_init(task: Task, seed: int) -> tuple[Callable[[jax.Array], Variabl
                 "Return other arrays as model state: sk.Variables(params, state)."
             )
     return init, shapes.params, shapes.state
-
-
-def _fits_form(form: str, error: BaseException) -> bool:
-    """Returns whether `error` only says that the user's function cannot be traced in `form`, but may in the next one."""
-    text = str(error)
-    if form == "plain":
-        return isinstance(error, NameError) and "unbound axis name" in text
-    return isinstance(error, (TypeError, ValueError)) and ("manual axis types" in text or "varying" in text)
 
 
 def describe_mesh(sizes: Mapping[str, int]) -> str:

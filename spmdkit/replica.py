@@ -46,7 +46,7 @@ def pmean(tree: Any) -> Any:
     pooled = [isinstance(x, Mean) for x in leaves]
     summed = _reduce("sk.pmean", lax.psum, leaves)
     num = scope.current_step().size(*REPLICA_AXES)
-    return treedef.unflatten([x if is_mean else x / num for x, is_mean in zip(summed, pooled, strict=True)])
+    return jax.tree.unflatten(treedef, [x if is_mean else x / num for x, is_mean in zip(summed, pooled, strict=True)])
 
 
 def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:

@@ -22,7 +22,7 @@ from spmdkit import metrics
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
-from spmdkit.errors import ConfigError, NonFiniteError
+from spmdkit.errors import CheckpointWriteError, ConfigError, NonFiniteError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.program import Program, describe_mesh
 from spmdkit.state import TrainState
@@ -51,6 +51,9 @@ class Run:
         self._last_eval: tuple[int, dict[str, float]] | None = None
         self._saved_at_step, self._saved_at_time = 0, clock()
         self._trace_until: int | None = None
+        self._environment = metrics.environment(
+            folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes
+        )
 
     def __enter__(self) -> Run:
         with ExitStack() as stack:
@@ -69,22 +72,23 @@ class Run:
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
                 )
-                stack.callback(self._close_checkpoints)
+                stack.callback(self.checkpoints.close)
             self.events = metrics.EventLog(self.directory / "events.jsonl", self.cluster.process_index)
-            stack.callback(self.events.close)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is not None and self.cluster.is_main:
-            self.events.write(
-                "stopped" if not isinstance(error, Exception) else "fault", error=f"{kind.__name__}: {error}"[:500]
-            )
-        self._stack.close()
-
-    def _close_checkpoints(self) -> None:
-        assert self.checkpoints is not None
-        self.checkpoints.close()
+        if kind is not None and not issubclass(kind, Preempted):
+            code = getattr(error, "exit_code", 70)
+            self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
+        try:
+            self._stack.close()
+        except CheckpointWriteError as failed:
+            self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
+            if kind is None:
+                raise
+        finally:
+            self.events.close()
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 
@@ -153,14 +157,10 @@ class Run:
         if not self.cluster.is_main:
             return
         metrics.write_text(self.directory / "config.yaml", to_yaml(config))
-        folder = config.source.parent if config.source else Path.cwd()
-        metrics.write_json(
-            self.directory / "environment.json",
-            metrics.environment(folder=folder, devices=self.cluster.devices, num_processes=self.cluster.num_processes),
-        )
+        metrics.write_json(self.directory / "environment.json", self._environment)
         self.sinks = [metrics.JsonlSink(self.directory / "metrics.jsonl", keep_through_step=step)]
         if config.log.tensorboard:
-            self.sinks.append(metrics.TensorboardSink(self.directory / "tensorboard"))
+            self.sinks.append(metrics.TensorboardSink(self.directory / "tensorboard", keep_through_step=step))
         for sink in self.sinks:
             self._stack.callback(sink.close)
         self.sinks.append(self.face)
@@ -184,6 +184,8 @@ class Run:
     def _log(self, step: int, values: dict[str, jax.Array]) -> None:
         numbers = {name: float(value) for name, value in jax.device_get(values).items()}
         self._flying.clear()
+        if self.checkpoints is not None:
+            self._note_commits(self.checkpoints.check())
         record = {"step": step, **numbers, **self.throughput.snapshot(step)}
         for sink in self.sinks:
             sink.write(record)
@@ -267,16 +269,17 @@ class Run:
                 step, state, self._record(step), self._last_eval[1] if fresh and self._last_eval else None
             )
         self._saved_at_step, self._saved_at_time = step, self._clock()
-        self.events.write("saved", step=step)
+
+    def _note_commits(self, steps: list[int]) -> None:
+        for step in steps:
+            self.events.write("saved", step=step)
 
     def _record(self, step: int) -> dict[str, Any]:
         return {
             "config": to_yaml(self.config),
             "settings": self._settings(),
             "next_batch": self.program.schedule.digest(step + 1),
-            "versions": metrics.environment(folder=None, devices=(), num_processes=self.cluster.num_processes)[
-                "versions"
-            ],
+            "versions": self._environment["versions"],
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
         }
 
@@ -295,7 +298,9 @@ class Run:
         if self._trace_until is not None:
             jax.profiler.stop_trace()
         if self.checkpoints is not None:
-            self.checkpoints.wait()
+            self._note_commits(self.checkpoints.wait())
+            # A process that left before process 0 has committed would make a launcher end process 0.
+            self.cluster.barrier("committed")
         if self.cluster.is_main:
             self.face.close()
             metrics.write_report(self.directory)

@@ -126,7 +126,7 @@ def mirrored(step: scope.Step, tree: Any) -> Any:
 
 
 def _check_gradient(step: scope.Step, grads: Any, params: Any) -> None:
-    if jax.tree.structure(grads) != jax.tree.structure(params):
+    if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
         raise ConfigError(
             f"apply_gradients: the gradient's tree is {jax.tree.structure(grads)}, the parameters' is "
             f"{jax.tree.structure(params)}. They must be the same. Differentiate with respect to state.params."

@@ -25,6 +25,7 @@ import numpy as np
 from spmdkit.checkpoint import leaves, retention
 from spmdkit.checkpoint import record as records
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, format_bytes
+from spmdkit.tree import named_leaves
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -84,6 +85,7 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._draft: records.Record | None = None
+        self._form: leaves.Form | None = None
         self._committed: list[int] = []
         self._num_saves = 0
         if is_main:
@@ -124,18 +126,18 @@ class Checkpoints:
             ConfigError: a leaf cannot be saved (see `leaves.leaf_table`).
         """
         self._join()
-        table = leaves.leaf_table(state)
-        num_bytes = leaves.table_bytes(state)
-        self._refuse_together(self._objection(step, num_bytes))
+        form, arrays = leaves.form_of(state, self._form)
+        self._form = form
+        self._refuse_together(self._objection(step, form.num_bytes))
         # Leaves without elements live in the record only: orbax does not save them.
-        flat = {path: leaf for path, leaf in leaves.named_leaves(state) if leaf.size}
+        flat = {path: array for path, array in zip(form.table, arrays, strict=True) if array.size}
         self._draft = records.Record(
             step=step,
             time=self._clock(),
             num_processes=self._num_processes,
-            bytes=num_bytes,
+            bytes=form.num_bytes,
             metrics=records.finite_metrics(metrics or {}),
-            leaves=table,
+            leaves=form.table,
             files={},
             user=json.loads(json.dumps(record, allow_nan=False)),
         )
@@ -305,7 +307,7 @@ class Checkpoints:
         found = records.read_record(self.directory, step)
         self._check_fits(found, leaves.leaf_table(abstract_state))
         records.check_files(self.directory, found)
-        asked = [(path, _with_sharding(leaf)) for path, leaf in leaves.named_leaves(abstract_state)]
+        asked = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]
         from spmdkit.checkpoint import storage
 
         tree = leaves.nest({path: leaf for path, leaf in asked if leaf.size})

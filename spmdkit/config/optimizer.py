@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NOT_FROM_CONFIG = {
     "lbfgs": "its line search calls the loss function",
     "noisy_sgd": "it draws noise from a key of its own",
+    "optimistic_adam": "optax has replaced it by optimistic_adam_v2",
 }
 """optax optimizers that a config cannot name, with the reason."""
 

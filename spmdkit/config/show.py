@@ -18,7 +18,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # PyYAML folds these line breaks of YAML 1.1 into spaces unless they are escaped.
+    style = '"' if any(c in value for c in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
 add_core_schema(_Dumper)
+_Dumper.add_representer(str, _text)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 
 

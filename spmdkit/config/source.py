@@ -145,18 +145,20 @@ def parse(text: str, place: Any, name: str, empty_is_null: bool = False) -> Docu
             f"{place(line).where}: the character {chr(error.character)!r} is not allowed in YAML. Remove it."
         ) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        at_end = error.context_mark and re.search("stream end|end of stream", error.problem or "")
+        mark = error.context_mark if at_end else error.problem_mark or error.context_mark
         where = place(mark.line + 1).where if mark else name
-        raise ConfigError(f"{where}: {_syntax(error, text)}") from None
+        raise ConfigError(
+            f"{where}: {_syntax(error, text.splitlines()[mark.line : mark.line + 1] if mark else [])}"
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{name}: is not YAML: {error}") from None
     return Document(value, places)
 
 
-def _syntax(error: yaml.MarkedYAMLError, text: str) -> str:
+def _syntax(error: yaml.MarkedYAMLError, line: Sequence[str]) -> str:
     problem = error.problem or ""
-    line = text.splitlines()[error.problem_mark.line] if error.problem_mark and text.strip() else ""
-    if "'\\t'" in problem or "\t" in line[: len(line) - len(line.lstrip())]:
+    if "'\\t'" in problem or any("\t" in text[: len(text) - len(text.lstrip())] for text in line):
         return "a tab indents this line; YAML wants spaces. Replace the tab by spaces."
     if "expected a single document" in f"{error.context}{problem}":
         return "a second document starts here (`---`); a config is one document. Remove the line."

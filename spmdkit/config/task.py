@@ -26,6 +26,8 @@ def reference_problem(task: str) -> str:
     """Returns what is wrong with a reference, an empty string when nothing is."""
     rule = "needs path/to/file.py:name or package.module:name, found"
     target, colon, name = task.rpartition(":")
+    if len(task) > 1000:
+        return f"{rule} text of {len(task)} characters. At most 1000 are allowed. Try task: my_task.py:task."
     if any(ord(c) < 32 for c in task):
         return f"{rule} {task!r}. Control characters are refused."
     if not colon or task.endswith(".py"):

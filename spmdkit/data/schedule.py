@@ -60,9 +60,10 @@ class Schedule:
         return full + (self.remainder == "mask" and rest > 0)
 
     @property
-    def num_batches(self) -> int | None:
-        """Batches in all; None where the schedule is endless."""
-        return self.steps_per_epoch if self.finite else None
+    def num_batches(self) -> int:
+        """Batches in all, of a finite schedule."""
+        assert self.finite, "an endless schedule has no number of batches"
+        return self.steps_per_epoch
 
     @property
     def always_full(self) -> bool:
@@ -96,7 +97,9 @@ class Schedule:
 
     def _check(self, step: int) -> None:
         if step < 1 or (self.finite and step > self.steps_per_epoch):
-            raise ValueError(f"step {step} of a schedule whose steps are 1 to {self.num_batches or 'any'}")
+            raise ValueError(
+                f"step {step} of a schedule whose steps are 1 to {self.num_batches if self.finite else 'any'}"
+            )
 
 
 def eval_schedule(num_examples: int, batch_size: int, what: str = "eval_data") -> Schedule:

@@ -71,7 +71,7 @@ def open_source(data: Any, what: str = "train_data") -> Source:
     if jax.tree_util.all_leaves([data]):
         raise ConfigError(
             f"{what} is a {type(data).__module__}.{type(data).__name__}. Data must be arrays (a dict or tuple of "
-            f"them), a grain.MapDataset, or have __len__ and __getitem__: a batch is looked up by index, so that a run can "
+            f"them), a grain.MapDataset, or have __len__ and __getitem__: a batch is looked up by index, so a run can "
             f"resume at any step. Try list(data) for an iterator, MapDataset for a grain IterDataset, "
             f"jax.tree_util.register_dataclass for a dataclass of arrays."
         )

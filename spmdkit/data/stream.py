@@ -1,9 +1,9 @@
 """Batches as a stream: read on the host by grain, put on the devices ahead of the step that needs them.
 
 Two stages. `host_batches` reads rows: grain's threads for data that is read or computed, none for arrays in memory,
-where the copy takes microseconds and a thread would only fight for the interpreter. `device_batches` has one thread that
-puts batches on the devices ahead of time. grain's `experimental.device_put` is not used for that: it measures no wait,
-holds one batch more than asked, runs two threads, and hangs its consumer when the data raises SystemExit.
+where the copy takes microseconds and a thread would only fight for the interpreter. `device_batches` has one thread
+that puts batches on the devices ahead of time. grain's `experimental.device_put` is not used for that: it measures no
+wait, holds one batch more than asked, runs two threads, and hangs its consumer when the data raises SystemExit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def host_batches(
     from spmdkit.data.reader import StepDataset, read
 
     if stop is None:
-        stop = sys.maxsize if schedule.num_batches is None else schedule.num_batches + 1
+        stop = schedule.num_batches + 1 if schedule.finite else sys.maxsize
     if start >= stop:
         return
     if positions is not None and np.array_equal(positions, np.arange(schedule.batch_size)):

@@ -324,5 +324,5 @@ def _explain(first: Exit, child: Child) -> None:
         line = f"process {first.process} failed first: ended by {name} (exit code {first.code})"
     else:
         line = f"process {first.process} failed first with exit code {first.code}"
-    said = first.message if first.message is not None else "\n".join(child.tail)
+    said = first.message or ("" if first.code == PREEMPTED else "\n".join(child.tail))
     print(f"{line}{':' if said else ''}\n{said}".rstrip(), file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """How long the training loop stands still while a save starts: spmdkit against orbax alone, paired.
 
-    python tests/checkpoint/checkpoint_blocking.py [--leaves 200] [--mib 64] [--repeats 15]
+python tests/checkpoint/checkpoint_blocking.py [--leaves 200] [--mib 64] [--repeats 15]
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def shardings() -> dict:
 
 
 def global_state(step: int) -> dict:
-    values = {"split": value_of(step), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
+    values = {"split": value_of(step, 24), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
     return {
         name: jax.make_array_from_callback(values[name].shape, sharding, lambda index, v=values[name]: v[index])
         for name, sharding in shardings().items()

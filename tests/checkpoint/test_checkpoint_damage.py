@@ -66,7 +66,9 @@ def test_every_damaged_file_is_found_out_or_does_no_harm(saved, directory, tmp_p
             assert_same(restored, state)
             harmless.append(str(name))
     # Only orbax's own stamps, which it writes after our record, and a byte after the record's end, may be touched.
-    assert set(harmless) <= {"_CHECKPOINT_METADATA", "commit_success.txt"} | ({"record.json"} if damage is grow else set())
+    assert set(harmless) <= {"_CHECKPOINT_METADATA", "commit_success.txt"} | (
+        {"record.json"} if damage is grow else set()
+    )
 
 
 def test_a_damaged_step_is_still_the_latest_so_that_nobody_trains_from_an_older_one_unaware(saved, directory):
@@ -105,12 +107,20 @@ def test_rubbish_of_the_right_size_gives_a_named_error_and_no_traceback_of_the_s
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", "null", '{"schema": 1}', "\x00", '{"schema": 1, "step": 40, "time": 0, "num_processes": 1, "bytes"'],
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        '{"schema": 1}',
+        "\x00",
+        '{"schema": 1, "step": 40, "time": 0, "num_processes": 1, "bytes"',
+    ],
 )
 def test_a_record_that_is_no_record_is_damage(saved, directory, content):
     checkpoints, state = saved
     (directory / "40" / "record.json").write_text(content)
-    with pytest.raises(CheckpointError, match="40 is damaged: record.json"):
+    with pytest.raises(CheckpointError, match=r"40 is damaged: record.json"):
         checkpoints.restore(40, abstract_on(state, mesh_of(1)))
 
 
@@ -159,6 +169,6 @@ def test_a_large_array_that_lies_in_many_files_is_covered(directory):
     biggest = max((directory / "1").rglob("*"), key=lambda path: path.stat().st_size)
     assert biggest.stat().st_size > 2**18
     cut_one_byte(biggest)
-    with pytest.raises(CheckpointError, match="bytes, .* were written"):
+    with pytest.raises(CheckpointError, match=r"bytes, .* were written"):
         checkpoints.restore(1, {"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32)})
     checkpoints.close()

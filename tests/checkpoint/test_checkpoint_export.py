@@ -67,7 +67,7 @@ def test_parameters_that_are_one_array_are_exported(directory, tmp_path):
 
 def test_nothing_is_overwritten(saved, directory, tmp_path):
     (tmp_path / "mine").write_text("precious")
-    with pytest.raises(ConfigError, match="mine: it exists. Nothing is overwritten"):
+    with pytest.raises(ConfigError, match=r"mine: it exists. Nothing is overwritten"):
         export(directory, None, tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "precious"
 
@@ -75,7 +75,7 @@ def test_nothing_is_overwritten(saved, directory, tmp_path):
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
 def test_a_place_that_cannot_be_written_is_a_write_error(saved, directory, tmp_path, format):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointWriteError, match="export to .*failed"):
+    with pytest.raises(CheckpointWriteError, match=r"export to .*failed"):
         export(directory, None, tmp_path / "file" / "out", format)
 
 
@@ -91,9 +91,9 @@ def test_what_is_not_there_is_a_checkpoint_error(directory, tmp_path):
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, {"params": {"w": jnp.ones(1), "key": jax.random.key(0)}}, {})
     checkpoints.close()
-    with pytest.raises(CheckpointError, match="holds params, no ema. Set ema in the config"):
+    with pytest.raises(CheckpointError, match=r"holds params, no ema. Set ema in the config"):
         export(directory, 1, tmp_path / "out", which="ema")
-    with pytest.raises(CheckpointError, match="step 5 was asked for, but .* has steps 1"):
+    with pytest.raises(CheckpointError, match=r"step 5 was asked for, but .* has steps 1"):
         export(directory, 5, tmp_path / "out")
     with pytest.raises(CheckpointError, match="`params/key` is a random key"):
         export(directory, 1, tmp_path / "out")
@@ -104,6 +104,6 @@ def test_a_dtype_that_safetensors_lacks_is_named(directory, tmp_path):
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, {"params": {"w": jnp.ones(4, jnp.int4)}}, {})
     checkpoints.close()
-    with pytest.raises(ConfigError, match="int4.*Export with format orbax"):
+    with pytest.raises(ConfigError, match=r"int4.*Export with format orbax"):
         export(directory, 1, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [directory]

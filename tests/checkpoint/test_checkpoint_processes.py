@@ -59,14 +59,14 @@ def test_what_two_processes_saved_this_process_restores_on_eight_devices(directo
     state, _ = checkpoints.restore(
         4, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want)
     )
-    assert np.array_equal(state["split"], value_of(4))
+    assert np.array_equal(state["split"], value_of(4, 24))
     checkpoints.close()
 
 
 def test_what_this_process_saved_two_processes_restore(directory):
     checkpoints = Checkpoints(directory)
     for step in (3, 4):
-        state = {"split": value_of(step), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
+        state = {"split": value_of(step, 24), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
         checkpoints.save(step, jax.tree.map(jnp.asarray, state), {"seed": step})
     checkpoints.close()
     run_processes(directory, 2, "restore")

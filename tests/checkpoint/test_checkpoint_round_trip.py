@@ -29,7 +29,9 @@ def test_a_train_state_comes_back_bit_for_bit_on_another_mesh_and_memory(directo
     state = place(train_state(), mesh_of(4, 2))
     restored = round_trip(directory, state, abstract_on(state, mesh, memory_kind))
     assert_same(restored, state)
-    for leaf, asked in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract_on(state, mesh, memory_kind)), strict=True):
+    for leaf, asked in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(abstract_on(state, mesh, memory_kind)), strict=True
+    ):
         assert leaf.sharding == asked.sharding
 
 

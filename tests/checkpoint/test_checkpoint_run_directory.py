@@ -25,7 +25,7 @@ def test_a_directory_is_made_and_left_empty(tmp_path):
 def test_a_directory_that_cannot_be_written_is_a_config_error(tmp_path, place):
     (tmp_path / "file").write_text("")
     for use in (prepare_run_dir, lambda path: RunLock(path).acquire()):
-        with pytest.raises(ConfigError, match="run_dir is .*cannot be written .*Set run_dir to one") as caught:
+        with pytest.raises(ConfigError, match=r"run_dir is .*cannot be written .*Set run_dir to one") as caught:
             use(place.format(tmp=tmp_path))
         assert caught.value.exit_code == 78
 

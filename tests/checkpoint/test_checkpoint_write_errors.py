@@ -121,7 +121,7 @@ STATVFS_FIELDS = (
 def test_a_directory_that_went_away_is_named(directory):
     checkpoints = Checkpoints(directory)
     shutil.rmtree(directory)
-    with pytest.raises(CheckpointWriteError, match="cannot be used.*FileNotFoundError"):
+    with pytest.raises(CheckpointWriteError, match=r"cannot be used.*FileNotFoundError"):
         checkpoints.save(1, STATE, {})
     checkpoints.close()
 
@@ -156,7 +156,7 @@ def test_an_old_step_that_cannot_be_deleted_is_told_and_the_new_one_counts(direc
 @pytest.mark.parametrize("place", ["/proc/checkpoints", "{tmp}/file/checkpoints"])
 def test_a_place_that_cannot_hold_checkpoints_is_a_config_error(tmp_path, place):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="checkpoints go to .*cannot be used.*Set run_dir") as caught:
+    with pytest.raises(ConfigError, match=r"checkpoints go to .*cannot be used.*Set run_dir") as caught:
         Checkpoints(place.format(tmp=tmp_path))
     assert caught.value.exit_code == 78
 

@@ -1,7 +1,5 @@
 """Every bad config gives exit code 78 and one message with its line, its key, what was found and a repair."""
 
-
-
 import pytest
 
 from spmdkit.config import load_config

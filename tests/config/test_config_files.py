@@ -88,8 +88,8 @@ BROKEN = {
     "NUL": ("task: a.py:t\nseed: 1\0", "run.yaml:2: the character '\\x00' is not allowed in YAML. Remove it."),
     "tab": ("task: a.py:t\nmesh:\n\tdata: 1\n", "run.yaml:3: a tab indents this line; YAML wants spaces."),
     "two colons": ("task: a: b\n", "run.yaml:1: not YAML: mapping values are not allowed here."),
-    "open bracket": ("task: a.py:t\nmesh: {data: 1\n", "run.yaml:3: not YAML: expected ',' or '}'"),
-    "open quote": ("task: a.py:t\nseed: '1\n", "not YAML: found unexpected end of stream"),
+    "open bracket": ("task: a.py:t\nmesh: {data: 1\n", "run.yaml:2: not YAML: expected ',' or '}'"),
+    "open quote": ("task: a.py:t\nseed: '1\n", "run.yaml:2: not YAML: found unexpected end of stream"),
     "at sign": ("task: @a\n", "run.yaml:1: found character '@' that cannot start any token. Put the value in quotes."),
     "two documents": ("task: a.py:t\n---\nseed: 1\n", "run.yaml:2: a second document starts here (`---`)"),
     "key twice": (

@@ -70,9 +70,9 @@ def test_a_schedule_may_stand_in_the_optimizer():
 
 
 def test_building_refuses_what_the_check_refuses():
-    with pytest.raises(ConfigError, match="optimizer.name: needs an optax optimizer, found '__import__'"):
+    with pytest.raises(ConfigError, match=r"optimizer.name: needs an optax optimizer, found '__import__'"):
         build_optimizer({"name": "__import__"}, 1e-3)
-    with pytest.raises(ConfigError, match="learning_rate.name: needs an optax schedule, found 'Schedule'"):
+    with pytest.raises(ConfigError, match=r"learning_rate.name: needs an optax schedule, found 'Schedule'"):
         build_schedule({"name": "Schedule"})
     for name in ("chain", "apply_if_finite", "contrib", "_src", "os.system", "tree_utils"):
         with pytest.raises(ConfigError, match="needs an optax optimizer"):

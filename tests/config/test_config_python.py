@@ -69,7 +69,7 @@ def test_a_config_of_python_is_checked_like_a_file():
         "batch_size: needs a whole number of at least 1, found true. Try batch_size: 32.",
         "mesh.dtaa: unknown key. Did you mean 'data'?",
     ]
-    with pytest.raises(ConfigError, match="eval.params: is ema, and there is no average"):
+    with pytest.raises(ConfigError, match=r"eval.params: is ema, and there is no average"):
         Config(task="a.py:t", eval={"params": "ema"})
 
 
@@ -179,9 +179,9 @@ def test_named_choices_are_a_name_or_one_name_with_options():
     assert named_choice("sync", "every_step", known) == ("every_step", {})
     assert named_choice("sync", {"local_sgd": {"every": 16}}, known) == ("local_sgd", {"every": 16})
     assert named_choice("sync", {"stale": 2}, known) == ("stale", 2)
-    with pytest.raises(ConfigError, match="^sync: needs one of local_sgd, stale, every_step, found 'stal' .*'stale'"):
+    with pytest.raises(ConfigError, match=r"^sync: needs one of local_sgd, stale, every_step, found 'stal' .*'stale'"):
         named_choice("sync", "stal", known)
-    with pytest.raises(ConfigError, match="^sync.local_sgd.evry: unknown option. Did you mean 'every'"):
+    with pytest.raises(ConfigError, match=r"^sync.local_sgd.evry: unknown option. Did you mean 'every'"):
         named_choice("sync", {"local_sgd": {"evry": 2}}, known)
 
 
@@ -194,8 +194,9 @@ def test_every_property_of_the_schema_has_a_description_at_every_level():
     def walk(node, path):
         if isinstance(node, dict):
             for name, value in (node.get("properties") or {}).items():
-                assert len(value.get("description", "")) > 10, f"{path}.{name} has no description"
-                assert value["description"].rstrip().endswith("."), f"{path}.{name}: {value['description']}"
+                target = schema["$defs"].get(value.get("$ref", "").removeprefix("#/$defs/"), {})
+                text = value.get("description") or target.get("description") or ""
+                assert len(text) > 10 and text.endswith("."), f"{path}.{name}: {text!r}"
                 seen.append(name)
             for key, value in node.items():
                 walk(value, f"{path}.{key}")
@@ -206,7 +207,7 @@ def test_every_property_of_the_schema_has_a_description_at_every_level():
     walk(schema, "")
     assert len(seen) > 60
     assert set(schema["properties"]) == set(Config.model_fields)
-    references = {v for v in _references(schema)}
+    references = set(_references(schema))
     assert references and all(r.removeprefix("#/$defs/") in schema["$defs"] for r in references)
 
 

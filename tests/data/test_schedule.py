@@ -93,7 +93,7 @@ def test_batches_do_not_depend_on_what_was_asked_before():
 
 def test_the_short_last_batch_is_masked_exactly():
     schedule = Schedule(10, 4, shuffle=False, remainder="mask")
-    assert schedule.steps_per_epoch == 3 and not schedule.always_full and schedule.num_batches is None
+    assert schedule.steps_per_epoch == 3 and not schedule.always_full
     assert schedule.batch(2)[1].all()
     for step in (3, 6):
         indices, mask = schedule.batch(step)
@@ -163,16 +163,16 @@ def test_steps_count_from_one():
 
 
 @pytest.mark.parametrize(
-    "arguments,words",
+    "num_examples,batch_size,remainder,words",
     [
-        (dict(num_examples=5, batch_size=8), ["5 examples", "batch_size is 8", "at most 5", "data.remainder: mask"]),
-        (dict(num_examples=0, batch_size=8), ["eval_data has 0 examples", "at least 1"]),
-        (dict(num_examples=5, batch_size=0), ["batch_size is 0", "at least 1"]),
-        (dict(num_examples=5, batch_size=1, remainder="pad"), ["'pad'", "'drop' or 'mask'"]),
+        (5, 8, "drop", ["5 examples", "batch_size is 8", "at most 5", "data.remainder: mask"]),
+        (0, 8, "drop", ["eval_data has 0 examples", "at least 1"]),
+        (5, 0, "mask", ["batch_size is 0", "at least 1"]),
+        (5, 1, "pad", ["'pad'", "'drop' or 'mask'"]),
     ],
 )
-def test_impossible_schedules_are_config_errors(arguments, words):
+def test_impossible_schedules_are_config_errors(num_examples, batch_size, remainder, words):
     with pytest.raises(ConfigError) as error:
-        Schedule(what="eval_data", **arguments)
+        Schedule(num_examples, batch_size, remainder=remainder, what="eval_data")
     for word in words:
         assert word in str(error.value)

@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = (
     "import sys; from spmdkit.launch.local import launch; "
-    "sys.exit(launch([sys.executable, *sys.argv[2:]], int(sys.argv[1]), grace_s=8))"
+    "sys.exit(launch([sys.executable, *sys.argv[2:]], int(sys.argv[1]), grace_s=4))"
 )
 
 

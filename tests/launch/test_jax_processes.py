@@ -91,7 +91,7 @@ def main(cluster, signals):
     for step in range(1, 1000):
         total(step)
         if step == 5 and cluster.process_index == 1:
-            %s
+            FAILURE
 run(main)
 """
 )
@@ -103,7 +103,7 @@ def test_an_error_in_the_users_function_is_shown_last_within_seconds(start):
                 loss_fn(1)
             except ZeroDivisionError as error:
                 raise UserCodeError("loss_fn raised at step 5.") from error"""
-    result = start(FAILING % user, 2).wait(timeout_s=60)
+    result = start(FAILING.replace("FAILURE", user), 2).wait(timeout_s=60)
     assert result.code == 70
     assert result.wall_s < 15
     last = result.err.split("process 1 failed first with exit code 70:\n")[1].splitlines()
@@ -114,7 +114,7 @@ def test_an_error_in_the_users_function_is_shown_last_within_seconds(start):
 
 
 def test_a_killed_process_is_the_cause_and_its_peer_says_that_it_lost_contact(start):
-    result = start(FAILING % "os.kill(os.getpid(), 9)", 2).wait(timeout_s=60)
+    result = start(FAILING.replace("FAILURE", "os.kill(os.getpid(), 9)"), 2).wait(timeout_s=60)
     assert result.code == 137
     assert result.wall_s < 15
     assert result.err.splitlines()[-1] == "process 1 failed first: ended by SIGKILL (exit code 137)"

@@ -78,7 +78,7 @@ os._exit(70)
 
 
 def test_when_one_stops_on_request_the_others_may_finish_saving(start):
-    script = ME + "time.sleep(3 if me == 0 else 0); print('saved', me); os._exit(42)"
+    script = ME + "time.sleep(2.5 if me == 0 else 0); print('saved', me); os._exit(42)"
     result = start(script, 2).wait()
     assert result.code == 42
     assert "[0] saved 0" in result.out
@@ -121,9 +121,9 @@ def test_after_the_grace_the_deaf_are_killed(start):
     launched = start(ME + "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(60)", 2)
     launched.read_until("ready", count=2)
     launched.popen.send_signal(signal.SIGTERM)
-    result = launched.wait(timeout_s=20)  # the fixture's grace is 8 s
+    result = launched.wait(timeout_s=20)  # the fixture's grace is 4 s
     assert result.code == 143
-    assert 8 <= result.wall_s < 15
+    assert 4 <= result.wall_s < 12
 
 
 def alive(pid):
@@ -166,11 +166,6 @@ os._exit(3 if me == 1 else 0)
     pids = [int(line.split()[-1]) for line in launched.read_until("pid", count=2)]
     assert launched.wait(timeout_s=20).code == 3
     wait_until_dead(pids)
-
-
-def test_a_program_that_does_not_exist_is_the_callers_error():
-    with pytest.raises(FileNotFoundError):
-        launch(["/does/not/exist"], 2)
 
 
 @pytest.mark.parametrize(("count", "devices"), [(0, None), (-1, None), (2, 0)])

@@ -1,0 +1,97 @@
+"""Stop requests: noted once, said once, and the second Ctrl-C leaves whatever the main thread does."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdkit.faults import StopSignals
+from spmdkit.faults.signals import NOTICE
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request_with_one_line(number, capsys):
+    with StopSignals() as signals:
+        assert signals.requested is None
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 5
+        while signals.requested is None:
+            assert time.monotonic() < deadline
+    assert signals.requested == number
+    assert capsys.readouterr().err == NOTICE + "\n"
+
+
+def test_only_ctrl_c_after_a_request_leaves(capsys):
+    left = []
+    signals = StopSignals(leave=left.append)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGCHLD):
+        signals.received(number)
+    assert (signals.requested, left) == (signal.SIGTERM, [])
+    signals.received(signal.SIGINT)
+    assert (signals.requested, left) == (signal.SIGTERM, [130])
+    assert capsys.readouterr().err.count(NOTICE) == 1
+
+
+def test_a_quiet_process_says_nothing(capsys):
+    StopSignals(announce=False).received(signal.SIGINT)
+    assert capsys.readouterr().err == ""
+
+
+def test_afterwards_everything_is_as_before():
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    threads = threading.active_count()
+    with StopSignals():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    assert threading.active_count() == threads
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_outside_the_main_thread_it_does_nothing():
+    seen = []
+
+    def body():
+        with StopSignals() as signals:
+            seen.append((signals.requested, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [(None, signal.getsignal(signal.SIGINT))]
+
+
+@pytest.mark.processes
+def test_the_second_ctrl_c_leaves_a_main_thread_that_never_returns_to_python():
+    """A main thread inside C code, as in a collective that never ends, runs no Python handler."""
+    code = """
+import ctypes, threading, time
+from spmdkit.faults import StopSignals
+endless = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+endless.start()
+with StopSignals():
+    print("ready", flush=True)
+    ctypes.CDLL(None).pthread_join(ctypes.c_ulong(endless.ident), None)  # no signal interrupts it
+"""
+    popen = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert popen.stdout.readline() == "ready\n"
+        popen.send_signal(signal.SIGINT)
+        assert popen.stderr.readline() == NOTICE + "\n"
+        popen.send_signal(signal.SIGINT)
+        assert popen.wait(timeout=5) == 130
+    finally:
+        popen.kill()
+        popen.communicate()
