@@ -54,7 +54,7 @@ def task(width: int = 32, dropout: float = 0.3) -> sk.Task:
         return sk.Variables(params, state)
 
     def loss_fn(params: Any, state: Any, batch: dict, key: jax.Array) -> tuple[sk.Mean, dict[str, sk.Mean], Any]:
-        model = nnx.merge(graph, params, state)
+        model = nnx.merge(graph, params, state, copy=True)  # the loss must not change what it was given
         metrics = measure(model(batch["images"], sk.example_keys()), batch["labels"])
         return metrics.pop("loss"), metrics, nnx.state(model, nnx.BatchStat)
 

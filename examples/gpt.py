@@ -63,7 +63,9 @@ def task(
     def init(key: jax.Array) -> Params:
         return init_params(key, width, layers, heads, stacked=scan_layers)
 
-    def loss_fn(params: Params, batch: dict[str, jax.Array], key: jax.Array | None) -> tuple[sk.Mean, dict[str, sk.Mean]]:
+    def loss_fn(
+        params: Params, batch: dict[str, jax.Array], key: jax.Array | None
+    ) -> tuple[sk.Mean, dict[str, sk.Mean]]:
         tokens_BT = batch["tokens"].astype(jnp.int32)
         keys_B = sk.example_keys() if dropout and key is not None else None
         logits_BTV = apply(params, tokens_BT[:, :-1], dropout, keys_B)
@@ -205,7 +207,8 @@ def apply(params: Params, tokens_BT: jax.Array, dropout: float = 0.0, keys_B: ja
         return sk.shard(x_BTD + drop(h_BTD, dropout, keys_2B[1]), "batch", None, None)
 
     block = sk.remat(block)
-    x_BTD = sk.shard(params["embed"][tokens_BT], "batch", None, None)
+    embed_VD = sk.shard(params["embed"], "vocab", None)  # D whole: looked up in a cut one, x would first be replicated
+    x_BTD = sk.shard(embed_VD[tokens_BT], "batch", None, None)
     if isinstance(params["blocks"], list):
         for layer, weights in enumerate(params["blocks"]):
             x_BTD = block(x_BTD, jnp.int32(layer), weights)

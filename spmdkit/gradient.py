@@ -347,6 +347,20 @@ def _positions(step: scope.Step, replica: Any, micro: Any, num: int) -> jax.Arra
     return (jnp.asarray(base, jnp.int32) + jnp.arange(num, dtype=jnp.int32)).astype(jnp.int32)
 
 
+def whole_rows(step: scope.Step, examples: Any, mask: Any, key: Any, replica: Any = None) -> scope.Examples:
+    """Returns the rows that a whole `train_step` sees: all of the global batch, or those of one replica.
+
+    So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use `sk.value_and_grad`.
+    """
+    num = _num_rows(examples)
+    shards = step.size("replica", *step.data_axes, *step.inner_axes)
+    own = shards if replica is None else step.size(*step.inner_axes)
+    rows = num // (own * step.microbatches)
+    shard, micro, row = jnp.unravel_index(jnp.arange(num, dtype=jnp.int32), (own, step.microbatches, rows))
+    first = 0 if replica is None else replica * own
+    return scope.Examples(num, mask, (micro * shards + first + shard) * rows + row, key)
+
+
 def _cut_microbatches(step: scope.Step, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
     inner = step.size(*step.inner_axes)
@@ -386,12 +400,6 @@ def _axes_or_none(step: scope.Step, axes: tuple[str, ...]) -> Any:
 
 def _non_trivial(step: scope.Step, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in axes if step.size(a) > 1) or axes
-
-
-def _replace(step: scope.Step, **changes: Any) -> scope.Step:
-    import dataclasses
-
-    return dataclasses.replace(step, **changes)
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

@@ -10,10 +10,11 @@ import jax
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, task_reference, to_yaml
+from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.program import Program, describe_mesh
-from spmdkit.run import Run
+from spmdkit.run import Run, latest_for_all
 from spmdkit.state import TrainState
 from spmdkit.task import Task, load_task
 from spmdkit.tree import tree_bytes
@@ -55,9 +56,11 @@ def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
             run.face.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}")
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
-        with run.face.compiling():
-            program.compiled  # noqa: B018
-        state = _loop(run, program, state, signals)
+        # Opened first, so that the data is read while the step compiles.
+        with program.stream(run.step + 1) as batches:
+            with run.face.compiling():
+                program.compiled  # noqa: B018
+            state = run_steps(run, program, state, batches, signals)
         run.finish()
         if run.step < config.steps:
             raise _preempted(run, signals)
@@ -67,17 +70,19 @@ def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
     return Result(state, program, run)
 
 
-def _loop(run: Run, program: Program, state: TrainState, signals: StopSignals) -> TrainState:
+def run_steps(
+    run: Run, program: Program, state: TrainState, batches: DeviceBatches, signals: StopSignals
+) -> TrainState:
+    """Returns the state after the last step, or after the step at which all processes agreed to stop."""
     run.throughput.start()
-    with program.stream(run.step + 1) as batches:
-        for step, batch, wait_s in batches:
-            state, metrics = program.step(state, batch)
-            run.push(step, metrics, wait_s)
-            run.evaluate_if_due(step, state)
-            run.save_if_due(step, state)
-            if run.should_stop(step, signals):
-                run.save(step, state)
-                break
+    for step, batch, wait_s in batches:
+        state, metrics = program.step(state, batch)
+        run.push(step, metrics, wait_s)
+        run.evaluate_if_due(step, state)
+        run.save_if_due(step, state)
+        if run.should_stop(step, signals):
+            run.save(step, state)
+            break
     return state
 
 
@@ -122,11 +127,12 @@ def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tupl
         task = load_task(*task_reference(config), config.folder, config.task_args)
     program = Program(config, task, cluster.devices)
     directory = config.resolved_run_dir() / "checkpoints"
-    checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes)
-    latest = checkpoints.latest()
+    checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
+    latest = latest_for_all(cluster, checkpoints)
     if latest is None:
         raise CheckpointError(
             f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
         )
     state, _ = checkpoints.restore(latest, program.abstract_state)
+    checkpoints.close()
     return latest, program.eval(state)

@@ -88,6 +88,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     values = jnp.asarray(values, jnp.float32)
     kept = None if where is None else jnp.asarray(where, bool)
     examples = scope.current_examples()
+    scope.current_step().uses.add("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
             rows = _left(examples.mask, values.ndim)

@@ -49,7 +49,7 @@ class Program:
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
         self.mesh = mesh.make_mesh(self.sizes, devices)
         self.optimizer = make_optimizer(config, task)
-        self._init, abstract_params, abstract_model_state = _abstract_init(task, config.seed)
+        self._init, abstract_params, abstract_model_state = _abstract_init(task, config)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
         self.zero = config.layout.zero
@@ -199,6 +199,7 @@ class Program:
         config = self.config
         model_axes = [a for a in mesh.MODEL_AXES if self.sizes[a] > 1]
         remat = config.remat if isinstance(config.remat, str) else tuple(config.remat.save)
+        dtypes = config.precision
         record = scope.Step(
             form="plain",
             mesh=self.mesh,
@@ -206,8 +207,8 @@ class Program:
             data_axes=self.data_axes,
             inner_axes=tuple(a for a in ("fsdp", "expert") if a not in self.data_axes),
             microbatches=config.microbatches,
-            compute_dtype=None if config.precision.compute == "float32" else jnp.dtype(config.precision.compute),
-            reduce_dtype=jnp.dtype(config.precision.reduce),
+            compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
+            reduce_dtype=jnp.dtype(dtypes.reduce),
             reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
             remat=policy(remat),
             placements=self._placements,
@@ -243,6 +244,11 @@ class Program:
                 f"microbatches: {self.config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
                 "accumulates. Use it, or set microbatches: 1."
             )
+        if not self.schedule.always_full and not record.uses & {"value_and_grad", "mean", "example_mask"}:
+            raise ConfigError(
+                "data.remainder is mask, but train_step uses neither sk.value_and_grad, sk.mean nor sk.example_mask: padding rows of "
+                "the short batch would count as examples. Use one of them, or set data.remainder: drop."
+            )
         return dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
 
     def _what(self) -> str:
@@ -251,7 +257,7 @@ class Program:
     def _trace(self, record: scope.Step) -> bool:
         traced = jax.jit(self._step_function(record)).trace(self._abstract_state, self.abstract_batch)
         if self.task.view == "replica":
-            check_reductions(traced.jaxpr)
+            check_reductions(traced.jaxpr, [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1])
         return True
 
     def _step_function(self, record: scope.Step) -> step.StepFn:
@@ -394,8 +400,8 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     return optax.with_extra_args_support(optimizer)
 
 
-def _abstract_init(task: Task, seed: int) -> tuple[Callable[[jax.Array], Variables], Any, Any]:
-    """Returns (init that always gives `Variables`, abstract parameters, abstract model state).
+def _abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any]:
+    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters and model state).
 
     Raises:
         ConfigError: `init` returns no arrays, or 64-bit ones.
@@ -412,7 +418,11 @@ def _abstract_init(task: Task, seed: int) -> tuple[Callable[[jax.Array], Variabl
                 )
         return jax.tree.map(jnp.asarray, variables)
 
-    shapes = call_user(lambda: jax.eval_shape(init, jax.random.key(seed)), "init")
+    def init_as_stored(key: jax.Array) -> Variables:
+        variables = init(key)
+        return variables._replace(params=jax.tree.map(lambda x: x.astype(config.precision.params), variables.params))
+
+    shapes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
     for path, leaf in named_leaves(shapes.params):
@@ -421,7 +431,8 @@ def _abstract_init(task: Task, seed: int) -> tuple[Callable[[jax.Array], Variabl
                 f"init returned parameter '{path}' as {leaf.dtype}. Parameters are floating point, since they have a gradient. "
                 "Return other arrays as model state: sk.Variables(params, state)."
             )
-    return init, shapes.params, shapes.state
+    stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
+    return init_as_stored, stored.params, stored.state
 
 
 def describe_mesh(sizes: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ here: reducing what is already reduced, and not reducing at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -57,7 +57,8 @@ def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
             "Remove it, or give the task view='replica'."
         )
     for path, leaf in named_leaves(tree):
-        if not compat.varying_axes(leaf):
+        varying = compat.varying_axes(leaf)
+        if not varying or any(step.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
             raise ConfigError(_twice(name, f"leaf '{path}'" if path else "the value"))
     return reduce(tree, REPLICA_AXES)
 
@@ -69,11 +70,14 @@ def _twice(name: str, what: str) -> str:
     )
 
 
-def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr) -> None:
+def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] = REPLICA_AXES) -> None:
     """Refuses a `lax.psum` or `lax.pmean` over something that is already the same on every replica.
 
     JAX casts such an operand to varying and multiplies by N without a word: the pattern `pvary` followed by `psum`. A
     constant, as in `lax.psum(1, axis)` to count replicas, is fine.
+
+    Args:
+        axes: the replica axes larger than one; over the others a sum changes nothing.
 
     Raises:
         ConfigError: the pattern occurs, with the user's source line.
@@ -85,10 +89,11 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr) -> None:
             inputs = [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
             if any(v in depends for v in inputs):
                 depends.update(eqn.outvars)
-            if eqn.primitive.name in ("pvary", "pcast") and inputs and inputs[0] in depends:
+            casts = eqn.primitive.name in ("pvary", "pcast") and set(axes) & set(eqn.params["axes"])
+            if casts and inputs and inputs[0] in depends:
                 cast.update(eqn.outvars)
             reduces = eqn.primitive.name in ("psum_invariant", "psum", "psum2")
-            if reduces and set(REPLICA_AXES) & set(eqn.params["axes"]) and any(v in cast for v in inputs):
+            if reduces and set(axes) & set(eqn.params["axes"]) and any(v in cast for v in inputs):
                 raise ConfigError(_twice("lax.psum or lax.pmean", f"the operand at {compat.source_line(eqn)}"))
 
 

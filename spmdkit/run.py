@@ -72,7 +72,6 @@ class Run:
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
                 )
-                stack.callback(self.checkpoints.close)
             self.events = metrics.EventLog(self.directory / "events.jsonl", self.cluster.process_index)
             self._stack = stack.pop_all()
         return self
@@ -81,13 +80,19 @@ class Run:
         if kind is not None and not issubclass(kind, Preempted):
             code = getattr(error, "exit_code", 70)
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
+        # A failed process of several must not wait for a commit that its peers, who wait for it, will never join.
+        waits = self.checkpoints is not None and (
+            kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
+        )
         try:
-            self._stack.close()
+            if waits and self.checkpoints is not None:
+                self._note_commits(self.checkpoints.close())
         except CheckpointWriteError as failed:
             self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
             if kind is None:
                 raise
         finally:
+            self._stack.close()
             self.events.close()
 
     # ---- begin -------------------------------------------------------------------------------------------------------
@@ -113,12 +118,7 @@ class Run:
         return state
 
     def _latest_for_all(self) -> int | None:
-        """Returns the newest committed step as process 0 sees it: a shared file system may show others an older one."""
-        if self.checkpoints is None:
-            return None
-        if self.cluster.is_main:
-            self.cluster.put("newest checkpoint", str(self.checkpoints.latest() or ""))
-        return int(self.cluster.get("newest checkpoint") or 0) or None
+        return None if self.checkpoints is None else latest_for_all(self.cluster, self.checkpoints)
 
     def _check_same_run(self, record: dict[str, Any], step: int) -> None:
         before = record.get("settings", {})
@@ -156,7 +156,7 @@ class Run:
         self.throughput = metrics.Throughput(config.batch_size, self._clock)
         if not self.cluster.is_main:
             return
-        metrics.write_text(self.directory / "config.yaml", to_yaml(config))
+        metrics.write_text(self.directory / "config.yaml", to_yaml(config, absolute_paths=True))
         metrics.write_json(self.directory / "environment.json", self._environment)
         self.sinks = [metrics.JsonlSink(self.directory / "metrics.jsonl", keep_through_step=step)]
         if config.log.tensorboard:
@@ -304,3 +304,10 @@ class Run:
         if self.cluster.is_main:
             self.face.close()
             metrics.write_report(self.directory)
+
+
+def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:
+    """Returns the newest committed step as process 0 sees it: a shared file system may show others an older one."""
+    if cluster.is_main:
+        cluster.put("newest checkpoint", str(checkpoints.latest() or ""))
+    return int(cluster.get("newest checkpoint") or 0) or None

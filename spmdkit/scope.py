@@ -16,6 +16,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from spmdkit import compat
+
 Form = Literal["plain", "mapped", "manual"]
 
 
@@ -105,6 +107,11 @@ def current_step() -> Step:
 def current_examples() -> Examples | None:
     """Returns the rows of the loss that is being traced, or None outside of one."""
     return _examples.get()
+
+
+def differing_axes(step: Step, x: jax.typing.ArrayLike) -> tuple[str, ...]:
+    """Returns the mesh axes over which `x` may differ inside `shard_map`; over an axis of size one nothing differs."""
+    return tuple(sorted(axis for axis in compat.varying_axes(x) if step.size(axis) > 1))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from spmdkit import compat, scope
+from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.tree import abstract, describe, named_leaves
 
@@ -74,6 +74,7 @@ class TrainState:
         step = scope.current_step()
         params = mirrored(step, self.params)
         _check_gradient(step, grads, params)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         grads, params = constrain_update(step, grads), constrain_update(step, params)
         updates, opt_state = self.optimizer.update(grads, self.opt_state, params)
         new_params = optax.apply_updates(params, updates)
@@ -136,9 +137,9 @@ def _check_gradient(step: scope.Step, grads: Any, params: Any) -> None:
             raise ConfigError(
                 f"apply_gradients: gradient {path} is {describe(grad)}, the parameter is {describe(leaf)}."
             )
-        if step.inside and compat.varying_axes(grad):
+        if step.inside and (axes := scope.differing_axes(step, grad)):
             raise ConfigError(
-                f"apply_gradients: gradient '{path}' differs between the replicas of axes {sorted(compat.varying_axes(grad))}: the "
+                f"apply_gradients: gradient '{path}' differs between the replicas of axes {list(axes)}: the "
                 "reduction is missing. Replicas would drift apart. Use sk.value_and_grad, or sk.pmean(grads) first."
             )
 

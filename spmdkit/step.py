@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmdkit import compat, scope
 from spmdkit.errors import ConfigError
-from spmdkit.gradient import value_and_grad
+from spmdkit.gradient import value_and_grad, whole_rows
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.state import TrainState, first_difference, mirrored
@@ -53,7 +54,8 @@ def global_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any],
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         state = to_device(state)
-        with scope.tracing(dataclasses.replace(step, mask=batch.mask)):
+        rows = whole_rows(step, batch.examples, batch.mask, state.key)
+        with scope.tracing(dataclasses.replace(step, mask=batch.mask)), scope.over(rows):
             out = train_step(state, batch.examples)
         return _checked(state, out)
 
@@ -74,18 +76,19 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
         own = compat.as_varying(state.params, REPLICA_AXES)
         originals = {id(x): (x, y) for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state.params), strict=True)}
         inner = dataclasses.replace(step, form="manual", inside=True, mask=mask, mirrored=originals)
-        with scope.tracing(inner):
+        own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
+        with scope.tracing(inner), scope.over(own_rows):
             new_state, metrics = _checked(state, train_step(state.replace(params=own), examples))
         new_state = mirrored(inner, new_state)
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):
-                if compat.varying_axes(leaf):
+                if axes := scope.differing_axes(inner, leaf):
                     raise ConfigError(
-                        f"train_step: {what} '{path}' differs between the replicas of axes {sorted(compat.varying_axes(leaf))}: a reduction "
+                        f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction "
                         "is missing. What leaves a per-replica step must be the same on every replica. "
                         f"Apply sk.pmean to it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
                     )
-        return new_state, metrics
+        return jax.tree.map(_untype_trivial, (new_state, metrics))
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         specs = (PartitionSpec(), rows, rows)
@@ -93,6 +96,12 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
         return mapped(to_device(state), batch.examples, batch.mask)
 
     return run
+
+
+def _untype_trivial(x: Any) -> Any:
+    """Returns `x`, which at most varies over axes of size one, typed as the same everywhere: a sum of one term."""
+    axes = tuple(compat.varying_axes(x))
+    return lax.psum(x, axes) if axes else x
 
 
 def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:

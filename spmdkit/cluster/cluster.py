@@ -43,7 +43,7 @@ class Cluster:
         self._store, self._timeout_s = store, timeout_s
         self._clock, self._sleep = clock, sleep
         self._root = f"spmdkit/{next(_epoch)}" if namespace is None else namespace
-        self._num_barriers = 0
+        self._num_barriers = self._num_checks = 0
         self._agreements: dict[str, Agreement] = {}
 
     @property
@@ -106,13 +106,14 @@ class Cluster:
         return self._agreement(name, True).at(step, request, lag) if self.num_processes > 1 else request
 
     def same_everywhere(self, name: str, text: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Checks that all processes give the same text (the config, the versions). Each name once.
+        """Checks that all processes give the same text (the config, the versions).
 
         Raises: ConfigError on every process, naming those that differ from process 0 and the first differing line.
         """
         if self.num_processes == 1:
             return
-        folder = f"{self._root}/same/{name}"
+        folder = f"{self._root}/same/{self._num_checks}-{name}"
+        self._num_checks += 1
         mine = hashlib.sha256(text.encode()).hexdigest()
         self._store.put(f"{folder}/digest/{self.process_index}", mine)
         self._store.put(f"{folder}/text/{self.process_index}", text)

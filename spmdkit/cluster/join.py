@@ -81,7 +81,8 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
     if num_cpu is not None:
         jax.config.update("jax_platforms", "cpu")
         # More than asked for do no harm, fewer than somebody else in this process asked for would.
-        jax.config.update("jax_num_cpu_devices", max(num_cpu, jax.config.jax_num_cpu_devices))
+        already: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+        jax.config.update("jax_num_cpu_devices", max(num_cpu, already))
     elif spec.devices_per_process is not None:
         # Counts only where the CPU is what JAX finds; on anything else `_choose` compares.
         jax.config.update("jax_num_cpu_devices", spec.devices_per_process)

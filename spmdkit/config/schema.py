@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from spmdkit.config import fields, problems, rules, task, wording
+from spmdkit.config import fields, problems, rules, wording
 from spmdkit.config.fields import Expects, Section
 from spmdkit.errors import ConfigError
 
@@ -304,7 +304,3 @@ class Config(Section):
     def where(self, key: str) -> str:
         """Returns the start of a message about a dotted key: `configs/gpt.yaml:12: mesh.data`."""
         return self._origin.where(problems.key_path(key))
-
-    def task_reference(self) -> tuple[str, str]:
-        """Returns (absolute path of the .py file, or module; name of the Task in it)."""
-        return task.task_reference(self)

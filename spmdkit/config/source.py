@@ -113,7 +113,7 @@ def read_file(path: Path, name: str) -> Document:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(

@@ -31,7 +31,8 @@ def cause(exits: list[Exit]) -> Exit | None:
     """Returns the process that failed first, or None when all returned 0.
 
     Strongest sign first: it wrote an error of its own; it died by a signal other than 6 (JAX aborts by 6 when a *peer*
-    dies); it returned another code; it wrote that a peer went away; it aborted; it stopped on request; we ended it.
+    dies); it returned another code; it saved and stopped on request; it wrote that a peer went away; it aborted; we
+    ended it.
     """
     failed = [e for e in exits if e.code != 0]
     return min(failed, key=_weakness) if failed else None
@@ -41,11 +42,11 @@ def _weakness(e: Exit) -> tuple[int, float, int]:
     if e.ended_by_us:
         rank = 6
     elif e.code == PREEMPTED:
-        rank = 5
+        rank = 3
     elif e.message is not None:
-        rank = 3 if e.code == PEER_LOST else 0
+        rank = 4 if e.code == PEER_LOST else 0
     elif e.code == ABORTED:
-        rank = 4
+        rank = 5
     else:
         rank = 1 if e.status < 0 else 2
     return rank, e.time, e.order

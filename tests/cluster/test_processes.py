@@ -95,8 +95,9 @@ def test_the_coordination_service_behaves_as_the_store_expects():
                 cluster.barrier("two", 0.5)
             except Exception as error:
                 print(error)
-        cluster.get("done", 20) if me == 1 else (cluster.is_main and cluster.put("done", ""))
-        if me == 1:
+            cluster.put(f"done/{me}", "")
+        else:
+            cluster.get("done/0", 20), cluster.get("done/2", 20)
             try:
                 cluster.barrier("two", 0.5)
             except Exception as error:

@@ -2,11 +2,12 @@
 
 import math
 import os
+import random
 import time
 
 import pytest
 
-from spmdkit.config import load_config
+from spmdkit.config import load_config, task_reference
 from spmdkit.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ def test_values_are_read_as_in_yaml_1_2(tmp_path):
     text = """task: a.py:t
 task_args:
   small: 1e-3
+  large: 1e6
   dotted: .5
   plain: 012
   hex: 0x10
@@ -46,6 +48,7 @@ task_args:
     args = load(tmp_path, text).task_args
     assert args == {
         "small": 0.001,
+        "large": 1e6,
         "dotted": 0.5,
         "plain": 12,
         "hex": 16,
@@ -145,7 +148,7 @@ def test_no_tag_makes_an_object_or_runs_anything(value, tmp_path):
 
 def test_the_task_is_not_imported_by_reading_a_config(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
-    assert load(tmp_path, "task: evil.py:task\n").task_reference() == (str(tmp_path / "evil.py"), "task")
+    assert task_reference(load(tmp_path, "task: evil.py:task\n")) == (str(tmp_path / "evil.py"), "task")
 
 
 def test_environment_variables_are_not_put_in(tmp_path, monkeypatch):
@@ -193,7 +196,7 @@ def test_paths_mean_relative_to_the_config(tmp_path, monkeypatch):
     assert config.source == folder / "gpt.yaml"
     assert config.folder == folder
     assert config.resolved_run_dir() == folder / "runs" / "gpt"
-    assert config.task_reference() == (str(tmp_path / "examples" / "gpt.py"), "task")
+    assert task_reference(config) == (str(tmp_path / "examples" / "gpt.py"), "task")
     assert load_config("configs/gpt.yaml", ["run_dir=out/a"]).resolved_run_dir() == folder / "out" / "a"
     assert load_config("configs/gpt.yaml", [f"run_dir={tmp_path}/b"]).resolved_run_dir() == tmp_path / "b"
 
@@ -211,3 +214,35 @@ def test_places_are_told_with_the_path_as_the_user_wrote_it(tmp_path, monkeypatc
 def test_numbers_keep_every_bit(tmp_path):
     config = load(tmp_path, f"task: a.py:t\ntask_args: {{a: {math.pi!r}, b: 5e-324, c: {2**62}}}\n")
     assert config.task_args == {"a": math.pi, "b": 5e-324, "c": 2**62}
+
+
+def test_random_damage_gives_a_config_error_or_a_config(tmp_path):
+    draw = random.Random(1)
+    good = (
+        "task: a.py:t\nmesh: {data: 4, fsdp: -1}\nlayout:\n  rules:\n    - [w, [embed, null]]\nseed: 3 # c\nema: 0.9\n"
+    )
+    junk = [
+        *"{}[]:,-?|>&*!%@`'\"#\t\n \0",
+        "\ufeff",
+        "\u2028",
+        "\U0001f600",
+        "null",
+        "---",
+        "<<",
+        "1e9",
+        "!!set",
+        "\udcff",
+    ]
+    outcomes = set()
+    for _ in range(400):
+        text = good
+        for _ in range(draw.randrange(1, 4)):
+            start = draw.randrange(len(text))
+            text = text[:start] + "".join(draw.choices(junk, k=draw.randrange(3))) + text[start + draw.randrange(4) :]
+        try:
+            load(tmp_path, text.encode("utf-8", "surrogateescape"))
+            outcomes.add("good")
+        except ConfigError as error:
+            assert str(error).startswith(str(tmp_path))
+            outcomes.add("refused")
+    assert outcomes == {"good", "refused"}

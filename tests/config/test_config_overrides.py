@@ -2,7 +2,8 @@
 
 import pytest
 
-from spmdkit.config import load_config
+from spmdkit.config import load_config, overrides, source
+from spmdkit.config.problems import Place
 from spmdkit.errors import ConfigError
 
 BASE = """task: a.py:t
@@ -101,3 +102,11 @@ def test_a_bad_override_is_named_instead_of_a_line(override, path):
 def test_a_rule_broken_by_an_override_is_told_where_the_other_key_stands(path):
     assert message(path, "mesh={data: 8}", "layout.zero=2").startswith("override layout.zero=2: layout.zero: is 2, and")
     assert message(path, "batch_size=30").startswith("override batch_size=30: batch_size: is 30; the mesh cuts")
+
+
+def test_the_values_of_the_file_are_not_changed_by_overrides():
+    document = source.parse(BASE, lambda line: Place(f"x:{line}", line), "x")
+    first = overrides.apply(document, ["mesh.data=8", "checkpoint.keep=1"])
+    assert document.value["mesh"] == {"data": 4, "fsdp": 2} and document.value["checkpoint"] is None
+    assert first.value["mesh"] == {"data": 8, "fsdp": 2}
+    assert document.places["mesh", "data"].line == 5 and first.places["mesh", "data"].where == "override mesh.data=8"

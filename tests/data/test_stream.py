@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import tracemalloc
 import weakref
 
 import grain
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from spmdkit.data import HostBatch, Schedule, device_batches, eval_schedule, host_batches, open_source
+from spmdkit.data import stream as stream_module
 from spmdkit.errors import ConfigError, UserCodeError
 
 ARRAYS = {"x": np.arange(50, dtype=np.float32).reshape(25, 2), "y": np.arange(25)}
@@ -209,19 +211,24 @@ def test_at_most_depth_batches_are_ahead_of_the_consumer(depth):
     device.close()
 
 
-def test_wait_is_the_time_the_consumer_stood_still():
-    gate = threading.Event()
+def test_wait_is_the_time_the_consumer_stood_still(monkeypatch):
+    now, looks, consumer_waits = [100.0], itertools.count(1), threading.Event()
+
+    def clock():
+        seen = now[0]
+        if next(looks) == 3:  # the second batch is being asked for
+            consumer_waits.set()
+        return seen
 
     def slow():
         yield 1, "ready"
-        gate.wait(30)
+        assert consumer_waits.wait(30)
+        now[0] += 7.0
         yield 2, "late"
 
-    with device_batches(slow(), lambda value: value) as device:
-        next(device)
-        threading.Timer(0.2, gate.set).start()
-        _, value, wait_s = next(device)
-    assert value == "late" and 0.1 < wait_s < 30
+    monkeypatch.setattr(stream_module.time, "perf_counter", clock)
+    with device_batches(slow(), lambda value: value, depth=1) as device:
+        assert [next(device), next(device)] == [(1, "ready", 0.0), (2, "late", 7.0)]
 
 
 def test_close_stops_the_thread_closes_the_iterator_and_may_be_repeated():
@@ -233,7 +240,8 @@ def test_close_stops_the_thread_closes_the_iterator_and_may_be_repeated():
         finally:
             closed.set()
 
-    device = device_batches(endless(), lambda value: value)
+    batches = endless()  # held here, so that only close() can end it
+    device = device_batches(batches, lambda value: value)
     next(device)
     assert our_threads()
     device.close()
@@ -287,6 +295,27 @@ def test_importing_the_data_package_does_not_import_grain():
     code = "import sys, spmdkit.data; assert 'grain' not in sys.modules; spmdkit.data.open_source([1.0])"
     code += "; assert 'grain' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize("kind,has_readers", [("arrays", False), ("list", True)])
+def test_only_data_that_is_read_gets_reader_threads(kind, has_readers):
+    before = {thread.ident for thread in threading.enumerate()}
+    batches = stream(SOURCES[kind](), Schedule(25, 4), threads=3, prefetch=3)
+    next(batches)
+    assert bool({thread.ident for thread in threading.enumerate()} - before) == has_readers
+    batches.close()
+
+
+@pytest.mark.parametrize("make", [np.asarray, np.asfortranarray, lambda x: x[::2]])
+def test_gathering_a_few_rows_never_copies_the_whole_array(make):
+    data = make(np.zeros((2**16, 32), np.float32))
+    source = open_source(data)
+    tracemalloc.start()
+    try:
+        source.gather(np.arange(4))
+        assert tracemalloc.get_traced_memory()[1] < data.nbytes / 10
+    finally:
+        tracemalloc.stop()
 
 
 def test_gathering_arrays_is_a_vectorised_take():

@@ -50,6 +50,12 @@ def test_a_users_error_shows_only_the_users_frames():
     assert not any(part in text for part in ("site-packages", "JAX has removed", "lib/python3"))
 
 
+def test_frames_of_python_itself_are_left_out():
+    text = describe(wrapped(lambda: json.loads("{")))[1]
+    assert "json/decoder.py" not in text
+    assert "json.loads" in text
+
+
 def test_a_users_notes_are_kept():
     def noted():
         error = ValueError("no")

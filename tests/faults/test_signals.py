@@ -71,13 +71,15 @@ def test_outside_the_main_thread_it_does_nothing():
 def test_the_second_ctrl_c_leaves_a_main_thread_that_never_returns_to_python():
     """A main thread inside C code, as in a collective that never ends, runs no Python handler."""
     code = """
-import ctypes, threading, time
+import ctypes, threading
 from spmdkit.faults import StopSignals
-endless = threading.Thread(target=time.sleep, args=(60,), daemon=True)
-endless.start()
+mutex = ctypes.create_string_buffer(128)  # an unlocked mutex is all zeros
+lock = ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
 with StopSignals():
-    print("ready", flush=True)
-    ctypes.CDLL(None).pthread_join(ctypes.c_ulong(endless.ident), None)  # no signal interrupts it
+    threading.Timer(0.5, lambda: print("ready", flush=True)).start()  # when the main thread is inside `lock`
+    lock(mutex)  # for ever; no signal interrupts it
+    print("not reached", flush=True)
 """
     popen = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -86,6 +88,8 @@ with StopSignals():
         stderr=subprocess.PIPE,
         text=True,
     )
+    late = threading.Timer(20, popen.kill)
+    late.start()
     try:
         assert popen.stdout.readline() == "ready\n"
         popen.send_signal(signal.SIGINT)
@@ -93,5 +97,6 @@ with StopSignals():
         popen.send_signal(signal.SIGINT)
         assert popen.wait(timeout=5) == 130
     finally:
+        late.cancel()
         popen.kill()
         popen.communicate()

@@ -34,7 +34,7 @@ class Launched:
         self.start = time.monotonic()
         self.popen = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(num_processes), str(path)],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **env},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), **env},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

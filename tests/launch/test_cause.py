@@ -28,6 +28,9 @@ PEER_LOST = {"status": 75, "message": "lost contact with another process", "time
         # what we killed ourselves is never the cause
         ([{"status": -9, "ended_by_us": True}, {"status": -6}], 1, 134),
         ([{"status": 42}, {"status": 42}], 0, 42),
+        # a saved stop is a saved stop, also when the coordinator left before its peers did
+        ([{"status": 42, "message": "saved"}, {"status": -6}], 0, 42),
+        ([PEER_LOST, {"status": 42}], 1, 42),
         ([{"status": 42}, {"status": 74, "message": "disk full"}], 1, 74),
         ([{"status": 42}, {"status": -9, "ended_by_us": True}], 0, 42),
     ],

@@ -1,0 +1,244 @@
+"""Every mesh gives the numbers of one device: loss, every gradient leaf, parameters after five steps, evaluation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import (
+    BATCH,
+    MODELS,
+    cnn,
+    gpt,
+    keep_gradient,
+    kept_gradient,
+    regression,
+    regression_by_hand,
+    regression_loss,
+)
+from core_runs import (
+    MESHES,
+    TOLERANCE,
+    assert_close,
+    assert_same_run,
+    leaf_errors,
+    on_mesh,
+    one_device,
+    program_of,
+    train,
+)
+from jax.ad_checkpoint import checkpoint_name
+
+import spmdkit as sk
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_loss_gradient_parameters_and_evaluation_are_those_of_one_device(model, mesh, microbatches):
+    # Batch statistics are those of one microbatch, so the CNN's reference has as many microbatches.
+    reference = one_device(model, microbatches if model == "cnn" else 1)
+    assert_same_run(on_mesh(model, mesh, microbatches), reference)
+
+
+@pytest.mark.parametrize("model", ["gpt", "regression"])
+def test_accumulation_on_one_device_changes_nothing(model):
+    assert_same_run(one_device(model, 4), one_device(model, 1))
+
+
+def test_the_gradient_the_loss_and_the_update_are_those_computed_by_hand():
+    task = regression()
+    program = program_of(task, **MESHES["data 2 x fsdp 2 x tensor 2"], microbatches=4, data={"shuffle": False})
+    state = program.init()
+    batch = {name: x[:BATCH] for name, x in task.train_data.items()}
+    loss, gradient = regression_by_hand(jax.device_get(state.params), batch)
+    expected = {name: np.asarray(state.params[name]) - 0.05 * gradient[name] for name in gradient}
+    state, metrics = program.step(state, batch)
+    np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=TOLERANCE)
+    assert_close(kept_gradient(state), gradient)
+    assert_close(jax.device_get(state.params), expected)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2"])
+def test_a_random_init_has_the_same_bits_on_every_mesh(mesh):
+    def init(key):
+        keys = jax.random.split(key)
+        return {"w": jax.random.normal(keys[0], (16, 8)), "b": jax.random.uniform(keys[1], (8,))}
+
+    task = dataclasses.replace(regression(), init=init)
+    one = jax.device_get(program_of(task).init())
+    many = jax.device_get(program_of(task, **MESHES[mesh]).init())
+    jax.tree.map(np.testing.assert_array_equal, many, one)
+
+
+# ---- short batches and evaluation sets of any size ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
+def test_a_short_last_batch_counts_only_its_own_examples(mesh, microbatches):
+    task = regression(num_examples=37)  # 32 and 5: most replicas hold nothing but padding in the second step
+    settings = {"data": {"remainder": "mask", "shuffle": False}}
+    program = program_of(task, microbatches=microbatches, **settings, **MESHES[mesh])
+    state = program.init()
+    for step, batch in program.batches(stop=2):
+        rows = {name: x[(step - 1) * 32 : step * 32] for name, x in task.train_data.items()}
+        loss, gradient = regression_by_hand(jax.device_get(state.params), rows)
+        state, metrics = program.step(state, batch)
+        np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=TOLERANCE)
+        assert_close(kept_gradient(state), gradient)
+
+
+@pytest.mark.parametrize("model", ["gpt", "cnn"])
+def test_a_short_last_batch_is_that_of_one_device_for_the_gpt_and_for_masked_batch_norm(model):
+    task = gpt() if model == "gpt" else cnn(short_batches=True)
+    short = dataclasses.replace(task, train_data={name: x[:41] for name, x in task.train_data.items()})
+    settings = {"data": {"remainder": "mask"}, "microbatches": 2}
+    one = train(program_of(short, **settings), evaluate=False, steps=3)
+    mesh = {"data": 4, "fsdp": 2} if model == "gpt" else {"replica": 2, "data": 4}
+    # Of 8 shards x 2 microbatches x 2 rows, 9 rows of the second batch are real.
+    assert_same_run(train(program_of(short, mesh=mesh, **settings), evaluate=False, steps=3), one)
+
+
+@pytest.mark.parametrize("num_examples", [1, 7, 32, 33, 50])
+@pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 2 x tensor 2"])
+def test_an_evaluation_set_of_any_size_is_evaluated_exactly(mesh, num_examples):
+    task = regression(num_eval=num_examples)
+    program = program_of(task, eval={"batch_size": 16}, **MESHES[mesh])
+    state = program.init()
+    params = jax.device_get(state.params)
+    loss, _ = regression_by_hand(params, task.eval_data)
+    worst = np.abs(task.eval_data["x"] @ params["w"] + params["b"] - task.eval_data["y"]).max(-1).mean()
+    np.testing.assert_allclose(program.eval(state)["loss"], loss, rtol=TOLERANCE)
+    np.testing.assert_allclose(program.eval(state)["worst"], worst, rtol=TOLERANCE)
+
+
+# ---- settings of the step: each equal to one device, and each seen to do something ------------------------------------
+
+
+def test_bfloat16_computes_in_bfloat16_keeps_float32_parameters_and_equals_one_device():
+    """Tolerance 2e-2: two orders of adding up numbers of 8 bits."""
+    settings = {"microbatches": 4, "precision": "bfloat16"}
+    one = train(program_of(gpt(), **settings), evaluate=False)
+    program = program_of(gpt(), **settings, **MESHES["data 2 x fsdp 2 x tensor 2"])
+    many = train(program, evaluate=False)
+    assert_same_run(many, one, tolerance=2e-2)
+    assert "bf16" in many.hlo
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(many.params))
+    errors = leaf_errors(many.gradient, one_device("gpt").gradient)
+    assert 1e-4 < max(errors.values()) < 0.1  # neither float32 nor nonsense
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 4}], ids=["one device", "data 2 x fsdp 4"])
+def test_a_precision_mapping_sets_the_dtype_of_parameters_of_the_computation_and_of_the_sum(mesh):
+    seen = {}
+
+    def loss_fn(params, batch, key):
+        seen["compute"] = (params["w"].dtype.name, batch["x"].dtype.name)
+        return regression_loss(params, batch, key)
+
+    precision = {"compute": "float32", "params": "bfloat16", "reduce": "bfloat16"}
+    task = dataclasses.replace(regression(), loss_fn=loss_fn, optimizer=keep_gradient(optax.adam(1e-2)))
+    run = train(program_of(task, precision=precision, mesh=mesh), evaluate=False, steps=2)
+    assert seen["compute"] == ("float32", "float32")
+    assert {x.dtype.name for x in jax.tree.leaves(run.params)} == {"bfloat16"}
+    assert run.losses[1] < run.losses[0]
+
+
+def test_gradients_are_summed_in_the_reduce_dtype():
+    program = program_of(regression(), mesh={"data": 8}, precision={"reduce": "bfloat16"})
+    traced = jax.jit(program._step_function(program._step_record)).trace(program.abstract_state, program.abstract_batch)
+    sums = [line for line in str(traced.jaxpr).splitlines() if "psum" in line and "bf16[16,8]" in line]
+    assert sums, "no psum of the gradient in bfloat16"
+    assert_close(train(program, evaluate=False).gradient, one_device("regression").gradient, 2e-2)
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
+def test_parameters_and_optimizer_state_on_the_host_give_the_same_numbers(mesh):
+    settings = {"placement": {"params": "host", "optimizer": "host"}, "microbatches": 4}
+    task = dataclasses.replace(regression(), optimizer=keep_gradient(optax.sgd(0.05, momentum=0.9)))
+    program = program_of(task, ema=0.5, **settings, **MESHES[mesh])
+    state = program.init()
+    kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+    for step, batch in program.batches(stop=2):
+        assert kinds((state.params, state.opt_state, state.ema)) == {"pinned_host"}, step
+        assert kinds(state.step) == {"device"}
+        state, _ = program.step(state, batch)
+    many = train(program)
+    one = train(program_of(task, ema=0.5, microbatches=4))
+    assert_same_run(many, one)
+
+
+def test_only_one_of_parameters_and_optimizer_can_live_on_the_host():
+    program = program_of(regression(), placement={"optimizer": "host"}, **MESHES["data 2 x fsdp 4"])
+    kinds = {p.path.split("/")[0]: p.memory_kind for p in program.layout if p.shape}
+    assert kinds["params"] == "device" and kinds["opt_state"] == "pinned_host"
+    assert_same_run(train(program), one_device("regression"))
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
+def test_clipping_is_by_the_norm_of_the_whole_gradient(mesh):
+    """SGD with rate one moves the parameters by exactly the clipped gradient."""
+    task = dataclasses.replace(regression(), optimizer=keep_gradient(optax.sgd(1.0)))
+    program = program_of(task, clip_norm=0.5, microbatches=4, **MESHES[mesh])
+    before = program.init()
+    start = jax.device_get(before.params)
+    for _, batch in program.batches(stop=1):
+        after, _ = program.step(before, batch)
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), start, jax.device_get(after.params))
+    np.testing.assert_allclose(norm(moved), 0.5, rtol=1e-5)
+    whole = one_device("regression").gradient
+    assert norm(whole) > 1
+    assert_close(moved, jax.tree.map(lambda g: g * 0.5 / norm(whole), whole))
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 3"])
+def test_the_moving_average_follows_its_formula_and_is_what_the_evaluation_uses(mesh):
+    program = program_of(regression(), ema=0.9, eval={"params": "ema"}, **MESHES[mesh])
+    state = program.init()
+    average = jax.device_get(state.params)
+    for _, batch in program.batches(stop=3):
+        state, _ = program.step(state, batch)
+        average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, jax.device_get(state.params))
+    assert_close(jax.device_get(state.ema), average)
+    loss, _ = regression_by_hand(average, regression().eval_data)
+    np.testing.assert_allclose(program.eval(state)["loss"], loss, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch", {"save": ["hidden"]}], ids=str)
+@pytest.mark.parametrize("wraps", [True, False], ids=["sk.remat", "the whole loss"])
+def test_rematerialisation_changes_memory_and_no_number(wraps, remat):
+    def layer(h, w):
+        return checkpoint_name(jnp.tanh(h @ w), "hidden")
+
+    def loss_fn(params, batch, key):
+        h, block = batch["x"], sk.remat(layer) if wraps else layer
+        for w in (params["w1"], params["w2"]):
+            h = block(h, w)
+        return sk.mean((h**2).sum(-1) + h[:, 0])
+
+    init = lambda key: {"w1": jnp.eye(16) * 0.5, "w2": jnp.ones((16, 16)) * 0.1}
+    task = dataclasses.replace(regression(), init=init, loss_fn=loss_fn, rules=(), eval_data=None)
+    settings = {"microbatches": 4, "mesh": {"data": 2}}
+    plain, with_remat = program_of(task, **settings), program_of(task, remat=remat, **settings)
+    assert_same_run(train(with_remat, evaluate=False, steps=1), train(plain, evaluate=False, steps=1))
+    assert count_remats(plain) == 0
+    assert count_remats(with_remat) == (2 if wraps else 1)
+
+
+def count_remats(program):
+    """Returns the number of `jax.checkpoint` regions that the backward pass of a step computes again."""
+    step = jax.jit(program._step_function(program._step_record))
+    return str(step.trace(program.abstract_state, program.abstract_batch).jaxpr).count("remat2[") or 0
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_the_gpt_with_its_blocks_rematerialised_is_that_of_one_device_without(remat):
+    program = program_of(gpt(), remat=remat, microbatches=4, **MESHES["data 2 x fsdp 4"])
+    assert_same_run(train(program, evaluate=False), one_device("gpt"))
+
+
+def norm(tree):
+    return np.sqrt(sum(float(np.sum(np.asarray(x, np.float64) ** 2)) for x in jax.tree.leaves(tree)))

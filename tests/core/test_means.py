@@ -1,0 +1,194 @@
+"""`sk.mean` is a pair that adds; keys of examples are the same on every mesh; the plain key differs where it should."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core_models import regression
+from core_runs import ONE_DEVICE, program_of
+
+import spmdkit as sk
+from spmdkit import ConfigError
+
+VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def pair(mean):
+    return float(mean.sum), float(mean.count)
+
+
+def test_a_mean_is_its_sum_and_its_count():
+    assert pair(sk.mean(VALUES)) == (66, 12)
+    assert float(sk.mean(VALUES).value) == 5.5
+    assert pair(sk.mean(7.0)) == (7, 1)
+
+
+def test_where_and_weights_broadcast_from_the_left():
+    rows = np.array([True, False, True, False])
+    assert pair(sk.mean(VALUES, where=rows)) == (0 + 1 + 2 + 6 + 7 + 8, 6)
+    assert pair(sk.mean(VALUES, where=VALUES > 9)) == (21, 2)
+    assert pair(sk.mean(VALUES, weights=np.array([0, 0, 0, 2.0]))) == (2 * (9 + 10 + 11), 6)
+    assert pair(sk.mean(VALUES, where=rows, weights=np.array([1.0, 5, 2, 5]))) == (0 + 1 + 2 + 2 * (6 + 7 + 8), 9)
+
+
+def test_what_is_left_out_may_be_nan_also_in_the_gradient():
+    loss = lambda x: sk.mean(jnp.log(x), where=x > 0).value
+    x = jnp.array([1.0, 0.0, 4.0])
+    np.testing.assert_allclose(loss(x), np.log(4) / 2, rtol=1e-6)
+    assert float(sk.mean(np.array([1.0, np.nan]), where=np.array([True, False])).value) == 1
+
+
+def test_a_mean_over_nothing_is_zero_and_not_nan():
+    assert float(sk.mean(VALUES, where=np.zeros(4, bool)).value) == 0
+    assert float(sk.mean(np.zeros((0,), np.float32)).value) == 0
+
+
+def test_sums_are_in_float32_whatever_the_values_are():
+    mean = sk.mean(jnp.full(4096, 1.0, jnp.bfloat16))
+    assert mean.sum.dtype == jnp.float32 and pair(mean) == (4096, 4096)
+    assert pair(sk.mean(np.array([True, False, True, True]))) == (3, 4)
+
+
+def test_a_mean_scales_and_takes_a_scalar_to_its_value():
+    mean = sk.mean(VALUES)
+    for found, value in [
+        (mean * 2, 11),
+        (2 * mean, 11),
+        (jnp.float32(2) * mean, 11),
+        (mean / 2, 2.75),
+        (-mean, -5.5),
+        (mean + 1, 6.5),
+        (1 + mean, 6.5),
+        (jnp.ones(()) + mean, 6.5),
+        (mean - 1, 4.5),
+        (sk.mean(np.ones(2)) * 3 + 1, 4),
+    ]:
+        assert float(found.value) == value
+        assert isinstance(found, sk.Mean)
+
+
+def test_two_parts_of_one_mean_merge_by_their_counts():
+    parts = sk.mean(VALUES[:1]).merge(sk.mean(VALUES[1:]))
+    assert pair(parts) == pair(sk.mean(VALUES))
+
+
+def test_two_means_do_not_add():
+    with pytest.raises(TypeError, match=r"sk\.mean\(a\) \+ sk\.mean\(b\).*sk\.mean\(a \+ b\).*a\.merge\(b\)"):
+        sk.mean(VALUES) + sk.mean(VALUES[:1])
+    with pytest.raises(TypeError, match="cannot become one pair"):
+        sk.mean(VALUES) - sk.mean(VALUES[:1])
+    with pytest.raises(TypeError, match=r"scalars only, found .* of shape \(3,\)"):
+        sk.mean(VALUES) * np.ones(3)
+
+
+def test_a_mean_is_a_pytree_that_adds_over_steps():
+    total = jax.tree.map(jnp.add, sk.mean(VALUES[:3]), sk.mean(VALUES[3:]))
+    assert pair(total) == (66, 12)
+
+
+def test_padding_rows_do_not_count():
+    with sk.examples(4, mask=jnp.array([True, True, False, False])):
+        assert pair(sk.mean(VALUES)) == (0 + 1 + 2 + 3 + 4 + 5, 6)
+        assert pair(sk.mean(VALUES, where=np.array([True, False, True, False]))) == (3, 3)
+        assert pair(sk.mean(VALUES, where=VALUES > 4)) == (5, 1)
+        assert pair(sk.mean(VALUES[:, 0], weights=np.full(4, 0.5))) == (1.5, 1)
+
+
+def test_values_without_an_example_dim_are_refused_where_rows_are_padding():
+    with sk.examples(4, mask=jnp.ones(4, bool)):
+        with pytest.raises(ConfigError, match=r"shape \(\) while some of the 4 examples are padding.*example_mask"):
+            sk.mean(1.0)
+        with pytest.raises(ConfigError, match=r"shape \(3, 4\)"):
+            sk.mean(VALUES.T)
+
+
+def test_regularisation_is_added_once_on_any_number_of_replicas_and_microbatches():
+    def loss_fn(params, batch, key):
+        return sk.mean(0.0 * batch["x"][:, 0]) + (params["w"] ** 2).sum()
+
+    for mesh, microbatches in [({}, 1), ({}, 4), ({"data": 8}, 4), ({"data": 2, "fsdp": 4}, 1)]:
+        program = program_of(dataclasses.replace(regression(), loss_fn=loss_fn), mesh=mesh, microbatches=microbatches)
+        state = program.init()
+        w = np.asarray(state.params["w"])
+        for _, batch in program.batches(stop=1):
+            state, metrics = program.step(state, batch)
+        np.testing.assert_allclose(float(metrics["loss"]), (w**2).sum(), rtol=1e-5)
+        np.testing.assert_allclose(np.asarray(state.opt_state[0]["w"]), 2 * w, rtol=1e-5)
+
+
+# ---- randomness ------------------------------------------------------------------------------------------------------
+
+
+def draws_task(draw):
+    """Returns a task whose gradient is what each example has drawn: params `[examples]`, one step after another."""
+
+    def loss_fn(params, batch, key):
+        one_hot = jax.nn.one_hot(batch["id"], 64)
+        return sk.mean((one_hot @ params["draws"]) * draw(batch, key)) * 32
+
+    return dataclasses.replace(
+        regression(),
+        init=lambda key: {"draws": jnp.zeros(64)},
+        loss_fn=loss_fn,
+        train_data={"id": np.arange(64, dtype=np.int32)},
+        eval_data=None,
+        rules=[("draws", [None])],
+    )
+
+
+def draws(draw, steps=2, **settings):
+    """Returns float[steps, 64], the draw of each example at each step; zero where it was not in the batch."""
+    program = program_of(draws_task(draw), **settings)
+    state, found = program.init(), []
+    for _, batch in program.batches(stop=steps):
+        state, _ = program.step(state, batch)
+        found.append(np.asarray(state.opt_state[0]["draws"]))
+    return np.stack(found)
+
+
+def by_example(batch, key):
+    return jax.vmap(jax.random.uniform)(sk.example_keys())
+
+
+def by_plain_key(batch, key):
+    return jax.random.uniform(key, batch["id"].shape)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    "mesh", [{}, {"replica": 2, "data": 4}, {"data": 2, "fsdp": 4}, {"fsdp": 8}], ids=lambda mesh: str(mesh)
+)
+def test_keys_of_examples_give_the_same_draws_on_every_mesh_and_any_number_of_microbatches(mesh, microbatches):
+    reference = draws(by_example, **ONE_DEVICE)
+    assert np.count_nonzero(reference) == 64 and np.unique(reference[reference > 0]).size == 64
+    np.testing.assert_allclose(draws(by_example, mesh=mesh, microbatches=microbatches), reference, rtol=1e-6)
+
+
+def test_keys_of_examples_differ_by_step_seed_and_salt():
+    same = {"data": {"shuffle": False}, "mesh": {"data": 8}}
+    first, second = (x[x > 0] for x in draws(by_example, **same))
+    assert not np.intersect1d(first, second).size
+    assert not np.intersect1d(draws(by_example, seed=1, **same), draws(by_example, **same)).any()
+    salted = draws(lambda batch, key: jax.vmap(jax.random.uniform)(sk.example_keys(salt=1)), **same)
+    assert not np.intersect1d(salted, draws(by_example, **same)).any()
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 1}], ids=str)
+def test_the_plain_key_differs_by_step_replica_and_microbatch(mesh):
+    found = draws(by_plain_key, mesh=mesh, microbatches=2, data={"shuffle": False})
+    drawn = found[found > 0]
+    assert drawn.size == 64 and np.unique(drawn).size == 64
+    assert not np.allclose(found, draws(by_plain_key, **ONE_DEVICE, microbatches=2, data={"shuffle": False}))
+
+
+def test_keys_and_masks_of_examples_exist_only_inside_a_loss():
+    for call in (sk.example_keys, sk.example_mask):
+        with pytest.raises(RuntimeError, match=r"outside of a loss that spmdkit runs.*with sk\.examples"):
+            call()
+    with sk.examples(3), pytest.raises(RuntimeError, match="there is no randomness"):
+        sk.example_keys()
+    with sk.examples(3, key=jax.random.key(0)):
+        assert sk.example_keys().shape == (3,)
+        assert sk.example_mask().tolist() == [True] * 3

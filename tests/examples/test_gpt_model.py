@@ -1,0 +1,128 @@
+"""The GPT's own parts: its text, its windows, its layers, its sample."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmdkit as sk
+
+
+@pytest.fixture
+def gpt(load_example):
+    return load_example("gpt")
+
+
+@pytest.fixture
+def params(gpt):
+    return gpt.init_params(jax.random.key(0), width=32, layers=2, heads=2, stacked=True)
+
+
+@pytest.fixture
+def tokens():
+    return jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 16)), jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def test_no_file_is_both_trained_on_and_evaluated_on(gpt):
+    train_files, eval_files = gpt.read_files(10**9, 10**9)
+    shared = set(train_files) & set(eval_files)
+    assert all(len(file) < 100 for file in shared)  # empty and one-line files have equals
+    assert 0.03 < len(eval_files) / len(train_files) < 0.3
+
+
+def test_the_text_is_the_same_each_time_and_as_long_as_asked(gpt):
+    train_files, eval_files = gpt.read_files(100_000, 10_000)
+    assert (sum(map(len, train_files)), sum(map(len, eval_files))) == (100_000, 10_000)
+    assert (train_files, eval_files) == gpt.read_files(100_000, 10_000)
+
+
+def test_each_byte_of_the_text_is_a_target_once(gpt):
+    data = gpt.windows([b"abcdefg", b"hijkl"], context=3, document_masks=False)
+    assert [bytes(row) for row in data["tokens"]] == [b"abcd", b"defg", b"ghij"]
+    data = gpt.windows([b"abcdefg", b"hi"], context=4, document_masks=True)
+    assert [bytes(row) for row in data["tokens"]] == [b"abcde", b"efg\0\0", b"hi\0\0\0"]
+    assert data["num_targets"].tolist() == [4, 2, 1]
+
+
+def test_document_masks_keep_padding_out_of_the_loss(gpt):
+    task = gpt.task(width=32, layers=1, context=16, document_masks=True, train_bytes=20_000, eval_bytes=2_000)
+    params = task.init(jax.random.key(0))
+    short = int(np.argmin(task.train_data["num_targets"]))
+    num_targets = int(task.train_data["num_targets"][short])
+    batch = {name: array[short : short + 1].copy() for name, array in task.train_data.items()}
+    loss, _ = task.loss_fn(params, batch, None)
+    batch["tokens"][:, num_targets + 1 :] = 7
+    assert float(loss.count) == num_targets < 16
+    assert float(loss.value) == float(task.loss_fn(params, batch, None)[0].value)
+
+
+def test_stacked_and_separate_layers_are_the_same_model(gpt, params, tokens):
+    separate = gpt.init_params(jax.random.key(0), width=32, layers=2, heads=2, stacked=False)
+    np.testing.assert_array_equal(params["blocks"]["up"][1], separate["blocks"][1]["up"])
+    np.testing.assert_allclose(gpt.apply(separate, tokens), gpt.apply(params, tokens), atol=1e-4)
+
+
+def test_a_position_sees_nothing_of_what_comes_after(gpt, params, tokens):
+    changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 256)
+    before, after = gpt.apply(params, tokens), gpt.apply(params, changed)
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert not np.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_rotary_scores_depend_on_distance_alone(gpt):
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    q, k = (gpt.rotary(jnp.broadcast_to(x, (1, 10, 1, 8)))[0, :, 0] for x in (q, k))
+    np.testing.assert_allclose(q[7] @ k[4], q[5] @ k[2], atol=1e-5)
+    assert abs(float(q[7] @ k[4] - q[7] @ k[1])) > 1e-3
+
+
+def test_cross_entropy_is_the_log_probability_of_the_target(gpt, tokens):
+    logits = jax.random.normal(jax.random.key(1), (4, 16, 256))
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(gpt.cross_entropy(logits, tokens), expected, atol=1e-5)
+
+
+def test_dropout_draws_from_each_examples_own_key(gpt, params, tokens):
+    keys = jax.random.split(jax.random.key(0), 4)
+    dropped = gpt.apply(params, tokens, 0.5, keys)
+    np.testing.assert_allclose(gpt.apply(params, tokens[2:], 0.5, keys[2:]), dropped[2:], atol=1e-4)
+    assert not np.allclose(dropped, gpt.apply(params, tokens))
+    x = jnp.ones((4, 100, 100))
+    assert float(gpt.drop(x, 0.25, keys).mean()) == pytest.approx(1, abs=0.01)
+
+
+def test_the_loss_is_in_nats_and_bits_per_byte(gpt):
+    task = gpt.task(width=32, layers=1, context=16, dropout=0.1, train_bytes=20_000, eval_bytes=2_000)
+    params = jax.tree.map(jnp.zeros_like, task.init(jax.random.key(0)))
+    batch = {name: array[:4] for name, array in task.train_data.items()}
+    with sk.examples(4, key=jax.random.key(0)):
+        loss, metrics = task.loss_fn(params, batch, jax.random.key(0))
+    assert float(loss.value) == pytest.approx(np.log(256))
+    assert float(metrics["bits_per_byte"].value) == pytest.approx(8)
+
+
+def test_the_unigram_loss_of_two_equally_frequent_bytes_is_log_two(gpt):
+    assert gpt.unigram_loss([b"ab" * 100_000], [b"abba"]) == pytest.approx(np.log(2), abs=0.01)
+
+
+def test_a_sample_continues_its_prompt(gpt, params):
+    text = gpt.sample(params, "def ", num_bytes=20, context=8)
+    assert text.startswith("def ") and len(text.encode()) >= 24
+    assert text == gpt.sample(params, "def ", num_bytes=20, context=8)
+
+
+def test_a_cold_sample_repeats_what_the_model_has_learned(gpt):
+    task = gpt.task(width=32, layers=1, context=8, train_bytes=20_000, eval_bytes=2_000)
+    params = task.init(jax.random.key(0))
+    text = b"abcabcabcabcabcabc"
+    batch = {"tokens": np.frombuffer(text[:9], np.uint8)[None], "num_targets": np.array([8], np.int32)}
+    grad = jax.jit(jax.grad(lambda p: task.loss_fn(p, batch, None)[0].value))
+    for _ in range(60):
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grad(params))
+    assert gpt.sample(params, "abc", 9, context=8, temperature=0.1) == "abcabcabcabc"

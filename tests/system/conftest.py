@@ -1,0 +1,164 @@
+"""Whole runs as a user starts them: real processes, a task file and a config in a folder of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+TASK = '''
+import time
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+
+def task(width=32, pause_s=0.0, optimizer=True):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(512, 8)).astype(np.float32)
+    y = np.sin(x.sum(1)).astype(np.float32)
+
+    class Slow:
+        """Examples one by one, each after a pause, so that a test can hit the middle of a run."""
+        def __len__(self):
+            return len(x)
+        def __getitem__(self, i):
+            time.sleep(pause_s)
+            return {"x": x[i], "y": y[i]}
+
+    def init(key):
+        a, b = jax.random.split(key)
+        return {"w": jax.random.normal(a, (8, width)) / 3, "b": jnp.zeros(width), "v": jax.random.normal(b, (width,)) / 6}
+
+    def loss_fn(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+        if key is not None:
+            h = h * jax.vmap(lambda k: jax.random.bernoulli(k, 0.9, (width,)))(sk.example_keys())
+        error = h @ params["v"] - batch["y"]
+        return sk.mean(error**2), {"absolute_error": sk.mean(jnp.abs(error))}
+
+    data = Slow() if pause_s else {"x": x, "y": y}
+    return sk.Task(init, loss_fn, optax.adam(1e-2), train_data=data, eval_data={"x": x[:101], "y": y[:101]})
+'''
+
+CONFIG = """
+task: task.py:task
+run_dir: run
+steps: 120
+batch_size: 32
+devices: cpu:4
+mesh: {data: -1}
+checkpoint: {every_steps: 10}
+eval: {every_steps: 40}
+log: {every_steps: 5}
+"""
+
+TIMES = ("examples_per_s", "step_time_s", "input_wait_s")
+
+
+class Folder:
+    """A folder with `task.py` and `run.yaml`, and the commands that a user types in it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        (path / "task.py").write_text(TASK)
+        (path / "run.yaml").write_text(CONFIG)
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "spmdkit", *arguments]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts a command in a process group of its own."""
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_"))},
+        )
+
+    def run(self, *arguments: str, timeout_s: float = 120) -> tuple[int, str]:
+        """Returns (exit code, output) of a command that ends by itself."""
+        child = self.start(*arguments)
+        try:
+            output, _ = child.communicate(timeout=timeout_s)
+        finally:
+            end(child)
+        return code_of(child), output
+
+    def train(self, *overrides: str, timeout_s: float = 120) -> tuple[int, str]:
+        return self.run("train", "run.yaml", *overrides, timeout_s=timeout_s)
+
+    def metrics(self, run: str = "run") -> list[dict[str, Any]]:
+        """Returns the lines of metrics.jsonl without what a clock has measured."""
+        lines = (self.path / run / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+    def params(self, run: str = "run") -> dict[str, np.ndarray]:
+        """Returns the parameters of the newest checkpoint."""
+        from safetensors.numpy import load_file
+
+        from spmdkit import checkpoint
+
+        out = self.path / f"{run.replace('/', '_')}.safetensors"
+        out.unlink(missing_ok=True)
+        checkpoint.export(self.path / run / "checkpoints", None, out)
+        return load_file(out)
+
+
+def code_of(child: subprocess.Popen[str]) -> int:
+    """Returns the exit code as a shell tells it: 128 + n for signal n."""
+    assert child.returncode is not None
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    """Kills what is left of a child's process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait(timeout=30)
+    if child.stdout is not None:
+        child.stdout.close()
+
+
+def wait_until(condition: Any, timeout_s: float = 60, every_s: float = 0.002) -> None:
+    """Returns when `condition()` is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{condition} never came true")
+        time.sleep(every_s)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A folder whose run went through without a fault."""
+    clean = Folder(tmp_path_factory.mktemp("undisturbed"))
+    code, output = clean.train()
+    assert code == 0, output
+    return clean
+
+
+@pytest.fixture
+def helpers() -> Any:
+    """The functions of this file for tests: `wait_until`, `end`, `code_of`."""
+    import types
+
+    return types.SimpleNamespace(wait_until=wait_until, end=end, code_of=code_of)

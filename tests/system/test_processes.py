@@ -1,0 +1,45 @@
+"""Several real processes: the same numbers as one, and nothing that hangs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_equal_one(folder, undisturbed, processes):
+    code, output = folder.run("launch", "-n", str(processes), "--", "train", "run.yaml", timeout_s=240)
+    assert code == 0, output
+    assert "[0] " in output
+    ours, theirs = folder.params(), undisturbed.params()
+    for name in theirs:
+        assert np.linalg.norm(ours[name] - theirs[name]) < 1e-5 * np.linalg.norm(theirs[name]), name
+    for ours_line, their_line in zip(folder.metrics(), undisturbed.metrics(), strict=True):
+        assert ours_line["loss"] == pytest.approx(their_line["loss"], rel=1e-5)
+
+
+def test_a_run_of_one_process_continues_in_two(folder, undisturbed):
+    code, output = folder.train("steps=60")
+    assert code == 0, output
+    code, output = folder.run("launch", "-n", "2", "--", "train", "run.yaml", "mesh={data: 2, fsdp: 2}", timeout_s=240)
+    assert code == 0, output
+    assert "continuing at step 61" in output
+    ours, theirs = folder.params(), undisturbed.params()
+    for name in theirs:
+        assert np.linalg.norm(ours[name] - theirs[name]) < 1e-5 * np.linalg.norm(theirs[name]), name
+
+
+def test_a_config_that_differs_between_processes_is_refused(folder):
+    (folder.path / "task.py").write_text(
+        (folder.path / "task.py")
+        .read_text()
+        .replace(
+            "def task(",
+            "import os\nif os.environ.get('SPMDKIT_PROCESS_ID') == '1':\n    raise ValueError('boom')\n\ndef task(",
+        )
+    )
+    code, output = folder.run("launch", "-n", "2", "--", "train", "run.yaml")
+    assert code == 78, output
+    assert "boom" in output
