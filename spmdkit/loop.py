@@ -54,6 +54,7 @@ def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
         state = run.restore_or_init()
         if run.step >= config.steps:
             run.face.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}")
+            cluster.shutdown()
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
         # Opened first, so that the data is read while the step compiles.
@@ -62,11 +63,12 @@ def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
                 program.compiled  # noqa: B018
             state = run_steps(run, program, state, batches, signals)
         run.finish()
+        # Together, and only after success: a process that left alone would make JAX abort the others.
+        cluster.shutdown()
         if run.step < config.steps:
             raise _preempted(run, signals)
         run.events.write("stopped", step=run.step, code=0)
         _conclude(run)
-    cluster.shutdown()
     return Result(state, program, run)
 
 

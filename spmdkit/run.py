@@ -308,6 +308,8 @@ class Run:
 
 def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:
     """Returns the newest committed step as process 0 sees it: a shared file system may show others an older one."""
+    if cluster.num_processes == 1:
+        return checkpoints.latest()
     if cluster.is_main:
         cluster.put("newest checkpoint", str(checkpoints.latest() or ""))
     return int(cluster.get("newest checkpoint") or 0) or None

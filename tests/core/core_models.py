@@ -52,12 +52,12 @@ def gpt():
 @functools.cache
 def cnn(short_batches=False):
     """Returns the CNN of examples/digits_cnn.py: synchronised batch norm and dropout per example."""
-    task = load_task("digits_cnn.py", "task", EXAMPLES, {"width": 4, "short_batches": short_batches})
+    task = load_task("digits_cnn.py", "task", EXAMPLES, {"width": 8, "short_batches": short_batches})
     first = lambda num, tree: {name: x[:num] for name, x in tree.items()}
     return made_once(
         task,
         optimizer=keep_gradient(optax.sgd(0.05, momentum=0.9)),
-        train_data=first(240, task.train_data),
+        train_data=first(400, task.train_data),
         eval_data=first(50, task.eval_data),
         rules=[("Dense_0/kernel", ["mlp", None]), ("Conv_1/kernel", [None, None, "embed", "mlp"])],
     )

@@ -10,7 +10,7 @@ from core_models import regression
 from core_runs import ONE_DEVICE, program_of
 
 import spmdkit as sk
-from spmdkit import ConfigError
+from spmdkit.errors import ConfigError
 
 VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)
 
