@@ -21,7 +21,7 @@ def train_step(state: sk.TrainState, batch: dict) -> tuple[sk.TrainState, dict[s
     """Returns the state after one step, and its metrics."""
     loss_fn = sk.value_and_grad(linear_regression.loss_fn)
     (loss, metrics), grads = loss_fn(state.params, batch, state.key)
-    return state.apply_gradients(grads), {"loss": loss, "gradient_norm": optax.global_norm(grads), **metrics}
+    return state.apply_gradients(grads), {"loss": loss, "gradient_norm": optax.tree.norm(grads), **metrics}
 
 
 def task() -> sk.Task:

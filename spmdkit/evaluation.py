@@ -76,7 +76,7 @@ class Evaluator:
             for _, batch, _ in batches:
                 # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
-        return {name: float(metric.value) for name, metric in jax.device_get(totals).items()}
+        return {name: float(x.sum / (x.count or 1)) for name, x in jax.device_get(totals).items()}
 
 
 def _function(

@@ -216,7 +216,7 @@ def _plain(step: scope.Step, local: Loss, reducer: Any, params: Any, state: Any,
 
 def _inside_replica(step: scope.Step, local: Loss, reducer: Any, params: Any, state: Any, batch: Any) -> Any:
     """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one reduction."""
-    sums, new_state = local(lax.axis_index(REPLICA_AXES), *_as_local(step, (params, state)), batch, step.mask)
+    sums, new_state = local(lax.axis_index(REPLICA_AXES), *_as_local(step, (params, state, batch, step.mask)))
     if step.state_groups is None:
         sums, new_state = reducer(_as_local(step, (sums, new_state)), REPLICA_AXES)
         return sums, jax.tree.map(lambda x: _divide(x, step.size(*REPLICA_AXES)), new_state)

@@ -41,12 +41,10 @@ def pmean(tree: Any) -> Any:
     Raises:
         ConfigError: a leaf is already the same on all replicas, so it was reduced twice.
     """
-    means = jax.tree.map(lambda x: x, tree, is_leaf=lambda x: isinstance(x, Mean))
-    leaves, treedef = jax.tree.flatten(means, is_leaf=lambda x: isinstance(x, Mean))
-    pooled = [isinstance(x, Mean) for x in leaves]
-    summed = _reduce("sk.pmean", lax.psum, leaves)
+    summed = _reduce("sk.pmean", lax.psum, tree)
     num = scope.current_step().size(*REPLICA_AXES)
-    return jax.tree.unflatten(treedef, [x if is_mean else x / num for x, is_mean in zip(summed, pooled, strict=True)])
+    is_mean = lambda x: isinstance(x, Mean)
+    return jax.tree.map(lambda x: x if is_mean(x) else x / num, summed, is_leaf=is_mean)
 
 
 def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:

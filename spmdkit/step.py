@@ -73,7 +73,7 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
     rows = PartitionSpec(tuple(a for a in REPLICA_AXES if step.size(a) > 1) or REPLICA_AXES)
 
     def body(state: TrainState, examples: Any, mask: Any) -> tuple[TrainState, dict[str, Any]]:
-        own = compat.as_varying(state.params, REPLICA_AXES)
+        own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         originals = {id(x): (x, y) for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state.params), strict=True)}
         inner = dataclasses.replace(step, form="manual", inside=True, mask=mask, mirrored=originals)
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))

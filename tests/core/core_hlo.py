@@ -77,7 +77,7 @@ def _axes(line, sizes):
 
 
 def _groups(line, num_devices):
-    """Returns the groups of devices, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `[2,4]<=[4,2]T(1,0)`."""
+    """Returns the groups of devices, from `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)` or `mesh['a'=4,'b'=2], device_ids=... {'a'}`."""
     if pairs := re.search(r"source_target_pairs=\{\{(.*?)\}\}", line):
         return [[int(i) for i in pair.split(",")] for pair in pairs[1].split("},{")]
     if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", line):
@@ -87,5 +87,13 @@ def _groups(line, num_devices):
         order = np.arange(num_devices).reshape(numbers(iota[2]))
         order = order.transpose(numbers(iota[3])) if iota[3] else order
         return order.reshape(numbers(iota[1])).tolist()
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line):
+        names, lengths = zip(*(axis.split("=") for axis in mesh[1].split(",")), strict=True)
+        order = np.arange(num_devices)
+        order = order.reshape(numbers(mesh[2])) if mesh[2] else order
+        order = order.transpose(numbers(mesh[3])) if mesh[3] else order
+        joined = [names.index(name) for name in mesh[4].split(",")]  # fails on a part of an axis: none seen so far
+        order = np.moveaxis(order.reshape([int(n) for n in lengths]), joined, range(-len(joined), 0))
+        return order.reshape(-1, int(np.prod([int(lengths[i]) for i in joined]))).tolist()
     assert "replica_groups={}" in line, f"unknown groups in {line}"
     return [list(itertools.chain(range(num_devices)))]

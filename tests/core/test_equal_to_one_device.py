@@ -95,10 +95,10 @@ def test_a_short_last_batch_counts_only_its_own_examples(mesh, microbatches):
 def test_a_short_last_batch_is_that_of_one_device_for_the_gpt_and_for_masked_batch_norm(model):
     task = gpt() if model == "gpt" else cnn(short_batches=True)
     short = dataclasses.replace(task, train_data={name: x[:41] for name, x in task.train_data.items()})
-    settings = {"data": {"remainder": "mask"}, "microbatches": 2}
+    settings = {"data": {"remainder": "mask"}, "microbatches": 2 if model == "gpt" else 1}
     one = train(program_of(short, **settings), evaluate=False, steps=3)
     mesh = {"data": 4, "fsdp": 2} if model == "gpt" else {"replica": 2, "data": 4}
-    # Of 8 shards x 2 microbatches x 2 rows, 9 rows of the second batch are real.
+    # Of the 32 rows of the second batch 9 are real: most replicas, and the GPT's second microbatch, have none.
     assert_same_run(train(program_of(short, mesh=mesh, **settings), evaluate=False, steps=3), one)
 
 
@@ -144,7 +144,7 @@ def test_a_precision_mapping_sets_the_dtype_of_parameters_of_the_computation_and
     run = train(program_of(task, precision=precision, mesh=mesh), evaluate=False, steps=2)
     assert seen["compute"] == ("float32", "float32")
     assert {x.dtype.name for x in jax.tree.leaves(run.params)} == {"bfloat16"}
-    assert run.losses[1] < run.losses[0]
+    assert_close(run.gradient, one_device("regression").gradient, 2e-2)
 
 
 def test_gradients_are_summed_in_the_reduce_dtype():

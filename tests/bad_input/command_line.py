@@ -1,0 +1,152 @@
+"""The command line in this process: what a user types, what comes out, with which exit code, and what it leaves alone."""
+
+import os
+import shutil
+import textwrap
+from typing import NamedTuple
+
+from spmdkit import cli
+from spmdkit.faults import exceptions
+
+TASK = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+
+x = np.linspace(-1, 1, 32 * 4, dtype=np.float32).reshape(32, 4)
+DATA = {"x": x, "y": np.stack([x.sum(1)] * 8, 1)}
+
+def init(key):
+    return {"w": jnp.zeros((4, 8)), "b": jnp.zeros(8)}
+
+def loss_fn(params, batch, key):
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return sk.mean(error**2)
+
+class Examples:
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        return {"x": DATA["x"][i], "y": DATA["y"][i]}
+"""
+ARGUMENTS = {"init": "init", "loss_fn": "loss_fn", "optimizer": "optax.sgd(0.1)", "train_data": "DATA"}
+CONFIG = {
+    "task": "task.py:task",
+    "run_dir": "run",
+    "steps": "4",
+    "batch_size": "8",
+    "devices": "cpu:4",
+    "mesh": "{data: -1}",
+    "checkpoint": "{every_steps: 2}",
+}
+NEVER = (
+    "Traceback (most recent",
+    "this is a bug in spmdkit",
+    "site-packages",
+    "<class '",
+    "<spmdkit.",
+    "Traced<",
+    "ShapeDtypeStruct",
+    "PyTreeDef",
+    "pydantic",
+    "During handling",
+)
+LONGEST = 1200
+DUMP = open('/tmp/dump.txt', 'a')
+
+
+class Left(BaseException):
+    """Instead of `os._exit`."""
+
+
+class Folder:
+    """`task.py`, `run.yaml` and what a command makes of them."""
+
+    def __init__(self, path, monkeypatch, capfd):
+        self.path, self._monkeypatch, self._capfd = path, monkeypatch, capfd
+        monkeypatch.chdir(path)
+
+    def write(self, code="", task=None, config=None):
+        """Writes the task with `code` after the functions that work, and a config; None as a value leaves a line out."""
+        arguments = {name: value for name, value in {**ARGUMENTS, **(task or {})}.items() if value is not None}
+        call = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        (self.path / "task.py").write_text(f"{TASK}\n{textwrap.dedent(code)}\ntask = sk.Task({call})\n")
+        lines = {name: value for name, value in {**CONFIG, **(config or {})}.items() if value is not None}
+        (self.path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+
+    def copy_run(self, source, name="run"):
+        """Puts a run directory beside the config."""
+        shutil.copytree(source, self.path / name)
+        (self.path / name / "report.html").unlink(missing_ok=True)
+
+    def leaves(self, *arguments):
+        """Returns the exit code of a command: the whole way of `spmdkit`, except that the process goes on."""
+        left = []
+
+        def leave(code):
+            left.append(code)
+            raise Left
+
+        self._monkeypatch.setattr(exceptions, "leave", leave)
+        try:
+            code = cli.main(list(arguments))
+        except Left:
+            code = left[0]
+        return code
+
+    def kept(self):
+        """Returns path -> bytes of what a run has left: its metrics and its checkpoints."""
+        files = [self.path / "run" / "metrics.jsonl", *(self.path / "run" / "checkpoints").rglob("*")]
+        return {file.relative_to(self.path): file.read_bytes() for file in files if file.is_file()}
+
+    def fails(self, code, *parts, command=("train", "run.yaml"), may_train=False):
+        """Asserts that a command ends with `code`, says each of `parts`, nothing of the inside, and changes nothing.
+
+        `may_train`: the mistake shows while it trains, so new lines and checkpoints may follow the old ones.
+        """
+        before = self.kept()
+        self._capfd.readouterr()
+        found = self.leaves(*command)
+        output, error = self._capfd.readouterr()
+        shown = f"exit code {found}\n--- standard output\n{output}\n--- standard error\n{error}"
+        assert found == code, shown
+        for part in parts:
+            assert part in error, f"not said: {part}\n{shown}"
+        for part in NEVER:
+            assert part not in output + error, f"said: {part}\n{shown}"
+        message = error.strip()
+        print(f"\n##### {os.environ.get('PYTEST_CURRENT_TEST')} [{found}]\n{message}", file=DUMP, flush=True)
+        assert message and len(message) < LONGEST, f"{len(message)} characters\n{shown}"
+        lines = message.splitlines()
+        assert len(set(lines)) == len(lines), f"a line is said twice\n{shown}"
+        after = self.kept()
+        for path, content in before.items():
+            assert path in after, f"{path} is gone\n{shown}"
+            same = after[path].startswith(content) if may_train and path.suffix == ".jsonl" else after[path] == content
+            assert same, f"{path} is changed\n{shown}"
+        if not may_train:
+            assert after.keys() == before.keys(), shown
+        return message
+
+
+class Case(NamedTuple):
+    """One mistake: what differs from the files that work, and what has to be said about it.
+
+    `says`: parts of the message. `code`: Python after the working functions. `task`: arguments of `Task`. `config`: lines.
+    """
+
+    says: tuple[str, ...]
+    code: str = ""
+    task: dict[str, str | None] = {}
+    config: dict[str, str | None] = {}
+    exit: int = 78
+    overrides: tuple[str, ...] = ()
+    may_train: bool = False
+
+    def run(self, folder):
+        """Asserts that `spmdkit train` says it in this folder; returns the message."""
+        folder.write(self.code, self.task, self.config)
+        command = ("train", "run.yaml", *self.overrides)
+        return folder.fails(self.exit, *self.says, command=command, may_train=self.may_train)

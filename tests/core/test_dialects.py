@@ -1,0 +1,342 @@
+"""A loss, a global step, a per-replica step and the user's own loop give the same numbers; the known traps are errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core_models import BATCH, kept_gradient, regression, regression_by_hand, regression_loss
+from core_runs import MESHES, TOLERANCE, assert_close, assert_same_run, one_device, program_of, train
+from jax import lax
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError, UserCodeError
+
+REPLICAS = ("replica", "data")
+
+
+def global_step(state, batch):
+    (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+    return state.apply_gradients(grads), {"loss": loss, **metrics}
+
+
+def own_psum_step(psum):
+    """Returns a per-replica step without `sk.mean`: this replica's share of the loss, then a sum over the replicas."""
+
+    def train_step(state, batch):
+        count = psum(batch["weight"].sum())
+        num_replicas = lax.psum(1, REPLICAS)
+
+        def share(params):
+            error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+            loss = (batch["weight"] * (error**2).sum(-1)).sum() / count
+            return loss + 0.01 * (params["w"] ** 2).sum() / num_replicas, jnp.abs(error).max(-1).sum() / BATCH
+
+        (loss, worst), grads = psum(jax.value_and_grad(share, has_aux=True)(state.params))
+        return state.apply_gradients(grads), {"loss": loss, "worst": worst}
+
+    return train_step
+
+
+def pmean_step(state, batch):
+    """The idiom of Horovod and pmap: a local mean, then the mean of all; means pooled by `sk.pmean` keep their counts."""
+
+    def loss(params):
+        error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+        return ((error**2).sum(-1)).mean()
+
+    loss, grads = sk.pmean(jax.value_and_grad(loss)(state.params))
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def unweighted_by_hand(params, batch):
+    ones = {**batch, "weight": np.ones_like(batch["weight"])}
+    loss, gradient = regression_by_hand(params, ones)
+    w = np.asarray(params["w"], np.float64)
+    return loss - 0.01 * (w**2).sum(), {"w": gradient["w"] - 0.02 * w, "b": gradient["b"]}
+
+
+def with_step(train_step, view="replica", **changes):
+    return dataclasses.replace(regression(), train_step=train_step, view=view, **changes)
+
+
+PER_REPLICA = {
+    "sk.value_and_grad": global_step,
+    "sk.psum": own_psum_step(sk.psum),
+    "lax.psum": own_psum_step(lambda tree: lax.psum(tree, REPLICAS)),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 2 x tensor 2"])
+def test_a_whole_global_step_is_the_default_step(mesh, microbatches):
+    task = with_step(global_step, view="global", loss_fn=None, eval_data=None)
+    run = train(program_of(task, microbatches=microbatches, **MESHES[mesh]), evaluate=False)
+    assert_same_run(run, one_device("regression"))
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
+@pytest.mark.parametrize("step", PER_REPLICA)
+def test_a_per_replica_step_is_the_default_step(step, mesh):
+    assert_same_run(train(program_of(with_step(PER_REPLICA[step]), **MESHES[mesh])), one_device("regression"))
+
+
+def test_a_per_replica_step_runs_on_one_device_too():
+    assert_same_run(train(program_of(with_step(PER_REPLICA["sk.psum"]))), one_device("regression"))
+
+
+def test_sk_value_and_grad_accumulates_microbatches_in_a_per_replica_step():
+    run = train(program_of(with_step(global_step), microbatches=4, **MESHES["replica 2 x data 4"]))
+    assert_same_run(run, one_device("regression"))
+
+
+@pytest.mark.parametrize("step", [global_step, PER_REPLICA["sk.psum"]], ids=["global", "per replica"])
+def test_a_users_own_loop_over_his_own_arrays_gives_the_same_numbers(step):
+    view = "global" if step is global_step else "replica"
+    program = program_of(with_step(step, view), **MESHES["data 8"])
+    state, losses = program.init(), []
+    rows = program._feed._source
+    for step_number in range(1, 6):
+        indices, _ = program.schedule.batch(step_number)
+        state, metrics = program.step(state, rows.gather(indices))
+        losses.append(float(metrics["loss"]))
+    reference = one_device("regression")
+    np.testing.assert_allclose(losses, reference.losses, rtol=TOLERANCE)
+    assert_close(jax.device_get(state.params), reference.params)
+    assert program.eval(state)["loss"] == pytest.approx(reference.eval["loss"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
+def test_a_mean_of_local_gradients_by_sk_pmean_is_the_gradient_of_the_mean(mesh):
+    check_one_step(with_step(pmean_step), mesh)
+
+
+@pytest.mark.parametrize("axes", ["data", REPLICAS], ids=str)
+def test_lax_pmean_over_data_is_enough_where_data_is_the_only_replica_axis(axes):
+    def train_step(state, batch):
+        loss = lambda p: ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).sum(-1).mean()
+        value, grads = lax.pmean(jax.value_and_grad(loss)(state.params), axes)
+        return state.apply_gradients(grads), {"loss": value}
+
+    check_one_step(with_step(train_step), "data 8")
+
+
+def test_a_batch_of_which_a_replica_counts_its_own_rows_is_summed_over_both_axes():
+    def train_step(state, batch):
+        num = lax.psum(1, REPLICAS)  # a constant: the number of replicas
+        rows = sk.psum(jnp.sum(batch["weight"] > 0))  # varies over data alone where replica has size one
+        also = lax.psum(jnp.sum(batch["weight"] > 0), REPLICAS)
+        state, metrics = pmean_step(state, batch)
+        return state, metrics | {"replicas": num, "rows": rows, "also": also}
+
+    for mesh in ("data 8", "replica 2 x data 4"):
+        metrics = check_one_step(with_step(train_step), mesh)
+        assert (int(metrics["replicas"]), int(metrics["rows"]), int(metrics["also"])) == (8, BATCH, BATCH)
+
+
+def check_one_step(task, mesh):
+    """Asserts loss and gradient of the first step of an unweighted regression; returns the metrics."""
+    program = program_of(task, data={"shuffle": False}, **MESHES[mesh])
+    state = program.init()
+    batch = {name: x[:BATCH] for name, x in task.train_data.items()}
+    loss, gradient = unweighted_by_hand(jax.device_get(state.params), batch)
+    state, metrics = program.step(state, batch)
+    np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=TOLERANCE)
+    assert_close(kept_gradient(state), gradient)
+    return metrics
+
+
+@pytest.mark.parametrize("view", ["global", "replica"])
+def test_a_step_of_the_users_own_sees_the_padding_of_a_short_batch_through_sk_mean(view):
+    """The gradient of `sk.mean`'s sums, by plain `jax.grad`: on a short batch only real rows count."""
+
+    def train_step(state, batch):
+        def loss_sum(params):
+            error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+            mean = sk.mean((error**2).sum(-1))
+            return mean.sum, mean
+
+        (_, mean), grads = jax.value_and_grad(loss_sum, has_aux=True)(state.params)
+        mean, grads = sk.psum((mean, grads)) if view == "replica" else (mean, grads)
+        return state.apply_gradients(jax.tree.map(lambda g: g / mean.count, grads)), {"loss": mean}
+
+    task = dataclasses.replace(regression(num_examples=37), train_step=train_step, view=view)
+    program = program_of(task, data={"shuffle": False, "remainder": "mask"}, **MESHES["data 8"])
+    state = program.init()
+    for step, batch in program.batches(stop=2):
+        rows = {name: x[(step - 1) * BATCH : step * BATCH] for name, x in task.train_data.items()}
+        loss, gradient = unweighted_by_hand(jax.device_get(state.params), rows)
+        state, metrics = program.step(state, batch)
+        np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=TOLERANCE)
+        assert_close(kept_gradient(state), gradient)
+
+
+# ---- traps -----------------------------------------------------------------------------------------------------------
+
+
+def refused(train_step, match, mesh="data 8", **settings):
+    with pytest.raises(ConfigError, match=match):
+        program_of(with_step(train_step), **settings, **MESHES[mesh])
+
+
+def local_loss(params, batch):
+    return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
+
+
+def test_a_gradient_that_is_not_reduced_is_refused():
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(local_loss)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": sk.pmean(loss)}
+
+    refused(train_step, r"gradient '[wb]' differs between the replicas of axes \['data'\].*missing.*sk\.pmean\(grads\)")
+    refused(train_step, r"axes \['data', 'replica'\]", mesh="replica 2 x data 4")
+
+
+def test_a_gradient_reduced_over_one_of_two_replica_axes_is_refused():
+    def train_step(state, batch):
+        loss, grads = lax.pmean(jax.value_and_grad(local_loss)(state.params, batch), "data")
+        return state.apply_gradients(grads), {"loss": loss}
+
+    refused(train_step, r"axes \['replica'\]", mesh="replica 2 x data 4")
+
+
+def test_a_sum_over_both_axes_of_what_is_already_reduced_over_one_is_refused():
+    def train_step(state, batch):
+        grads = lax.pmean(jax.grad(local_loss)(state.params, batch), "data")
+        return state.apply_gradients(sk.pmean(grads)), {}
+
+    refused(train_step, r"sk\.pmean: leaf '[wb]' is already the same.*reduced twice", mesh="replica 2 x data 4")
+
+
+@pytest.mark.parametrize("how", ["sk.pmean", "sk.psum", "lax.pmean", "lax.psum"])
+@pytest.mark.parametrize("first", ["sk.value_and_grad", "sk.pmean"])
+def test_a_gradient_reduced_twice_is_refused(first, how):
+    reduce = {
+        "sk.pmean": sk.pmean,
+        "sk.psum": sk.psum,
+        "lax.pmean": lambda tree: lax.pmean(tree, "data"),
+        "lax.psum": lambda tree: lax.psum(tree, REPLICAS),
+    }[how]
+
+    def train_step(state, batch):
+        if first == "sk.pmean":
+            loss, grads = sk.pmean(jax.value_and_grad(local_loss)(state.params, batch))
+        else:
+            (loss, _), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+        return state.apply_gradients(reduce(grads)), {"loss": loss}
+
+    what = r"lax\.psum or lax\.pmean: the operand at .*test_dialects\.py:\d+" if how.startswith("lax") else how
+    refused(train_step, what + ".*reduced twice.*Remove one of the two reductions")
+
+
+@pytest.mark.parametrize("inside", ["cond", "scan", "jit"])
+def test_a_second_reduction_inside_of_control_flow_is_refused(inside):
+    def train_step(state, batch):
+        grads = sk.pmean(jax.grad(local_loss)(state.params, batch))
+        again = lambda tree: lax.pmean(tree, "data")
+        if inside == "cond":
+            grads = lax.cond(state.step > 2, again, lambda tree: tree, grads)
+        elif inside == "scan":
+            grads = lax.scan(lambda carry, _: (again(carry), None), grads, length=2)[0]
+        else:
+            grads = jax.jit(again)(grads)
+        return state.apply_gradients(grads), {}
+
+    refused(train_step, "reduced twice")
+
+
+def test_a_metric_that_is_not_reduced_is_refused():
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(local_loss)(state.params, batch)
+        return state.apply_gradients(sk.pmean(grads)), {"loss": loss}
+
+    refused(train_step, r"metric 'loss' differs between the replicas of axes \['data'\].*Apply sk\.pmean to it")
+
+
+def test_an_update_of_the_replicas_own_copy_is_refused():
+    def train_step(state, batch):
+        grads = sk.pmean(jax.grad(local_loss)(state.params, batch))
+        return state.replace(params=jax.tree.map(lambda p, g: p - g, state.params, grads)), {}
+
+    refused(train_step, r"state leaf 'params/[wb]' differs.*update through state\.apply_gradients")
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 8 zero 3", "tensor 4 x data 2"])
+def test_a_per_replica_step_on_a_mesh_with_model_axes_is_refused(mesh):
+    refused(global_step, r"view='replica' on a mesh with model axes \['(fsdp|tensor)'\].*global view", mesh=mesh)
+
+
+def test_sk_psum_in_the_global_view_is_refused():
+    def train_step(state, batch):
+        (loss, _), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+        return state.apply_gradients(sk.pmean(grads)), {"loss": loss}
+
+    with pytest.raises(ConfigError, match=r"sk\.pmean was called outside of a per-replica step.*view='replica'"):
+        program_of(with_step(train_step, view="global"), **MESHES["data 8"])
+
+
+def test_settings_that_a_step_of_the_users_own_would_ignore_are_refused():
+    def train_step(state, batch):
+        loss, grads = sk.pmean(jax.value_and_grad(local_loss)(state.params, batch))
+        return state.apply_gradients(grads), {"loss": loss}
+
+    refused(train_step, r"microbatches: 4 has no effect.*sk\.value_and_grad", microbatches=4)
+    with pytest.raises(ConfigError, match=r"remainder is mask.*sk\.mean.*padding rows .*would count"):
+        task = dataclasses.replace(regression(num_examples=37), train_step=train_step, view="replica")
+        program_of(task, data={"remainder": "mask"}, **MESHES["data 8"])
+
+
+@pytest.mark.parametrize(
+    ("out", "match"),
+    [
+        (lambda s, g: s.apply_gradients(g), r"returned TrainState\. It must return \(state, metrics\)"),
+        (lambda s, g: (s.apply_gradients(g), {}, 1), "returned 3 values"),
+        (lambda s, g: (s.apply_gradients({"w": g["w"]}), {}), "gradient's tree is.*They must be the same"),
+        (lambda s, g: (s.apply_gradients({**g, "b": g["w"]}), {}), r"gradient b is float32\[16,8\], the parameter"),
+        (lambda s, g: (s.replace(step=s.step + 1.5), {}), r"'step' was int32\[\] and becomes float32\[\]"),
+        (lambda s, g: (s.apply_gradients(g), {"w": g["w"]}), r"metric 'w' as float32\[16,8\].*scalar or a sk\.mean"),
+    ],
+    ids=["no tuple", "three values", "another tree", "another shape", "another dtype", "no scalar"],
+)
+def test_what_a_step_returns_is_checked(out, match):
+    def train_step(state, batch):
+        _, grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+        return out(state, grads)
+
+    with pytest.raises(ConfigError, match=match):
+        program_of(with_step(train_step, view="global"), **MESHES["data 8"])
+
+
+# ---- a loss that the manual form cannot trace -------------------------------------------------------------------------
+
+
+def test_a_scan_with_an_unvarying_carry_falls_back_to_the_mapped_form_and_is_still_equal():
+    def per_example_loss(params, batch, key):
+        """A scan per example over its features, whose first carry is a constant."""
+        step = lambda total, xw: (total + xw[0][:, None] * xw[1], None)
+        start = jnp.zeros((batch["x"].shape[0], 8))
+        predicted, _ = lax.scan(step, start, (batch["x"].T, params["w"]))
+        error = predicted + params["b"] - batch["y"]
+        loss = sk.mean((error**2).sum(-1), weights=batch["weight"]) + 0.01 * (params["w"] ** 2).sum()
+        return loss, {"worst": sk.mean(jnp.abs(error).max(-1))}
+
+    task = dataclasses.replace(regression(), loss_fn=per_example_loss)
+    for microbatches in (1, 4):
+        program = program_of(task, microbatches=microbatches, **MESHES["replica 2 x data 4"])
+        assert program.form == "mapped"
+        assert_same_run(train(program, evaluate=microbatches == 1), one_device("regression"))
+
+
+def test_an_error_of_the_user_is_his_in_every_form():
+    def loss_fn(params, batch, key):
+        raise KeyError("nothing here")
+
+    with pytest.raises(UserCodeError, match=r"loss_fn raised KeyError at .*test_dialects\.py:\d+: 'nothing here'"):
+        program_of(dataclasses.replace(regression(), loss_fn=loss_fn), **MESHES["data 8"])
+
+    def wrong_shapes(params, batch, key):
+        return sk.mean(batch["x"] @ params["b"])
+
+    with pytest.raises(ConfigError, match=r"loss_fn cannot be traced: JAX raised TypeError at .*test_dialects\.py:\d+"):
+        program_of(dataclasses.replace(regression(), loss_fn=wrong_shapes), **MESHES["data 8"])
