@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from spmdkit import scope
+from spmdkit import compat, scope
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.scope import Form
 
@@ -19,29 +20,74 @@ T = TypeVar("T")
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
+_REFUSING = {
+    "jax": "JAX",
+    "jaxlib": "JAX",
+    "numpy": "numpy",
+    "opt_einsum": "einsum",
+    "flax": "flax",
+    "equinox": "equinox",
+    "optax": "optax",
+    "einops": "einops",
+}
+"""Libraries that a model is written with: what they raise says that shapes, dtypes or names do not fit together."""
+
+_LONGEST_CAUSE = 500
 
 
 def call_user(fn: Callable[[], T], what: str) -> T:
     """Returns `fn()`, while it runs or traces the user's function called `what`.
 
     Raises:
-        ConfigError: JAX refused what the function does (shapes, dtypes): the innermost frame is not the user's.
+        ConfigError: JAX, or a library of models, refused what the function does (shapes, dtypes, branches on values), or
+            spmdkit did (`sk.mean` of something else).
         UserCodeError: the function itself raised; `__cause__` has its frames.
     """
     try:
-        return fn()
+        with compat.whole_tracebacks():
+            return fn()
     except SpmdkitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frame = user_frame(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
-        if frame is None or _innermost_is(error, frame):
-            raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {error}") from error
-        first = str(error).strip().split("\n\n")[0]
-        raise ConfigError(
-            f"{what} cannot be traced: JAX raised {type(error).__name__}{where}: {first}\n"
-            f"The shapes and dtypes of init, the data and {what} have to fit together. Mend that line."
-        ) from error
+        if frame is not None and (who := _refused_by(error)) is not None:
+            line = f"\n  {frame.line}\n" if frame.line else "\n"
+            raise ConfigError(
+                f"{what} cannot be traced: {who} raised {type(error).__name__}{where}: {shortened(error)}{line}{_repair(error, what, who)}"
+            ) from error
+        raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}") from error
+
+
+def shortened(error: BaseException) -> str:
+    """Returns the first paragraph of an exception's text, without JAX's notes about its own files and types."""
+    first, *more = re.sub(r"\{V:[^}]*\}", "", str(error)).strip().split("\n\n")
+    text = f"{first}\n{more[0]}" if more and first.endswith(":") else first
+    lines = [line for line in text.splitlines() if not line.startswith(("The error occurred while tracing", "See https:"))]
+    text = "\n".join(lines) or "it gave no reason"
+    return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]} ..."
+
+
+def _refused_by(error: BaseException) -> str | None:
+    """Returns the library whose frame raised, or None where it was the user's own code."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    if last.startswith(_PACKAGE):
+        return "spmdkit"
+    found = _PACKAGED.search(last)
+    return _REFUSING.get(found[1]) if found else None
+
+
+def _repair(error: BaseException, what: str, who: str) -> str:
+    if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        return (
+            f"While {what} is compiled its arrays have shapes and no values. Use jnp.where or jax.lax.cond for `if`, and jnp for "
+            "np, float() and int()."
+        )
+    if who == "spmdkit":
+        return "Mend that line."
+    parts = "the key and the shapes in it" if what == "init" else "the parameters, the data and what is computed"
+    return f"Shapes, dtypes and names have to fit together: {parts}. Mend that line."
 
 
 def traces_in_form(trace: Callable[[], Any], form: Form, what: str) -> bool:
@@ -74,13 +120,8 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     return frames[-1] if frames else None
 
 
-def _innermost_is(error: BaseException, frame: traceback.FrameSummary) -> bool:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return (last.filename, last.lineno) == (frame.filename, frame.lineno)
-
-
 def _is_library(filename: str) -> bool:
-    return filename.startswith((_PACKAGE, _STDLIB, "<")) or "site-packages" in filename
+    return filename.startswith((_PACKAGE, _STDLIB, "<")) or _PACKAGED.search(filename) is not None
 
 
 def refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:

@@ -63,6 +63,18 @@ def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False)
     cluster.shutdown()
 
 
+@app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")
+def layout(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Show where each leaf of the train state lives, and why. Allocates nothing."""
+    from spmdkit.layout import table
+    from spmdkit.loop import load
+    from spmdkit.program import describe_mesh
+
+    program = load(*_join(config, overrides))
+    print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")
+    print(table(program.layout))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: spmdkit launch -n 2 -- train configs/linear_regression.yaml devices=cpu:2",

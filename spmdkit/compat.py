@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -41,6 +42,17 @@ def source_line(eqn: Any) -> str:
     from jax._src import source_info_util
 
     return source_info_util.summarize(eqn.source_info)
+
+
+@contextlib.contextmanager
+def whole_tracebacks() -> Iterator[None]:
+    """While the body runs, exceptions keep JAX's own frames: without them, what JAX refuses looks raised by the caller."""
+    before: str = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
 
 
 def coordination_client() -> Any | None:

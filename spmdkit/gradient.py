@@ -39,6 +39,7 @@ from spmdkit.mesh import REPLICA_AXES
 from spmdkit.tree import describe
 
 Loss = Callable[..., Any]
+RESERVED_NAMES = ("step", "split", "examples_per_s", "step_time_s", "input_wait_s")
 
 
 def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
@@ -56,6 +57,11 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     def run(params: Any, *args: Any) -> Any:
         step = scope.current_step()
         step.uses.add("value_and_grad")
+        if len(args) not in (2, 3):
+            raise ConfigError(
+                f"sk.value_and_grad(loss_fn) was called with {1 + len(args)} arguments. It takes (params, batch, key), with model "
+                "state (params, model_state, batch, key). The key is state.key."
+            )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
         local = _local_gradient(loss_fn, len(args) == 3, step, key)
@@ -101,6 +107,11 @@ def _local_gradient(loss_fn: Loss, stateful: bool, step: scope.Step, key: Any) -
         with scope.over(scope.Examples(num, mask, _positions(step, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast(rows, step.compute_dtype), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
+        if stateful and (difference := first_difference(state, new_state)):
+            raise ConfigError(
+                f"loss_fn returned another model state than it was given: {difference}. Its tree, shapes and dtypes stay the same "
+                "over all steps. Return the whole new state, cast where needed."
+            )
         return loss.sum, (loss, metrics, new_state)
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
@@ -146,6 +157,11 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Mean], Any]:
         loss, metrics, state = out
     else:
         loss, metrics, state = (*out, None) if isinstance(out, tuple) and len(out) == 2 else (out, {}, None)
+    if isinstance(loss, tuple) and loss and isinstance(loss[0], Mean):
+        raise ConfigError(
+            f"loss_fn returned {_shape_of(loss)}. It must return {form}. Only a task whose init returns sk.Variables(params, state) "
+            "returns a model state too. Drop the third value, or give init a state."
+        )
     if not isinstance(loss, Mean):
         raise ConfigError(
             f"loss_fn returned {_shape_of(loss)} as its loss. It must return {form}: a plain number cannot be averaged over "
@@ -155,6 +171,10 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Mean], Any]:
         raise ConfigError(f"loss_fn returned a sk.mean of shape {jnp.shape(loss.sum)}. A loss is one number.")
     if not isinstance(metrics, dict):
         raise ConfigError(f"loss_fn returned {_shape_of(metrics)} as its metrics. Give a dict {{name: sk.mean(...)}}.")
+    if "loss" in metrics:
+        raise ConfigError(
+            "loss_fn returned a metric called 'loss', which is the name of its first value. Names are used once. Rename the metric."
+        )
     return loss, checked_metrics(metrics, "loss_fn"), state
 
 
@@ -166,6 +186,7 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Mean]:
     """
     if not isinstance(metrics, dict):
         raise ConfigError(f"{who} returned {_shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
+    check_metric_names(metrics, who)
     for name, metric in metrics.items():
         if not isinstance(metric, Mean) or jnp.ndim(metric.sum) != 0:
             raise ConfigError(
@@ -175,7 +196,19 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Mean]:
     return metrics
 
 
+def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
+    """Raises ConfigError for a name that is no text, or that a line of metrics.jsonl needs for itself."""
+    for name in metrics:
+        if not isinstance(name, str) or name in RESERVED_NAMES:
+            raise ConfigError(
+                f"{who} returned a metric called {name!r}. A name is text other than {', '.join(RESERVED_NAMES)}, which metrics.jsonl "
+                "uses itself. Rename it."
+            )
+
+
 def _shape_of(x: Any) -> str:
+    if x is None:
+        return "None"
     if isinstance(x, Mean):
         return f"a sk.mean of shape {jnp.shape(x.sum)}"
     if isinstance(x, tuple):

@@ -279,3 +279,13 @@ def _product(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
     for axis in axes:
         result *= sizes[axis]
     return result
+
+
+def table(placements: Sequence[LeafPlacement]) -> str:
+    """Returns the placements as text: path, dtype and shape, spec, memory, and the reason."""
+    rows = [
+        (p.path, f"{p.dtype}[{','.join(map(str, p.shape))}]", f"P{tuple(p.spec)}", p.memory_kind, p.reason)
+        for p in placements
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in rows)

@@ -46,10 +46,7 @@ def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
         NonFiniteError, CheckpointWriteError, UserCodeError: see `spmdkit.errors`.
     """
     cluster.same_everywhere("config", to_yaml(config))
-    if task is None:
-        target, name = task_reference(config)
-        task = load_task(target, name, config.folder, config.task_args)
-    program = Program(config, task, cluster.devices)
+    program = load(config, cluster, task)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
         state = run.restore_or_init()
         if run.step >= config.steps:
@@ -119,15 +116,21 @@ def _preempted(run: Run, signals: StopSignals) -> Preempted:
     return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to go on.")
 
 
+def load(config: Config, cluster: Cluster, task: Task | None = None) -> Program:
+    """Returns the program of a config, for commands that start no run."""
+    if task is None:
+        target, name = task_reference(config)
+        task = load_task(target, name, config.folder, config.task_args)
+    return Program(config, task, cluster.devices)
+
+
 def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, float]]:
     """Returns (step, metrics) of the newest checkpoint in the config's run directory.
 
     Raises:
         CheckpointError: there is none, or it is of another model.
     """
-    if task is None:
-        task = load_task(*task_reference(config), config.folder, config.task_args)
-    program = Program(config, task, cluster.devices)
+    program = load(config, cluster, task)
     directory = config.resolved_run_dir() / "checkpoints"
     checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
     latest = latest_for_all(cluster, checkpoints)

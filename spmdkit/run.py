@@ -201,7 +201,10 @@ class Run:
         self._last_logged = {"step": step, **numbers}
 
     def _newest(self) -> str:
-        latest = self.checkpoints.latest() if self.checkpoints is not None else None
+        if self.checkpoints is None:
+            return "No checkpoints are kept."
+        self._note_commits(self.checkpoints.wait())
+        latest = self.checkpoints.latest()
         return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
     def _profile(self, step: int, values: Any) -> None:
@@ -255,7 +258,7 @@ class Run:
             bad = self.program.non_finite_leaf(state)
             if bad is not None:
                 text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {self._newest()}"
-                if self.config.on_nonfinite == "stop":
+                if self.config.on_nonfinite == "stop" or step == self.config.steps:
                     raise NonFiniteError(
                         f"{text} Lower the learning rate or set clip_norm, and start again from there."
                     )

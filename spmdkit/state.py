@@ -128,9 +128,12 @@ def mirrored(step: scope.Step, tree: Any) -> Any:
 
 def _check_gradient(step: scope.Step, grads: Any, params: Any) -> None:
     if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
+        found, asked = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
+        missing, extra = [p for p in asked if p not in found], [p for p in found if p not in asked]
+        words = [f"lacks {', '.join(missing[:4])}"] * bool(missing) + [f"has {', '.join(extra[:4])} more"] * bool(extra)
         raise ConfigError(
-            f"apply_gradients: the gradient's tree is {jax.tree.structure(grads)}, the parameters' is "
-            f"{jax.tree.structure(params)}. They must be the same. Differentiate with respect to state.params."
+            f"apply_gradients: the gradient {' and '.join(words) or 'is another kind of tree than the parameters'}. "
+            f"It must be a tree like the parameters ({', '.join(asked[:6])}). Differentiate with respect to state.params."
         )
     for (path, grad), (_, leaf) in zip(named_leaves(grads), named_leaves(params), strict=True):
         if jnp.shape(grad) != jnp.shape(leaf):

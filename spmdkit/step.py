@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat, scope
 from spmdkit.errors import ConfigError
-from spmdkit.gradient import value_and_grad, whole_rows
+from spmdkit.gradient import check_metric_names, value_and_grad, whole_rows
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.state import TrainState, first_difference, mirrored
@@ -116,16 +116,21 @@ def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
         or not isinstance(out[0], TrainState)
         or not isinstance(out[1], dict)
     ):
-        found = f"{len(out)} values" if isinstance(out, tuple) else describe(out)
+        types = [type(x).__name__ for x in out] if isinstance(out, tuple) else []
+        found = f"({', '.join(types)})" if types else "None" if out is None else describe(out)
         raise ConfigError(
             f"train_step returned {found}. It must return (state, metrics): the TrainState and a dict of scalars."
         )
     new_state, metrics = out
+    check_metric_names(metrics, "train_step")
     difference = first_difference(state, new_state)
     if difference:
         raise ConfigError(
             f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps."
         )
+    for name, metric in metrics.items():
+        if not isinstance(metric, Mean | int | float) and not hasattr(metric, "dtype"):
+            raise ConfigError(f"train_step returned metric '{name}' as {describe(metric)}. A metric is a scalar or a sk.mean.")
     values = {
         name: metric.value if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()
     }

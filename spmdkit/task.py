@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import optax
 
+from spmdkit.checks import shortened, user_frame
 from spmdkit.errors import ConfigError, nearest
 
 
@@ -66,6 +67,13 @@ class Task:
             )
         for name, args in (("init", ("key",)), ("train_step", ("state", "batch"))):
             check_arity(name, getattr(self, name), args)
+        for rule in self.rules:
+            pair = isinstance(rule, tuple | list) and len(rule) == 2
+            if not pair or not isinstance(rule[0], str) or not isinstance(rule[1], tuple | list):
+                raise ConfigError(
+                    f"Task.rules holds {rule!r}. A rule is a pair (path pattern, a name or None for each dim). "
+                    "Write for example ('blocks/.*/kernel', ('embed', 'mlp'))."
+                )
 
     def check_functions(self, stateful: bool) -> None:
         """Checks how many arguments `loss_fn` and `eval_fn` take.
@@ -129,7 +137,8 @@ def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> 
         raise ConfigError(
             f"task: {target}:{name} is {type(found).__name__}. It must be a spmdkit.Task or a function that returns one."
         )
-    task = _call(found, f"{target}:{name}", args)
+    others = [n for n, v in vars(module).items() if isinstance(v, Task)]
+    task = _call(found, f"{target}:{name}", args, others)
     if not isinstance(task, Task):
         raise ConfigError(f"task: {target}:{name}(...) returned {type(task).__name__}. It must return a spmdkit.Task.")
     return task
@@ -146,7 +155,7 @@ def _import(target: str, folder: Path) -> Any:
                     f"Try {target.replace('.', '/')}.py:NAME."
                 ) from None
             raise ConfigError(_raised(f"importing {target}", error)) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(_raised(f"importing {target}", error)) from error
     path = (folder / target).resolve()
     if not path.is_file():
@@ -165,37 +174,41 @@ def _import(target: str, folder: Path) -> Any:
         spec.loader.exec_module(module)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(_raised(f"importing {path}", error)) from error
     return module
 
 
-def _call(fn: Callable[..., Any], name: str, args: Mapping[str, Any]) -> Any:
+def _call(fn: Callable[..., Any], name: str, args: Mapping[str, Any], others: Sequence[str]) -> Any:
+    signature = inspect.signature(fn)
+    known = list(signature.parameters)
+    unknown = [a for a in args if a not in known]
     try:
-        inspect.signature(fn).bind(**args)
+        signature.bind(**args)
     except TypeError as error:
-        known = [p.name for p in inspect.signature(fn).parameters.values()]
-        unknown = [a for a in args if a not in known]
-        hint = nearest(unknown[0], known) if unknown else ""
-        raise ConfigError(f"task_args {dict(args)} do not fit {name}{inspect.signature(fn)}: {error}.{hint}") from None
+        if unknown:
+            hint = nearest(unknown[0], known) or f" It takes: {', '.join(known) or 'nothing'}."
+        else:
+            hint = f" Give task_args: {{{', '.join(f'{a}: ...' for a in known)}}}, or name a Task{_tasks(others)}."
+        raise ConfigError(
+            f"task_args {dict(args)} do not fit {name}{signature}: {error}. task_args are its keyword arguments.{hint}"
+        ) from None
     try:
         return fn(**args)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(_raised(f"{name}(...)", error)) from error
 
 
+def _tasks(names: Sequence[str]) -> str:
+    return f", such as {', '.join(names[:6])}" if names else ""
+
+
 def _raised(what: str, error: BaseException) -> str:
-    where = ""
+    text, where = shortened(error).replace("Task.__init__()", "Task(...)"), ""
     if isinstance(error, SyntaxError) and error.filename:
-        where = f" at {error.filename}:{error.lineno}"
-    else:
-        frames = (
-            [f for f in inspect.getinnerframes(error.__traceback__) if "importlib" not in f.filename]
-            if error.__traceback__
-            else []
-        )
-        if frames:
-            where = f" at {frames[-1].filename}:{frames[-1].lineno}"
-    return f"task: {what} raised {type(error).__name__}: {error}{where}. Mend the task file."
+        text, where = error.msg, f" at {error.filename}:{error.lineno}"
+    elif (frame := user_frame(error)) is not None:
+        where = f" at {frame.filename}:{frame.lineno}"
+    return f"task: {what} raised {type(error).__name__}{where}: {text}. It must run to its end. Mend that line."

@@ -54,7 +54,7 @@ NEVER = (
     "During handling",
 )
 LONGEST = 1200
-DUMP = open('/tmp/dump.txt', 'a')
+DUMP = open("/tmp/dump.txt", "a")
 
 
 class Left(BaseException):

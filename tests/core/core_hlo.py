@@ -87,7 +87,9 @@ def _groups(line, num_devices):
         order = np.arange(num_devices).reshape(numbers(iota[2]))
         order = order.transpose(numbers(iota[3])) if iota[3] else order
         return order.reshape(numbers(iota[1])).tolist()
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line):
+    if mesh := re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line
+    ):
         names, lengths = zip(*(axis.split("=") for axis in mesh[1].split(",")), strict=True)
         order = np.arange(num_devices)
         order = order.reshape(numbers(mesh[2])) if mesh[2] else order

@@ -15,7 +15,11 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language):
-    return [text for found, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE) if found == language]
+    return [
+        text
+        for found, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+        if found == language
+    ]
 
 
 def commands():

@@ -1,0 +1,179 @@
+"""A whole run in this process: what it writes, when it saves, how it ends."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit import checkpoint
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.cluster import environment, join
+from spmdkit.errors import CheckpointWriteError, NonFiniteError
+from spmdkit.program import Program
+from spmdkit.run import Run
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(256, 1)).astype(np.float32)
+
+
+def make_task(explode_at=None, learning_rate=0.1):
+    def init(key):
+        return {"w": jnp.zeros((1, 1))}
+
+    def loss_fn(params, batch, key):
+        error = batch["x"] @ params["w"] - 2 * batch["x"]
+        return sk.mean(error**2)
+
+    def train_step(state, batch):
+        (loss, metrics), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
+        if explode_at is not None:
+            grads = {"w": jnp.where(state.step + 1 == explode_at, jnp.nan, grads["w"])}
+        return state.apply_gradients(grads), {"loss": loss, **metrics}
+
+    return sk.Task(
+        init, loss_fn, optax.sgd(learning_rate), train_data={"x": X}, eval_data={"x": X[:33]}, train_step=train_step
+    )
+
+
+def make_config(tmp_path, **changes):
+    values = {
+        "task": "inline.py:task",
+        "run_dir": str(tmp_path / "run"),
+        "steps": 20,
+        "batch_size": 32,
+        "devices": "cpu:2",
+        "mesh": {"data": 2},
+        "log": {"every_steps": 5, "progress": "off"},
+    }
+    return sk.Config(**{**values, **changes})
+
+
+def train(config, task):
+    return sk.train(config, join(environment({}), config.devices), task)
+
+
+def lines(tmp_path, name):
+    return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+
+def test_a_run_leaves_every_file_that_the_reference_names(tmp_path):
+    config = make_config(
+        tmp_path,
+        checkpoint={"every_steps": 10},
+        eval={"every_steps": 10},
+        log={"every_steps": 5, "progress": "off", "tensorboard": True},
+        profile={"start": 8, "steps": 2},
+    )
+    result = train(config, make_task())
+    run = tmp_path / "run"
+    for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "environment.json", "report.html"):
+        assert (run / name).stat().st_size > 0, name
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["10", "20"]
+    assert any((run / "tensorboard").iterdir())
+    assert list((run / "profile").rglob("*.xplane.pb"))
+    assert [e["event"] for e in lines(tmp_path, "events.jsonl")] == ["started", "saved", "saved", "stopped"]
+    metrics = lines(tmp_path, "metrics.jsonl")
+    assert [m["step"] for m in metrics if "split" not in m] == [1, 5, 10, 15, 20]
+    assert [m["step"] for m in metrics if m.get("split") == "eval"] == [10, 20]
+    assert {"loss", "examples_per_s", "step_time_s", "input_wait_s"} <= set(metrics[1])
+    assert sk.load_config(run / "config.yaml").steps == 20
+    assert not result.already_finished
+    assert train(config, make_task()).already_finished
+
+
+def test_the_state_is_saved_every_so_many_seconds(tmp_path):
+    config = make_config(tmp_path, checkpoint={"every_seconds": 10, "keep": 9})
+    cluster = join(environment({}), config.devices)
+    program = Program(config, make_task(), cluster.devices)
+    now = [0.0]
+    with Run(config, cluster, program, clock=lambda: now[0]) as run:
+        state = run.restore_or_init()
+        for step, batch in program.batches():
+            now[0] += 3.0
+            state, values = program.step(state, batch)
+            run.push(step, values, 0.0)
+            run.save_if_due(step, state)
+        run.finish()
+    # Every 3 s a step: due at 12 s and then 12 s after each; the last step always.
+    assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [4, 8, 12, 16, 20]
+
+
+def test_the_best_checkpoint_by_an_evaluation_is_kept_beside_the_newest(tmp_path):
+    config = make_config(
+        tmp_path,
+        steps=30,
+        checkpoint={"every_steps": 5, "keep": 1, "best": {"metric": "loss", "mode": "max"}},
+        eval={"every_steps": 5},
+    )
+    train(config, make_task())
+    # The loss falls, so its maximum is the first evaluation.
+    assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [5, 30]
+
+
+def test_a_loss_that_is_not_finite_stops_with_77_and_keeps_the_last_checkpoint(tmp_path):
+    config = make_config(tmp_path, checkpoint={"every_steps": 5})
+    with pytest.raises(NonFiniteError, match="newest checkpoint is of step 10") as caught:
+        train(config, make_task(explode_at=11))
+    assert caught.value.exit_code == 77
+    assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [5, 10]
+    assert lines(tmp_path, "events.jsonl")[-1]["event"] == "fault"
+
+
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
+    config = make_config(tmp_path, checkpoint={"every_steps": 11}, log={"every_steps": 1000, "progress": "off"})
+    with pytest.raises(NonFiniteError, match="state is not finite at step 11: 'params/w'"):
+        train(config, make_task(explode_at=11))
+    assert not checkpoint.ls(tmp_path / "run" / "checkpoints")
+
+
+def test_with_on_nonfinite_continue_the_run_goes_to_its_end_but_not_to_a_good_one(tmp_path):
+    config = make_config(tmp_path, checkpoint={"every_steps": 10}, on_nonfinite="continue")
+    with pytest.raises(NonFiniteError, match="at step 20"):
+        train(config, make_task(explode_at=11))
+    assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [10]
+
+
+def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, monkeypatch):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "_add_record", full)
+    with pytest.raises(CheckpointWriteError, match="No space left") as caught:
+        train(make_config(tmp_path), make_task())
+    assert caught.value.exit_code == 74
+    assert not checkpoint.ls(tmp_path / "run" / "checkpoints")
+    events = [e["event"] for e in lines(tmp_path, "events.jsonl")]
+    assert "fault" in events and "stopped" not in events
+
+
+def test_the_moving_average_is_what_is_evaluated_and_exported_when_asked(tmp_path):
+    from safetensors.numpy import load_file
+
+    config = make_config(tmp_path, ema=0.5, eval={"every_steps": 20, "params": "ema"})
+    result = train(config, make_task())
+    folder = tmp_path / "run" / "checkpoints"
+    for which in ("params", "ema"):
+        checkpoint.export(folder, None, tmp_path / f"{which}.safetensors", which=which)
+    ema = load_file(tmp_path / "ema.safetensors")["w"]
+    params = load_file(tmp_path / "params.safetensors")["w"]
+    assert not np.array_equal(ema, params)
+    np.testing.assert_array_equal(ema, np.asarray(result.state.ema["w"]))
+    by_hand = float(np.mean((X[:33] @ ema - 2 * X[:33]) ** 2))
+    assert lines(tmp_path, "metrics.jsonl")[-1]["loss"] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_a_learning_rate_schedule_of_the_config_reaches_the_optimizer(tmp_path):
+    config = make_config(
+        tmp_path, learning_rate={"name": "linear_schedule", "init_value": 0.0, "end_value": 0.0, "transition_steps": 5}
+    )
+    task = make_task()
+    task = sk.Task(task.init, task.loss_fn, lambda rate: optax.sgd(rate), train_data={"x": X})
+    result = train(config, task)
+    assert float(result.state.params["w"][0, 0]) == 0.0
+    named = make_config(tmp_path, run_dir=str(tmp_path / "named"), optimizer={"name": "adamw", "learning_rate": 0.1})
+    assert abs(float(train(named, sk.Task(task.init, task.loss_fn, train_data={"x": X})).state.params["w"][0, 0])) > 0.5
