@@ -8,7 +8,6 @@ model without context can reach. Started again, it continues, or shows the finis
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import gpt
 import jax
 
 import spmdkit as sk
-from spmdkit.cluster import environment, join
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 PROMPT = "def "
@@ -25,8 +23,8 @@ PROMPT = "def "
 def main(*overrides: str) -> dict[str, float]:
     """Trains, samples and compares; returns the evaluation and the unigram model's loss."""
     config = sk.load_config(CONFIG, overrides)
-    result = sk.train(config, join(environment(os.environ), config.devices))
-    evaluation = result.program.eval(result.state)
+    result = sk.train(config)
+    evaluation = result.evaluation or result.program.eval(result.state)
 
     params = jax.device_get(result.state.params)
     context = result.program.task.train_data["tokens"].shape[1] - 1

@@ -47,24 +47,37 @@ def call_user(fn: Callable[[], T], what: str) -> T:
     try:
         with compat.whole_tracebacks():
             return fn()
+    except ConfigError as error:
+        frame = user_frame(error)
+        if frame is None:
+            raise
+        raise ConfigError(f"{error}{_shown(frame)}") from error
     except SpmdkitError:
         raise
     except (Exception, SystemExit) as error:
         frame = user_frame(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
-        if frame is not None and (who := _refused_by(error)) is not None:
-            line = f"\n  {frame.line}\n" if frame.line else "\n"
-            raise ConfigError(
-                f"{what} cannot be traced: {who} raised {type(error).__name__}{where}: {shortened(error)}{line}{_repair(error, what, who)}"
-            ) from error
-        raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}") from error
+        who = _refused_by(error) if frame else None
+        if frame is None or who is None:
+            raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}") from error
+        if who == "spmdkit":
+            raise ConfigError(f"{what}: {shortened(error)}{_shown(frame)}") from error
+        raise ConfigError(
+            f"{what} cannot be traced: {who} raised {type(error).__name__}: {shortened(error)}{_shown(frame)}\n{_repair(error, what)}"
+        ) from error
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    return f"\n  {frame.filename}:{frame.lineno}: {frame.line}".rstrip(": ")
 
 
 def shortened(error: BaseException) -> str:
     """Returns the first paragraph of an exception's text, without JAX's notes about its own files and types."""
     first, *more = re.sub(r"\{V:[^}]*\}", "", str(error)).strip().split("\n\n")
     text = f"{first}\n{more[0]}" if more and first.endswith(":") else first
-    lines = [line for line in text.splitlines() if not line.startswith(("The error occurred while tracing", "See https:"))]
+    lines = [
+        line for line in text.splitlines() if not line.startswith(("The error occurred while tracing", "See https:"))
+    ]
     text = "\n".join(lines) or "it gave no reason"
     return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]} ..."
 
@@ -78,16 +91,16 @@ def _refused_by(error: BaseException) -> str | None:
     return _REFUSING.get(found[1]) if found else None
 
 
-def _repair(error: BaseException, what: str, who: str) -> str:
+def _repair(error: BaseException, what: str) -> str:
     if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         return (
             f"While {what} is compiled its arrays have shapes and no values. Use jnp.where or jax.lax.cond for `if`, and jnp for "
             "np, float() and int()."
         )
-    if who == "spmdkit":
-        return "Mend that line."
-    parts = "the key and the shapes in it" if what == "init" else "the parameters, the data and what is computed"
-    return f"Shapes, dtypes and names have to fit together: {parts}. Mend that line."
+    parts = (
+        "The shapes and dtypes in it" if what == "init" else "The parameters, the data and what is computed from them"
+    )
+    return f"{parts} have to fit together. Mend that line."
 
 
 def traces_in_form(trace: Callable[[], Any], form: Form, what: str) -> bool:

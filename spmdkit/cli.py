@@ -39,6 +39,23 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from spmdkit import __version__
+
+        print(f"spmdkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Takes the options that stand before a command."""
+
+
 @app.command(epilog="Example: spmdkit train configs/linear_regression.yaml steps=50")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a config, from its newest checkpoint or from the start."""
@@ -223,4 +240,4 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
 
 def main(arguments: list[str] | None = None) -> Any:
     """Runs the command line; returns or exits with the exit code."""
-    return run_process(lambda: app(arguments, standalone_mode=True))
+    return run_process(lambda: app(arguments, prog_name="spmdkit"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,10 @@ from spmdkit.task import Task
 
 
 class Evaluator:
-    """The compiled evaluation of one program; made at the first evaluation.
+    """The evaluation of one program: traced when it is made, so that a mistake is told before training, compiled when called.
 
     Attributes:
+        names: of the metrics.
         note: a remark for the user, or None.
     """
 
@@ -62,12 +64,19 @@ class Evaluator:
             return sums if totals is None else jax.tree.map(jnp.add, totals, sums)
 
         def trace() -> Any:
-            totals = jax.eval_shape(lambda s, b: run(None, s, b), abstract_state, abstract_batch)
-            placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), totals)
-            return totals, jax.jit(run, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
+            return jax.eval_shape(lambda s, b: run(None, s, b), abstract_state, abstract_batch)
 
-        self._totals, lowered = call_user(trace, "eval_fn" if task.eval_fn else "loss_fn in evaluation")
-        self._compiled = lowered.compile()
+        def compile() -> jax.stages.Compiled:
+            placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
+            return jax.jit(run, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch).compile()
+
+        self._totals = call_user(trace, "eval_fn" if task.eval_fn else "loss_fn in evaluation")
+        self._compile = compile
+        self.names = tuple(self._totals)
+
+    @functools.cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self._compile()
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Returns the means over the whole set. Waits for the device."""

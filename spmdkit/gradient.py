@@ -36,7 +36,7 @@ from spmdkit import compat, reducers, scope
 from spmdkit.errors import ConfigError
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
-from spmdkit.tree import describe
+from spmdkit.tree import describe, first_difference
 
 Loss = Callable[..., Any]
 RESERVED_NAMES = ("step", "split", "examples_per_s", "step_time_s", "input_wait_s")
@@ -193,6 +193,10 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Mean]:
                 f"{who} returned metric '{name}' as {_shape_of(metric)}. A metric is a sk.mean, so that it adds over replicas "
                 f"and steps. Write '{name}': sk.mean(...)."
             )
+    if who == "eval_fn" and not metrics:
+        raise ConfigError(
+            "eval_fn returned an empty dict. An evaluation has at least one metric. Return {'loss': sk.mean(...)}."
+        )
     return metrics
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
+from pathlib import Path
 
 import jax
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.cluster import Cluster
-from spmdkit.config import Config, task_reference, to_yaml
+from spmdkit.cluster import Cluster, environment, join
+from spmdkit.config import Config, load_config, task_reference, to_yaml
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
@@ -36,15 +38,29 @@ class Result:
     run: Run
     already_finished: bool = False
 
+    @property
+    def evaluation(self) -> dict[str, float] | None:
+        """The metrics of the last evaluation in this process, or None."""
+        return self.run.last_evaluation
 
-def train(config: Config, cluster: Cluster, task: Task | None = None) -> Result:
+
+def train(config: Config | str | Path, cluster: Cluster | None = None, task: Task | None = None) -> Result:
     """Trains a config to its last step, from the newest checkpoint in its run directory or from the start.
+
+    Args:
+        config: a `Config`, or the path of its file.
+        cluster: the joined processes; default: joins those that the environment names.
+        task: instead of the one that the config names.
 
     Raises:
         ConfigError, CheckpointError: said before anything is changed in the directory.
         Preempted: a signal asked to stop; the state is saved.
         NonFiniteError, CheckpointWriteError, UserCodeError: see `spmdkit.errors`.
     """
+    if not isinstance(config, Config):
+        config = load_config(config)
+    if cluster is None:
+        cluster = join(environment(os.environ), config.devices)
     cluster.same_everywhere("config", to_yaml(config))
     program = load(config, cluster, task)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:

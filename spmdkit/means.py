@@ -67,7 +67,10 @@ class Mean:
 
 def _scalar(x: ArrayLike) -> jax.Array:
     if isinstance(x, Mean) or jnp.ndim(x) != 0:
-        raise TypeError(f"a sk.mean combines with scalars only, found {type(x).__name__} of shape {jnp.shape(x)}.")
+        found = "another sk.mean" if isinstance(x, Mean) else f"an array of shape {jnp.shape(x)}"
+        raise TypeError(
+            f"a sk.mean is one number and combines with scalars only, found {found}. Put it inside the sk.mean(...)."
+        )
     return jnp.asarray(x, jnp.float32)
 
 
@@ -85,14 +88,16 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     Raises:
         ConfigError: `values` has no example dim while some rows are padding.
     """
+    if isinstance(values, Mean):
+        raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it as it is, or give sk.mean the values.")
     values = jnp.asarray(values, jnp.float32)
-    kept = None if where is None else jnp.asarray(where, bool)
+    kept = None if where is None else _broadcast("where", jnp.asarray(where, bool), values)
     examples = scope.current_examples()
     scope.current_step().uses.add("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
             rows = _left(examples.mask, values.ndim)
-            kept = rows if kept is None else rows & _left(kept, values.ndim)
+            kept = rows if kept is None else rows & kept
         elif "example_mask" not in scope.current_step().uses:
             raise ConfigError(
                 f"sk.mean got values of shape {values.shape} while some of the {examples.num} examples are padding. "
@@ -100,7 +105,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
                 "Pass one value per example (or per example and token), or apply sk.example_mask() yourself."
             )
     counted = jnp.ones((), jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
-    counted = jnp.broadcast_to(_left(counted, values.ndim), values.shape)
+    counted = _broadcast("weights", counted, values)
     if kept is not None:
         kept = jnp.broadcast_to(_left(kept, values.ndim), values.shape)
         counted = jnp.where(kept, counted, 0)
@@ -114,6 +119,17 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
 def _left(x: jax.Array, ndim: int) -> jax.Array:
     """Returns `x` with dims of size one added on the right, so that it broadcasts from the left."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if x.ndim < ndim else x
+
+
+def _broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns `x` broadcast from the left to the shape of `values`."""
+    wide = _left(x, values.ndim)
+    if wide.ndim != values.ndim or any(n not in (1, m) for n, m in zip(wide.shape, values.shape, strict=True)):
+        raise ValueError(
+            f"sk.mean: {name} has shape {x.shape}, the values have {values.shape}. Its dims are the first of the values': one "
+            "per example, or one per element."
+        )
+    return jnp.broadcast_to(wide, values.shape)
 
 
 def example_mask() -> jax.Array:

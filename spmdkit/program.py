@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdkit import data, layout, mesh, scope, state, step
 from spmdkit.checks import call_user, traces_in_form
 from spmdkit.config import Config, check_batch, choose_optimizer, load_config, task_reference
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, nearest
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import policy
@@ -58,6 +58,8 @@ class Program:
         self._open_data()
         self._step_record = self._choose_form()
         self.form = self._step_record.form
+        if self.has_eval:
+            self._check_evaluation()
 
     # ---- abstract ----------------------------------------------------------------------------------------------------
 
@@ -321,6 +323,17 @@ class Program:
     def has_eval(self) -> bool:
         """Whether the task has something to evaluate."""
         return self._eval_feed is not None
+
+    def _check_evaluation(self) -> None:
+        """Traces the evaluation now: a mistake in it would else end a run at its first evaluation."""
+        if self.evaluator.note:
+            self.notes.append(self.evaluator.note)
+        best, names = self.config.checkpoint and self.config.checkpoint.best, self.evaluator.names
+        if best and best.metric not in names:
+            raise ConfigError(
+                f"checkpoint.best.metric is {best.metric}, and the evaluation gives {', '.join(names)}. The best checkpoint is chosen "
+                f"by a metric of the evaluation.{nearest(best.metric, names)} Name one of them."
+            )
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:

@@ -41,12 +41,13 @@ class Run:
         self.config, self.cluster, self.program, self._clock = config, cluster, program, clock
         self.directory = config.resolved_run_dir()
         self.step = 0
+        self._first_step = 1
         self._stack = ExitStack()
         self._flying: collections.deque[tuple[int, Any]] = collections.deque()
-        cpu = cluster.devices[0].platform == "cpu"
-        several = cluster.num_processes > 1 and len(cluster.devices) > cluster.num_processes
-        # Two CPU devices in each of several processes deadlock when many steps are dispatched without waiting.
-        self._most_in_flight = 1 if cpu and several else STEPS_IN_FLIGHT
+        # XLA's CPU collectives block threads of one pool: several devices of a process with several steps dispatched can
+        # deadlock ("Expected 4 threads to join the rendezvous"; 3 of 16 runs on 2 cores, 0 of 12 with one, 2026-11-20).
+        shared = cluster.devices[0].platform == "cpu" and len(cluster.devices) > cluster.num_processes
+        self._most_in_flight = 1 if shared else STEPS_IN_FLIGHT
         self._last_logged: dict[str, float] = {}
         self._last_eval: tuple[int, dict[str, float]] | None = None
         self._saved_at_step, self._saved_at_time = 0, clock()
@@ -95,6 +96,11 @@ class Run:
             self._stack.close()
             self.events.close()
 
+    @property
+    def last_evaluation(self) -> dict[str, float] | None:
+        """The metrics of the last evaluation in this process, or None."""
+        return self._last_eval[1] if self._last_eval else None
+
     # ---- begin -------------------------------------------------------------------------------------------------------
 
     def restore_or_init(self) -> TrainState:
@@ -113,6 +119,7 @@ class Run:
         state, record = self.checkpoints.restore(latest, self.program.abstract_state)
         self._check_same_run(record, latest)
         self.step = self._saved_at_step = latest
+        self._first_step = latest + 1
         self._open_records(latest)
         self.events.write("restored", step=latest, mesh=describe_mesh(self.program.sizes), form=self.program.form)
         return state
@@ -124,8 +131,9 @@ class Run:
         before = record.get("settings", {})
         for name, value in self._settings().items():
             if name in before and before[name] != value:
+                old, new = (str(x).lower() if isinstance(x, bool) else x for x in (before[name], value))
                 raise ConfigError(
-                    f"{self.directory} holds a run with {name}: {before[name]}, saved at step {step}; now {name} is {value}. A run keeps "
+                    f"{self.directory} holds a run with {name}: {old}, saved at step {step}; now {name} is {new}. A run keeps "
                     f"{', '.join(MATHEMATICS)}, or its examples would be others. Set {name} back, or give the new run a run_dir of its own."
                 )
         digest = record.get("next_batch")
@@ -186,7 +194,9 @@ class Run:
         self._flying.clear()
         if self.checkpoints is not None:
             self._note_commits(self.checkpoints.check())
-        record = {"step": step, **numbers, **self.throughput.snapshot(step)}
+        speed = self.throughput.snapshot(step)
+        # The first step of a process warms up; its speed says nothing.
+        record = {"step": step, **numbers, **(speed if step > self._first_step else {})}
         for sink in self.sinks:
             sink.write(record)
         loss = numbers.get("loss", 0.0)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from spmdkit import scope
 from spmdkit.errors import ConfigError
-from spmdkit.tree import abstract, describe, named_leaves
+from spmdkit.tree import describe, named_leaves
 
 
 class Variables(NamedTuple):
@@ -145,13 +145,3 @@ def _check_gradient(step: scope.Step, grads: Any, params: Any) -> None:
                 f"apply_gradients: gradient '{path}' differs between the replicas of axes {list(axes)}: the "
                 "reduction is missing. Replicas would drift apart. Use sk.value_and_grad, or sk.pmean(grads) first."
             )
-
-
-def first_difference(before: Any, after: Any) -> str | None:
-    """Returns the first leaf whose path, shape or dtype differs between two trees, in words, or None."""
-    old = {path: describe(leaf) for path, leaf in named_leaves(abstract(before))}
-    new = {path: describe(leaf) for path, leaf in named_leaves(abstract(after))}
-    for path in [*old, *(p for p in new if p not in old)]:
-        if old.get(path) != new.get(path):
-            return f"'{path}' was {old.get(path, 'absent')} and becomes {new.get(path, 'absent')}"
-    return None

@@ -16,8 +16,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.gradient import check_metric_names, value_and_grad, whole_rows
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
-from spmdkit.state import TrainState, first_difference, mirrored
-from spmdkit.tree import describe, named_leaves
+from spmdkit.state import TrainState, mirrored
+from spmdkit.tree import describe, first_difference, named_leaves
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
@@ -116,8 +116,8 @@ def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
         or not isinstance(out[0], TrainState)
         or not isinstance(out[1], dict)
     ):
-        types = [type(x).__name__ for x in out] if isinstance(out, tuple) else []
-        found = f"({', '.join(types)})" if types else "None" if out is None else describe(out)
+        types = [describe(x) for x in out] if isinstance(out, tuple) else []
+        found = f"{len(types)} values ({', '.join(types)})" if types else "None" if out is None else describe(out)
         raise ConfigError(
             f"train_step returned {found}. It must return (state, metrics): the TrainState and a dict of scalars."
         )
@@ -130,13 +130,15 @@ def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
         )
     for name, metric in metrics.items():
         if not isinstance(metric, Mean | int | float) and not hasattr(metric, "dtype"):
-            raise ConfigError(f"train_step returned metric '{name}' as {describe(metric)}. A metric is a scalar or a sk.mean.")
+            raise ConfigError(
+                f"train_step returned metric '{name}' as {describe(metric)}. A metric is a scalar or a sk.mean. Write '{name}': sk.mean(...)."
+            )
     values = {
         name: metric.value if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()
     }
     for name, value in values.items():
         if value.ndim:
             raise ConfigError(
-                f"train_step returned metric '{name}' as {describe(value)}. A metric is a scalar or a sk.mean."
+                f"train_step returned metric '{name}' as {describe(value)}. A metric is a scalar or a sk.mean. Write '{name}': sk.mean(...)."
             )
     return new_state, values

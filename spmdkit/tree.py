@@ -38,3 +38,16 @@ def describe(leaf: Any) -> str:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return type(leaf).__name__
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def first_difference(before: Any, after: Any) -> str | None:
+    """Returns the first leaf whose path, shape or dtype differs between two trees, in words, or None."""
+    old, new = ({path: describe(_canonical(leaf)) for path, leaf in named_leaves(tree)} for tree in (before, after))
+    for path in [*old, *(p for p in new if p not in old)]:
+        if old.get(path) != new.get(path):
+            return f"'{path}' was {old.get(path, 'absent')} and becomes {new.get(path, 'absent')}"
+    return None
+
+
+def _canonical(leaf: Any) -> Any:
+    return abstract(leaf) if hasattr(leaf, "dtype") else leaf

@@ -329,7 +329,7 @@ class Checkpoints:
         shown = "".join(f"\n  {line}" for line in lines[: leaves.SHOWN_DIFFERENCES])
         more = f"\n  and {len(lines) - leaves.SHOWN_DIFFERENCES} more" if len(lines) > leaves.SHOWN_DIFFERENCES else ""
         raise CheckpointError(
-            f"restoring {self.directory / str(found.step)} into this task's state: {len(lines)} leaves differ "
+            f"restoring {self.directory / str(found.step)} into this task's state: {len(lines)} {'leaf differs' if len(lines) == 1 else 'leaves differ'} "
             f"(saved {len(found.leaves)}, asked {len(asked)}).{shown}{more}\n"
             "A checkpoint fits only the model, optimizer and precision that it was saved with; the mesh and the "
             "placement may change. Go back to the config that wrote it (it is in the checkpoint's record), or set "

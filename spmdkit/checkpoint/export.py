@@ -60,7 +60,7 @@ def export(
     except OSError as error:
         raise CheckpointWriteError(
             f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have room for "
-            "the parameters. Choose another place with --out."
+            "the parameters. Choose another place."
         ) from error
     finally:
         if partial.is_dir():

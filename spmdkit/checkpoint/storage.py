@@ -11,7 +11,9 @@ which time out, and not in a psum over all devices, which waits for ever and can
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from spmdkit.checkpoint.record import STATE_FOLDER
 def open_checkpointer(num_processes: int, timeout_s: float, before_commit: Callable[[], None]) -> ocp.AsyncCheckpointer:
     """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written."""
     logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
+    if getattr(sys.unraisablehook, "func", None) is not _quiet_after_failure:
+        sys.unraisablehook = functools.partial(_quiet_after_failure, sys.unraisablehook)
     processes = set(range(num_processes)) if num_processes > 1 else None
     options = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes=processes, barrier_sync_key_prefix="spmdkit"
@@ -45,6 +49,17 @@ def open_checkpointer(num_processes: int, timeout_s: float, before_commit: Calla
 def _drop_orbax_tracebacks(record: logging.LogRecord) -> bool:
     """Keeps orbax from printing the traceback of a failed save: we raise it, with its cause, in the caller's thread."""
     return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
+    """Keeps tensorstore from printing one traceback for each array that it still wrote when a failed save had ended.
+
+    orbax closes its event loop at the first failed write, and the others report to it from tensorstore's own threads
+    (orbax 0.12.8). The failure itself is raised to us.
+    """
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        before(unraisable)
 
 
 def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Path, tree: dict[str, Any]) -> None:

@@ -151,7 +151,12 @@ def _choose(
         raise ConfigError(f"devices: {indices} must be different indices of at least 0. Try devices: [0].")
     if found[0].platform in ("gpu", "cuda", "rocm") and all(len(of_process) == len(indices) for of_process in local):
         return found  # the others were hidden by `_configure`
-    _require(local, max(indices) + 1, f"devices: {indices} needs")
+    for process, of_process in enumerate(local):
+        if max(indices) >= len(of_process):
+            raise ConfigError(
+                f"devices: {indices} names device {max(indices)}, found {len(of_process)} {found[0].platform} device(s) in process "
+                f"{process}. They are counted from 0. Use indices up to {len(of_process) - 1}, or devices: auto for all."
+            )
     return [of_process[i] for of_process in local for i in indices]
 
 

@@ -26,8 +26,8 @@ def device_dtype(where: str, dtype: Any) -> np.dtype:
     """
     if not _is_numeric(dtype):
         raise ConfigError(
-            f"{where} has dtype {dtype}, which no device can hold. Data must be numbers or booleans. "
-            f"Encode it as integers (np.unique(values, return_inverse=True)[1].astype(np.int32)), or leave it out."
+            f"{where} has dtype {dtype}, which no device can hold. Data must be numbers or booleans. {_encoding(dtype)}, or leave "
+            f"it out."
         )
     native = dtype.newbyteorder("=")
     canonical = np.dtype(jax.dtypes.canonicalize_dtype(native))
@@ -37,6 +37,15 @@ def device_dtype(where: str, dtype: Any) -> np.dtype:
             f"silently. Convert it yourself: .astype(np.{canonical})."
         )
     return canonical
+
+
+def _encoding(dtype: Any) -> str:
+    kind = getattr(dtype, "kind", "")
+    if kind == "O":
+        return "It holds Python objects, often rows of unequal length: pad them to one shape and use np.stack"
+    if kind in "Mm":
+        return "Convert it to a number, such as days: (values - values.min()).astype(np.int32)"
+    return "Encode it as integers (np.unique(values, return_inverse=True)[1].astype(np.int32))"
 
 
 def _is_numeric(dtype: Any) -> bool:

@@ -61,7 +61,7 @@ def open_source(data: Any, what: str = "train_data") -> Source:
         return ArraySource(data, what)
     if hasattr(data, "__array__"):
         raise ConfigError(
-            f"{what} is a {type(data).__module__}.{type(data).__name__}, which is neither a numpy nor a JAX array. "
+            f"{what} is a {_type_name(data)}, which is neither a numpy nor a JAX array. "
             f"Convert it: np.asarray(data), or for a table {{name: table[name].to_numpy() for name in table}}."
         )
     if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
@@ -70,12 +70,18 @@ def open_source(data: Any, what: str = "train_data") -> Source:
         return ExampleSource(data, what, is_grain=False)
     if jax.tree_util.all_leaves([data]):
         raise ConfigError(
-            f"{what} is a {type(data).__module__}.{type(data).__name__}. Data must be arrays (a dict or tuple of "
+            f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of "
             f"them), a grain.MapDataset, or have __len__ and __getitem__: a batch is looked up by index, so a run can "
-            f"resume at any step. Try list(data) for an iterator, MapDataset for a grain IterDataset, "
+            f"resume at any step. Try list(data) for an iterator, np.load(path) for a file, MapDataset for a grain IterDataset, "
             f"jax.tree_util.register_dataclass for a dataclass of arrays."
         )
     return ArraySource(data, what)
+
+
+def _type_name(data: Any) -> str:
+    module = type(data).__module__
+    own = module == "builtins" or module.startswith("spmdkit_task_")
+    return type(data).__qualname__ if own else f"{module}.{type(data).__qualname__}"
 
 
 def _is_grain_dataset(data: Any) -> bool:

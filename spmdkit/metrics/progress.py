@@ -133,6 +133,9 @@ class ProgressFace:
         step_time_s, wait_s = record.get("step_time_s"), record.get("input_wait_s")
         share = wait_s / step_time_s if wait_s is not None and step_time_s else None
         rate = record.get("examples_per_s")
+        if rate is None and step == self._first:  # the first step: how long it took says nothing about the rest
+            self._marks.clear()
+            self._mark(step)
         self._status = Status(
             step=step,
             total_steps=self._status.total_steps,

@@ -1,9 +1,10 @@
 """The command line in this process: what a user types, what comes out, with which exit code, and what it leaves alone."""
 
-import os
 import shutil
 import textwrap
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from spmdkit import cli
 from spmdkit.faults import exceptions
@@ -54,7 +55,9 @@ NEVER = (
     "During handling",
 )
 LONGEST = 1200
-DUMP = open("/tmp/dump.txt", "a")
+"""Characters of a message."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Left(BaseException):
@@ -117,7 +120,6 @@ class Folder:
         for part in NEVER:
             assert part not in output + error, f"said: {part}\n{shown}"
         message = error.strip()
-        print(f"\n##### {os.environ.get('PYTEST_CURRENT_TEST')} [{found}]\n{message}", file=DUMP, flush=True)
         assert message and len(message) < LONGEST, f"{len(message)} characters\n{shown}"
         lines = message.splitlines()
         assert len(set(lines)) == len(lines), f"a line is said twice\n{shown}"
@@ -139,8 +141,8 @@ class Case(NamedTuple):
 
     says: tuple[str, ...]
     code: str = ""
-    task: dict[str, str | None] = {}
-    config: dict[str, str | None] = {}
+    task: Mapping[str, str | None] = NOTHING
+    config: Mapping[str, str | None] = NOTHING
     exit: int = 78
     overrides: tuple[str, ...] = ()
     may_train: bool = False

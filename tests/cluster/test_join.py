@@ -28,7 +28,7 @@ def test_devices_per_process_wins_over_the_total():
         (ClusterSpec(), "cpu:9", "devices: cpu:9 needs 9 in process 0, found 8 cpu"),
         (ClusterSpec(), "cpu:0", "devices: 'cpu:0' is not known"),
         (ClusterSpec(), "gpu:2", "devices: 'gpu:2' is not known"),
-        (ClusterSpec(), [8], "devices: [8] needs 9 in process 0, found 8 cpu"),
+        (ClusterSpec(), [8], "devices: [8] names device 8, found 8 cpu device(s) in process 0"),
         (ClusterSpec(), [1, 1], "must be different indices"),
         (ClusterSpec(), [-1], "must be different indices"),
         (ClusterSpec(), [], "must be different indices"),

@@ -21,10 +21,10 @@ MESHES = {
     "fsdp 8 zero 2": {"mesh": {"fsdp": 8}, "layout": {"zero": 2}},
     "fsdp 8 zero 3": {"mesh": {"fsdp": 8}},
     "data 2 x fsdp 4": {"mesh": {"data": 2, "fsdp": 4}},
-    "data 2 x fsdp 4 zero 2": {"mesh": {"data": 2, "fsdp": 4}, "layout": {"zero": 2}},
     "tensor 4 x data 2": {"mesh": {"tensor": 4, "data": 2}},
     "data 2 x fsdp 2 x tensor 2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
 }
+ZERO_2_BESIDE_DATA: dict[str, Any] = {"mesh": {"data": 2, "fsdp": 4}, "layout": {"zero": 2}}
 ONE_DEVICE: dict[str, Any] = {"mesh": {}}
 
 

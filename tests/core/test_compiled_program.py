@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from core_hlo import collectives, over
-from core_runs import MESHES, on_mesh, program_of
+from core_runs import MESHES, program_of
 
 import spmdkit as sk
 from spmdkit.mesh import resolve
@@ -58,14 +58,6 @@ def test_the_mapped_form_reduces_over_the_replicas_once_outside_of_the_loop(mesh
     over_replicas = [c for c in found if c.axes & {"replica", "data"}]
     assert [(c.kind, c.axes, c.in_loop) for c in over_replicas] == [("all-reduce", {"data"}, False)]
     assert over(found, "fsdp", "tensor"), "the partitioner has its own collectives over the model axes"
-
-
-def test_the_gpt_reduces_over_the_replicas_once_on_a_mesh_of_three_axes():
-    hlo = on_mesh("gpt", "data 2 x fsdp 2 x tensor 2", 4).hlo
-    found = collectives(hlo, resolve({"data": 2, "fsdp": 2, "tensor": 2}, 8))
-    over_data = [c for c in found if c.axes & {"data"}]
-    assert [(c.kind, c.axes, c.in_loop) for c in over_data] == [("all-reduce", {"data"}, False)]
-    assert any(c.in_loop for c in found), "the reader sees what the model axes do in the loop"
 
 
 def test_zero_decides_what_goes_over_the_fsdp_axis():

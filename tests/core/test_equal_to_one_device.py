@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from core_hlo import collectives
 from core_models import (
     BATCH,
     MODELS,
@@ -21,6 +22,7 @@ from core_models import (
 from core_runs import (
     MESHES,
     TOLERANCE,
+    ZERO_2_BESIDE_DATA,
     assert_close,
     assert_same_run,
     leaf_errors,
@@ -32,6 +34,7 @@ from core_runs import (
 from jax.ad_checkpoint import checkpoint_name
 
 import spmdkit as sk
+from spmdkit.mesh import resolve
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -43,9 +46,25 @@ def test_loss_gradient_parameters_and_evaluation_are_those_of_one_device(model, 
     assert_same_run(on_mesh(model, mesh, microbatches), reference)
 
 
-@pytest.mark.parametrize("model", ["gpt", "regression"])
-def test_accumulation_on_one_device_changes_nothing(model):
-    assert_same_run(one_device(model, 4), one_device(model, 1))
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero_2_beside_a_data_axis_is_one_device_too(microbatches):
+    program = program_of(regression(), microbatches=microbatches, **ZERO_2_BESIDE_DATA)
+    assert_same_run(train(program), one_device("regression"))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_gpt_reduces_its_gradient_over_the_replicas_once_and_never_in_the_loop(mesh, microbatches):
+    settings = MESHES[mesh]
+    found = collectives(on_mesh("gpt", mesh, microbatches).hlo, resolve(settings["mesh"], 8))
+    if "fsdp" in mesh and settings.get("layout", {}).get("zero") in (1, 2):
+        assert not any(c.in_loop for c in found)  # there fsdp is a replica axis
+    over_replicas = [(c.kind, c.in_loop) for c in found if c.axes & {"replica", "data"}]
+    assert over_replicas == [("all-reduce", False)] * ("data" in mesh)
+
+
+def test_accumulation_on_one_device_changes_nothing():
+    assert_same_run(one_device("regression", 4), one_device("regression", 1))
 
 
 def test_the_gradient_the_loss_and_the_update_are_those_computed_by_hand():
@@ -119,17 +138,22 @@ def test_an_evaluation_set_of_any_size_is_evaluated_exactly(mesh, num_examples):
 # ---- settings of the step: each equal to one device, and each seen to do something ------------------------------------
 
 
-def test_bfloat16_computes_in_bfloat16_keeps_float32_parameters_and_equals_one_device():
-    """Tolerance 2e-2: two orders of adding up numbers of 8 bits."""
+def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_and_sums_in_float32():
+    """Tolerance 3e-2 on the gradient: numbers of 8 bits, through two layers."""
+    program = program_of(gpt(), microbatches=4, precision="bfloat16", **MESHES["data 2 x fsdp 2 x tensor 2"])
+    run, reference = train(program, evaluate=False), one_device("gpt")
+    assert "bf16" in run.hlo
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves((run.params, run.gradient)))
+    np.testing.assert_allclose(run.losses, reference.losses, rtol=5e-3)
+    errors = leaf_errors(run.gradient, reference.gradient)
+    assert 1e-4 < max(errors.values()) < 3e-2, errors  # not float32, and not nonsense
+    assert_close(run.params, reference.params, 3e-2)
+
+
+def test_bfloat16_on_many_devices_is_bfloat16_on_one():
     settings = {"microbatches": 4, "precision": "bfloat16"}
-    one = train(program_of(gpt(), **settings), evaluate=False)
-    program = program_of(gpt(), **settings, **MESHES["data 2 x fsdp 2 x tensor 2"])
-    many = train(program, evaluate=False)
-    assert_same_run(many, one, tolerance=2e-2)
-    assert "bf16" in many.hlo
-    assert all(x.dtype == np.float32 for x in jax.tree.leaves(many.params))
-    errors = leaf_errors(many.gradient, one_device("gpt").gradient)
-    assert 1e-4 < max(errors.values()) < 0.1  # neither float32 nor nonsense
+    one = train(program_of(regression(), **settings))
+    assert_same_run(train(program_of(regression(), **settings, **MESHES["data 2 x fsdp 2 x tensor 2"])), one, 2e-2)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 4}], ids=["one device", "data 2 x fsdp 4"])
@@ -235,9 +259,8 @@ def count_remats(program):
     return str(step.trace(program.abstract_state, program.abstract_batch).jaxpr).count("remat2[") or 0
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_the_gpt_with_its_blocks_rematerialised_is_that_of_one_device_without(remat):
-    program = program_of(gpt(), remat=remat, microbatches=4, **MESHES["data 2 x fsdp 4"])
+def test_the_gpt_with_its_blocks_rematerialised_is_that_of_one_device_without():
+    program = program_of(gpt(), remat="dots", microbatches=4, **MESHES["data 2 x fsdp 4"])
     assert_same_run(train(program, evaluate=False), one_device("gpt"))
 
 

@@ -107,10 +107,25 @@ def test_bfloat16_stays_close_to_float32(one_device):
     ids=["linen", "linen, short last batches", "nnx", "equinox"],
 )
 def test_batch_statistics_and_dropout_do_not_depend_on_the_mesh(name, overrides):
-    quick = ["steps=4", "eval.every_steps=null", "task_args.width=8", "learning_rate=0.05", *overrides]
+    quick = ["steps=3", "eval.every_steps=null", "task_args.width=8", "learning_rate=0.05", *overrides]
     on_eight, program, state = run(name, *quick)
     on_one, _, other_state = run(name, *quick, "mesh={}")
     np.testing.assert_allclose(on_eight, on_one, rtol=1e-4)
     for leaf, other in zip(jax.tree.leaves(state.model_state), jax.tree.leaves(other_state.model_state), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-5)
     assert program.num_replicas == 8
+
+
+def test_padding_rows_do_not_touch_the_batch_statistics():
+    options = ["data.remainder=mask", "batch_size=16", "task_args.short_batches=true", "learning_rate=0.05"]
+    program = sk.build(CONFIGS / "digits_cnn.yaml", overrides=["steps=1", "eval.every_steps=null", *options])
+    random = np.random.default_rng(0)
+    examples = {"images": random.random((16, 8, 8, 1), np.float32), "labels": np.zeros(16, np.int32)}
+    mask = np.arange(16) < 5
+    states = []
+    for padding in (0.0, 100.0):
+        examples["images"][~mask] = padding
+        states.append(program.step(program.init(), program.put(examples, mask))[0])
+    for leaf, other in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+    assert not np.allclose(states[0].model_state["batch_stats"]["BatchNorm_0"]["mean"], 0)

@@ -1,0 +1,65 @@
+"""The same from outside: real processes, their exit codes and their whole output."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from command_line import NEVER
+
+from spmdkit.checkpoint import RunLock
+
+pytestmark = pytest.mark.processes
+
+
+def run(folder, *arguments, limit="unlimited"):
+    """Returns (exit code, standard output, standard error) of `spmdkit` in a folder; no file may pass `limit` blocks."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_"))}
+    command = ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', sys.executable, "-m", "spmdkit", *arguments]
+    done = subprocess.run(command, cwd=folder.path, env=env, capture_output=True, text=True, timeout=90)
+    for part in NEVER:
+        assert part not in done.stdout + done.stderr, done.stdout + done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_typo_in_the_config(folder):
+    folder.write(config={"stepps": "3"})
+    assert run(folder, "train", "run.yaml") == (78, "", "run.yaml:8: stepps: unknown key. Did you mean 'steps'?\n")
+
+
+def test_a_loss_that_raises(folder):
+    folder.write("def loss_fn(params, batch, key):\n    raise ValueError('not today')")
+    code, output, error = run(folder, "train", "run.yaml")
+    assert (code, output) == (70, "")
+    assert error.startswith("loss_fn raised ValueError at ") and error.endswith("\nValueError: not today\n"), error
+    assert "site-packages" not in error and "spmdkit/" not in error
+
+
+def test_a_directory_that_is_in_use(folder):
+    folder.write()
+    before = folder.kept()
+    with RunLock(folder.path / "run"):
+        code, output, error = run(folder, "train", "run.yaml")
+    assert (code, output) == (78, ""), output + error
+    assert f"is in use by process {os.getpid()} on " in error
+    assert folder.kept() == before
+
+
+def test_a_checkpoint_that_the_system_does_not_let_grow(folder):
+    folder.write(
+        "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'unused': jax.random.normal(key, (300, 1000))}",
+        config={"run_dir": "large"},
+    )
+    code, output, error = run(folder, "train", "run.yaml", limit=200)
+    assert code == 74, output + error
+    assert "saving step" in error and "intact are none yet" in error, error
+    assert [path.name for path in (folder.path / "large/checkpoints").iterdir()] == []
+
+
+def test_launched_processes_end_with_the_code_of_the_mistake(folder):
+    folder.write(config={"devices": "cpu:4", "mesh": "{data: 2}"})
+    before = folder.kept()
+    code, output, error = run(folder, "launch", "-n", "2", "--", "train", "run.yaml")
+    assert code == 78, output + error
+    assert error.rstrip().splitlines()[-1].endswith("Try data: 4, or data: -1 to fill."), error
+    assert folder.kept() == before

@@ -1,0 +1,384 @@
+"""The layout: rules, metadata, the fsdp tactic, ZeRO stages, what optimizer states follow, and every message."""
+
+import dataclasses
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import regression, regression_loss
+from core_runs import assert_close, one_device, program_of, train
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import spmdkit as sk
+from spmdkit import layout
+from spmdkit.errors import ConfigError
+from spmdkit.layout import LayoutOptions
+from spmdkit.mesh import AXES, canonical, resolve
+
+PARAMS = {"block": {"up": (64, 256), "down": (256, 64), "bias": (6,)}, "head": (64, 10)}
+SIZES = {"data": 1, "fsdp": 2, "tensor": 4}
+
+
+def params(shapes=PARAMS):
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def lay_out(rules=(), task_rules=(), sizes=SIZES, tree=None, **options):
+    axes = layout.logical_axes(options.pop("axes", {}))
+    options = LayoutOptions(config_rules=tuple(rules), task_rules=tuple(task_rules), axes=axes, **options)
+    sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+    return {p.path: p for p in layout.lay_out(params() if tree is None else tree, options, sizes)}
+
+
+# ---- who decides -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_cuts_each_dim_by_the_mesh_axes_of_its_logical_name():
+    placed = lay_out([("block/up", ["embed", "mlp"]), ("block/(down)", ["mlp", None]), ("head", [["fsdp"], None])])
+    assert placed["block/up"].spec == P("fsdp", "tensor")
+    assert placed["block/down"].spec == P("tensor")
+    assert placed["head"].spec == P("fsdp")
+    assert placed["block/up"].reason == "rule 'block/up'"
+    assert placed["block/down"].reason == "rule 'block/(down)'"
+
+
+def test_names_of_the_config_are_added_to_the_defaults_and_win_over_them():
+    placed = lay_out([("block/up", ["embed", "mlp"])], axes={"mlp": ["fsdp", "tensor"], "embed": None})
+    assert placed["block/up"].spec == P(None, ("fsdp", "tensor"))
+    assert lay_out([("block/up", ["width", None])], axes={"width": "tensor"})["block/up"].spec == P("tensor")
+
+
+def test_a_rule_of_the_config_wins_over_the_tasks_and_that_over_metadata_and_that_over_fsdp_auto():
+    class Dense(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.ones, (None, "mlp"))
+            return x @ self.param("kernel", init, (64, 256))
+
+    tree = jax.eval_shape(Dense().init, jax.random.key(0), jnp.zeros((1, 64)))["params"]
+    path = "kernel/value"
+    by_config, by_task = [(path, ["mlp", None])], [(path, ["embed", "mlp"])]
+    placed = [
+        lay_out(by_config, by_task, tree=tree)[path],
+        lay_out((), by_task, tree=tree)[path],
+        lay_out(tree=tree)[path],
+        lay_out(tree=nn.unbox(tree))["kernel"],
+    ]
+    assert [p.spec for p in placed] == [P("tensor"), P("fsdp", "tensor"), P(None, "tensor"), P(None, "fsdp")]
+    assert [p.reason for p in placed] == [
+        f"rule '{path}'",
+        f"task rule '{path}'",
+        "metadata of the model",
+        "fsdp auto: dim 1 is the largest divisible",
+    ]
+
+
+def test_fsdp_auto_cuts_the_largest_divisible_dim_of_what_is_large_enough():
+    tree = params({"a": (6, 512), "odd": (65, 127), "first": (64, 64), "small": (8, 8), "scalar": ()})
+    placed = lay_out(tree=tree, sizes={"fsdp": 4}, min_shard_bytes=1024)
+    assert {path: (p.spec, p.reason) for path, p in placed.items()} == {
+        "a": (P(None, "fsdp"), "fsdp auto: dim 1 is the largest divisible"),
+        "odd": (P(), "copy: no dim of (65, 127) is divisible by fsdp(4)"),
+        "first": (P("fsdp"), "fsdp auto: dim 0 is the largest divisible"),
+        "small": (P(), "small: 256 B is below layout.min_shard_bytes"),
+        "scalar": (P(), "small: 4 B is below layout.min_shard_bytes"),
+    }
+    off = lay_out(tree=tree, sizes={"fsdp": 4}, fsdp="off")
+    assert off["a"].spec == P() and off["a"].reason == "copy: layout.fsdp is off"
+    assert lay_out(tree=tree, sizes={"data": 8})["a"].reason == "no fsdp axis"
+
+
+def test_specs_are_canonical_so_that_one_sharding_has_one_spelling():
+    sizes = {axis: {"data": 2, "fsdp": 2}.get(axis, 1) for axis in AXES}
+    assert canonical([("replica", "data"), ("tensor",), None], sizes) == P("data")
+    assert canonical([("data", "fsdp"), None, "fsdp"], sizes) == P(("data", "fsdp"), None, "fsdp")
+    assert canonical(["tensor", None], sizes) == P()
+
+
+# ---- metadata ----------------------------------------------------------------------------------------------------------
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        up = nn.Dense(32, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp")))
+        down = nn.Dense(8, kernel_init=nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("mlp", None)))
+        return down(nn.relu(up(x)))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(16, 32, kernel_init=nnx.with_partitioning(init, ("embed", "mlp")), rngs=rngs)
+        self.down = nnx.Linear(32, 8, kernel_init=nnx.with_partitioning(init, ("mlp", None)), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def predicting(init, predict):
+    def loss_fn(params, batch, key):
+        return sk.mean(((predict(params, batch["x"]) - batch["y"]) ** 2).sum(-1)), {}
+
+    return dataclasses.replace(regression(), init=init, loss_fn=loss_fn, rules=())
+
+
+def linen_task():
+    model = LinenModel()
+    init = lambda key: model.init(key, jnp.zeros((1, 16)))["params"]
+    return predicting(init, lambda params, x: model.apply({"params": params}, x))
+
+
+def nnx_task():
+    with nnx.use_eager_sharding(False):
+        graph = nnx.split(nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0))))[0]
+
+    def init(key):
+        with nnx.use_eager_sharding(False):
+            return nnx.state(NnxModel(nnx.Rngs(key)), nnx.Param)
+
+    return predicting(init, lambda params, x: nnx.merge(graph, params)(x))
+
+
+@pytest.mark.parametrize("make", [linen_task, nnx_task])
+def test_metadata_of_linen_and_nnx_is_followed_and_gives_the_numbers_of_one_device(make):
+    task = make()
+    program = program_of(task, mesh={"fsdp": 2, "tensor": 4})
+    placed = {re.sub("Dense_0|up", "up", re.sub("Dense_1|down", "down", p.path)): p for p in program.layout}
+    kernels = {path: p for path, p in placed.items() if path.startswith("params") and "kernel" in path}
+    assert {path.split("/")[1]: p.spec for path, p in kernels.items()} == {
+        "up": P("fsdp", "tensor"),
+        "down": P("tensor"),
+    }
+    assert {p.reason for p in kernels.values()} == {"metadata of the model"}
+    state = program.init()
+    shards = {x.addressable_shards[0].data.shape for x in jax.tree.leaves(state.params) if x.ndim == 2}
+    assert shards == {(8, 8), (8, 8)}
+    many = train(program, steps=2)
+    one = train(program_of(task), steps=2)
+    assert_close(many.gradient, one.gradient)
+    assert_close(many.params, one.params)
+    assert many.eval == pytest.approx(one.eval, rel=1e-5)
+
+
+# ---- the state ---------------------------------------------------------------------------------------------------------
+
+
+def table(program):
+    return {p.path: p for p in program.layout}
+
+
+@pytest.mark.parametrize(
+    ("zero", "stored", "compute", "gradient"),
+    [(1, P(), P(), P()), (2, P(), P(), P("fsdp")), (3, P("fsdp"), P("fsdp"), P("fsdp"))],
+)
+def test_zero_decides_what_the_fsdp_axis_cuts(zero, stored, compute, gradient):
+    task = dataclasses.replace(regression(), optimizer=optax.adam(1e-2))
+    program = program_of(task, mesh={"fsdp": 8}, layout={"zero": zero}, ema=0.9)
+    assert table(program)["params/w"].spec == stored
+    for path in ("opt_state/0/mu/w", "opt_state/0/nu/w", "ema/w"):
+        assert table(program)[path].spec == P("fsdp")
+    placements = program._step_record.placements
+    assert (placements.compute["w"], placements.gradient["w"], placements.update["w"]) == (compute, gradient, P("fsdp"))
+    state = program.init()
+    assert state.params["w"].sharding.spec == stored
+    assert state.opt_state[0].mu["w"].addressable_shards[0].data.shape == (2, 8)
+
+
+def test_zero_keeps_what_other_axes_cut():
+    program = program_of(regression(), mesh={"fsdp": 2, "tensor": 4}, layout={"zero": 1})
+    assert table(program)["params/w"].spec == P(None, "tensor")
+    assert table(program)["opt_state/0/w"].spec == P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(1e-2),
+        optax.chain(optax.clip(1.0), optax.sgd(1e-2, momentum=0.9)),
+        optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)}, {"w": "a", "b": "b"}),
+        optax.MultiSteps(optax.adam(1e-2), 2),
+        optax.apply_if_finite(optax.lion(1e-2), 3),
+    ],
+    ids=["adamw", "chain", "multi_transform", "MultiSteps", "apply_if_finite"],
+)
+def test_the_optimizers_state_lives_as_its_parameters_do(optimizer):
+    program = program_of(dataclasses.replace(regression(), optimizer=optimizer), mesh={"fsdp": 2, "tensor": 4})
+    twins = [p for p in program.layout if p.path.startswith("opt_state") and p.shape == (16, 8)]
+    assert twins and all(p.spec == P("fsdp", "tensor") for p in twins)
+    assert {p.reason for p in twins} == {"as parameter 'w'"}
+    others = [p for p in program.layout if p.path.startswith("opt_state") and p.shape == ()]
+    assert all(p.spec == P() for p in others)
+    state = program.init()
+    for _, batch in program.batches(stop=2):
+        state, _ = program.step(state, batch)
+    assert [x.sharding for x in jax.tree.leaves(state)] == [p.sharding(program.mesh) for p in program.layout]
+
+
+def test_factored_moments_of_adafactor_are_placed_by_their_own_shapes_and_equal_one_device():
+    def init(key):
+        return {"w": jnp.linspace(-0.1, 0.1, 16 * 256).reshape(16, 256), "out": jnp.full((256, 8), 0.05)}
+
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+
+    def loss_fn(params, batch, key):
+        return sk.mean(((batch["x"] @ params["w"] @ params["out"] - batch["y"]) ** 2).sum(-1)), {}
+
+    rules = [("w", ["embed", "mlp"]), ("out", ["mlp", None])]
+    task = dataclasses.replace(regression(), init=init, loss_fn=loss_fn, optimizer=optimizer, rules=rules)
+    program = program_of(task, mesh={"fsdp": 2, "tensor": 4})
+    factored = {p.path: p for p in program.layout if re.search("v_(row|col)/w", p.path)}
+    assert {p.shape for p in factored.values()} == {(16,), (256,)}
+    assert all("fsdp" in p.reason for p in factored.values())
+
+    def run(program):
+        state = program.init()
+        for _, batch in program.batches(stop=3):
+            state, _ = program.step(state, batch)
+        return jax.device_get(state.params)
+
+    assert_close(run(program), run(program_of(task)))
+
+
+def test_a_parameter_at_the_root_of_the_tree_has_a_place_and_its_state_too():
+    task = dataclasses.replace(
+        regression(),
+        init=lambda key: jnp.full((16, 8), 0.1),
+        loss_fn=lambda w, batch, key: regression_loss({"w": w, "b": 0.0}, batch, key),
+        rules=[],
+    )
+    program = program_of(task, mesh={"fsdp": 8})
+    assert table(program)["params"].spec == P("fsdp")
+    assert table(program)["opt_state/0"].reason == "as the parameter"
+    assert train(program, steps=1).losses[0] == pytest.approx(one_device("regression").losses[0], rel=1e-5)
+
+
+def test_the_table_names_every_leaf_of_the_state_in_order_with_a_reason():
+    program = program_of(regression(), mesh={"data": 2, "fsdp": 4}, ema=0.5)
+    rows = [(p.path, p.shape, str(p.spec), p.memory_kind, p.reason) for p in program.layout]
+    cut = str(P("fsdp"))
+    assert rows == [
+        ("step", (), str(P()), "device", "scalar"),
+        ("params/b", (8,), cut, "device", "fsdp auto: dim 0 is the largest divisible"),
+        ("params/w", (16, 8), cut, "device", "task rule 'w'"),
+        ("opt_state/0/b", (8,), cut, "device", "as parameter 'b'"),
+        ("opt_state/0/w", (16, 8), cut, "device", "as parameter 'w'"),
+        ("ema/b", (8,), cut, "device", "as parameter 'b'"),
+        ("ema/w", (16, 8), cut, "device", "as parameter 'w'"),
+        ("rng", (2,), str(P()), "device", "random key"),
+    ]
+    assert program.layout[2].num_bytes == 16 * 8 * 4
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------------
+
+
+def refused(match, *args, **kwargs):
+    with pytest.raises(ConfigError) as error:
+        lay_out(*args, **kwargs)
+    assert re.search(match, str(error.value)), str(error.value)
+
+
+def test_a_rule_that_matches_nothing_says_what_is_near():
+    refused(
+        r"layout\.rules: pattern 'block/upp' matches none of the 4 parameters\..*whole path\. Did you mean 'block/up'\?",
+        [("block/upp", [None, None])],
+    )
+    refused(r"the task's rules: pattern 'q' .* The parameters are: block/bias, block/down", (), [("q", [None])])
+    refused(r"pattern 'up' matches none", [("up", [None, None])])  # a part of a path is not a match
+
+
+def test_a_pattern_that_is_no_regular_expression_is_named():
+    refused(r"layout\.rules: pattern 'block/\(up' is no regular expression \(.*\)\. Mend it\.", [("block/(up", [None])])
+
+
+def test_a_parameter_that_two_rules_of_a_table_claim_is_named_with_both():
+    rules = [("block/.*p", ["embed", None]), ("block/up", [None, None])]
+    refused(
+        r"parameter 'block/up' is claimed by 'block/\.\*p' and by 'block/up'.*Make one of the patterns narrower", rules
+    )
+    lay_out([rules[0]], [rules[1]])  # in two tables the config's wins
+
+
+def test_a_rule_with_another_number_of_dims_says_both_numbers():
+    refused(
+        r"rule 'head' names 1 dims \['embed'\] for parameter 'head' of shape \(64, 10\).*each of the 2 dims",
+        [("head", ["embed"])],
+    )
+
+
+def test_an_indivisible_dim_says_the_length_the_parts_and_the_next_length_that_works():
+    refused(
+        r"rule 'head' cuts dim 1 of 'head' \(length 10\) over tensor = 4: 10 is not divisible by 4\. Try length 12, or null",
+        [("head", [None, "mlp"])],
+    )
+    refused(r"over fsdp x tensor = 8: 10 is not divisible", [("head", [None, ["fsdp", "tensor"]])])
+
+
+def test_a_mesh_axis_on_two_dims_says_which():
+    refused(
+        r"rule 'block/up' uses mesh axis 'tensor' twice on 'block/up' \(dims 0 and 1\).*Set one of the two dims to null",
+        [("block/up", ["mlp", "heads"])],
+    )
+
+
+def test_an_unknown_name_says_what_is_known_and_near():
+    refused(
+        r"rule 'head' cuts dim 0 of 'head' by 'embd', which is no mesh axis and no logical axis\. Known: .*embed.*"
+        r"Did you mean 'embed'\? New names go into layout\.axes",
+        [("head", ["embd", None])],
+    )
+
+
+def test_an_unknown_name_in_metadata_is_told_as_the_models():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("w", nn.with_partitioning(nn.initializers.ones, ("hidden", None)), (64, 64))
+
+    tree = jax.eval_shape(Model().init, jax.random.key(0), jnp.zeros((1, 64)))["params"]
+    refused(r"metadata of the model cuts dim 0 of 'w/value' by 'hidden'", tree=tree)
+
+
+def test_a_large_copy_has_to_be_asked_for():
+    tree = params({"table": (1001, 33)})
+    options = {"tree": tree, "sizes": {"fsdp": 4}, "replicate_above_bytes": 1000}
+    refused(
+        r"parameter 'table' \(129\.0 KiB, shape \(1001, 33\)\) would be copied to all 4 fsdp devices \(copy: no dim .*"
+        r"replicate_above_bytes \(1000 B\) has to be asked for\. Add the rule \['table', \[null, null\]\]",
+        **options,
+    )
+    assert lay_out([("table", [None, None])], **options)["table"].reason == "rule 'table'"
+    refused("layout.fsdp is off", tree=params({"w": (64, 64)}), sizes={"fsdp": 4}, fsdp="off", replicate_above_bytes=1)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
+    task = dataclasses.replace(regression(), rules=[])
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis} is 4, but no parameter is cut over {axis}.*or use data: 4"):
+        program_of(task, mesh={"data": 2, axis: 4})
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "match"),
+    [
+        ({"data": 4, "tensor": 3}, 8, r"needs data\(4\) x tensor\(3\) = 12 devices, found 8.*Try tensor: 2|Try data: "),
+        ({"data": -1, "tensor": 3}, 8, r"3 does not divide 8.*Try tensor: 2\."),
+        ({"data": -1, "fsdp": -1}, 8, "two axes are -1"),
+        ({"data": 4}, 8, r"= 4 devices, found 8.*Try data: 8, or data: -1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_says_what_would(asked, devices, match):
+    with pytest.raises(ConfigError, match=match):
+        resolve(asked, devices)
+
+
+def test_one_axis_of_a_mesh_takes_what_the_others_leave():
+    assert resolve({"data": -1, "tensor": 2}, 8) | {} == {axis: {"data": 4, "tensor": 2}.get(axis, 1) for axis in AXES}
+    assert resolve({}, 8) == dict.fromkeys(AXES, 1)
+    assert np.prod(list(resolve({"data": -1}, 1).values())) == 1
