@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
+from spmdkit.mesh import MODEL_AXES
 
 Form = Literal["plain", "mapped", "manual"]
 
@@ -138,7 +139,8 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     """Returns `x` with each dim cut over the mesh axes of its logical name; `None` leaves a dim whole.
 
     An activation constraint: values do not change, only where they live. Without one the partitioner may guess wrong and
-    keep whole activations on every device. No-op where nothing is cut.
+    keep whole activations on every device. A dim that is left whole is made whole: `sk.shard(w, None, None)` gathers a
+    weight. No-op on a mesh that cuts no array.
 
     Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`; `batch` means the axes that cut
     one replica's examples.
@@ -160,6 +162,6 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         axes = step.inner_axes if dim == "batch" else step.logical_axes[dim] if dim else ()
         axes = tuple(a for a in axes if step.size(a) > 1 and a not in step.data_axes)
         spec.append(axes if axes and length % step.size(*axes) == 0 else None)
-    if not any(spec):
+    if not any(step.size(a) > 1 for a in MODEL_AXES if a not in step.data_axes):
         return x
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(step.mesh, PartitionSpec(*spec)))

@@ -1,6 +1,7 @@
 """What XLA makes of a step: one fused reduction over the replicas, none in the loop, one compilation, no second copy."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -141,3 +142,25 @@ def test_the_state_is_donated_so_a_step_holds_no_second_copy(mesh):
     for _, batch in program.batches(stop=1):
         program.step(state, batch)
     assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_sk_shard_leaves_a_dim_whole_also_where_its_parameter_is_cut():
+    """The lookup in a table that fsdp cuts: without a whole table the partitioner moved activations over `data`, in the loop."""
+
+    def loss_fn(params, batch, key):
+        table = sk.shard(params["table"], "vocab", None)
+        x = sk.shard(table[batch["token"]], "batch", None)
+        return sk.mean((jax.nn.relu(x @ params["up"]) ** 2).sum(-1))
+
+    task = dataclasses.replace(
+        mlp(),
+        init=lambda key: {"table": jnp.ones((64, 16)), "up": jnp.ones((16, 64))},
+        loss_fn=loss_fn,
+        train_data={"token": np.arange(64, dtype=np.int32)},
+        eval_data=None,
+        rules=[("table", ["vocab", "embed"]), ("up", ["embed", "mlp"])],
+    )
+    program = program_of(task, microbatches=4, **MESHES["data 2 x fsdp 4"])
+    found = collectives_of(program)
+    assert [(c.kind, c.axes, c.in_loop) for c in found if c.axes & {"data"}] == [("all-reduce", {"data"}, False)]
+    assert any(c.kind == "all-gather" and c.line.split(" = ")[1].startswith("f32[64,16]") for c in found)
