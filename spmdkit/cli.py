@@ -85,7 +85,7 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show where each leaf of the train state lives, and why. Allocates nothing."""
     from spmdkit.layout import table
     from spmdkit.loop import load
-    from spmdkit.program import describe_mesh
+    from spmdkit.mesh import describe_mesh
 
     program = load(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")

@@ -16,8 +16,9 @@ from spmdkit import scope
 from spmdkit.checks import call_user, refuses_none_key
 from spmdkit.errors import ConfigError
 from spmdkit.feed import Feed
-from spmdkit.gradient import checked_loss, evaluate
+from spmdkit.gradient import evaluate
 from spmdkit.means import Mean
+from spmdkit.returned import checked_loss
 from spmdkit.state import TrainState
 from spmdkit.step import Batch
 from spmdkit.task import Task

@@ -15,7 +15,8 @@ from spmdkit.config import Config, load_config, task_reference, to_yaml
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
-from spmdkit.program import Program, describe_mesh
+from spmdkit.mesh import describe_mesh
+from spmdkit.program import Program
 from spmdkit.run import Run, latest_for_all
 from spmdkit.state import TrainState
 from spmdkit.task import Task, load_task

@@ -115,3 +115,8 @@ def canonical(spec: Sequence[str | tuple[str, ...] | None], sizes: Mapping[str, 
 def count(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
     """Returns the number of positions along `axes` together."""
     return math.prod(sizes[axis] for axis in axes)
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """Returns `data 4 x fsdp 2`, or `one device`."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"

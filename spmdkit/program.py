@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import policy
 from spmdkit.replica import check_reductions
 from spmdkit.state import TrainState, Variables
+from spmdkit.state_layout import place_state
 from spmdkit.step import Batch
 from spmdkit.task import Task, load_task
 from spmdkit.tree import named_leaves
@@ -40,7 +41,7 @@ class Program:
         task: the user's task.
         mesh: the device mesh.
         layout: placement and reason of every leaf of the train state.
-        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.gradient`).
+        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.forms`).
         notes: remarks for the user that are no errors.
     """
 
@@ -54,7 +55,9 @@ class Program:
         task.check_functions(self.stateful)
         self.zero = config.layout.zero
         self._state_groups = self._groups()
-        self._lay_out(abstract_params, abstract_model_state)
+        self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
+        placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
+        self.layout, self.state_sharding, self.abstract_state, self._placements = placed
         self._open_data()
         self._step_record = self._choose_form()
         self.form = self._step_record.form
@@ -78,11 +81,6 @@ class Program:
         """The number of parts into which the mesh cuts a batch."""
         return mesh.count(self.sizes, mesh.BATCH_AXES)
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is process 0."""
-        return jax.process_index() == 0
-
     def _groups(self) -> int | None:
         asked = self.config.model_state
         if asked == "global" or not self.stateful:
@@ -102,59 +100,6 @@ class Program:
                 f"{self.num_replicas}."
             )
         return self.num_replicas // size
-
-    def _lay_out(self, params: Any, model_state: Any) -> None:
-        config = self.config
-        options = layout.LayoutOptions(
-            config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
-            task_rules=tuple((pattern, tuple(dims)) for pattern, dims in self.task.rules),
-            axes=layout.logical_axes(config.layout.axes),
-            fsdp=config.layout.fsdp,
-            min_shard_bytes=config.layout.min_shard_bytes,
-            replicate_above_bytes=config.layout.replicate_above_bytes,
-        )
-        full = layout.lay_out(params, options, self.sizes)
-        layout.check_axes_used(full, self.sizes)
-        self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
-        kind = {"device": "device", "host": "pinned_host"}
-        stored = [
-            dataclasses.replace(
-                p,
-                spec=p.spec if self.zero == 3 else layout.without_fsdp(p.spec, self.sizes),
-                memory_kind=kind[config.placement.params],
-            )
-            for p in full
-        ]
-        follow = functools.partial(layout.follow, params=full, options=options, sizes=self.sizes)
-        update_kind = kind[config.placement.optimizer]
-        whole = functools.partial(layout.LeafPlacement, spec=PartitionSpec(), memory_kind="device")
-        a = self._abstract_state
-        parts = {
-            "step": [whole("", (), a.step.dtype, reason="scalar")],
-            "params": stored,
-            "opt_state": follow(a.opt_state, memory_kind=update_kind),
-            "model_state": [
-                whole(path, x.shape, x.dtype, reason="model state") for path, x in named_leaves(a.model_state)
-            ],
-            "ema": follow(a.ema, memory_kind=update_kind),
-            "rng": [whole("", a.rng.shape, a.rng.dtype, reason="random key")],
-        }
-        self.layout = [
-            dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field)
-            for field, ps in parts.items()
-            for p in ps
-        ]
-        treedef = jax.tree.structure(self._abstract_state)
-        self.state_sharding = jax.tree.unflatten(treedef, [p.sharding(self.mesh) for p in self.layout])
-        self.abstract_state = jax.tree.unflatten(
-            treedef, [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding(self.mesh)) for p in self.layout]
-        )
-        in_tree = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
-        self._placements = scope.Placements(
-            compute=in_tree([p.spec for p in stored]),
-            gradient=in_tree([p.spec for p in (stored if self.zero == 1 else full)]),
-            update=in_tree([p.spec for p in full]),
-        )
 
     def _create_state(self, key: jax.Array) -> TrainState:
         variables = self._init(key)
@@ -446,8 +391,3 @@ def _abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Va
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
     return init_as_stored, stored.params, stored.state
-
-
-def describe_mesh(sizes: Mapping[str, int]) -> str:
-    """Returns `data 4 x fsdp 2`, or `one device`."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"

@@ -24,7 +24,8 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.errors import CheckpointWriteError, ConfigError, NonFiniteError, Preempted
 from spmdkit.faults import StopSignals
-from spmdkit.program import Program, describe_mesh
+from spmdkit.mesh import describe_mesh
+from spmdkit.program import Program
 from spmdkit.state import TrainState
 
 STEPS_IN_FLIGHT = 8

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat, scope
 from spmdkit.errors import ConfigError
-from spmdkit.gradient import check_metric_names, value_and_grad, whole_rows
+from spmdkit.gradient import value_and_grad, whole_rows
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
+from spmdkit.returned import check_metric_names
 from spmdkit.state import TrainState, mirrored
 from spmdkit.tree import describe, first_difference, named_leaves
 

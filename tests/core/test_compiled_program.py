@@ -1,7 +1,6 @@
 """What XLA makes of a step: one fused reduction over the replicas, none in the loop, one compilation, no second copy."""
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from core_hlo import collectives, over
 from core_runs import MESHES, program_of
 
 import spmdkit as sk
+from spmdkit import scope
 from spmdkit.mesh import resolve
 from spmdkit.tree import tree_bytes
 
@@ -144,23 +144,10 @@ def test_the_state_is_donated_so_a_step_holds_no_second_copy(mesh):
     assert all(leaf.is_deleted() for leaf in old)
 
 
-def test_sk_shard_leaves_a_dim_whole_also_where_its_parameter_is_cut():
-    """The lookup in a table that fsdp cuts: without a whole table the partitioner moved activations over `data`, in the loop."""
-
-    def loss_fn(params, batch, key):
-        table = sk.shard(params["table"], "vocab", None)
-        x = sk.shard(table[batch["token"]], "batch", None)
-        return sk.mean((jax.nn.relu(x @ params["up"]) ** 2).sum(-1))
-
-    task = dataclasses.replace(
-        mlp(),
-        init=lambda key: {"table": jnp.ones((64, 16)), "up": jnp.ones((16, 64))},
-        loss_fn=loss_fn,
-        train_data={"token": np.arange(64, dtype=np.int32)},
-        eval_data=None,
-        rules=[("table", ["vocab", "embed"]), ("up", ["embed", "mlp"])],
-    )
-    program = program_of(task, microbatches=4, **MESHES["data 2 x fsdp 4"])
-    found = collectives_of(program)
-    assert [(c.kind, c.axes, c.in_loop) for c in found if c.axes & {"data"}] == [("all-reduce", {"data"}, False)]
-    assert any(c.kind == "all-gather" and c.line.split(" = ")[1].startswith("f32[64,16]") for c in found)
+@pytest.mark.parametrize(("mesh", "constrains"), [("fsdp 8 zero 3", True), ("data 8", False), ("fsdp 8 zero 1", False)])
+def test_sk_shard_makes_whole_what_it_names_no_axis_for_and_does_nothing_on_a_mesh_that_cuts_nothing(mesh, constrains):
+    """A lookup in a table that fsdp cuts needs the whole table: else the partitioner moves activations over `data`."""
+    record = program_of(mlp(), **MESHES[mesh])._step_record
+    with scope.tracing(record):
+        jaxpr = jax.make_jaxpr(lambda w: sk.shard(w, None, "vocab"))(jnp.ones((16, 64)))
+    assert ("sharding_constraint" in str(jaxpr)) == constrains

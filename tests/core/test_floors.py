@@ -16,10 +16,10 @@ FLOORS = {
     3: ["mesh"],
     4: ["scope", "layout", "reducers"],
     5: ["ops", "means"],
-    6: ["gradient", "replica"],
+    6: ["returned", "forms", "gradient", "replica"],
     7: ["state", "step", "task", "checks"],
     8: ["data", "checkpoint", "metrics", "faults"],
-    9: ["feed", "evaluation", "program"],
+    9: ["state_layout", "feed", "evaluation", "program"],
     10: ["run", "loop", "doctor"],
     11: ["launch", "cli", "__main__"],
 }

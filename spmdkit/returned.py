@@ -1,0 +1,91 @@
+"""What the user's functions return, checked where it comes back: a loss is a `sk.mean`, and so is every metric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmdkit.errors import ConfigError
+from spmdkit.means import Mean
+from spmdkit.tree import describe
+
+RESERVED_NAMES = ("step", "split", "examples_per_s", "step_time_s", "input_wait_s")
+"""Names that metrics.jsonl needs for itself."""
+
+
+def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Mean], Any]:
+    """Returns (loss, metrics, model state) of what a loss returned.
+
+    Raises:
+        ConfigError: the loss is no `sk.mean`, or the metrics are no mapping of them.
+    """
+    form = "(sk.mean(...), {name: sk.mean(...)}, new_state)" if stateful else "sk.mean(...) or (sk.mean(...), metrics)"
+    if stateful:
+        if not isinstance(out, tuple) or isinstance(out, Mean) or len(out) != 3:
+            raise ConfigError(f"loss_fn of a task with model state returned {shape_of(out)}. It must return {form}.")
+        loss, metrics, state = out
+    else:
+        loss, metrics, state = (*out, None) if isinstance(out, tuple) and len(out) == 2 else (out, {}, None)
+    if isinstance(loss, tuple) and loss and isinstance(loss[0], Mean):
+        raise ConfigError(
+            f"loss_fn returned {shape_of(loss)}. It must return {form}. Only a task whose init returns sk.Variables(params, state) "
+            "returns a model state too. Drop the third value, or give init a state."
+        )
+    if not isinstance(loss, Mean):
+        raise ConfigError(
+            f"loss_fn returned {shape_of(loss)} as its loss. It must return {form}: a plain number cannot be averaged over "
+            "uneven replicas. Return sk.mean(per_example_loss)."
+        )
+    if jnp.ndim(loss.sum) != 0:
+        raise ConfigError(f"loss_fn returned a sk.mean of shape {jnp.shape(loss.sum)}. A loss is one number.")
+    if not isinstance(metrics, dict):
+        raise ConfigError(f"loss_fn returned {shape_of(metrics)} as its metrics. Give a dict {{name: sk.mean(...)}}.")
+    if "loss" in metrics:
+        raise ConfigError(
+            "loss_fn returned a metric called 'loss', which is the name of its first value. Names are used once. Rename the metric."
+        )
+    return loss, checked_metrics(metrics, "loss_fn"), state
+
+
+def checked_metrics(metrics: Any, who: str) -> dict[str, Mean]:
+    """Returns `metrics` when it is a dict of means.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(metrics, dict):
+        raise ConfigError(f"{who} returned {shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
+    check_metric_names(metrics, who)
+    for name, metric in metrics.items():
+        if not isinstance(metric, Mean) or jnp.ndim(metric.sum) != 0:
+            raise ConfigError(
+                f"{who} returned metric '{name}' as {shape_of(metric)}. A metric is a sk.mean, so that it adds over replicas "
+                f"and steps. Write '{name}': sk.mean(...)."
+            )
+    if who == "eval_fn" and not metrics:
+        raise ConfigError(
+            "eval_fn returned an empty dict. An evaluation has at least one metric. Return {'loss': sk.mean(...)}."
+        )
+    return metrics
+
+
+def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
+    """Raises ConfigError for a name that is no text, or that a line of metrics.jsonl needs for itself."""
+    for name in metrics:
+        if not isinstance(name, str) or name in RESERVED_NAMES:
+            raise ConfigError(
+                f"{who} returned a metric called {name!r}. A name is text other than {', '.join(RESERVED_NAMES)}, which metrics.jsonl "
+                "uses itself. Rename it."
+            )
+
+
+def shape_of(x: Any) -> str:
+    """Returns what something is, for a message."""
+    if x is None:
+        return "None"
+    if isinstance(x, Mean):
+        return f"a sk.mean of shape {jnp.shape(x.sum)}"
+    if isinstance(x, tuple):
+        return f"a tuple of {len(x)} ({', '.join(shape_of(y) for y in x)})"
+    return describe(x)

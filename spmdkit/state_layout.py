@@ -1,0 +1,97 @@
+"""The layout of the whole train state: the parameters' own table, and what follows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit import layout, scope
+from spmdkit.config import Config
+from spmdkit.layout import LeafPlacement
+from spmdkit.state import TrainState
+from spmdkit.tree import named_leaves
+
+MEMORY_KIND = {"device": "device", "host": "pinned_host"}
+
+
+class StateLayout(NamedTuple):
+    """Where every leaf of a train state lives.
+
+    Attributes:
+        table: placement and reason of each leaf, in flattening order.
+        sharding: a `TrainState` of shardings.
+        abstract: a `TrainState` of `jax.ShapeDtypeStruct` with shardings.
+        placements: of parameters, gradients and updates inside the step.
+    """
+
+    table: list[LeafPlacement]
+    sharding: TrainState
+    abstract: TrainState
+    placements: scope.Placements
+
+
+def place_state(
+    config: Config,
+    task_rules: Sequence[tuple[str, Sequence[Any]]],
+    abstract: TrainState,
+    params: Any,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+) -> StateLayout:
+    """Returns the layout of `abstract`, the train state without shardings.
+
+    Args:
+        params: the abstract parameters, with the metadata that the model has put on them.
+
+    Raises:
+        ConfigError: see `layout.lay_out`.
+    """
+    zero = config.layout.zero
+    options = layout.LayoutOptions(
+        config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
+        task_rules=tuple((pattern, tuple(dims)) for pattern, dims in task_rules),
+        axes=layout.logical_axes(config.layout.axes),
+        fsdp=config.layout.fsdp,
+        min_shard_bytes=config.layout.min_shard_bytes,
+        replicate_above_bytes=config.layout.replicate_above_bytes,
+    )
+    full = layout.lay_out(params, options, sizes)
+    layout.check_axes_used(full, sizes)
+    stored = [
+        dataclasses.replace(
+            p,
+            spec=p.spec if zero == 3 else layout.without_fsdp(p.spec, sizes),
+            memory_kind=MEMORY_KIND[config.placement.params],
+        )
+        for p in full
+    ]
+    follow = functools.partial(layout.follow, params=full, options=options, sizes=sizes)
+    update_kind = MEMORY_KIND[config.placement.optimizer]
+    whole = functools.partial(layout.LeafPlacement, spec=PartitionSpec(), memory_kind="device")
+    a = abstract
+    parts = {
+        "step": [whole("", (), a.step.dtype, reason="scalar")],
+        "params": stored,
+        "opt_state": follow(a.opt_state, memory_kind=update_kind),
+        "model_state": [whole(path, x.shape, x.dtype, reason="model state") for path, x in named_leaves(a.model_state)],
+        "ema": follow(a.ema, memory_kind=update_kind),
+        "rng": [whole("", a.rng.shape, a.rng.dtype, reason="random key")],
+    }
+    table = [
+        dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field) for field, ps in parts.items() for p in ps
+    ]
+    treedef = jax.tree.structure(abstract)
+    shardings = [p.sharding(mesh) for p in table]
+    leaves = [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s) for p, s in zip(table, shardings, strict=True)]
+    in_tree = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
+    placements = scope.Placements(
+        compute=in_tree([p.spec for p in stored]),
+        gradient=in_tree([p.spec for p in (stored if zero == 1 else full)]),
+        update=in_tree([p.spec for p in full]),
+    )
+    return StateLayout(table, jax.tree.unflatten(treedef, shardings), jax.tree.unflatten(treedef, leaves), placements)
