@@ -56,7 +56,9 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         local = _local_gradient(loss_fn, len(args) == 3, step, key)
         sums, new_state = map_replicas(step, local, params, model_state, batch, reduce_gradient=True)
         loss, metrics, grads = sums
-        grads = jax.tree.map(lambda g: g / jnp.where(loss.count == 0, 1, loss.count).astype(g.dtype), grads)
+        # One division here, not one per element and use: the optimizer's fused loops would each repeat it.
+        scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         values = {name: metric.value for name, metric in metrics.items()}
         if len(args) == 3:
             return (loss.value, values, new_state), grads

@@ -5,8 +5,9 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("NPROC", str(8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
 
-import jax  # noqa: E402
+import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 faulthandler.enable()

@@ -7,6 +7,7 @@ then the devices themselves.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -78,6 +79,11 @@ def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], nu
 
 def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int) -> None:
     """Sets what JAX reads when it creates its devices. The settings are global to the process, as the devices are."""
+    if num_cpu is not None and num_cpu > 1:
+        # XLA runs CPU programs on max(cores, devices) threads, and a collective blocks one for each device that waits: with
+        # none left, the device that they wait for never gets there ("Expected 2 threads to join the rendezvous"; two
+        # devices on two cores, minutes apart, jaxlib 0.10.2). XLA reads the number of threads from this variable only.
+        os.environ.setdefault("NPROC", str(num_cpu + (os.cpu_count() or 1)))
     if num_cpu is not None:
         jax.config.update("jax_platforms", "cpu")
         # More than asked for do no harm, fewer than somebody else in this process asked for would.
