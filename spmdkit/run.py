@@ -45,10 +45,12 @@ class Run:
         self._first_step = 1
         self._stack = ExitStack()
         self._flying: collections.deque[tuple[int, Any]] = collections.deque()
-        # XLA's CPU collectives block threads of one pool: several devices of a process with several steps dispatched can
-        # deadlock ("Expected 4 threads to join the rendezvous"; 3 of 16 runs on 2 cores, 0 of 12 with one, 2026-11-20).
-        shared = cluster.devices[0].platform == "cpu" and len(cluster.devices) > cluster.num_processes
-        self._most_in_flight = 1 if shared else STEPS_IN_FLIGHT
+        cpu = cluster.devices[0].platform == "cpu"
+        several = cluster.num_processes > 1 and len(cluster.devices) > cluster.num_processes
+        # Several CPU devices in each of several processes deadlock in Gloo when many steps are dispatched without waiting
+        # (jaxlib 0.10.2). In one process `join` has made the thread pool large enough; there, waiting after each step
+        # cost 7 % at 10 ms a step (two devices on two cores, 2026-11-20).
+        self._most_in_flight = 1 if cpu and several else STEPS_IN_FLIGHT
         self._last_logged: dict[str, float] = {}
         self._last_eval: tuple[int, dict[str, float]] | None = None
         self._saved_at_step, self._saved_at_time = 0, clock()
