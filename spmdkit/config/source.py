@@ -55,7 +55,7 @@ def add_core_schema(loader_or_dumper: type) -> None:
 class _Loader(yaml.SafeLoader):
     """Composes nodes only, and refuses what plain values do not need; `_plain` makes the values."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # no dates, no yes/no, no merge keys  # type: ignore[misc]
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # type: ignore[misc]  # no dates, no yes/no, no merge keys
     depth = 0
     num_nodes = 0
 
