@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
 
 test: $(VENV)/.test versions lint types
-	$(BOUND) 2400 $(BIN)/python -m pytest
+	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

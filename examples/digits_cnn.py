@@ -146,9 +146,11 @@ class MaskedBatchNorm(nn.Module):
             sums = [jnp.sum(v, (0, 1, 2), where=is_real_BHWC) for v in (values_BHWC, values_BHWC**2)]
             count = jnp.sum(is_real_BHWC, (0, 1, 2), dtype=jnp.float32)
             total, total_of_squares, count = jax.lax.psum((*sums, count), REPLICA_AXES)
-            mean = total / count
-            var = jnp.maximum(total_of_squares / count - mean**2, 0)
-            running_mean.value = self.momentum * running_mean.value + (1 - self.momentum) * mean
-            running_var.value = self.momentum * running_var.value + (1 - self.momentum) * var
+            # A microbatch may hold padding only: it has no statistics, and leaves the running ones alone.
+            mean = total / jnp.maximum(count, 1)
+            var = jnp.maximum(total_of_squares / jnp.maximum(count, 1) - mean**2, 0)
+            momentum = jnp.where(count > 0, self.momentum, 1.0)
+            running_mean.value = momentum * running_mean.value + (1 - momentum) * mean
+            running_var.value = momentum * running_var.value + (1 - momentum) * var
         factor = scale * jax.lax.rsqrt(var + self.epsilon).astype(scale.dtype)
         return (x_BHWC - mean.astype(x_BHWC.dtype)) * factor + bias
