@@ -43,7 +43,7 @@ from spmdkit.run import Run
 
 BATCH, FEATURES, CLASSES, NUM_EXAMPLES = 64, 64, 16, 4096
 LOG_EVERY = 10
-SIZES = {"2 ms": (512, 2, 400), "10 ms": (1024, 3, 60), "50 ms": (1792, 5, 24)}
+SIZES = {"2 ms": (512, 2, 200), "10 ms": (1024, 3, 40), "50 ms": (1280, 5, 20)}
 """Name -> (width, layers, steps in a block)."""
 
 
@@ -275,7 +275,7 @@ def import_seconds(tries: int = 7) -> dict[str, float]:
 def main() -> None:
     """Measures all of it and prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=41)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     # Before the first use of JAX, so that both loops run on the devices as the toolkit sets them up.

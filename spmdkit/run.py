@@ -28,7 +28,7 @@ from spmdkit.mesh import describe_mesh
 from spmdkit.program import Program
 from spmdkit.state import TrainState
 
-STEPS_IN_FLIGHT = 8
+STEPS_IN_FLIGHT = 16
 MATHEMATICS = ("task", "seed", "batch_size", "data.shuffle", "data.remainder")
 """Settings that a run keeps for life: with another one, the examples of a step would be others."""
 
