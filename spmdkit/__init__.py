@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from spmdkit.gradient import value_and_grad
     from spmdkit.loop import train
     from spmdkit.means import Mean, example_keys, example_mask, examples, mean
+    from spmdkit.ops.manual import manual
     from spmdkit.ops.remat import remat
     from spmdkit.program import Program, build
     from spmdkit.replica import pmean, psum
@@ -38,6 +39,7 @@ _HOME = {
     "example_mask": "means",
     "examples": "means",
     "load_config": "config",
+    "manual": "ops.manual",
     "mean": "means",
     "pmean": "replica",
     "psum": "replica",

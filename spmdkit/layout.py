@@ -47,6 +47,11 @@ class LeafPlacement:
         return NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
 
     @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes that cut the leaf."""
+        return frozenset(a for d in self.spec for a in ((d,) if isinstance(d, str) else d or ()))
+
+    @property
     def num_bytes(self) -> int:
         """Global bytes of the leaf."""
         return leaf_bytes(self)
@@ -260,13 +265,15 @@ def _names_of(x: Any) -> Sequence[Dim] | None:
 
 
 def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int]) -> None:
-    """Refuses a mesh axis that cuts nothing: its devices would repeat each other's work.
+    """Refuses a mesh axis that cuts no parameter: its devices would repeat each other's work.
+
+    The `context` axis cuts activations only; whether the model does so is known once it is traced.
 
     Raises:
         ConfigError: a model axis larger than one, other than those that also cut the batch, is in no placement.
     """
-    used = {a for p in placements for d in p.spec for a in ((d,) if isinstance(d, str) else d or ())}
-    for axis in ("tensor", "context", "pipeline"):
+    used = {a for p in placements for a in p.axes}
+    for axis in ("tensor", "pipeline"):
         if sizes[axis] > 1 and axis not in used:
             raise ConfigError(
                 f"mesh.{axis} is {sizes[axis]}, but no parameter is cut over {axis}: {sizes[axis]} devices would repeat each other's work. "

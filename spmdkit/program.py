@@ -196,6 +196,16 @@ class Program:
                 "data.remainder is mask, but train_step uses neither sk.value_and_grad, sk.mean nor sk.example_mask: padding rows of "
                 "the short batch would count as examples. Use one of them, or set data.remainder: drop."
             )
+        if (
+            self.sizes["context"] > 1
+            and not any("context" in p.axes for p in self.layout)
+            and "axis context" not in record.uses
+        ):
+            raise ConfigError(
+                f"mesh.context is {self.sizes['context']}, but {self._what()} cuts nothing over it: {self.sizes['context']} devices would "
+                "repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', 'sequence', None), sk.attention), "
+                f"or use data: {self.sizes['context']}."
+            )
         return dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
 
     def _what(self) -> str:

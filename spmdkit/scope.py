@@ -49,7 +49,10 @@ class Step:
         inner_axes: the mesh axes over which one replica's examples are cut.
         mask: bool[global batch] or None; False marks padding rows.
         inside: True while a per-replica step is traced, inside `shard_map`.
-        uses: names of the functions that the user's code has called, filled while tracing.
+        in_manual: True inside of `sk.manual`, where arrays are shards.
+        mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
+        uses: names of the functions that the user's code has called, and `axis NAME` of the mesh axes that it has named for
+            activations; filled while tracing.
     """
 
     form: Form = "plain"
@@ -68,6 +71,8 @@ class Step:
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mask: jax.Array | None = None
     inside: bool = False
+    in_manual: bool = False
+    mapped_axes: tuple[str, ...] = ()
     mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)
 
@@ -149,7 +154,7 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         ValueError: not one name per dim, or a name that no table knows.
     """
     step = current_step()
-    if step.form == "manual" or step.mesh is None:
+    if step.form == "manual" or step.mesh is None or step.in_manual:
         return x
     if len(dims) != x.ndim:
         raise ValueError(
@@ -160,7 +165,8 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         if dim is not None and dim not in step.logical_axes:
             raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(step.logical_axes))}.")
         axes = step.inner_axes if dim == "batch" else step.logical_axes[dim] if dim else ()
-        axes = tuple(a for a in axes if step.size(a) > 1 and a not in step.data_axes)
+        step.uses.update(f"axis {a}" for a in axes)
+        axes = tuple(a for a in axes if step.size(a) > 1 and a not in (*step.data_axes, *step.mapped_axes))
         spec.append(axes if axes and length % step.size(*axes) == 0 else None)
     if not any(step.size(a) > 1 for a in MODEL_AXES if a not in step.data_axes):
         return x

@@ -25,8 +25,9 @@ LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "vocab": ("tensor",),
     "expert": ("expert",),
-    "layers": (),
-    "seq": (),
+    "layers": ("pipeline",),
+    "sequence": ("context",),
+    "norm_sequence": ("context", "tensor"),
 }
 """Logical dim name -> mesh axes, before `layout.axes` is added."""
 

@@ -1,0 +1,110 @@
+"""Collectives inside `sk.manual`, by the logical name of what is cut. Over no axes each is the identity.
+
+N devices stand along the axes; `bytes` is what one device holds of the operand. Sent per device and call, with a ring:
+
+    all_reduce      2 (N-1)/N bytes      the sum, everywhere the same
+    all_gather        (N-1)   bytes      backward: reduce_scatter, the same bytes
+    reduce_scatter    (N-1)/N bytes      backward: all_gather
+    all_to_all        (N-1)/N bytes      backward: all_to_all
+    ring_shift                bytes      backward: ring_shift the other way
+
+Source: Austin et al., "How to Scale Your Model" (2025), part 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+from spmdkit import compat, scope
+from spmdkit.errors import ConfigError, nearest
+from spmdkit.mesh import MODEL_AXES
+
+Names = str | Sequence[str]
+
+
+def axes(*names: str) -> tuple[str, ...]:
+    """Returns the mesh axes larger than one behind logical names; `batch` are those that cut one replica's examples.
+
+    Empty outside of a program, and in a step whose model axes all have size one.
+
+    Raises:
+        ValueError: a name that no table knows.
+    """
+    step = scope.current_step()
+    if step.mesh is None or step.form == "manual":
+        return ()
+    taken = (*step.data_axes, *step.mapped_axes)
+    found: list[str] = []
+    for name in names:
+        if name not in step.logical_axes:
+            raise ValueError(
+                f"unknown name '{name}'.{nearest(name, step.logical_axes)} Known: {', '.join(sorted(step.logical_axes))}."
+            )
+        own = step.inner_axes if name == "batch" else step.logical_axes[name]
+        step.uses.update(f"axis {a}" for a in own)
+        found += [a for a in own if step.size(a) > 1 and a in MODEL_AXES and a not in taken]
+    return tuple(dict.fromkeys(found))
+
+
+def axis_size(names: Names) -> int:
+    """Returns the number of devices along the axes behind `names`."""
+    return scope.current_step().size(*_axes(names))
+
+
+def axis_index(names: Names) -> jax.Array | int:
+    """Returns this device's position along the axes behind `names`, int32[]; 0 over no axes. Only inside `sk.manual`."""
+    found = _axes(names)
+    return lax.axis_index(found) if found else 0
+
+
+def all_reduce(x: jax.Array, names: Names) -> jax.Array:
+    """Returns the sum of `x` over the devices along `names`.
+
+    Raises:
+        ConfigError: `x` is already the same along one of the axes, so the sum would be a factor of N.
+    """
+    found = _axes(names)
+    if not found:
+        return x
+    if same := [a for a in found if a not in compat.varying_axes(x)]:
+        raise ConfigError(
+            f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
+            f"{scope.current_step().size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
+        )
+    return lax.psum(x, found)
+
+
+def all_gather(x: jax.Array, names: Names, dim: int) -> jax.Array:
+    """Returns the shards along `names` joined on `dim`: [..., n, ...] -> [..., N n, ...]."""
+    found = _axes(names)
+    return lax.all_gather(x, found, axis=dim, tiled=True) if found else x
+
+
+def reduce_scatter(x: jax.Array, names: Names, dim: int) -> jax.Array:
+    """Returns this device's part, cut on `dim`, of the sum over `names`: [..., N n, ...] -> [..., n, ...]."""
+    found = _axes(names)
+    return lax.psum_scatter(x, found, scatter_dimension=dim, tiled=True) if found else x
+
+
+def all_to_all(x: jax.Array, names: Names, split_dim: int, join_dim: int) -> jax.Array:
+    """Returns `x` cut on `split_dim` and joined on `join_dim`: the transpose of what is cut over the devices."""
+    found = _axes(names)
+    return lax.all_to_all(x, found, split_axis=split_dim, concat_axis=join_dim, tiled=True) if found else x
+
+
+def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
+    """Returns the `x` of the device that stands `by` places before this one along the single axis behind `name`, as a ring."""
+    found = _axes(name)
+    if not found:
+        return x
+    if len(found) > 1:
+        raise ConfigError(f"ring_shift over '{name}': it means the axes {list(found)}. A ring runs along one axis.")
+    num = scope.current_step().size(*found)
+    return lax.ppermute(x, found[0], [(i, (i + by) % num) for i in range(num)])
+
+
+def _axes(names: Names) -> tuple[str, ...]:
+    return axes(*((names,) if isinstance(names, str) else names))

@@ -1,0 +1,327 @@
+"""`sk.manual`: a part of a model in which every device sees its own shards and collectives are written out.
+
+    y = sk.manual(fn, in_dims=[("batch", "sequence", None), ("embed", "mlp")], out_dims=("batch", "sequence", None))(x, w)
+
+Outside of it arrays are global and the partitioner chooses the collectives. Inside `fn` an array is what one device holds, and
+what crosses the wire is what `fn` says: `axes("mlp")` gives the mesh axes behind a logical name, and `all_gather`,
+`reduce_scatter`, `all_reduce`, `all_to_all` and `ring_shift` take such axes. Over no axes they are the identity, so that one
+text serves every mesh.
+
+How: one `jax.shard_map`, manual over all mesh axes, as a primitive whose batching rule puts the mapped dim of an enclosing
+`vmap(spmd_axis_name=)` (the replicas of the mapped form, the stages of a pipeline) in front of each spec. The body itself is
+never batched over mesh axes: JAX's own rule refuses residuals of operands that are not mapped (`_RepError`, jax 0.10.2).
+Its gradient is such a part too. It keeps only the inputs and computes the body a second time, so weights that are gathered
+inside are gathered again for the backward pass and never stored.
+
+Gradients are right by type (`check_vma`): an operand that is the same along an axis gets the sum of its cotangents over it, and
+`all_gather` turns into `reduce_scatter`. Nothing is ever summed over replica axes here; that is the reducer's.
+
+Wire: forward, what `fn` sends; backward, the same again for what is computed a second time, the transpose of each collective,
+and one all-reduce over every axis along which an operand is the same and its cotangent is not.
+Source: jax documentation, "shard_map" (typing of manual axes, 2025).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit import compat, scope
+from spmdkit.errors import ConfigError
+from spmdkit.mesh import MODEL_AXES
+from spmdkit.ops.collectives import axes
+from spmdkit.tree import describe, named_leaves
+
+Dims = tuple[str | None, ...]
+
+
+def manual(fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any) -> Callable[..., Any]:
+    """Returns `fn` as a function of global arrays that runs on the shards which the logical names of the dims give.
+
+    Args:
+        fn: `fn(*shards) -> shards`, pytrees of arrays. It closes over no traced array: pass it as an argument.
+        in_dims: for each argument a pytree prefix of dims. Dims are a tuple with, for each dim, a logical name (`layout.axes`),
+            a mesh axis, or None; names that are missing at the end are None.
+        out_dims: the same for the result. Along an axis that they do not name, a result has to be the same.
+
+    On a mesh without model axes, in a per-replica step and inside of another `manual`, `fn` is called as it is.
+
+    Raises:
+        ConfigError: a dim is not divisible by its axes, a name is unknown, or a result differs along an axis that its dims
+            do not name.
+    """
+    name = getattr(fn, "__name__", "fn")
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        step = scope.current_step()
+        if not cuts(step):
+            return fn(*args)
+        assert step.mesh is not None
+        leaves, treedef = jax.tree.flatten(args)
+        in_specs = _flat_specs(step, tuple(in_dims), args)
+        for spec, (path, leaf) in zip(in_specs, named_leaves(args), strict=True):
+            _check_divisible(step, f"{name}: argument {path}", leaf.shape, spec)
+        inner = dataclasses.replace(step, in_manual=True)
+        seen: list[Any] = []
+
+        def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
+            with scope.tracing(inner):
+                out = fn(*jax.tree.unflatten(treedef, shards))
+            specs = _flat_specs(step, out_dims, out)
+            seen[:] = [jax.tree.structure(out), specs]
+            return tuple(
+                _typed(step, f"{name}: result {path}", x, spec)
+                for (path, x), spec in zip(named_leaves(out), specs, strict=True)
+            )
+
+        shapes = _trace_once(step, body, leaves, in_specs)
+        treedef_out, out_specs = seen
+        part = _Part(body, step.mesh, in_specs, tuple(out_specs), tuple(shapes))
+        return jax.tree.unflatten(treedef_out, _differentiable(part)(*leaves))
+
+    return run
+
+
+def cuts(step: scope.Step) -> bool:
+    """Returns whether `manual` has anything to cut: a mesh with model axes, and no manual part around it."""
+    if step.in_manual or step.form == "manual" or step.mesh is None:
+        return False
+    return any(step.size(a) > 1 for a in MODEL_AXES if a not in (*step.data_axes, *step.mapped_axes))
+
+
+# ---- specs ------------------------------------------------------------------------------------------------------------
+
+
+def _is_dims(x: Any) -> bool:
+    return isinstance(x, tuple) and all(d is None or isinstance(d, str) for d in x)
+
+
+def _flat_specs(step: scope.Step, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
+    """Returns the spec of each leaf of `values`, of which `dims` is a prefix."""
+
+    def specs(dims: Dims, value: Any) -> list[PartitionSpec]:
+        cut = [axes(d) if d is not None else () for d in dims]
+        spec = PartitionSpec(*(None if not a else a[0] if len(a) == 1 else a for a in cut))
+        for leaf in jax.tree.leaves(value):
+            if len(dims) > jnp.ndim(leaf):
+                raise ConfigError(
+                    f"sk.manual: {len(dims)} names {dims} for {describe(leaf)}. At most one name for each dim."
+                )
+        return [spec] * len(jax.tree.leaves(value))
+
+    with scope.tracing(step):
+        nested = jax.tree.map(specs, dims, values, is_leaf=_is_dims)
+    return tuple(s for s in jax.tree.leaves(nested, is_leaf=lambda x: isinstance(x, PartitionSpec)))
+
+
+def _check_divisible(step: scope.Step, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+    for i, (length, names) in enumerate(zip(shape, spec, strict=False)):
+        cut = (names,) if isinstance(names, str) else names or ()
+        if length % step.size(*cut):
+            raise ConfigError(
+                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {step.size(*cut)}, and {length} is not "
+                f"divisible by it. Make the dim a multiple of {step.size(*cut)}, or use another mesh."
+            )
+
+
+def _named(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(a for names in spec for a in ((names,) if isinstance(names, str) else names or ()))
+
+
+def _typed(step: scope.Step, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
+    """Returns a result typed as varying over the axes of its spec.
+
+    Raises:
+        ConfigError: it differs along other axes too.
+    """
+    x = jnp.asarray(x)
+    extra = [a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and step.size(a) > 1]
+    # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
+    if extra := sorted(a for a in extra if a not in step.mapped_axes and a not in step.data_axes):
+        raise ConfigError(
+            f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
+            "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they cut."
+        )
+    return compat.as_varying(x, _named(spec))
+
+
+def _trace_once(step: scope.Step, body: Any, leaves: Sequence[Any], in_specs: Any) -> list[jax.ShapeDtypeStruct]:
+    """Returns the global shapes of the results, and refuses traced arrays that `fn` closes over."""
+    assert step.mesh is not None
+    locals_: list[Any] = []
+
+    def probe(*shards: jax.Array) -> jax.Array:
+        locals_[:] = body(*shards)
+        return jnp.zeros(())
+
+    shaped = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves]
+    mapped = jax.shard_map(probe, mesh=step.mesh, in_specs=tuple(in_specs), out_specs=PartitionSpec())
+    closed = jax.make_jaxpr(mapped)(*shaped)
+    if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+        raise ConfigError(
+            "sk.manual: fn closes over a traced array. Inside, arrays are shards, and what comes from outside has to say how it "
+            "is cut. Pass it as an argument, with its dims in in_dims."
+        )
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in locals_]
+
+
+# ---- the primitive -----------------------------------------------------------------------------------------------------
+
+
+class _Level(NamedTuple):
+    """One enclosing vmap: its mesh axes (None for a vmap of the user's own) and which operands it maps."""
+
+    axes: tuple[str, ...] | None
+    size: int
+    mapped: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """A body with its specs; `local_shapes` of the results, and the vmaps around it, the outermost first."""
+
+    body: Callable[..., tuple[jax.Array, ...]]
+    mesh: Mesh
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    local_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    levels: tuple[_Level, ...] = ()
+
+    def run(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs the part as a `shard_map`."""
+        levels = self.levels
+        over = tuple(a for level in levels for a in level.axes or ())
+        spmd = tuple(level.axes for level in levels)
+
+        def in_spec(i: int, spec: PartitionSpec) -> PartitionSpec:
+            return PartitionSpec(*(_one(level.axes) for level in levels if level.mapped[i]), *spec)
+
+        def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
+            fn = self.body
+            for level in reversed(levels):
+                fn = _over_level(fn, level, self.mesh)
+            return compat.as_varying(fn(*compat.as_varying(shards, over)), over)
+
+        mapped = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=tuple(in_spec(i, s) for i, s in enumerate(self.in_specs)),
+            out_specs=tuple(PartitionSpec(*map(_one, spmd), *s) for s in self.out_specs),
+        )
+        return mapped(*args)
+
+    def bind(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_manual_p.bind(*args, part=self))
+
+
+def _one(names: tuple[str, ...] | None) -> Any:
+    return names[0] if names is not None and len(names) == 1 else names
+
+
+def _over_level(fn: Callable[..., Any], level: _Level, mesh: Mesh) -> Callable[..., Any]:
+    """Returns `fn` over the leading dim of the mapped shards: one position where the mesh axes cut it to one."""
+    num = level.size
+    for a in level.axes or ():
+        num //= mesh.shape[a]
+    if level.axes is None or num > 1:
+        return jax.vmap(fn, in_axes=tuple(0 if m else None for m in level.mapped))
+
+    def squeezed(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        out = fn(*(x[0] if m else x for x, m in zip(shards, level.mapped, strict=True)))
+        return tuple(x[None] for x in out)
+
+    return squeezed
+
+
+def _differentiable(part: _Part) -> Callable[..., Any]:
+    """Returns the part as a function with a gradient: the body's own, computed on the shards from the inputs."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+
+    @jax.custom_vjp
+    def call(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return part.bind(*args)
+
+    def forward(*args: jax.Array) -> Any:
+        return part.bind(*args), args
+
+    def backward(args: tuple[jax.Array, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        floats = [i for i, x in enumerate(args) if is_float(x)]
+        out_floats = [i for i, s in enumerate(part.local_shapes) if is_float(s)]
+
+        def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
+            values, cts = shards[: len(args)], shards[len(args) :]
+
+            def of_floats(*xs: jax.Array) -> tuple[jax.Array, ...]:
+                given = list(values)
+                for i, x in zip(floats, xs, strict=True):
+                    given[i] = x
+                out = part.body(*given)
+                return tuple(out[i] for i in out_floats)
+
+            _, vjp = jax.vjp(of_floats, *(values[i] for i in floats))
+            return vjp(cts)
+
+        gradient = _Part(
+            body,
+            part.mesh,
+            (*part.in_specs, *(part.out_specs[i] for i in out_floats)),
+            tuple(part.in_specs[i] for i in floats),
+            tuple(_local(part.mesh, args[i], part.in_specs[i]) for i in floats),
+        )
+        grads = dict(zip(floats, gradient.bind(*args, *(cotangents[i] for i in out_floats)), strict=True))
+        return tuple(grads.get(i) for i in range(len(args)))
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _local(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    shape = list(jnp.shape(x))
+    for i, names in enumerate(spec):
+        for a in (names,) if isinstance(names, str) else names or ():
+            shape[i] //= mesh.shape[a]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+_manual_p = jax.extend.core.Primitive("spmdkit_manual")
+_manual_p.multiple_results = True
+
+
+@_manual_p.def_impl
+def _impl(*args: Any, part: _Part) -> Any:
+    return jax.jit(part.run)(*args)
+
+
+@_manual_p.def_abstract_eval
+def _abstract(*avals: Any, part: _Part) -> list[Any]:
+    lead = tuple(level.size for level in part.levels)
+    found = []
+    for local, spec in zip(part.local_shapes, part.out_specs, strict=True):
+        shape = list(local.shape)
+        for i, names in enumerate(spec):
+            for a in (names,) if isinstance(names, str) else names or ():
+                shape[i] *= part.mesh.shape[a]
+        found.append(jax.core.ShapedArray((*lead, *shape), local.dtype))
+    return found
+
+
+def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, part: _Part) -> Any:
+    """Adds one level: mapped operands carry it in front, and so does every result."""
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    spmd = axis_data.spmd_name
+    level = _Level(None if spmd is None else tuple(spmd), axis_data.size, tuple(d is not None for d in dims))
+    out = dataclasses.replace(part, levels=(level, *part.levels)).bind(*moved)
+    return out, [0] * len(out)
+
+
+batching.fancy_primitive_batchers[_manual_p] = _batch
+mlir.register_lowering(_manual_p, mlir.lower_fun(lambda *args, part: part.run(*args), multiple_results=True))
