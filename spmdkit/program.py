@@ -202,7 +202,7 @@ class Program:
             and "axis context" not in record.uses
         ):
             raise ConfigError(
-                f"mesh.context is {self.sizes['context']}, but {self._what()} cuts nothing over it: {self.sizes['context']} devices would "
+                f"mesh.context is {self.sizes['context']}, but {self._what()} cuts nothing over context: {self.sizes['context']} devices would "
                 "repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', 'sequence', None), sk.attention), "
                 f"or use data: {self.sizes['context']}."
             )
