@@ -5,7 +5,7 @@ The mesh in the config is all that changes between one device, mirrored, HSDP, f
 parameters and in `sk.shard` for the activations, and the layout table of the run says which mesh axis cuts them.
 
 Shape suffixes: B examples that one call of the loss sees, T positions, S positions attended to, D width, F hidden width of
-the MLP, N heads, H width of a head, V the 256 bytes, L layers. Every product is written as 2-D x 2-D (`_product`):
+the MLP, N heads, K heads of keys and values, H width of a head, V the 256 bytes, L layers. Every product is written as 2-D x 2-D (`_product`):
 on XLA's CPU backend that is about 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere it makes no difference.
 """
 
@@ -44,6 +44,10 @@ def task(
     document_masks: bool = False,
     train_bytes: int = 4_000_000,
     eval_bytes: int = 65_536,
+    hidden: int | None = None,
+    kv_heads: int | None = None,
+    vocab: int = VOCAB,
+    random_tokens: bool = False,
 ) -> sk.Task:
     """Returns the task; the arguments are the config's `task_args`.
 
@@ -57,11 +61,17 @@ def task(
         document_masks: True cuts every file by itself; the rest of a file is padded, and padding has no loss. So
             examples carry unequal numbers of bytes. False cuts all files as one text.
         train_bytes, eval_bytes: upper bounds on the text, to bound time and memory.
+        hidden: F; default `4 * width`.
+        kv_heads: K, heads of keys and values, each shared by N / K queries (Ainslie et al., 2023); default `heads`.
+        vocab: V, at least 256; more than the text needs, for the shape of a model that is planned and not trained here.
+        random_tokens: True draws endless tokens from all of V in place of the text; nothing is read, for plans and timings.
     """
     heads = heads or max(1, width // HEAD_WIDTH)
 
     def init(key: jax.Array) -> Params:
-        return init_params(key, width, layers, heads, stacked=scan_layers)
+        return init_params(
+            key, width, layers, heads, stacked=scan_layers, hidden=hidden, kv_heads=kv_heads, vocab=vocab
+        )
 
     def loss_fn(
         params: Params, batch: dict[str, jax.Array], key: jax.Array | None
@@ -73,6 +83,9 @@ def task(
         loss = sk.mean(cross_entropy(logits_BTV, tokens_BT[:, 1:]), where=is_text_BT)
         return loss, {"bits_per_byte": loss * (1 / math.log(2))}
 
+    if random_tokens:
+        data = RandomTokens(context, vocab)
+        return sk.Task(init, loss_fn, optimizer, train_data=data, rules=rules(stacked=scan_layers))
     train_files, eval_files = read_files(train_bytes, eval_bytes)
     return sk.Task(
         init=init,
@@ -138,6 +151,20 @@ def windows(files: list[bytes], context: int, document_masks: bool) -> dict[str,
     return {"tokens": tokens.reshape(-1, context + 1), "num_targets": num_targets}
 
 
+class RandomTokens:
+    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the whole vocabulary, no padding."""
+
+    def __init__(self, context: int, vocab: int):
+        self.context, self.vocab = context, vocab
+
+    def __len__(self) -> int:
+        return 2**30
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = np.random.default_rng(index).integers(self.vocab, size=self.context + 1, dtype=np.int32)
+        return {"tokens": tokens, "num_targets": np.int32(self.context)}
+
+
 def unigram_loss(train_files: list[bytes], eval_files: list[bytes]) -> float:
     """Returns the loss, in nats per byte, of predicting each evaluation byte by how often it occurs in training.
 
@@ -156,7 +183,8 @@ def rules(stacked: bool) -> list[tuple[str, list[str | None]]]:
     path, layers = ("blocks/", ["layers"]) if stacked else (r"blocks/\d+/", [])
     return [
         ("embed", ["vocab", "embed"]),
-        (path + "(query|key|value)", [*layers, "embed", "heads", None]),
+        (path + "query", [*layers, "embed", "heads", None]),
+        (path + "(key|value)", [*layers, "embed", "kv_heads", None]),
         (path + "out", [*layers, "heads", None, "embed"]),
         (path + "up", [*layers, "embed", "mlp"]),
         (path + "down", [*layers, "mlp", "embed"]),
@@ -164,9 +192,18 @@ def rules(stacked: bool) -> list[tuple[str, list[str | None]]]:
     ]
 
 
-def init_params(key: jax.Array, width: int, layers: int, heads: int, stacked: bool) -> Params:
+def init_params(
+    key: jax.Array,
+    width: int,
+    layers: int,
+    heads: int,
+    stacked: bool,
+    hidden: int | None = None,
+    kv_heads: int | None = None,
+    vocab: int = VOCAB,
+) -> Params:
     """Returns the parameters; the same numbers whether the layers are stacked or not."""
-    D, F, N, H = width, 4 * width, heads, width // heads
+    D, F, N, H, K, V = width, hidden or 4 * width, heads, width // heads, kv_heads or heads, vocab
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
 
     def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
@@ -177,8 +214,8 @@ def init_params(key: jax.Array, width: int, layers: int, heads: int, stacked: bo
         return {
             "attention_norm": jnp.ones(D),
             "query": normal(keys[0], (D, N, H), D),
-            "key": normal(keys[1], (D, N, H), D),
-            "value": normal(keys[2], (D, N, H), D),
+            "key": normal(keys[1], (D, K, H), D),
+            "value": normal(keys[2], (D, K, H), D),
             "out": normal(keys[3], (N, H, D), D * 2 * layers),  # 2L branches add up in the residual stream
             "mlp_norm": jnp.ones(D),
             "up": normal(keys[4], (D, F), D),
@@ -187,10 +224,10 @@ def init_params(key: jax.Array, width: int, layers: int, heads: int, stacked: bo
 
     block_keys = jax.random.split(blocks_key, layers)
     return {
-        "embed": normal(embed_key, (VOCAB, D), 1),
+        "embed": normal(embed_key, (V, D), 1),
         "blocks": jax.vmap(init_block)(block_keys) if stacked else [init_block(k) for k in block_keys],
         "norm": jnp.ones(D),
-        "head": normal(head_key, (D, VOCAB), D),
+        "head": normal(head_key, (D, V), D),
     }
 
 
@@ -222,10 +259,12 @@ def apply(params: Params, tokens_BT: jax.Array, dropout: float = 0.0, keys_B: ja
 
 def attention(x_BTD: jax.Array, weights: Params) -> jax.Array:
     """Returns causal self-attention with rotary positions, [B, T, D]. Softmax is in float32."""
-    q_BTNH, k_BTNH, v_BTNH = (
-        sk.shard(_product(x_BTD, weights[name]), "batch", None, "heads", None) for name in ("query", "key", "value")
+    q_BTNH, k_BTKH, v_BTKH = (
+        sk.shard(_product(x_BTD, weights[name]), "batch", None, heads, None)
+        for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
     )
-    q_BTNH, k_BTNH = rotary(q_BTNH), rotary(k_BTNH)
+    q_BTNH, k_BTKH = rotary(q_BTNH), rotary(k_BTKH)
+    k_BTNH, v_BTNH = (_shared(x_BTKH, q_BTNH.shape[2]) for x_BTKH in (k_BTKH, v_BTKH))
     scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) / math.sqrt(q_BTNH.shape[-1])
     positions_T = jnp.arange(x_BTD.shape[1])
     is_past_TS = positions_T[:, None] >= positions_T
@@ -233,6 +272,12 @@ def attention(x_BTD: jax.Array, weights: Params) -> jax.Array:
     probs_BNTS = jax.nn.softmax(scores_BNTS).astype(x_BTD.dtype)
     mixed_BTNH = jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BTNH)
     return _product(mixed_BTNH, weights["out"], num_contracted=2)
+
+
+def _shared(x_BTKH: jax.Array, heads: int) -> jax.Array:
+    """Returns [B, T, N, H]: each head of keys or values as often as queries share it."""
+    groups = heads // x_BTKH.shape[2]
+    return x_BTKH if groups == 1 else sk.shard(jnp.repeat(x_BTKH, groups, axis=2), "batch", None, "heads", None)
 
 
 def rotary(x_BTNH: jax.Array) -> jax.Array:

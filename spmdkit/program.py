@@ -236,13 +236,23 @@ class Program:
         return jax.tree.unflatten(treedef, [bring(x, p) for x, p in zip(leaves, self.layout, strict=True)])
 
     @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
+    def traced(self) -> jax.stages.Traced:
+        """The step traced on its shardings: its jaxpr, and what is compiled."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted = jax.jit(
             self._step_function(self._step_record), out_shardings=(self.state_sharding, whole), donate_argnums=0
         )
-        return jitted.lower(self.abstract_state, self.abstract_batch).compile()
+        return jitted.trace(self.abstract_state, self.abstract_batch)
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
+        return self.traced.lower().compile()
+
+    def traced_without_remat(self) -> jax.stages.Traced:
+        """Returns the step traced with nothing computed twice: what the model itself asks for."""
+        record = dataclasses.replace(self._step_record, remat=None, remat_whole=False, uses=set())
+        return jax.jit(self._step_function(record)).trace(self.abstract_state, self.abstract_batch)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "spmdkit"
 
 FLOORS = {
     0: ["errors", "compat", "tree"],
-    1: ["config"],
+    1: ["config", "hardware"],
     2: ["cluster"],
     3: ["mesh"],
     4: ["scope", "layout", "reducers"],
@@ -20,7 +20,7 @@ FLOORS = {
     7: ["state", "step", "task", "checks"],
     8: ["data", "checkpoint", "metrics", "faults"],
     9: ["state_layout", "feed", "evaluation", "program"],
-    10: ["run", "loop", "doctor"],
+    10: ["run", "loop", "doctor", "plan"],
     11: ["launch", "cli", "__main__"],
 }
 """The table of ARCHITECTURE.md, with the modules that exist."""

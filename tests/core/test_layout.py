@@ -360,7 +360,10 @@ def test_a_large_copy_has_to_be_asked_for():
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
     task = dataclasses.replace(regression(), rules=[])
-    with pytest.raises(ConfigError, match=rf"mesh\.{axis} is 4, but (no parameter is cut|loss_fn cuts nothing) over {axis}.*or use data: 4"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"mesh\.{axis} is 4, but (no parameter is cut|loss_fn cuts nothing) over {axis}.*or use data: 4",
+    ):
         program_of(task, mesh={"data": 2, axis: 4})
 
 

@@ -1,0 +1,229 @@
+"""The table of chips: peak arithmetic, memory, links. What a plan's time and "does it fit" are computed from.
+
+All figures are of one *device*, as JAX counts devices: a TPU 7x chip is two devices, and so is a v4 chip to the
+ahead-of-time compiler; their figures are the chip's, halved. Rates are of one direction. Peak means peak: what a program
+reaches of it is `Chip.reached`, a rule of thumb until `spmdkit plan --calibrate` measures it on the machine itself.
+
+| chip | bf16 FLOP/s | memory      | bytes/s | link, one way        | between hosts or slices |
+| ---- | ----------- | ----------- | ------- | -------------------- | ----------------------- |
+| v4   | 275e12      | 32 GiB      | 1.2e12  | ICI 45e9 x 3 axes    | DCN 6.25e9              |
+| v5e  | 197e12      | 16 GiB      | 0.82e12 | ICI 45e9 x 2 axes    | DCN 3.125e9             |
+| v5p  | 459e12      | 95 GiB      | 2.77e12 | ICI 90e9 x 3 axes    | DCN 6.25e9              |
+| v6e  | 918e12      | 32 GiB      | 1.64e12 | ICI 90e9 x 2 axes    | DCN 12.5e9              |
+| 7x   | 2307e12     | 192 GiB     | 7.38e12 | ICI 90e9 x 3 axes    | DCN 12.5e9              |
+| h100 | 989e12      | 80 GiB      | 3.35e12 | NVLink 450e9         | network 50e9            |
+| h200 | 989e12      | 141 GB      | 4.8e12  | NVLink 450e9         | network 50e9            |
+
+Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute, memory,
+DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" (ICI bytes/s of a link, wrap-around of axes, DCN,
+about 1 us a hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100 Tensor Core GPU"
+and "H200 Tensor Core GPU", SXM form, without sparsity; DGX H100/H200: eight GPUs and eight 400 Gb/s ports a host.
+TPU float32: the matrix unit multiplies bfloat16, and XLA makes a float32 product (Precision.HIGHEST) of six such passes; with
+the default precision it is one. GPU float32: TF32 with JAX's default precision, half of bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+GIB = 2**30
+
+Kind = Literal["tpu", "gpu", "cpu"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between devices. Rates are one direction, of one device (one link of it, for a torus).
+
+    Attributes:
+        name: how plans call it: `ici`, `dcn`, `nvlink`, `network`, `memory`.
+        bytes_per_s: peak.
+        latency_s: of one hop.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The share of the peak that a well-written program reaches: of matrix products, of memory, of links."""
+
+    matmul: float
+    memory: float
+    link: float
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of device.
+
+    Attributes:
+        name: as in a target, `v5p`.
+        device_kinds: what JAX calls it, for `here`.
+        flops_per_s: dtype of a matrix product -> peak.
+        memory_bytes: of one device.
+        memory_bytes_per_s: of one device.
+        inner: link between devices of a host or slice.
+        outer: link between hosts (GPU) or slices (TPU).
+        host_link: between a device and its host's memory, for offloaded state.
+        reached: shares of the peaks that are reached.
+        devices_per_chip: JAX devices of one chip.
+        torus_dims: number of ICI axes; 0 where every device reaches every other alike.
+        devices_per_host: devices that share the inner link of a host (GPU).
+        topologies: shapes of a slice that are offered, in chips, the small ones.
+        cube: beyond the small ones: every dim a multiple of this; 0 where the list is complete.
+        largest: largest length of each dim, sorted.
+        wraps_at: an axis of a slice closes to a ring where its length is a multiple of this.
+        reserved_bytes: of the memory, not for a program.
+    """
+
+    name: str
+    kind: Kind
+    device_kinds: tuple[str, ...]
+    flops_per_s: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    inner: Link
+    outer: Link
+    host_link: Link
+    reached: Reached
+    devices_per_chip: int = 1
+    torus_dims: int = 0
+    devices_per_host: int = 1
+    topologies: tuple[str, ...] = ()
+    cube: int = 0
+    largest: tuple[int, ...] = ()
+    wraps_at: int = 0
+    reserved_bytes: int = 0
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of one device that a program may use."""
+        return self.memory_bytes - self.reserved_bytes
+
+    def peak(self, dtype: str) -> float:
+        """Returns the peak FLOP/s of matrix products of a dtype; of float32 for one that the table does not know."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+
+_TPU_REACHED = Reached(matmul=0.75, memory=0.85, link=0.85)
+_GPU_REACHED = Reached(matmul=0.65, memory=0.85, link=0.8)
+_ICI_HOP_S, _DCN_HOP_S, _PCIE_S = 1e-6, 5e-5, 1e-5
+_SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SLICES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+
+
+def _tpu(
+    name: str,
+    device_kinds: tuple[str, ...],
+    bf16: float,
+    memory_gib: float,
+    memory_bytes_per_s: float,
+    ici: float,
+    dcn: float,
+    pcie: float,
+    dims: int,
+    largest: tuple[int, ...],
+    devices_per_chip: int = 1,
+) -> Chip:
+    """Returns a TPU from the figures of its chip. About 0.3 % of the memory belongs to the runtime (v5p: 95.74 of 96 GB)."""
+    share = 1 / devices_per_chip
+    return Chip(
+        name=name,
+        kind="tpu",
+        device_kinds=device_kinds,
+        flops_per_s={"bfloat16": bf16 * share, "float32": bf16 * share, "int8": 2 * bf16 * share},
+        memory_bytes=int(memory_gib * GIB * share),
+        memory_bytes_per_s=memory_bytes_per_s * share,
+        inner=Link("ici", ici, _ICI_HOP_S),
+        outer=Link("dcn", dcn * share, _DCN_HOP_S),
+        host_link=Link("host", pcie * share, _PCIE_S),
+        reached=_TPU_REACHED,
+        devices_per_chip=devices_per_chip,
+        torus_dims=dims,
+        topologies=_SLICES_2D if dims == 2 else _SLICES_3D,
+        cube=0 if dims == 2 else 4,
+        largest=largest,
+        wraps_at=16 if dims == 2 else 4,
+        reserved_bytes=int(memory_gib * GIB * share * 0.003),
+    )
+
+
+def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_bytes_per_s: float) -> Chip:
+    return Chip(
+        name=name,
+        kind="gpu",
+        device_kinds=device_kinds,
+        flops_per_s={"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 494.7e12, "int8": 1978.9e12},
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=memory_bytes_per_s,
+        inner=Link("nvlink", 450e9, 3e-6),
+        outer=Link("network", 50e9, 1e-5),
+        host_link=Link("host", 64e9, _PCIE_S),
+        reached=_GPU_REACHED,
+        devices_per_host=8,
+        # JAX takes 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more; CUDA itself and NCCL need 1 to 2 GiB.
+        reserved_bytes=2 * GIB,
+    )
+
+
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, 3, (16, 16, 16), devices_per_chip=2),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, 2, (16, 16)),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 95, 2.765e12, 90e9, 6.25e9, 16e9, 3, (16, 16, 24)),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, 2, (16, 16)),
+        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, 3, (16, 24, 24), devices_per_chip=2),
+        _gpu("h100", ("NVIDIA H100 80GB HBM3", "NVIDIA H100"), 80 * GIB, 3.35e12),
+        _gpu("h200", ("NVIDIA H200",), 141_000_000_000, 4.8e12),
+        # A stand-in for one fake device on a laptop's core; `--calibrate` replaces it by what this machine does.
+        Chip(
+            name="cpu",
+            kind="cpu",
+            device_kinds=("cpu",),
+            flops_per_s={"float32": 50e9, "bfloat16": 10e9},
+            memory_bytes=4 * GIB,
+            memory_bytes_per_s=5e9,
+            inner=Link("memory", 2e9, 5e-5),
+            outer=Link("network", 1e9, 1e-4),
+            host_link=Link("memory", 5e9, 1e-6),
+            reached=Reached(1.0, 1.0, 1.0),
+        ),
+    )
+}
+"""Name in a target -> chip."""
+
+
+def chip_of_device_kind(device_kind: str, platform: str) -> Chip | None:
+    """Returns the chip of a device as JAX describes it, or None for one that the table does not hold."""
+    for chip in CHIPS.values():
+        if device_kind in chip.device_kinds:
+            return chip
+    close = [c for c in CHIPS.values() if c.kind == platform and any(device_kind.startswith(k) for k in c.device_kinds)]
+    return close[0] if close else None
+
+
+def with_rates(
+    chip: Chip,
+    *,
+    flops_per_s: Mapping[str, float],
+    memory_bytes_per_s: float,
+    link_bytes_per_s: float | None,
+    link_latency_s: float | None,
+) -> Chip:
+    """Returns the chip with measured rates in the place of the peaks; what was measured is reached in full."""
+    inner = chip.inner
+    if link_bytes_per_s is not None and link_latency_s is not None:
+        inner = replace(inner, bytes_per_s=link_bytes_per_s, latency_s=link_latency_s)
+    return replace(
+        chip,
+        flops_per_s={**chip.flops_per_s, **flops_per_s},
+        memory_bytes_per_s=memory_bytes_per_s,
+        inner=inner,
+        reached=Reached(1.0, 1.0, 1.0 if inner is not chip.inner else chip.reached.link),
+    )

@@ -1,0 +1,157 @@
+"""`count`: the arithmetic of a traced step, from its jaxpr: every scan's body times its length.
+
+A compiler's own count (`cost_analysis`) takes a scanned body once, so a stack of 32 layers would cost one. Counted are matrix
+products and convolutions, 2 x multiply-adds, as everybody counts who speaks of model FLOPs; the rest of the arithmetic, one
+for each element that an operation makes, is kept beside it. The numbers are of the whole mesh: inside `shard_map` a body's
+shapes are one device's, and count as often as there are devices on the mapped axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.extend.core
+import numpy as np
+
+_FREE = {
+    "broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "slice", "dynamic_slice", "concatenate", "pad",
+    "copy", "copy_p", "iota", "sharding_constraint", "pvary", "pcast", "stop_gradient", "gather", "device_put", "rev", "split",
+    "random_wrap", "random_unwrap", "dynamic_update_slice", "bitcast_convert_type", "optimization_barrier", "axis_index",
+}  # fmt: skip
+"""Operations that move and do not compute."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What one step of the whole mesh computes.
+
+    Attributes:
+        by_dtype: dtype of the operands -> FLOPs of matrix products and convolutions.
+        elementwise: FLOPs of everything else.
+        unknown_loops: loops whose number of passes the program decides while it runs; counted as one pass.
+    """
+
+    by_dtype: dict[str, float] = field(default_factory=dict)
+    elementwise: float = 0.0
+    unknown_loops: int = 0
+
+    @property
+    def products(self) -> float:
+        """FLOPs of matrix products and convolutions."""
+        return sum(self.by_dtype.values())
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that a plan reports: of products, or of everything in a program without any."""
+        return self.products or self.elementwise
+
+
+def count(jaxpr: Any) -> Arithmetic:
+    """Returns the arithmetic of a (closed) jaxpr."""
+    total: defaultdict[str, float] = defaultdict(float)
+    _add(getattr(jaxpr, "jaxpr", jaxpr), 1.0, total)
+    products = {k.removeprefix("product "): v for k, v in total.items() if k.startswith("product ")}
+    return Arithmetic(products, total["elementwise"], int(total["unknown loops"]))
+
+
+def _add(jaxpr: Any, times: float, total: defaultdict[str, float]) -> None:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            total[f"product {_dtype(eqn)}"] += times * _dot(eqn)
+        elif name == "conv_general_dilated":
+            total[f"product {_dtype(eqn)}"] += times * _convolution(eqn)
+        elif name == "scan":
+            _add(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], total)
+        elif name == "while":
+            total["unknown loops"] += 1
+            _add(eqn.params["body_jaxpr"].jaxpr, times, total)
+        elif name == "cond":
+            _add(max((b.jaxpr for b in eqn.params["branches"]), key=_weight), times, total)
+        elif name == "shard_map":
+            _add(_inner(eqn.params["jaxpr"]), times * _mapped_devices(eqn.params), total)
+        elif name == "pallas_call" and eqn.params.get("cost_estimate") is not None:
+            total[f"product {_dtype(eqn)}"] += times * eqn.params["cost_estimate"].flops
+        elif inner := list(_sub_jaxprs(eqn)):
+            for sub in inner:
+                _add(sub, times, total)
+        elif name not in _FREE:
+            total["elementwise"] += times * max((_size(v.aval) for v in [*eqn.outvars, *_reduced(eqn)]), default=0)
+
+
+def _weight(jaxpr: Any) -> float:
+    inner: defaultdict[str, float] = defaultdict(float)
+    _add(jaxpr, 1.0, inner)
+    return sum(v for k, v in inner.items() if k != "unknown loops")
+
+
+def _sub_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Yields what an equation calls once: pjit, remat, custom_vjp ...; of a custom rule the function itself."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
+                yield _inner(one)
+
+
+def _inner(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _mapped_devices(params: Any) -> int:
+    mesh = params["mesh"]
+    names = params.get("manual_axes") or mesh.axis_names
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _reduced(eqn: Any) -> list[Any]:
+    """Returns the operands of a reduction, whose arithmetic is that of its input."""
+    return (
+        [v for v in eqn.invars if hasattr(v, "aval")] if eqn.primitive.name.startswith(("reduce", "cum", "arg")) else []
+    )
+
+
+def _dtype(eqn: Any) -> str:
+    return str(eqn.invars[0].aval.dtype)
+
+
+def _size(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def _dot(eqn: Any) -> float:
+    (lhs_contracted, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2.0 * _size(eqn.outvars[0].aval) * math.prod(lhs[i] for i in lhs_contracted)
+
+
+def _convolution(eqn: Any) -> float:
+    """Returns 2 x multiply-adds, padding and holes of a dilated input left out, as the hardware's own count does."""
+    numbers = eqn.params["dimension_numbers"]
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    out = eqn.outvars[0].aval.shape
+    pairs = 1.0
+    for i, (low, _) in enumerate(eqn.params["padding"]):
+        pairs *= valid_pairs(
+            size=lhs[numbers.lhs_spec[2 + i]],
+            window=rhs[numbers.rhs_spec[2 + i]],
+            out=out[numbers.out_spec[2 + i]],
+            stride=eqn.params["window_strides"][i],
+            low=low,
+            lhs_dilation=eqn.params["lhs_dilation"][i],
+            rhs_dilation=eqn.params["rhs_dilation"][i],
+        )
+    batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
+    return 2.0 * batch * features * rhs[numbers.rhs_spec[1]] * pairs
+
+
+def valid_pairs(
+    *, size: int, window: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """Returns how many pairs (output position, tap of the window) of one dim meet an element of the input."""
+    at = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * rhs_dilation - low
+    inside = (at >= 0) & (at <= (size - 1) * lhs_dilation)
+    return int(np.count_nonzero(inside & (at % lhs_dilation == 0)))

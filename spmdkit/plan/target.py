@@ -1,0 +1,338 @@
+"""`open_target`: the machine that a plan is for, with or without being on it.
+
+    tpu:v5p:8x8x16      1,024 chips of one slice; compiled by the real TPU compiler, on this machine (extra `tpu`)
+    tpu:v5p:4x4x4*2     two such slices, joined by the data centre's network
+    gpu:h100:64         64 GPUs in hosts of eight; gpu:h200:8x8 is 8 hosts x 8 GPUs; fake CPU devices and the chip table
+    cpu:8               8 fake devices of this machine
+    here                the devices of this machine
+
+What a target is exact about: `tpu` in the program, its collectives and its memory, since the compiler is the one that runs
+there. `gpu` only in what the strategy asks for: XLA's CPU compiler fuses, schedules and allocates in another way, so
+temporaries and the mix of collectives are indicative (no GPU compiler runs without a GPU, jax 0.10.2). Times are a model
+everywhere; `here` and `cpu` use measured rates after `--calibrate`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError, nearest
+from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
+
+MAX_FAKE_DEVICES = 4096
+_FORMS = "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), cpu:8, here"
+# libtpu reads these when it is loaded; they keep it from looking for a TPU, and let two plans run side by side.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine.
+
+    Attributes:
+        name: as it was asked for.
+        chip: figures of one device.
+        num_devices: JAX devices.
+        num_slices: parts that only the outer link joins (TPU slices, GPU hosts).
+        topology: shape of one slice in chips; empty where there is no torus.
+        devices: JAX devices, abstract for a machine that is not here; empty until `with_devices`.
+        compiler: `tpu`, `cpu` or `gpu`: which one makes the program.
+        notes: what the plan is not exact about.
+        is_here: whether the program could run on these devices.
+    """
+
+    name: str
+    chip: Chip
+    num_devices: int
+    num_slices: int = 1
+    topology: tuple[int, ...] = ()
+    devices: Sequence[Any] = ()
+    compiler: str = "cpu"
+    notes: tuple[str, ...] = ()
+    is_here: bool = False
+    limit_bytes: int | None = None
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        """Bytes of one device that a program may use."""
+        return self.limit_bytes if self.limit_bytes is not None else self.chip.limit_bytes
+
+    @property
+    def hosts_or_slices(self) -> int:
+        """Number of parts between which only the outer link leads."""
+        if self.chip.kind == "gpu":
+            return math.ceil(self.num_devices / self.chip.devices_per_host)
+        return self.num_slices
+
+
+def parse_target(text: str) -> Target:
+    """Returns the target that a text names, without its devices; touches no compiler and no device.
+
+    Raises:
+        ConfigError: an unknown form, chip or topology; says the valid ones.
+    """
+    kind, _, rest = text.strip().partition(":")
+    if kind == "here" and not rest:
+        return Target("here", CHIPS["cpu"], 0, is_here=True)
+    if kind == "cpu":
+        return _parse_cpu(text, rest)
+    if kind == "tpu":
+        return _parse_tpu(text, rest)
+    if kind == "gpu":
+        return _parse_gpu(text, rest)
+    kinds = ("tpu", "gpu", "cpu", "here")
+    raise ConfigError(
+        f"target {text!r} begins with {kind!r}, which is no machine.{nearest(kind, kinds)} A target is one of {_FORMS}. "
+        f"Try --target cpu:8."
+    )
+
+
+def _parse_cpu(text: str, rest: str) -> Target:
+    count = _count(rest)
+    if count is None or count > MAX_FAKE_DEVICES:
+        raise ConfigError(
+            f"target {text!r} asks for {rest or 'no number'} of fake CPU devices. It is cpu:N with N from 1 to {MAX_FAKE_DEVICES}. "
+            f"Try --target cpu:8."
+        )
+    return Target(f"cpu:{count}", CHIPS["cpu"], count)
+
+
+def _chip(text: str, name: str, kind: str) -> Chip:
+    names = [chip.name for chip in CHIPS.values() if chip.kind == kind]
+    if name not in names:
+        example = "tpu:v5p:4x4x4" if kind == "tpu" else "gpu:h100:8"
+        raise ConfigError(
+            f"target {text!r} names the {kind.upper()} {name!r}, which the table does not hold.{nearest(name, names)} "
+            f"Known: {', '.join(names)}. Try --target {example}."
+        )
+    return CHIPS[name]
+
+
+def _parse_gpu(text: str, rest: str) -> Target:
+    name, _, shape = rest.partition(":")
+    chip = _chip(text, name, "gpu")
+    numbers = [_count(part) for part in shape.split("x")]
+    sizes = [n for n in numbers if n is not None]
+    total = math.prod(sizes)
+    if len(sizes) != len(numbers) or len(sizes) not in (1, 2) or total > MAX_FAKE_DEVICES:
+        raise ConfigError(
+            f"target {text!r} has the size {shape!r}. It is a number of GPUs, or hosts x GPUs of a host, at most {MAX_FAKE_DEVICES} "
+            f"in all. Try --target gpu:{name}:64 or gpu:{name}:8x8."
+        )
+    if len(sizes) == 2:
+        chip = replace(chip, devices_per_host=sizes[1])
+    elif total > chip.devices_per_host and total % chip.devices_per_host:
+        raise ConfigError(
+            f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a rest of {total % chip.devices_per_host}. "
+            f"Hosts are full. Try gpu:{name}:{total // chip.devices_per_host * chip.devices_per_host}, or gpu:{name}:HOSTSxGPUS."
+        )
+    note = (
+        f"No GPU compiler runs without a GPU: the step was compiled by XLA for {total} fake CPU devices. The parameters, the "
+        "optimizer state and what the strategy sends are right; temporaries and how collectives are merged are indicative."
+    )
+    hosts = math.ceil(total / chip.devices_per_host)
+    return Target(f"gpu:{name}:{shape}", chip, total, num_slices=hosts, notes=(note,))
+
+
+def _parse_tpu(text: str, rest: str) -> Target:
+    name, _, shape = rest.partition(":")
+    chip = _chip(text, name, "tpu")
+    one, star, count = shape.partition("*")
+    num_slices = _count(count) if star else 1
+    dims = tuple(n for part in one.split("x") if (n := _count(part)) is not None)
+    if num_slices is None or num_slices > 64 or len(dims) != len(one.split("x")) or not _offered(chip, dims):
+        raise ConfigError(
+            f"target {text!r}: {name} has no slice of shape {shape!r}. A slice of {name} is {_shapes(chip)}; *N joins up to 64 of "
+            f"them. Try --target tpu:{name}:{_nearest_shape(chip, dims)}."
+        )
+    chips = math.prod(dims) * num_slices
+    notes = []
+    if name == "7x":
+        notes.append(f"A 7x chip is two devices to JAX: {chips} chips are {2 * chips} devices.")
+    if name == "v4":
+        notes.append(
+            f"The ahead-of-time compiler takes each of a v4 chip's two cores for a device: {chips} chips are {2 * chips} devices here, "
+            f"and {chips} on the machine, where JAX joins them. Halve one axis of the mesh there."
+        )
+    if num_slices > 1:
+        notes.append(
+            f"{num_slices} slices are joined by the data centre's network, {chip.outer.bytes_per_s:.3g} bytes/s of a device."
+        )
+    devices = chips * chip.devices_per_chip
+    return Target(f"tpu:{name}:{shape}", chip, devices, num_slices, dims, compiler="tpu", notes=tuple(notes))
+
+
+def _count(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[1-9][0-9]{0,5}", text) else None
+
+
+def _offered(chip: Chip, dims: tuple[int, ...]) -> bool:
+    if "x".join(map(str, dims)) in chip.topologies:
+        return True
+    if not chip.cube or len(dims) != chip.torus_dims:
+        return False
+    fits = all(n <= most for n, most in zip(sorted(dims), chip.largest, strict=True))
+    return fits and all(n % chip.cube == 0 for n in dims)
+
+
+def _shapes(chip: Chip) -> str:
+    small = ", ".join(chip.topologies)
+    if not chip.cube:
+        return f"one of {small}"
+    return f"one of {small}, or AxBxC of multiples of {chip.cube} up to {'x'.join(map(str, chip.largest))}"
+
+
+def _nearest_shape(chip: Chip, dims: tuple[int, ...]) -> str:
+    """Returns the offered shape whose number of chips is nearest to the asked one's."""
+    asked = math.prod(dims) if dims else 16
+    options = list(chip.topologies)
+    if chip.cube:
+        lengths = [range(chip.cube, most + 1, chip.cube) for most in chip.largest]
+        options += [
+            f"{a}x{b}x{c}" for a in lengths[0] for b in lengths[1] if b >= a for c in lengths[2] if b <= c <= 2 * b
+        ]
+    return min(options, key=lambda s: abs(math.prod(map(int, s.split("x"))) - asked))
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------------
+
+
+def open_target(target: Target) -> Target:
+    """Returns the target with its devices. For a machine that is not here, this process is bound to the CPU.
+
+    Raises:
+        ConfigError: the extra `tpu` is missing or too new, or JAX has already made fewer fake devices than are needed.
+    """
+    if target.devices:
+        return target
+    if target.compiler == "tpu":
+        return replace(target, devices=_tpu_devices(target))
+    if target.is_here:
+        return _here()
+    devices = _fake_devices(target.num_devices, target.name)
+    limit = _memory_of_this_machine() // target.num_devices if target.chip.kind == "cpu" else None
+    return replace(target, devices=devices, limit_bytes=limit, is_here=target.chip.kind == "cpu")
+
+
+def target_of(devices: Sequence[Any], name: str = "here") -> Target:
+    """Returns the target of devices that are there: their chip, their limit, their hosts."""
+    first = devices[0]
+    chip = chip_of_device_kind(first.device_kind, first.platform)
+    notes = []
+    if chip is None:
+        chip = CHIPS["cpu"] if first.platform == "cpu" else CHIPS["h100"] if first.platform == "gpu" else CHIPS["v5e"]
+        notes.append(f"The chip table does not hold {first.device_kind!r}: times are those of {chip.name}.")
+    hosts = len({d.process_index for d in devices})
+    if chip.kind == "gpu":
+        chip = replace(chip, devices_per_host=max(1, len(devices) // hosts))
+    slices = len({getattr(d, "slice_index", 0) or 0 for d in devices}) if chip.kind == "tpu" else hosts
+    return Target(
+        name,
+        chip,
+        len(devices),
+        num_slices=slices,
+        topology=_bounds(devices) if chip.kind == "tpu" else (),
+        devices=tuple(devices),
+        compiler=first.platform,
+        notes=tuple(notes),
+        is_here=True,
+        limit_bytes=_device_limit(devices),
+    )
+
+
+def _here() -> Target:
+    return target_of(jax.devices())
+
+
+def _bounds(devices: Sequence[Any]) -> tuple[int, ...]:
+    coords = [tuple(d.coords) for d in devices]
+    return tuple(max(axis) + 1 for axis in zip(*coords, strict=True))
+
+
+def _device_limit(devices: Sequence[Any]) -> int | None:
+    """Returns the bytes that the backend lets a device use; on CPU the machine's memory, shared by its devices."""
+    if devices[0].platform == "cpu":
+        local = sum(d.process_index == jax.process_index() for d in devices)
+        return _memory_of_this_machine() // max(1, local)
+    mine = next((d for d in devices if d.process_index == jax.process_index()), None)
+    stats = mine.memory_stats() if mine is not None else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def _memory_of_this_machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _fake_devices(count: int, name: str) -> tuple[Any, ...]:
+    if not compat.backends_initialized():
+        os.environ.setdefault("NPROC", str(count + (os.cpu_count() or 1)) if count <= 64 else "64")
+        jax.config.update("jax_platforms", "cpu")
+        already: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+        jax.config.update("jax_num_cpu_devices", max(count, already))
+    found = jax.devices("cpu")
+    if len(found) < count:
+        raise ConfigError(
+            f"target {name} needs {count} fake CPU devices, found {len(found)}. JAX creates its devices once, at its first use. Start "
+            f"a new process: spmdkit plan CONFIG --target {name}."
+        )
+    return tuple(found[:count])
+
+
+def _tpu_devices(target: Target) -> tuple[Any, ...]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            f"target {target.name} needs the TPU compiler (package libtpu), which is not installed. It runs on any x86 machine and "
+            f"needs no TPU. Install the extra: pip install 'spmdkit[tpu]'. Without it: --target gpu:h100:8, cpu:8 or here."
+        )
+    for key, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    if not compat.backends_initialized():
+        jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {}
+    if target.num_slices > 1:
+        options["num_slices"] = target.num_slices
+    if target.topology in ((1, 1), (2, 4)):
+        # Hosts of v5e and v6e with one or eight chips; the default is four.
+        options["chips_per_host_bounds"] = [*target.topology, 1]
+    name = f"{'tpu7x' if target.chip.name == '7x' else target.chip.name}:{'x'.join(map(str, target.topology))}"
+    try:
+        found = topologies.get_topology_desc(name, platform="tpu", **options).devices
+    except Exception as error:
+        raise ConfigError(
+            f"target {target.name}: libtpu {_version('libtpu')} does not know the topology {name} ({str(error).splitlines()[0]}). "
+            f"It has to match jax {jax.__version__}. Install the pair that is tested: pip install 'spmdkit[tpu]'."
+        ) from error
+    if len(found) != target.num_devices:
+        raise ConfigError(
+            f"target {target.name} is {target.num_devices} devices by the chip table, and {len(found)} by libtpu {_version('libtpu')}. "
+            "The two have to agree. Install the pair that is tested: pip install 'spmdkit[tpu]'."
+        )
+    return tuple(found)
+
+
+def _version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"

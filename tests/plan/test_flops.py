@@ -1,0 +1,72 @@
+"""The arithmetic of a jaxpr against numbers counted by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from spmdkit import compat
+from spmdkit.plan.flops import count
+
+
+def arithmetic(fn, *shapes):
+    return count(jax.jit(fn).trace(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).jaxpr)
+
+
+def layers(x, w):
+    return jax.lax.scan(lambda c, wl: (jnp.tanh(c @ wl), None), x, w)[0].sum()
+
+
+def test_a_scanned_product_counts_as_often_as_it_runs():
+    assert arithmetic(layers, (4, 8), (5, 8, 8)).products == 2 * 4 * 8 * 8 * 5
+
+
+def test_scans_in_scans_multiply():
+    def twice(x, w):
+        return jax.lax.scan(lambda c, _: (c + layers(x, w), None), 0.0, length=3)[0]
+
+    assert arithmetic(twice, (4, 8), (5, 8, 8)).products == 3 * 2 * 4 * 8 * 8 * 5
+
+
+def test_a_gradient_is_three_products_and_a_recomputed_one_four():
+    one = 2 * 4 * 8 * 8 * 5
+    assert arithmetic(jax.grad(layers, (0, 1)), (4, 8), (5, 8, 8)).products == 3 * one
+
+    def recomputed(x, w):
+        body = jax.checkpoint(lambda c, wl: (jnp.tanh(c @ wl), None), policy=jax.checkpoint_policies.nothing_saveable)
+        return jax.lax.scan(body, x, w)[0].sum()
+
+    assert arithmetic(jax.grad(recomputed, (0, 1)), (4, 8), (5, 8, 8)).products == 4 * one
+
+
+def test_inside_shard_map_every_device_counts():
+    mesh = compat.auto_mesh(np.array(jax.devices()), ("data",))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    def product(x, w):
+        return x @ w
+
+    assert arithmetic(product, (16, 8), (8, 8)).products == 2 * 16 * 8 * 8
+
+
+def test_a_convolution_leaves_padding_out():
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    taps = (3 * 5 - 2) * (3 * 5 - 2)  # of 5 x 5 positions; the two ends of each row and column miss one tap
+    assert arithmetic(conv, (2, 5, 5, 4), (3, 3, 4, 6)).products == 2 * 2 * 6 * 4 * taps
+
+
+def test_a_loop_of_unknown_length_is_said_and_a_branch_counts_its_longer_side():
+    def loop(x):
+        return jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ c, x)
+
+    found = arithmetic(loop, (4, 4))
+    assert (found.unknown_loops, found.products) == (1, 2 * 4**3)
+    branch = lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ y @ y, lambda y: y + 1, x)
+    assert arithmetic(branch, (4, 4)).products == 2 * 2 * 4**3
+
+
+def test_without_products_everything_counts():
+    found = arithmetic(lambda x: (x * 2 + 1).sum(), (8,))
+    assert (found.products, found.flops) == (0, 3 * 8)

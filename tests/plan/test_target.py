@@ -1,0 +1,76 @@
+"""Targets: what a name means, and what is said to one that means nothing."""
+
+import pytest
+
+from spmdkit.errors import ConfigError
+from spmdkit.hardware import CHIPS
+from spmdkit.plan.target import open_target, parse_target, target_of
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "parts"),
+    [
+        ("tpu:v5p:8x8x16", 1024, 1),
+        ("tpu:v5p:4x4x4*2", 128, 2),
+        ("tpu:v5e:16x16", 256, 1),
+        ("tpu:v6e:2x4", 8, 1),
+        ("tpu:7x:4x4x4", 128, 1),
+        ("gpu:h100:64", 64, 8),
+        ("gpu:h100:4", 4, 1),
+        ("gpu:h200:2x4", 8, 2),
+        ("cpu:8", 8, 1),
+    ],
+)
+def test_a_target_has_so_many_devices_in_so_many_parts(text, num_devices, parts):
+    target = parse_target(text)
+    assert (target.num_devices, target.hosts_or_slices) == (num_devices, parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tup:v5p:2x2x1", "Did you mean 'tpu'?"),
+        ("tpu:v5q:2x2x1", "Known: v4, v5e, v5p, v6e, 7x."),
+        ("tpu:v5p:3x3x3", "multiples of 4 up to 16x16x24"),
+        ("tpu:v5p:4x4", "v5p has no slice of shape '4x4'"),
+        ("tpu:v5e:17x17", "one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"),
+        ("tpu:v5p:4x4x4*0", "joins up to 64"),
+        ("tpu:v5p:16x16x28", "Try --target tpu:v5p:16x16x24"),
+        ("gpu:h300:8", "Did you mean 'h200'?"),
+        ("gpu:h100:12", "Hosts are full. Try gpu:h100:8"),
+        ("gpu:h100:8x", "hosts x GPUs"),
+        ("cpu:0", "N from 1 to 4096"),
+        ("here:2", "no machine"),
+        ("", "A target is one of"),
+    ],
+)
+def test_a_target_that_does_not_exist_is_refused_with_those_that_do(text, said):
+    with pytest.raises(ConfigError) as refused:
+        parse_target(text)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_more_fake_devices_than_this_process_has_are_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"needs 64 fake CPU devices, found 8.*Start a new process"):
+        open_target(parse_target("gpu:h100:64"))
+
+
+def test_the_devices_that_are_there_are_a_target_too():
+    import jax
+
+    target = target_of(jax.devices())
+    assert (target.num_devices, target.chip.name, target.is_here) == (8, "cpu", True)
+    assert 0 < target.memory_limit_bytes < 2**45
+
+
+def test_a_missing_compiler_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'spmdkit\[tpu\]'"):
+        open_target(parse_target("tpu:v5e:2x2"))
+
+
+def test_the_figures_of_a_chip_are_of_one_device():
+    assert CHIPS["7x"].flops_per_s["bfloat16"] == 2307e12 / 2
+    assert CHIPS["v5p"].flops_per_s["bfloat16"] == 459e12
+    assert all(0 < chip.limit_bytes <= chip.memory_bytes for chip in CHIPS.values())
