@@ -1,0 +1,194 @@
+"""Which strategy asked for a collective.
+
+Told from, in this order: the file of spmdkit that is in its stack (a reducer, an op), the arrays (do they come from the
+parameters, are they all scalars), and the axes with the op. What nothing explains is `other`.
+
+| cause              | rule                                                                                              |
+| ------------------ | ------------------------------------------------------------------------------------------------- |
+| metrics            | every array is a scalar                                                                            |
+| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or a reducer in the stack  |
+| gradient scatter   | reduce_scatter of such arrays, or over fsdp in the backward pass                                   |
+| parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter                       |
+| update gather      | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2                         |
+| context ring       | collective_permute over context; or ring attention in the stack                                    |
+| context exchange   | all_to_all or all_gather over context                                                              |
+| expert dispatch    | any over expert of what is no parameter; or the mixture of experts in the stack                    |
+| pipeline transfer  | any over pipeline of what is no parameter; or the pipeline in the stack                            |
+| tensor activation  | any over tensor of what is no parameter                                                            |
+| activation         | any other over model axes in the forward or backward pass                                          |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spmdkit.plan.collectives import Found
+from spmdkit.plan.hlo import Instruction, Module
+from spmdkit.plan.loops import Visit
+from spmdkit.plan.source import is_ours
+
+if TYPE_CHECKING:
+    from spmdkit.program import Program
+
+CAUSES = (
+    "gradient reduction",
+    "gradient scatter",
+    "parameter gather",
+    "update gather",
+    "context ring",
+    "context exchange",
+    "expert dispatch",
+    "pipeline transfer",
+    "tensor activation",
+    "activation",
+    "metrics",
+    "other",
+)
+
+_BY_FILE = {
+    "ring": "context ring",
+    "ulysses": "context exchange",
+    "all_to_all": "context exchange",
+    "moe": "expert dispatch",
+    "expert": "expert dispatch",
+    "pipeline": "pipeline transfer",
+}
+
+
+class Leaf(NamedTuple):
+    """A parameter as one device sees it: `sizes` are the numbers of elements with and without its fsdp cut."""
+
+    path: str
+    sizes: frozenset[int]
+
+
+def leaves_of(program: Program) -> tuple[Leaf, ...]:
+    """Returns the parameters of a program; of a leaf that stacks layers, one layer's part counts too."""
+    found = []
+    for p in program.layout:
+        if not p.path.startswith("params"):
+            continue
+        axes = [a for dim in p.spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
+        parts = math.prod(program.sizes[a] for a in axes if a != "fsdp")
+        full = math.prod(p.shape)
+        fsdp = program.sizes["fsdp"]
+        sizes = {full // parts, full // (parts * fsdp), full, full // fsdp}
+        layers = {n // p.shape[0] for n in sizes if len(p.shape) > 1}
+        found.append(Leaf(p.path, frozenset((sizes | layers) - {0})))
+    return tuple(found)
+
+
+def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf]) -> str:
+    """Returns one of `CAUSES`."""
+    axes, op, name = set(found.spans), found.op, found.op_name
+    if all(not shape.dims or shape.size == 1 for shape in found.shapes):
+        return "metrics"
+    files = [f.file.rsplit("/", 2)[-2:] for f in module.frames(visit.instruction) if is_ours(f)]
+    for folder, file in (pair for pair in files if len(pair) == 2):
+        if folder == "ops":
+            for word, cause in _BY_FILE.items():
+                if word in file:
+                    return cause
+    backward = "transpose(" in name
+    forward = "jvp(" in name and not backward
+    if any(folder == "reducers" or file in ("forms.py", "replica.py") for folder, file in files[:2]):
+        return "gradient scatter" if op == "reduce_scatter" else "gradient reduction"
+    like_parameters = _like_parameters(found, leaves)
+    if from_parameter(module, visit) and (op == "all_gather" or forward):
+        return "parameter gather" if forward or backward else "update gather"
+    if op == "all_gather" and not forward and not backward and like_parameters:
+        return "update gather"
+    if op == "reduce_scatter" and (like_parameters or (backward and axes == {"fsdp"})):
+        return "gradient scatter"
+    if op == "all_reduce" and like_parameters and not forward:
+        return "gradient reduction"
+    if op == "all_gather" and like_parameters and axes <= {"fsdp"}:
+        return "parameter gather"
+    return _by_axes(axes, op, forward or backward)
+
+
+def _by_axes(axes: set[str], op: str, in_loss: bool) -> str:
+    if "pipeline" in axes:
+        return "pipeline transfer"
+    if "expert" in axes:
+        return "expert dispatch"
+    if "context" in axes and op != "all_reduce":
+        return "context ring" if op == "collective_permute" else "context exchange"
+    if "tensor" in axes:
+        return "tensor activation"
+    if in_loss and axes & {"fsdp", "context"}:
+        return "activation"
+    return "other"
+
+
+def _like_parameters(found: Found, leaves: Sequence[Leaf]) -> bool:
+    """Returns whether most of the bytes are arrays with as many elements as a parameter (or a layer's part of one)."""
+    known = {size for leaf in leaves for size in leaf.sizes}
+    factor = found.group_size if found.op == "all_gather" else 1
+    like = sum(s.bytes for s in found.shapes if s.size * factor in known or s.size in known)
+    return 2 * like > sum(s.bytes for s in found.shapes)
+
+
+def from_parameter(module: Module, visit: Visit, steps: int = 60) -> bool:
+    """Returns whether what a collective sends is a parameter of the state, moved or cast but not computed with."""
+    return any(_origin(module, i, visit.site, steps) for i in [visit.instruction])
+
+
+_MOVES = {
+    "copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose", "dynamic-slice", "slice",
+    "get-tuple-element", "opt-barrier", "broadcast", "dynamic-update-slice", "pad",
+}  # fmt: skip
+
+
+def _origin(module: Module, i: Instruction, site: Any, steps: int) -> bool:
+    """Follows the largest operand back to a parameter of the entry whose name says `.params`."""
+    index: int | None = None
+    computation = module.computations[i.computation]
+    first = True
+    while steps:
+        steps -= 1
+        if i.opcode == "parameter":
+            if site is None:
+                return ".params" in i.op_name.split("[")[0]
+            caller = site.caller
+            computation = module.computations[caller.computation]
+            number = int(i.text) if caller.opcode in ("fusion", "call", "async-start") else 0
+            source = computation.operand(caller, number)
+            site = site.outer
+            if source is None:
+                return False
+            i = source
+            continue
+        if i.opcode == "tuple" and index is not None:
+            source, index = computation.operand(i, index), None
+        elif i.opcode == "while":
+            source = computation.operand(i)
+        elif i.opcode == "get-tuple-element":
+            index = int(i.attribute("index") or 0)
+            source = computation.operand(i)
+        elif first or i.opcode in _MOVES or (i.opcode == "fusion" and _only_moves(module, i)):
+            source = _largest(computation, i)
+        else:
+            return False
+        first = False
+        if source is None:
+            return False
+        i = source
+    return False
+
+
+def _largest(computation: Any, i: Instruction) -> Instruction | None:
+    operands = [computation.by_name[n] for n in i.operands if n in computation.by_name]
+    useful = [o for o in operands if o.opcode not in ("constant", "broadcast")] or operands
+    return max(useful, key=lambda o: o.bytes, default=None)
+
+
+def _only_moves(module: Module, i: Instruction) -> bool:
+    names = i.called.get("calls", ())
+    allowed = _MOVES | {"parameter", "constant", "tuple", "compare", "select", "add", "iota", "and", "clamp"}
+    return bool(names) and all(
+        j.opcode in allowed and (j.opcode not in ("add", "select", "compare", "clamp") or j.bytes <= 8)
+        for j in module.computations[names[0]].instructions
+    )

@@ -1,0 +1,114 @@
+"""Finding the collectives of a compiled program in all their guises.
+
+Plain (`all-reduce`), split (`all-gather-start` and `-done`: counted at the start), wrapped (`async-start` that calls a
+computation with the collective in it), inside fusions (the TPU compiler makes a reduce-scatter of an all-reduce whose
+result is sliced in one fusion). Everything is read from opcodes, operands and groups, nothing from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from spmdkit.plan.groups import Groups, axes_of, replica_groups, source_target_pairs
+from spmdkit.plan.hlo import Instruction, Module, Shape
+from spmdkit.plan.loops import Visit
+from spmdkit.plan.source import op_name_of, source_of
+
+OPCODES = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "collective-permute": "collective_permute",
+    "collective-broadcast": "broadcast",
+}
+OPS = tuple(OPCODES.values())
+
+
+@dataclass(frozen=True)
+class Found:
+    """A collective as it stands in the text; fields as in `bill.Collective`."""
+
+    instruction: Instruction
+    op: str
+    size: int
+    dtype: str
+    shapes: tuple[Shape, ...]
+    groups: Groups
+    spans: dict[str, int]
+    group_size: int
+    is_async: bool
+    source: str | None
+    op_name: str
+    algorithm: str | None
+
+
+def found_collectives(
+    module: Module, sizes: Mapping[str, int], visits: Iterable[Visit]
+) -> Iterator[tuple[Visit, Found]]:
+    """Yields every collective at every place where it runs, also those over groups of one device."""
+    read: dict[tuple[int, int], Found] = {}
+    for visit in visits:
+        i = visit.instruction
+        base = i.opcode.removesuffix("-start")
+        if base not in OPCODES:
+            continue
+        caller = visit.site.caller if visit.site is not None else None
+        key = (id(i), id(caller))
+        if key not in read:
+            read[key] = _read(module, i, OPCODES[base], caller, sizes)
+        yield visit, read[key]
+
+
+def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, sizes: Mapping[str, int]) -> Found:
+    computation = module.computations[i.computation]
+    put_in = [computation.by_name[name] for name in i.operands if name in computation.by_name]
+    if op == "ragged_all_to_all":
+        put_in = put_in[:1]  # the others are the output buffer, offsets and sizes
+    shapes = tuple(shape for operand in put_in for shape in operand.shapes)
+    size = sum(shape.bytes for shape in shapes)
+    num_devices = module.num_partitions
+    if op == "collective_permute":
+        groups = source_target_pairs(i)
+        moving = [pair for pair in groups if pair[0] != pair[1]]
+        group_size = 2 if moving else 1
+        size = size if moving else 0
+    else:
+        groups = replica_groups(i, num_devices)
+        group_size = max((len(group) for group in groups), default=1)
+    if op == "all_gather":
+        size *= group_size
+    if (
+        op == "all_reduce"
+        and caller is not None
+        and caller.opcode == "fusion"
+        and _sliced(module, i, caller, group_size)
+    ):
+        op = "reduce_scatter"
+    largest = max(shapes, key=lambda shape: shape.bytes, default=None)
+    named = caller if caller is not None and not i.op_name and not module.frames(i) and caller.opcode != "while" else i
+    config = i.backend_config.get("collective_algorithm_config") or {}
+    return Found(
+        instruction=i,
+        op=op,
+        size=size,
+        dtype=largest.dtype if largest else "token",
+        shapes=shapes,
+        groups=groups,
+        spans=axes_of(groups, sizes),
+        group_size=group_size,
+        is_async=i.opcode.endswith("-start") or (caller is not None and caller.opcode == "async-start"),
+        source=source_of(module, named),
+        op_name=op_name_of(module, named),
+        algorithm=config.get("emitter"),
+    )
+
+
+def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int) -> bool:
+    """Returns whether a fusion keeps one part in `group_size` of what its all-reduce gives."""
+    whole, kept = i.bytes, sum(shape.bytes for shape in caller.shapes)
+    users = module.computations[i.computation].users.get(i.name, [])
+    slices = {"dynamic-slice", "bitcast", "reshape", "copy", "tuple", "get-tuple-element"}
+    return bool(users) and kept * group_size == whole and all(user.opcode in slices for user in users)

@@ -1,0 +1,111 @@
+"""Which devices talk to each other in a collective, and along which mesh axes that is.
+
+XLA numbers devices by their place in the program (the mesh's devices, flattened), not by their hardware: a group is given
+in these logical numbers, on every backend (`use_global_device_ids` with one replica, checked on CPU and TPU).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spmdkit.plan.hlo import Instruction
+
+Groups = tuple[tuple[int, ...], ...]
+
+_LISTED = re.compile(r"replica_groups=\{(\{.*?\})\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=@?mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{(.*?)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})?\}")
+
+
+def replica_groups(instruction: Instruction, num_devices: int) -> Groups:
+    """Returns the groups of logical devices of a collective: lists, iota `[2,4]<=[4,2]T(1,0)` or mesh form; `{}` is all.
+
+    Raises:
+        ValueError: a spelling that is not known.
+    """
+    text = instruction.attributes
+    if found := _LISTED.search(text):
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]*)\}", found[1]))
+    if found := _IOTA.search(text):
+        order = _order(num_devices, found[2], found[3])
+        return _as_groups(order.reshape(_numbers(found[1])))
+    if found := _MESH.search(text):
+        return _of_mesh(num_devices, *found.groups())
+    if "replica_groups={}" in text or "replica_groups" not in text:
+        return (tuple(range(num_devices)),)
+    raise ValueError(f"replica_groups in a form that is not known: {text[:200]}")
+
+
+def source_target_pairs(instruction: Instruction) -> Groups:
+    """Returns the (source, target) pairs of a collective-permute."""
+    found = _PAIRS.search(instruction.attributes)
+    return tuple(tuple(_numbers(pair)) for pair in re.findall(r"\{([\d,\s]*)\}", found[1] or "")) if found else ()
+
+
+def axes_of(groups: Groups, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns axis -> the number of its positions that one group spans, for the axes along which members differ.
+
+    A whole axis spans its size; a part of an axis spans less. `sizes` is in the mesh's order, the last axis the fastest.
+    """
+    names, shape = list(sizes), tuple(sizes.values())
+    spans: dict[str, int] = {}
+    for group in groups:
+        if len(group) < 2:
+            continue
+        places = np.stack(np.unravel_index(np.asarray(group), shape))
+        for name, row in zip(names, places, strict=True):
+            count = len(set(row.tolist()))
+            if count > 1:
+                spans[name] = max(spans.get(name, 1), count)
+    return {name: spans[name] for name in names if name in spans}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.replace(" ", "").split(",") if n]
+
+
+def _order(num_devices: int, reshape: str | None, transpose: str | None) -> np.ndarray:
+    order = np.arange(num_devices)
+    if reshape:
+        order = order.reshape(_numbers(reshape))
+        order = order.transpose(_numbers(transpose)) if transpose else order
+    return order.reshape(-1)
+
+
+def _of_mesh(num_devices: int, mesh: str, reshape: str | None, transpose: str | None, joined: str) -> Groups:
+    """Reads `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; a part of an axis is `'a':(pre)size`."""
+    names: list[str] = []
+    lengths: list[int] = []
+    for axis in mesh.split(","):
+        name, number = axis.strip().rsplit("=", 1)
+        names.append(name.strip("'\""))
+        lengths.append(int(number))
+    order = _order(num_devices, reshape, transpose).reshape(lengths)
+    shape: list[int] = []
+    together: list[int] = []
+    asked = dict(_part(axis) for axis in re.findall(r"'[^']*'(?::\(\d+\)\d+)?|\"[^\"]*\"(?::\(\d+\)\d+)?", joined))
+    for name, length in zip(names, lengths, strict=True):
+        if name not in asked:
+            shape.append(length)
+            continue
+        before, size = asked[name] or (1, length)
+        shape += [before, size, length // (before * size)]
+        together.append(len(shape) - 2)
+    order = order.reshape(shape)
+    rest = [i for i in range(len(shape)) if i not in together]
+    order = order.transpose(*rest, *together)
+    return _as_groups(order.reshape(-1, int(np.prod([shape[i] for i in together], dtype=int))))
+
+
+def _part(axis: str) -> tuple[str, tuple[int, int] | None]:
+    found = re.match(r"['\"]([^'\"]*)['\"](?::\((\d+)\)(\d+))?", axis)
+    assert found, axis
+    return found[1], (int(found[2]), int(found[3])) if found[2] else None
+
+
+def _as_groups(rows: Sequence[Sequence[int]] | np.ndarray) -> Groups:
+    return tuple(tuple(int(n) for n in row) for row in rows)

@@ -1,0 +1,311 @@
+"""The text of a compiled program, `compiled.as_text()`, as data: computations, instructions, shapes, who calls whom.
+
+XLA prints the optimized module after scheduling, so the order of the lines of a computation is the order in which one
+device runs them. Read are the texts of the CPU and the TPU compiler (jax 0.10.2), and the older spelling of metadata
+(`source_file=`, `source_line=`) beside the newer one (`stack_frame_id=` and four tables before the first computation).
+
+Source: the grammar of HLO text, openxla.org/xla/operation_semantics and xla/hlo/parser/hlo_parser.cc.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+HOST_SPACE = 5
+"""The memory space that XLA prints as `S(5)`: the host's."""
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32, "c64": 64, "c128": 128}
+_SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array: `dtype` as XLA spells it, `dims` of one device, and the layout's text."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements, without padding."""
+        return (self.size * bits(self.dtype) + 7) // 8
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes that the array takes in memory: a TPU pads the two minor dims to whole tiles, `T(8,128)`."""
+        tile = re.search(r"T\(([\d,]+)\)", self.layout)
+        order = self.layout.split(":")[0]
+        if tile is None or not self.dims:
+            return self.bytes if self.dims or tile is None else max(self.bytes, 512)
+        lengths = [self.dims[int(i)] for i in order.split(",")] if order else list(self.dims[::-1])
+        sizes = [int(n) for n in tile[1].split(",")][::-1]
+        for i, n in enumerate(sizes[: len(lengths)]):
+            lengths[i] = -(-lengths[i] // n) * n
+        for n in sizes[len(lengths) :]:
+            lengths.append(n)
+        return (math.prod(lengths) * bits(self.dtype) + 7) // 8
+
+    @property
+    def space(self) -> int:
+        """Memory space: 0 is the device's main memory, on TPU 1 is on the chip, `HOST_SPACE` is the host."""
+        found = re.search(r"S\((\d+)\)", self.layout)
+        return int(found[1]) if found else 0
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def bits(dtype: str) -> int:
+    """Returns the bits of one element: `f32` -> 32, `bf16` -> 16, `f8e4m3fn` -> 8, `s4` -> 4, `pred` -> 8."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    number = re.match(r"[a-z]+(\d+)", dtype)
+    assert number, f"unknown dtype {dtype} in HLO"
+    return int(number[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        shapes: the arrays of the result, a tuple's in flattening order.
+        operands: names of instructions of the same computation.
+        text: what stands between the parentheses (the value of a constant, the number of a parameter).
+        attributes: everything after them.
+        index: position in the schedule of its computation.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    text: str
+    attributes: str
+    computation: str
+    index: int
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result, without padding."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """The path of JAX's names: `jit(run)/while/body/dot_general`; empty where XLA made the instruction."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else ""
+
+    @functools.cached_property
+    def backend_config(self) -> dict[str, Any]:
+        """The JSON that the backend keeps with the instruction."""
+        start = self.attributes.find("backend_config={")
+        if start < 0:
+            return {}
+        found, _ = json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))
+        return found
+
+    def attribute(self, name: str) -> str | None:
+        """Returns the text of a simple attribute: `channel_id=1` -> "1", `dimensions={0}` -> "0"."""
+        found = re.search(rf"(?:^|[ ,]){name}=(?:\{{([^{{}}]*)\}}|%?([\w.\-]+))", self.attributes)
+        return None if found is None else found[1] if found[1] is not None else found[2]
+
+    @functools.cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Role -> computations: `body`, `condition`, `calls`, `to_apply`, `branch_computations`, `called_computations`."""
+        plain = _QUOTED.sub('""', self.attributes)
+        roles: dict[str, tuple[str, ...]] = {}
+        for role, many, one in re.findall(
+            r"(?:^|[ ,])(body|condition|calls|to_apply|select|scatter|branch_computations|true_computation|false_computation|"
+            r"called_computations)=(?:\{([^{}]*)\}|%?([\w.\-]+))",
+            plain,
+        ):
+            roles[role] = tuple(_NAME.findall(many)) or ((one,) if one else ())
+        if "true_computation" in roles:
+            roles["branch_computations"] = roles.pop("true_computation") + roles.pop("false_computation")
+        return roles
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """A function of the module: its instructions in the order of the schedule."""
+
+    name: str
+    is_entry: bool
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Name -> instruction."""
+        return {i.name: i for i in self.instructions}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Name -> the instructions that read it, in the order of the schedule."""
+        found: dict[str, list[Instruction]] = {i.name: [] for i in self.instructions}
+        for i in self.instructions:
+            for operand in dict.fromkeys(i.operands):
+                if operand in found:
+                    found[operand].append(i)
+        return found
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result the computation returns."""
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    def operand(self, instruction: Instruction, index: int = 0) -> Instruction | None:
+        """Returns the instruction that makes an operand, or None."""
+        return self.by_name.get(instruction.operands[index]) if index < len(instruction.operands) else None
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of the stack that made an instruction."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """A compiled program of one device.
+
+    Attributes:
+        header: the first line: `input_output_alias`, `num_partitions`, the entry's layout.
+        computations: by name.
+        stacks: stack frame id -> frames, innermost first.
+    """
+
+    header: str
+    computations: dict[str, Computation]
+    stacks: dict[int, tuple[Frame, ...]] = field(repr=False)
+
+    @functools.cached_property
+    def entry(self) -> Computation:
+        """The computation where the program begins."""
+        return next(c for c in self.computations.values() if c.is_entry)
+
+    @property
+    def num_partitions(self) -> int:
+        """The devices of the program (partitions times replicas)."""
+        count = lambda name: int(found[1]) if (found := re.search(rf"{name}=(\d+)", self.header)) else 1
+        return count("num_partitions") * count("replica_count")
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Yields every instruction once."""
+        for computation in self.computations.values():
+            yield from computation.instructions
+
+    def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
+        """Returns the stack that made an instruction, innermost first; empty where XLA made it."""
+        if found := re.search(r"stack_frame_id=(\d+)", instruction.attributes):
+            return self.stacks.get(int(found[1]), ())
+        found = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes)
+        return (Frame(found[1], int(found[2] or 0), ""),) if found else ()
+
+
+def parse(text: str) -> Module:
+    """Returns the module of an HLO text.
+
+    Raises:
+        ValueError: the text holds no entry computation.
+    """
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith("HloModule")), 0)
+    computations: dict[str, Computation] = {}
+    tables: dict[str, list[str]] = {}
+    name, is_entry, table = "", False, ""
+    body: list[Instruction] = []
+    for line in lines[first + 1 :]:
+        if not line or line[0] == "#":
+            continue
+        if line[0] != " ":
+            if line.endswith("{") and (header := re.match(r"(ENTRY )?%?([\w.\-]+)", line)):
+                name, is_entry, body, table = header[2], bool(header[1]), [], ""
+            elif line[0] == "}" and name:
+                computations[name] = Computation(name, is_entry, tuple(body))
+                name = ""
+            elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+                table = line
+                tables[table] = []
+            elif table:
+                tables[table].append(line)
+        elif name and (head := _INSTRUCTION.match(line)):
+            body.append(_instruction(line, head, name, len(body)))
+    if not any(c.is_entry for c in computations.values()):
+        raise ValueError("HLO text without an ENTRY computation. It is what compiled.as_text() returns.")
+    return Module(lines[first] if lines else "", computations, _stacks(tables))
+
+
+def _instruction(line: str, head: re.Match[str], computation: str, index: int) -> Instruction:
+    start = head.end()
+    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    shapes = tuple(_shapes(line[start:end]))
+    opcode = _OPCODE.match(line, end)
+    assert opcode, f"no opcode in HLO line {line[:200]}"
+    close = _closing(line, opcode.end() - 1)
+    inner = line[opcode.end() : close - 1]
+    operands = () if opcode[1] in ("constant", "parameter") else tuple(_NAME.findall(inner))
+    attributes = line[close:].lstrip(", ")
+    return Instruction(head[2], opcode[1], shapes, operands, inner, attributes, computation, index, bool(head[1]))
+
+
+def _closing(line: str, start: int) -> int:
+    """Returns the position after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r'[()]|"(?:[^"\\]|\\.)*"').finditer(line, start):
+        if match[0] == "(":
+            depth += 1
+        elif match[0] == ")":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+    raise AssertionError(f"unbalanced parentheses in HLO line {line[:200]}")
+
+
+def _shapes(text: str) -> Iterator[Shape]:
+    for dtype, dims, layout in _SHAPE.findall(text):
+        yield Shape(dtype, tuple(int(n.replace("<=", "")) for n in dims.split(",") if n.strip()), layout)
+
+
+def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
+    """Returns frame id -> stack from the four tables. XLA prints a parent one too high: 1 means that there is none."""
+    if "StackFrames" not in tables:
+        return {}
+    strings = lambda name: {int(n): text[1:-1] for n, text in (line.split(" ", 1) for line in tables[name])}
+    files, functions = strings("FileNames"), strings("FunctionNames")
+    numbers = lambda line: {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", line)}
+    rows = lambda name: {int(line.split(" ", 1)[0]): numbers(line) for line in tables[name]}
+    locations, frames = rows("FileLocations"), rows("StackFrames")
+    offset = 1 if any(row.get("parent_frame_id") == number for number, row in frames.items()) else 0
+    found: dict[int, tuple[Frame, ...]] = {}
+    for number, row in frames.items():
+        at = locations[row["file_location_id"]]
+        frame = Frame(files[at["file_name_id"]], at["line"], functions[at["function_name_id"]])
+        stack, parent, seen = [frame], row.get("parent_frame_id", 0) - offset, {number}
+        while parent > 0 and parent in frames and parent not in seen:
+            seen.add(parent)
+            at = locations[frames[parent]["file_location_id"]]
+            stack.append(Frame(files[at["file_name_id"]], at["line"], functions[at["function_name_id"]]))
+            parent = frames[parent].get("parent_frame_id", 0) - offset
+        found[number] = tuple(stack)
+    return found

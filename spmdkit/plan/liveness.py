@@ -1,0 +1,135 @@
+"""Which buffers are alive when a device needs most memory, from the schedule in the program's text.
+
+A buffer lives from the instruction that makes it to the last one that reads it, through everything that only renames it
+(tuples, their elements, bitcasts, the carry of a loop, an update in place). What a called computation or a loop body needs
+beyond its operands is added while it runs. Outputs of the step are not temporaries and are left out. The compiler's own assignment may pack a little better or worse: the bytes of
+`compiled.memory_analysis()` are the truth, this says whose they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmdkit.plan.hlo import HOST_SPACE, Computation, Instruction, Module
+from spmdkit.plan.source import op_name_of, source_of
+
+_RENAMES = {
+    "tuple", "get-tuple-element", "bitcast", "while", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",
+    "all-reduce-done", "collective-permute-done", "async-done", "async-update", "after-all", "dynamic-update-slice", "domain",
+}  # fmt: skip
+_ENTERED = {"while": ("body", "condition"), "call": ("to_apply",), "conditional": ("branch_computations",)}
+_FREE = {"parameter", "constant", "iota", "partition-id", "replica-id", "token"}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array that is alive at the peak.
+
+    Attributes:
+        name: of the HLO instruction that makes it.
+        shape: `f32[8,128]`, of one device; the largest array of a tuple.
+        bytes: with the backend's padding.
+        source: `file.py:12`, or None.
+        op_name: the path of JAX's names.
+    """
+
+    name: str
+    shape: str
+    bytes: int
+    source: str | None
+    op_name: str
+
+
+def live_at_peak(module: Module, limit: int = 12) -> tuple[Buffer, ...]:
+    """Returns the largest temporaries that are alive at the peak of the step, largest first."""
+    _, alive = _peak(module, module.entry, {})
+    largest = sorted(alive, key=lambda i: -own_bytes(i))[:limit]
+    return tuple(
+        Buffer(
+            i.name,
+            str(max(i.shapes, key=lambda s: s.padded_bytes)),
+            own_bytes(i),
+            source_of(module, i),
+            op_name_of(module, i),
+        )
+        for i in largest
+    )
+
+
+def peak_temporaries(module: Module) -> int:
+    """Returns the bytes of all temporaries that are alive at the peak."""
+    return _peak(module, module.entry, {})[0]
+
+
+def own_bytes(i: Instruction) -> int:
+    """Returns the bytes that an instruction's result takes in the device's main memory."""
+    shapes = i.shapes
+    if i.opcode.endswith("-start"):  # (operand, result, context): the operand is somebody else's
+        shapes = shapes[len(shapes) // 2 :] if i.opcode == "all-gather-start" else shapes[1:2]
+    return sum(shape.padded_bytes for shape in shapes if shape.space in (0, HOST_SPACE) and shape.space != HOST_SPACE)
+
+
+def _peak(
+    module: Module, computation: Computation, known: dict[str, tuple[int, list[Instruction]]]
+) -> tuple[int, list[Instruction]]:
+    """Returns (bytes, instructions) of what is alive at the peak inside a computation, without its parameters."""
+    if computation.name in known:
+        return known[computation.name]
+    last, end = _last_uses(module, computation), len(computation.instructions)
+    dying: dict[int, list[Instruction]] = {}
+    for i in computation.instructions:
+        if _makes(module, i) and not (computation.is_entry and last[i.name] == end):
+            dying.setdefault(last[i.name], []).append(i)
+    now, best, alive, at_best = 0, 0, dict[str, Instruction](), list[Instruction]()
+    for i in computation.instructions:
+        if _makes(module, i) and not (computation.is_entry and last[i.name] == end):
+            alive[i.name] = i
+            now += own_bytes(i)
+        inner_bytes, inner = 0, list[Instruction]()
+        for role in _ENTERED.get(i.opcode, ()):
+            for name in i.called.get(role, ()):
+                found = _peak(module, module.computations[name], known)
+                if found[0] > inner_bytes:
+                    inner_bytes, inner = found
+        if now + inner_bytes > best:
+            best, at_best = now + inner_bytes, [*alive.values(), *inner]
+        for j in dying.get(i.index, ()):
+            if j.name in alive:
+                del alive[j.name]
+                now -= own_bytes(j)
+    known[computation.name] = best, at_best
+    return known[computation.name]
+
+
+def _makes(module: Module, i: Instruction) -> bool:
+    """Returns whether an instruction allocates its result, and does not only rename or update its operand."""
+    if i.opcode in _FREE or i.opcode in _RENAMES:
+        return False
+    return not (i.opcode == "fusion" and _updates_in_place(module, i))
+
+
+def _updates_in_place(module: Module, i: Instruction) -> bool:
+    names = i.called.get("calls", ())
+    if not names:
+        return False
+    root = module.computations[names[0]].root
+    while root.opcode in ("bitcast", "copy", "convert") and root.operands:
+        below = module.computations[names[0]].operand(root)
+        if below is None:
+            break
+        root = below
+    return root.opcode == "dynamic-update-slice"
+
+
+def _last_uses(module: Module, computation: Computation) -> dict[str, int]:
+    """Returns name -> position of the last instruction that needs the buffer, through renames; the root's live to the end."""
+    end = len(computation.instructions)
+    last = {i.name: i.index for i in computation.instructions}
+    last[computation.root.name] = end
+    for i in reversed(computation.instructions):
+        renames = not _makes(module, i) and i.opcode not in _FREE
+        needed = last[i.name] if renames or i.name == computation.root.name else i.index
+        for operand in i.operands:
+            if operand in last:
+                last[operand] = max(last[operand], needed if renames else i.index)
+    return last

@@ -1,0 +1,41 @@
+"""Everything that the text of a program's compiled step tells: the bill, the memory, the findings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spmdkit.plan.bill import Bill, read_bill
+from spmdkit.plan.cause import leaves_of
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.hlo import Module, parse
+from spmdkit.plan.memory import Memory, read_memory
+
+if TYPE_CHECKING:
+    from spmdkit.program import Program
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A compiled step, read.
+
+    Attributes:
+        module: the parsed text (`loops.walk(module)` visits every instruction with its executions per step).
+        bill: the collectives.
+        memory: of one device.
+        findings: most severe first.
+    """
+
+    module: Module
+    bill: Bill
+    memory: Memory
+    findings: tuple[Finding, ...]
+
+
+def read_program(program: Program) -> Reading:
+    """Returns what the compiled step of a program costs. Compiles it where that has not been done."""
+    text = program.compiled.as_text()
+    assert text is not None, "this backend does not show its programs"
+    module = parse(text)
+    bill = read_bill(module, program.sizes, leaves_of(program))
+    return Reading(module, bill, read_memory(program, module), ())
