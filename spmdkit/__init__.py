@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from spmdkit.means import Mean, example_keys, example_mask, examples, mean
     from spmdkit.ops.manual import manual
     from spmdkit.ops.remat import remat
+    from spmdkit.ops.tensor import column_row
+    from spmdkit.ops.vocab import cross_entropy, embed
     from spmdkit.program import Program, build
     from spmdkit.replica import pmean, psum
     from spmdkit.scope import shard
@@ -35,6 +37,9 @@ _HOME = {
     "TrainState": "state",
     "Variables": "state",
     "build": "program",
+    "column_row": "ops.tensor",
+    "cross_entropy": "ops.vocab",
+    "embed": "ops.vocab",
     "example_keys": "means",
     "example_mask": "means",
     "examples": "means",

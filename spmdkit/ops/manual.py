@@ -43,7 +43,9 @@ from spmdkit.tree import describe, named_leaves
 Dims = tuple[str | None, ...]
 
 
-def manual(fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any) -> Callable[..., Any]:
+def manual(
+    fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any, name: str | None = None
+) -> Callable[..., Any]:
     """Returns `fn` as a function of global arrays that runs on the shards which the logical names of the dims give.
 
     Args:
@@ -51,6 +53,7 @@ def manual(fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any) -> Cal
         in_dims: for each argument a pytree prefix of dims. Dims are a tuple with, for each dim, a logical name (`layout.axes`),
             a mesh axis, or None; names that are missing at the end are None.
         out_dims: the same for the result. Along an axis that they do not name, a result has to be the same.
+        name: what messages call it; default the function's own.
 
     On a mesh without model axes, in a per-replica step and inside of another `manual`, `fn` is called as it is.
 
@@ -58,7 +61,7 @@ def manual(fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any) -> Cal
         ConfigError: a dim is not divisible by its axes, a name is unknown, or a result differs along an axis that its dims
             do not name.
     """
-    name = getattr(fn, "__name__", "fn")
+    name = name or getattr(fn, "__name__", "fn")
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:

@@ -1,0 +1,274 @@
+"""The two ends of a language model with the vocabulary cut over devices: embedding lookup and cross-entropy.
+
+    embed          tokens[B_b, T_s] , E[V_t, D_f]               ->  x[B_b, T_st, D]
+    cross_entropy  h[B_b, T_st, D] . W[D_f, V_t] , targets      ->  loss[B_b, T_s]      logits[B, T, V] exist nowhere
+
+`b` are the axes of the batch, `s` those of the sequence (context), `t` those of the vocabulary (tensor), `f` those of the weights'
+storage (fsdp).
+
+Each device looks up the ids that are in its part of the vocabulary, zero for the others, and one reduction adds the parts. The
+loss needs of every token the largest logit, the sum of exponentials and the target's logit; each is a reduction over a device's own
+columns, then over t. A device computes at most `chunk` tokens' logits at a time, forward and backward, and the backward pass computes
+them again from the logsumexp, so that its part of the logits is never whole either.
+
+Wire, per device and step; `n` tokens of a device after the gather over t, N_t, N_f devices along t and f, float size s:
+
+    embed, by table    forward  (N_f - 1)/N_f s D V/N_t of E     + (N_t - 1)/N_t n D s of x       backward the same
+    embed, by tokens   forward  (N_f - 1)/N_f s D n/N_t of x     + (N_t - 1)/N_t n D s of x       backward the same
+                                + 4 (N_f - 1) n of ids           (chosen where n/N_t < V/N_t, when E is cut over axes of the batch)
+    cross_entropy      forward  (N_f - 1)/N_f s D V/N_t of W     + (N_t - 1)/N_t n D s of h       + 24 n (N_t - 1)/N_t
+                       backward twice the first, twice the second, + all_reduce of dW over context and expert
+
+When not: a vocabulary so small that its logits fit (256 bytes): a plain product and softmax is as good.
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3 (the parallel cross-entropy); Wijmans et al., "Cut Your Losses in
+Large-Vocabulary Language Models" (2024) (logits in blocks); Chowdhery et al., "PaLM" (2022), section 5 (z-loss).
+
+Shape suffixes: B examples, T positions, D width, V vocabulary, N tokens of one device (B T), C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import compat, scope
+from spmdkit.errors import ConfigError
+from spmdkit.ops.collectives import all_gather, all_reduce, all_to_all, axes, axis_index, axis_size
+from spmdkit.ops.manual import Dims, manual
+from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows, scatter_gradient
+
+LOGITS_BYTES = 2**29
+"""Bytes of float32 logits that a device holds at a time where no `chunk` is given."""
+
+SMALLEST = -1e30
+"""The logit of an id that does not exist: finite, so that a shard of such ids alone gives no NaN."""
+
+
+def embed(
+    tokens_BT: jax.Array,
+    table_VD: jax.Array,
+    *,
+    dims: Dims = ROWS,
+    by: Literal["auto", "table", "tokens"] = "auto",
+) -> jax.Array:
+    """Returns the rows of the table at the tokens, [B, T, D]; zeros for ids outside of it.
+
+    Args:
+        dims: of the result; with `norm_sequence` the reduction over the vocabulary leaves each device its part of the sequence.
+        by: what moves over the axes that store the table's width: the table, or the ids there and the vectors back; auto takes
+            the smaller.
+
+    Layout: tokens cut as `dims` without the vocabulary's axes; table `("vocab", "embed")`.
+    """
+    table_dims: Dims = ("vocab", "embed")
+    kept = kept_axes(table_dims[:1], dims)
+    token_dims = between_dims(dims, kept)
+
+    def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
+        stores = axes("embed")
+        batch = axes(dims[0]) if dims[0] is not None else ()
+        movable = bool(stores) and set(stores) <= set(batch) and not set(axes("vocab")) - set(kept)
+        if by == "tokens" and stores and not movable:
+            raise ConfigError(
+                f"sk.embed(by='tokens'): the table's width is cut over {list(stores)}, the examples over {list(batch)}. Ids can be "
+                "sent to the devices that store the width only along axes that cut the examples. Use by='table'."
+            )
+        smaller = tokens.size // axis_size(kept) < table.shape[0]
+        if movable and (by == "tokens" or (by == "auto" and smaller)):
+            everywhere = all_gather(tokens, stores, 0)
+            x = reduce_rows(_look_up(everywhere, table, kept), dims, kept)
+            return all_to_all(x, stores, split_dim=0, join_dim=x.ndim - 1)
+        return reduce_rows(_look_up(tokens, gather_weight(table, table_dims, dims, 1), kept), dims, kept)
+
+    return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
+
+
+def cross_entropy(
+    hidden_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    where: jax.Array | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    vocab_size: int | None = None,
+    dims: Dims = ROWS,
+) -> jax.Array:
+    """Returns `-log softmax(hidden . head)[target]`, float32[B, T], without logits of more than `chunk` tokens on any device.
+
+    Args:
+        targets_BT: ids, int32; an id outside the vocabulary gives NaN, unless `where` leaves it out.
+        where: bool[B, T]; zero, and no gradient, where False.
+        z_loss: adds `z_loss * log(sum(exp(logits)))**2`, which keeps the logits from drifting.
+        chunk: tokens of a device whose logits exist at a time; default: half a GiB of them.
+        vocab_size: number of ids that exist, where the head has been padded to a multiple of the tensor axis; the other columns get
+            no probability and no gradient.
+        dims: of `hidden_BTD`.
+
+    Layout: hidden as in `dims`, head `("embed", "vocab")`, the rest and the result cut as the rows of `dims` without the vocabulary's
+    axes. Products and sums in float32; the gradients have the dtypes of hidden and head.
+
+    Raises:
+        ConfigError: V is not divisible by the axes of `vocab`: pad the head and give `vocab_size`.
+    """
+    head_dims: Dims = ("embed", "vocab")
+    kept = kept_axes(head_dims[1:], dims)
+    row_dims = between_dims(dims, kept)
+    _check(head_DV.shape[1], vocab_size, chunk, kept)
+    core = _Core(dims, head_dims, kept, vocab_size, z_loss, chunk)
+    name = "sk.cross_entropy"
+    forward = manual(core.forward, (dims, head_dims, row_dims), (row_dims, row_dims), name)
+    backward = manual(core.backward, (dims, head_dims, row_dims, row_dims, row_dims), (dims, head_dims), name)
+
+    @jax.custom_vjp
+    def loss(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
+        return forward(hidden, head, targets)[0]
+
+    def keep(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
+        value, logsumexp = forward(hidden, head, targets)
+        return value, (hidden, head, targets, logsumexp)
+
+    def pull(kept_values: Any, cotangent: jax.Array) -> Any:
+        return (*backward(*kept_values, cotangent), None)
+
+    loss.defvjp(keep, pull)
+    losses_BT = loss(hidden_BTD, head_DV, targets_BT)
+    return losses_BT if where is None else jnp.where(where, losses_BT, 0)
+
+
+def padded_vocab(vocab_size: int, multiple: int = 128) -> int:
+    """Returns the smallest multiple that holds the vocabulary: the length of a head or table that any such mesh can cut."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def _check(num: int, vocab_size: int | None, chunk: int | None, kept: tuple[str, ...]) -> None:
+    parts = axis_size(kept)
+    if scope.current_step().in_manual:
+        num *= parts
+    if num % parts:
+        raise ConfigError(
+            f"sk.cross_entropy: the head has {num} columns, cut over {' x '.join(kept)} = {parts}. Each device holds as many as the others. "
+            f"Make it padded_vocab({num}, {parts}) = {padded_vocab(num, parts)} columns long and give vocab_size={vocab_size or num}."
+        )
+    if vocab_size is not None and not 0 < vocab_size <= num:
+        raise ConfigError(
+            f"sk.cross_entropy: vocab_size is {vocab_size}, and the head has {num} columns. It counts the columns that are ids, the first "
+            f"ones. Give a number from 1 to {num}."
+        )
+    if chunk is not None and chunk < 1:
+        raise ConfigError(
+            f"sk.cross_entropy: chunk is {chunk}. It is a number of tokens of at least 1. Try chunk=1024."
+        )
+
+
+# ---- on shards --------------------------------------------------------------------------------------------------------
+
+
+def _look_up(tokens: jax.Array, table_VD: jax.Array, kept: tuple[str, ...]) -> jax.Array:
+    """Returns the rows of this device's part of the table, zeros for ids of the others."""
+    ids = tokens.astype(jnp.int32) - axis_index(kept) * table_VD.shape[0]
+    own = (ids >= 0) & (ids < table_VD.shape[0])
+    rows = jnp.take(table_VD, jnp.where(own, ids, 0), axis=0, mode="clip")
+    return jnp.where(own[..., None], rows, jnp.zeros((), table_VD.dtype))
+
+
+class _Core:
+    """The loss and its gradient on shards; N tokens of this device, V its part of the vocabulary."""
+
+    def __init__(
+        self,
+        dims: Dims,
+        head_dims: Dims,
+        kept: tuple[str, ...],
+        vocab_size: int | None,
+        z_loss: float,
+        chunk: int | None,
+    ) -> None:
+        self.dims, self.head_dims, self.kept = dims, head_dims, kept
+        self.vocab_size, self.z_loss, self.chunk = vocab_size, z_loss, chunk
+
+    def forward(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (loss, logsumexp), each float32 shaped like the targets."""
+        hidden_ND, head_DV = self._gather(hidden, head)
+        first = axis_index(self.kept) * head_DV.shape[1]
+
+        def one(_: Any, rows: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+            logits_CV, is_target_CV = self._logits(*rows, head_DV, first)
+            largest_C = logits_CV.max(-1)
+            total_C = jnp.exp(logits_CV - largest_C[:, None]).sum(-1)
+            return _, (largest_C, total_C, jnp.sum(logits_CV, -1, where=is_target_CV))
+
+        targets_N = targets.reshape(-1).astype(jnp.int32)
+        _, (largest_N, total_N, target_N) = self._over_chunks(one, (), (hidden_ND, targets_N), head_DV.shape[1])
+        top_N = lax.pmax(largest_N, self.kept) if self.kept else largest_N
+        sums_2N = all_reduce(jnp.stack([total_N * jnp.exp(largest_N - top_N), target_N]), self.kept)
+        logsumexp_N = top_N + jnp.log(sums_2N[0])
+        num_ids = self.vocab_size or head_DV.shape[1] * axis_size(self.kept)
+        exists_N = (targets_N >= 0) & (targets_N < num_ids)
+        loss_N = jnp.where(exists_N, logsumexp_N - sums_2N[1], jnp.nan) + self.z_loss * logsumexp_N**2
+        return loss_N.reshape(targets.shape), logsumexp_N.reshape(targets.shape)
+
+    def backward(
+        self, hidden: jax.Array, head: jax.Array, targets: jax.Array, logsumexp: jax.Array, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients of hidden and head."""
+        hidden_ND, head_DV = self._gather(hidden, head)
+        first = axis_index(self.kept) * head_DV.shape[1]
+
+        def one(d_head_DV: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+            hidden_CD, targets_C, logsumexp_C, cotangent_C = rows
+            logits_CV, is_target_CV = self._logits(hidden_CD, targets_C, head_DV, first)
+            scale_C = cotangent_C * (1 + 2 * self.z_loss * logsumexp_C)
+            d_CV = scale_C[:, None] * jnp.exp(logits_CV - logsumexp_C[:, None])
+            d_CV = (d_CV - jnp.where(is_target_CV, cotangent_C[:, None], 0)).astype(hidden.dtype)
+            d_head_DV += jnp.matmul(hidden_CD.T, d_CV, preferred_element_type=jnp.float32)
+            return d_head_DV, jnp.matmul(d_CV, head_DV.T)
+
+        flat = (targets.astype(jnp.int32), logsumexp, cotangent)
+        rows = (hidden_ND, *(x.reshape(-1) for x in flat))
+        zeros = jnp.zeros(head_DV.shape, jnp.float32)
+        differs = {a for x in (*rows, head_DV) for a in compat.varying_axes(x)}
+        d_head_DV, d_hidden_ND = self._over_chunks(
+            one, compat.as_varying(zeros, sorted(differs)), rows, head_DV.shape[1]
+        )
+        d_hidden = d_hidden_ND.reshape(*targets.shape, -1)
+        d_hidden = _like(reduce_rows(d_hidden, self.dims, self.kept), hidden)
+        d_head = d_head_DV.astype(head.dtype)
+        return d_hidden, scatter_gradient(d_head, head, self.head_dims, self.dims, 0)
+
+    def _gather(self, hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = gather_rows(hidden, self.dims, self.kept)
+        return hidden.reshape(-1, hidden.shape[-1]), gather_weight(head, self.head_dims, self.dims, 0)
+
+    def _logits(
+        self, hidden_CD: jax.Array, targets_C: jax.Array, head_DV: jax.Array, first: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (logits, whether a column is the target), [C, V]."""
+        logits_CV = jnp.matmul(hidden_CD, head_DV, preferred_element_type=jnp.float32)
+        ids_V = first + jnp.arange(head_DV.shape[1], dtype=jnp.int32)
+        if self.vocab_size is not None:
+            logits_CV = jnp.where(ids_V < self.vocab_size, logits_CV, SMALLEST)
+        return logits_CV, targets_C[:, None] == ids_V
+
+    def _over_chunks(self, one: Callable[..., Any], carry: Any, rows: Any, num_columns: int) -> tuple[Any, Any]:
+        """Returns the scan of `one` over chunks of the rows, joined again; padding rows are zeros and add nothing."""
+        num = rows[0].shape[0]
+        chunk = self.chunk or max(1, LOGITS_BYTES // (4 * num_columns))
+        parts = -(-num // chunk)
+        if parts <= 1:
+            return one(carry, rows)
+        size = math.ceil(num / parts)
+        pad = lambda x: jnp.pad(x, [(0, parts * size - num)] + [(0, 0)] * (x.ndim - 1))
+        carry, out = lax.scan(one, carry, jax.tree.map(lambda x: pad(x).reshape(parts, size, *x.shape[1:]), rows))
+        return carry, jax.tree.map(lambda x: x.reshape(parts * size, *x.shape[2:])[:num], out)
+
+
+def _like(grad: jax.Array, primal: jax.Array) -> jax.Array:
+    """Returns a gradient added up over the axes along which it differs and its primal does not."""
+    differs = tuple(a for a in compat.varying_axes(grad) if a not in compat.varying_axes(primal))
+    return lax.psum(grad, differs) if differs else grad

@@ -1,0 +1,172 @@
+"""Column and row pairs and the cut vocabulary: on every mesh the numbers of plain products and a plain softmax on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import keep_gradient
+from core_runs import assert_same_run, program_of, train
+
+import spmdkit as sk
+from spmdkit.ops.tensor import column, row
+
+D, F, T, N, H, V, LAYERS = 16, 32, 8, 4, 4, 24, 2
+ROWS = ("batch", "norm_sequence", None)
+
+
+def norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def attention(q_BTNH, k_BTNH, v_BTNH):
+    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) / 2
+    scores_BNTS = jnp.where(jnp.tril(jnp.ones(scores_BNTS.shape[-2:], bool)), scores_BNTS, -1e9)
+    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores_BNTS), v_BTNH)
+
+
+def mix(q_BTNH, k_BTNH, v_BTNH):
+    """Something instead of attention where the sequence is cut, since attention would need the other shards."""
+    return q_BTNH * jax.nn.sigmoid(k_BTNH) + v_BTNH
+
+
+def gate(gate_BTF, up_BTF, scale_F):
+    return jax.nn.silu(gate_BTF) * up_BTF * scale_F
+
+
+def block_of(heads, mlp):
+    """Returns a block with two residual branches."""
+
+    def block(x, w):
+        x = x + heads(norm(x), w)
+        return x + mlp(norm(x), w)
+
+    return block
+
+
+def plain(between):
+    """Returns (embed, block, cross-entropy) in plain JAX."""
+
+    def heads(x, w):
+        return jnp.einsum("BTNH,NHD->BTD", between(*(jnp.einsum("BTD,DNH->BTNH", x, w[i]) for i in "qkv")), w["out"])
+
+    def mlp(x, w):
+        return gate(x @ w["gate"], x @ w["up"], w["scale"]) @ w["down"]
+
+    def loss(x, head, targets):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ head, targets)
+
+    return lambda table, tokens: table[tokens], block_of(heads, mlp), loss
+
+
+def cut(between, dims, **loss_options):
+    """Returns the same, cut."""
+
+    def heads(x, w):
+        return sk.column_row(x, [w["q"], w["k"], w["v"]], between, w["out"], hidden="heads", dims=dims)
+
+    def mlp(x, w):
+        more = {"extra": [w["scale"]], "extra_dims": [("mlp",)]}
+        return sk.column_row(x, [w["gate"], w["up"]], gate, w["down"], dims=dims, **more)
+
+    embed = lambda table, tokens: sk.embed(tokens, table, dims=dims)
+    return embed, block_of(heads, mlp), functools.partial(sk.cross_entropy, dims=dims, **loss_options)
+
+
+def single(between, dims):
+    """Returns the same, of single products."""
+    embed, _, loss = cut(between, dims, chunk=3)
+    parts = ("batch", "sequence", "heads", None)
+
+    def heads(x, w):
+        products = (sk.shard(column(x, w[i], hidden="heads", dims=dims), *parts) for i in "qkv")
+        return row(between(*products), w["out"], hidden="heads", dims=dims)
+
+    def mlp(x, w):
+        return row(
+            gate(column(x, w["gate"], dims=dims), column(x, w["up"], dims=dims), w["scale"]), w["down"], dims=dims
+        )
+
+    return embed, block_of(heads, mlp), loss
+
+
+def whole_block(between, dims):
+    """Returns the same, with a block's two pairs in one manual part."""
+    embed, block, loss = cut(between, dims)
+    qkv, up = ("embed", "heads"), ("embed", "mlp")
+    weights = {"q": qkv, "k": qkv, "v": qkv, "out": ("heads", None, "embed"), "gate": up, "up": up}
+    weights |= {"scale": ("mlp",), "down": ("mlp", "embed")}
+
+    return embed, sk.manual(block, (dims, weights), dims), loss
+
+
+def task(ops, remat=False, dims=ROWS):
+    embed, block, loss = ops
+
+    def init(key):
+        shapes = {"q": (D, N, H), "k": (D, N, H), "v": (D, N, H), "out": (N, H, D)}
+        shapes |= {"gate": (D, F), "up": (D, F), "scale": (F,), "down": (F, D)}
+        random = np.random.default_rng(0)
+        normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+        blocks = {name: normal(LAYERS, *shape) / 4 for name, shape in shapes.items()}
+        return {"table": normal(V, D), "blocks": blocks, "head": normal(D, V) / 4}
+
+    def loss_fn(params, batch, key):
+        one = sk.remat(lambda x, w: sk.shard(block(x, w), *dims))
+        x = sk.shard(embed(params["table"], batch["tokens"]), *dims)
+        x, _ = jax.lax.scan(lambda x, w: (one(x, w), None), x, params["blocks"])
+        return sk.mean(loss(norm(x), params["head"], batch["targets"]), where=batch["targets"] > 0)
+
+    random = np.random.default_rng(1)
+    data = {name: random.integers(0, V, (64, T)).astype(np.int32) for name in ("tokens", "targets")}
+    path = "blocks/"
+    rules = [
+        ("table", ["vocab", "embed"]),
+        (path + "[qkv]", [None, "embed", "heads", None]),
+        (path + "out", [None, "heads", None, "embed"]),
+        (path + "(gate|up)", [None, "embed", "mlp"]),
+        (path + "scale", [None, "mlp"]),
+        (path + "down", [None, "mlp", "embed"]),
+        ("head", ["embed", "vocab"]),
+    ]
+    return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=data, rules=rules)
+
+
+# A mesh that cuts the sequence gets `mix`; `one sequence` are activations that tensor does not cut (all_reduce).
+CASES = {
+    "data 8": ({"mesh": {"data": 8}}, cut, attention, ROWS),
+    "fsdp 4 x tensor 2": ({"mesh": {"fsdp": 4, "tensor": 2}}, whole_block, attention, ROWS),
+    "fsdp 2 x tensor 4, one sequence": (
+        {"mesh": {"fsdp": 2, "tensor": 4}},
+        cut,
+        attention,
+        ("batch", "sequence", None),
+    ),
+    "replica 2 x data 2 x tensor 2": ({"mesh": {"replica": 2, "data": 2, "tensor": 2}}, single, attention, ROWS),
+    "data 2 x fsdp 2 x tensor 2": ({"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}, cut, attention, ROWS),
+    "fsdp 2 x context 2 x tensor 2": ({"mesh": {"fsdp": 2, "context": 2, "tensor": 2}}, single, mix, ROWS),
+    "data 2 x context 2 x expert 2": ({"mesh": {"data": 2, "context": 2, "expert": 2}}, whole_block, mix, ROWS),
+    "expert 2 x fsdp 4": ({"mesh": {"expert": 2, "fsdp": 4}}, cut, attention, ROWS),
+    "fsdp 4 zero 2 x tensor 2": ({"mesh": {"fsdp": 4, "tensor": 2}, "layout": {"zero": 2}}, cut, attention, ROWS),
+}
+
+
+@functools.cache
+def reference(between):
+    return train(program_of(task(plain(between))), evaluate=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cut_products_and_a_cut_vocabulary_are_those_of_one_device(case):
+    settings, form, between, dims = CASES[case]
+    i = list(CASES).index(case)
+    program = program_of(
+        task(form(between, dims), dims=dims), microbatches=1 + i % 2, remat=("none", "full")[i // 2 % 2], **settings
+    )
+    assert_same_run(train(program, evaluate=False), reference(between))
+
+
+def test_without_a_mesh_they_are_plain_products():
+    assert_same_run(train(program_of(task(single(attention, ROWS))), evaluate=False), reference(attention))

@@ -1,0 +1,126 @@
+"""The vocabulary's two ends alone: chunks, padding, masks, z-loss, both ways of looking up, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_runs import assert_close
+from jax.sharding import NamedSharding, PartitionSpec
+
+import spmdkit as sk
+from spmdkit import layout, mesh, scope
+from spmdkit.errors import ConfigError
+from spmdkit.ops.vocab import padded_vocab
+
+B, T, D, V = 8, 8, 16, 24
+MESH = {"fsdp": 2, "context": 2, "tensor": 2}
+
+
+def step(**asked):
+    """Returns the record of a step on a mesh, as the program puts it in place."""
+    sizes = mesh.resolve(asked, 8)
+    return scope.Step(
+        mesh=mesh.make_mesh(sizes, jax.devices()),
+        sizes=sizes,
+        inner_axes=("fsdp", "expert"),
+        logical_axes=layout.logical_axes({}),
+    )
+
+
+def value_and_grad(fn, *args, **asked):
+    """Returns (value, gradients) of `sum(weights * fn(*args))`, on a mesh if one is asked for."""
+
+    def weighted(*args):
+        out = fn(*args)
+        return (out * (1 + jnp.arange(out.size).reshape(out.shape) / out.size)).sum(), out
+
+    run = jax.jit(jax.value_and_grad(weighted, argnums=tuple(range(len(args))), has_aux=True))
+    if not asked:
+        return run(*args)
+    record = step(**asked)
+    with scope.tracing(record):
+        return run(*jax.device_put(args, NamedSharding(record.mesh, PartitionSpec())))
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(B, T, D)).astype(np.float32)
+    head = random.normal(size=(D, V)).astype(np.float32)
+    return hidden, head, random.integers(0, V, (B, T)).astype(np.int32)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3, 4])
+@pytest.mark.parametrize("asked", [{}, MESH], ids=["one device", "fsdp 2 x context 2 x tensor 2"])
+def test_no_number_of_chunks_changes_the_loss(asked, chunk, arrays):
+    hidden, head, targets = arrays
+    where = targets % 3 > 0
+
+    def plain(hidden, head):
+        logits = hidden @ head
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.where(where, losses + 0.01 * jax.nn.logsumexp(logits, -1) ** 2, 0)
+
+    ours = lambda hidden, head: sk.cross_entropy(hidden, head, targets, where=where, z_loss=0.01, chunk=chunk)
+    assert_close(value_and_grad(ours, hidden, head, **asked), value_and_grad(plain, hidden, head))
+
+
+@pytest.mark.parametrize("asked", [{}, {"tensor": 8}], ids=["one device", "tensor 8"])
+def test_a_padded_vocabulary_is_the_one_that_exists(asked, arrays):
+    hidden, head, targets = arrays
+    num = 9  # the last five of eight devices hold padding alone
+    targets = targets % num
+    plain = lambda h, w: optax.softmax_cross_entropy_with_integer_labels(h @ w[:, :num], targets)
+    ours = lambda h, w: sk.cross_entropy(h, w, targets, vocab_size=num)
+    found = value_and_grad(ours, hidden, head, **asked)
+    assert_close(found, value_and_grad(plain, hidden, head))
+    assert not np.any(found[1][1][:, num:])
+
+
+def test_a_target_that_does_not_exist_is_nan_and_may_be_left_out(arrays):
+    hidden, head, targets = arrays
+    targets = targets.copy()
+    targets[0, 0], targets[1, 1] = -1, V
+    loss = functools.partial(sk.cross_entropy, hidden, head, targets)
+    assert np.argwhere(np.isnan(loss())).tolist() == [[0, 0], [1, 1]]
+    (_, losses), grads = value_and_grad(
+        lambda h, w: sk.cross_entropy(h, w, targets, where=(targets >= 0) & (targets < V)), hidden, head, **MESH
+    )
+    assert losses[0, 0] == 0 and all(np.isfinite(x).all() for x in (losses, *grads))
+
+
+@pytest.mark.parametrize("by", ["auto", "table", "tokens"])
+@pytest.mark.parametrize("last", ["norm_sequence", "sequence"])
+def test_both_ways_to_look_up_are_indexing(by, last, arrays):
+    table, tokens = arrays[1].T, arrays[2]
+    ours = lambda table: sk.embed(tokens, table, dims=("batch", last, None), by=by)
+    for asked in (MESH, {"fsdp": 4, "expert": 2}):
+        found = value_and_grad(ours, table, **asked)
+        assert_close(found, value_and_grad(lambda table: table[tokens], table))
+
+
+def test_gradients_keep_the_dtype_and_the_loss_is_float32(arrays):
+    hidden, head = (jnp.asarray(x, jnp.bfloat16) for x in arrays[:2])
+    (_, losses), grads = value_and_grad(lambda h, w: sk.cross_entropy(h, w, arrays[2], chunk=3), hidden, head, **MESH)
+    exact = value_and_grad(
+        lambda h, w: optax.softmax_cross_entropy_with_integer_labels(h @ w, arrays[2]),
+        *(x.astype(jnp.float32) for x in (hidden, head)),
+    )
+    assert losses.dtype == jnp.float32 and {g.dtype for g in grads} == {jnp.dtype(jnp.bfloat16)}
+    assert_close((losses, grads), (exact[0][1], exact[1]), tolerance=1e-2)
+
+
+def test_what_cannot_work_is_refused_with_its_repair(arrays):
+    hidden, head, targets = arrays
+    with pytest.raises(ConfigError, match=r"padded_vocab\(20, 8\) = 24 columns long and give vocab_size=20"):
+        value_and_grad(lambda h, w: sk.cross_entropy(h, w[:, :20], targets), hidden, head, tensor=8)
+    with pytest.raises(ConfigError, match="vocab_size is 25, and the head has 24 columns"):
+        sk.cross_entropy(hidden, head, targets, vocab_size=25)
+    with pytest.raises(ConfigError, match="chunk is 0"):
+        sk.cross_entropy(hidden, head, targets, chunk=0)
+    with pytest.raises(ConfigError, match="Use by='table'"):
+        value_and_grad(lambda w: sk.embed(targets, w, by="tokens", dims=(None, "norm_sequence", None)), head.T, fsdp=8)
+    assert [padded_vocab(50257), padded_vocab(8, 8), padded_vocab(9, 8)] == [50304, 8, 16]
