@@ -13,12 +13,13 @@ A dim of a weight that is cut over an axis of the batch or of the sequence is st
 forward, once more for the backward pass, and its gradient leaves by a reduce_scatter. Put several pairs into one
 `sk.manual` to gather each weight once per pass and to keep nothing between them.
 
-Wire, per device and call of a pair, N_t and N_f devices along t and f; `x` the bytes of x that a device holds, `W` those of all its
-weights gathered over f (so cut over t only):
+Wire, sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; X and Y the bytes of
+x and y with the sequence gathered over t, W those of all its weights gathered over f (still cut over t):
 
-    forward    (N_t - 1) x      of x, and as much of y      + (N_f - 1)/N_f W
-    backward   (N_t - 1) x      of x, of dy and of dx       + 2 (N_f - 1)/N_f W    and what the other axes of the batch add up:
-                                                            + all_reduce of dW over context and expert
+    forward    (N_t-1)/N_t (X + Y)     + (N_f-1)/N_f W
+    backward   (N_t-1)/N_t (2 X + Y)   + 2 (N_f-1)/N_f W   + 2 (N_c-1)/N_c W/N_f
+
+With `sequence` instead: 2 (N_t-1)/N_t Y forward, 2 (N_t-1)/N_t X backward.
 
 When not: hidden dims so narrow that a shard's product is smaller than the transfer of x.
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
@@ -91,7 +92,7 @@ def column_row(
     def pair(x: jax.Array, columns: Sequence[jax.Array], row: jax.Array, extra: Sequence[Any]) -> jax.Array:
         hidden_axes = kept_axes(in_row[:-1], dims)
         x = gather_rows(x, dims, hidden_axes)
-        products = [product(x, gather_weight(w, d, dims, 0)) for w, d in zip(columns, in_column, strict=True)]
+        products = [product(x, gather_weight(w, d, dims, 0, x)) for w, d in zip(columns, in_column, strict=True)]
         return _row(between(*products, *extra), row, dims, in_row)
 
     in_dims = (dims, list(in_column), in_row, list(extra_dims))
@@ -102,12 +103,13 @@ def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Di
     """Returns `x . weight`, [B, T, *F], cut on F: the first half of a pair.
 
     Layout: x as in `dims`, weight `("embed", hidden)`; result as x, whole on the part of the sequence that tensor cuts, and `hidden`.
-    Wire: (N_t - 1) x + (N_f - 1)/N_f W forward; the same and dW, dx backward.
+    Wire: (N_t-1)/N_t X + (N_f-1)/N_f W forward; twice that backward, and 2 (N_c-1)/N_c W/N_f.
     """
     w_dims = _column_dims([weight], hidden, None)[0]
 
     def local(x: jax.Array, w: jax.Array) -> jax.Array:
-        return product(gather_rows(x, dims, kept_axes(w_dims[1:], dims)), gather_weight(w, w_dims, dims, 0))
+        x = gather_rows(x, dims, kept_axes(w_dims[1:], dims))
+        return product(x, gather_weight(w, w_dims, dims, 0, x))
 
     out_dims = (*between_dims(dims, kept_axes(w_dims[1:], dims)), *w_dims[1:])
     return manual(local, (dims, w_dims), out_dims, "column")(x_BTD, weight)
@@ -117,7 +119,7 @@ def row(h_BTF: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims 
     """Returns `h . weight`, [B, T, D], added over the shards of F: the second half of a pair.
 
     Layout: h as `column` leaves it, weight `(hidden, ..., "embed")`; result as in `dims`.
-    Wire: (N_t - 1) y + (N_f - 1)/N_f W forward, `y` what a device holds of the result; the same and dW backward.
+    Wire: (N_t-1)/N_t Y + (N_f-1)/N_f W forward; (N_t-1)/N_t Y + 2 (N_f-1)/N_f W + 2 (N_c-1)/N_c W/N_f backward.
     """
     w_dims: Dims = (hidden, *(None,) * (weight.ndim - 2), "embed")
     in_dims = (*between_dims(dims, kept_axes(w_dims[:-1], dims)), *w_dims[:-1])
@@ -129,7 +131,7 @@ def row(h_BTF: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims 
 
 def _row(h: jax.Array, w: jax.Array, dims: Dims, w_dims: Dims) -> jax.Array:
     contracted = w.ndim - 1
-    whole = gather_weight(w, w_dims, dims, contracted)
+    whole = gather_weight(w, w_dims, dims, contracted, h)
     if h.shape[len(dims) - 1 :] != whole.shape[:-1]:
         raise ConfigError(
             f"the function between the products returned a shard {h.shape}, and the row weight's shard is {whole.shape}. The dims of "
@@ -148,8 +150,13 @@ def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     return y.reshape(*x_dims, *w_dims)
 
 
-def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int) -> jax.Array:
-    """Returns a weight whole over the axes that only store it: all of its width dim, and those of the rows elsewhere."""
+def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax.Array) -> jax.Array:
+    """Returns a weight whole over the axes that only store it: all of its width dim, and those of the rows elsewhere.
+
+    It is typed as differing where `x` does *before* it is gathered. So its gradient is scattered first, and what the other axes
+    of the rows add up is a shard; the other way round they would add up the whole.
+    """
+    w = compat.as_varying(w, sorted(compat.varying_axes(x)))
     for dim, name in enumerate(w_dims):
         if name is not None:
             cut = axes(name)

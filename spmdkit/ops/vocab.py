@@ -11,13 +11,16 @@ loss needs of every token the largest logit, the sum of exponentials and the tar
 columns, then over t. A device computes at most `chunk` tokens' logits at a time, forward and backward, and the backward pass computes
 them again from the logsumexp, so that its part of the logits is never whole either.
 
-Wire, per device and step; `n` tokens of a device after the gather over t, N_t, N_f devices along t and f, float size s:
+Wire, sent per device and step; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; n tokens of a
+device after the gather over t, X their bytes [n, D], W those of table or head gathered over f, [D, V/N_t]:
 
-    embed, by table    forward  (N_f - 1)/N_f s D V/N_t of E     + (N_t - 1)/N_t n D s of x       backward the same
-    embed, by tokens   forward  (N_f - 1)/N_f s D n/N_t of x     + (N_t - 1)/N_t n D s of x       backward the same
-                                + 4 (N_f - 1) n of ids           (chosen where n/N_t < V/N_t, when E is cut over axes of the batch)
-    cross_entropy      forward  (N_f - 1)/N_f s D V/N_t of W     + (N_t - 1)/N_t n D s of h       + 24 n (N_t - 1)/N_t
-                       backward twice the first, twice the second, + all_reduce of dW over context and expert
+    embed, by table    forward  (N_t-1)/N_t X   + (N_f-1)/N_f W                 backward  the same + 2 (N_c-1)/N_c W/N_f
+    embed, by tokens   forward  (N_t-1)/N_t X   + (N_f-1)/N_f X/N_t             backward  the same + 2 (N_c-1)/N_c W/N_f
+                                                + 4 (N_f-1) n of ids            where X/N_t < W and f cuts the batch
+    cross_entropy      forward  (N_t-1)/N_t (X + 24 n)   + (N_f-1)/N_f W
+                       backward (N_t-1)/N_t 2 X          + 2 (N_f-1)/N_f W      + 2 (N_c-1)/N_c W/N_f
+
+XLA makes one of the two gathers of head and hidden, forward and backward, where nothing lies between them.
 
 When not: a vocabulary so small that its logits fit (256 bytes): a plain product and softmax is as good.
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3 (the parallel cross-entropy); Wijmans et al., "Cut Your Losses in
@@ -83,7 +86,7 @@ def embed(
             everywhere = all_gather(tokens, stores, 0)
             x = reduce_rows(_look_up(everywhere, table, kept), dims, kept)
             return all_to_all(x, stores, split_dim=0, join_dim=x.ndim - 1)
-        return reduce_rows(_look_up(tokens, gather_weight(table, table_dims, dims, 1), kept), dims, kept)
+        return reduce_rows(_look_up(tokens, gather_weight(table, table_dims, dims, 1, tokens), kept), dims, kept)
 
     return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
 
@@ -243,7 +246,7 @@ class _Core:
 
     def _gather(self, hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         hidden = gather_rows(hidden, self.dims, self.kept)
-        return hidden.reshape(-1, hidden.shape[-1]), gather_weight(head, self.head_dims, self.dims, 0)
+        return hidden.reshape(-1, hidden.shape[-1]), gather_weight(head, self.head_dims, self.dims, 0, hidden)
 
     def _logits(
         self, hidden_CD: jax.Array, targets_C: jax.Array, head_DV: jax.Array, first: Any

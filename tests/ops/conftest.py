@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "core"), str(Path(__file__).parent)]
 
 
 @pytest.fixture(autouse=True, scope="module")

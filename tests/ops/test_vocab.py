@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from core_runs import assert_close
+from ops_mesh import value_and_grad
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
@@ -17,32 +18,6 @@ from spmdkit.ops.vocab import padded_vocab
 
 B, T, D, V = 8, 8, 16, 24
 MESH = {"fsdp": 2, "context": 2, "tensor": 2}
-
-
-def step(**asked):
-    """Returns the record of a step on a mesh, as the program puts it in place."""
-    sizes = mesh.resolve(asked, 8)
-    return scope.Step(
-        mesh=mesh.make_mesh(sizes, jax.devices()),
-        sizes=sizes,
-        inner_axes=("fsdp", "expert"),
-        logical_axes=layout.logical_axes({}),
-    )
-
-
-def value_and_grad(fn, *args, **asked):
-    """Returns (value, gradients) of `sum(weights * fn(*args))`, on a mesh if one is asked for."""
-
-    def weighted(*args):
-        out = fn(*args)
-        return (out * (1 + jnp.arange(out.size).reshape(out.shape) / out.size)).sum(), out
-
-    run = jax.jit(jax.value_and_grad(weighted, argnums=tuple(range(len(args))), has_aux=True))
-    if not asked:
-        return run(*args)
-    record = step(**asked)
-    with scope.tracing(record):
-        return run(*jax.device_put(args, NamedSharding(record.mesh, PartitionSpec())))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,71 @@
+"""An op alone on a mesh of eight devices, without a program around it: its numbers, and its compiled text."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import layout, mesh, scope
+from spmdkit.plan.bill import read_bill
+from spmdkit.plan.hlo import parse
+
+
+def step(**asked):
+    """Returns the record of a step on a mesh, as the program puts it in place."""
+    sizes = mesh.resolve(asked, 8)
+    return scope.Step(
+        mesh=mesh.make_mesh(sizes, jax.devices()),
+        sizes=sizes,
+        inner_axes=("fsdp", "expert"),
+        logical_axes=layout.logical_axes({}),
+    )
+
+
+def value_and_grad(fn, *args, **asked):
+    """Returns (value, gradients) of `sum(weights * fn(*args))`, on a mesh if one is asked for."""
+
+    def weighted(*args):
+        out = fn(*args)
+        return (out * (1 + jnp.arange(out.size).reshape(out.shape) / out.size)).sum(), out
+
+    run = jax.jit(jax.value_and_grad(weighted, argnums=tuple(range(len(args))), has_aux=True))
+    if not asked:
+        return run(*args)
+    record = step(**asked)
+    with scope.tracing(record):
+        return run(*jax.device_put(args, _on(record, PartitionSpec())))
+
+
+def wire(fn, out, *args, backward=False, **asked):
+    """Returns (op, axes) -> bytes that one device sends for `fn(*args)`, or for the gradients of its float arguments.
+
+    Args:
+        out: dims of the result; with `backward` those of its cotangent.
+        args: (shape, dims) of each argument; of an integer one (shape, dims, "int32").
+    """
+    record = step(**asked)
+
+    def abstract(shape, dims, dtype="float32"):
+        cut = [record.inner_axes if d == "batch" else record.logical_axes[d] if d else () for d in dims]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_on(record, mesh.canonical(cut, record.sizes)))
+
+    given = [abstract(*arg) for arg in args]
+    floats = [i for i, x in enumerate(given) if x.dtype != "int32"]
+
+    def pulled(cotangent, *args):
+        of_floats = lambda *xs: fn(*(xs[floats.index(i)] if i in floats else x for i, x in enumerate(args)))
+        return jax.vjp(of_floats, *(args[i] for i in floats))[1](cotangent)
+
+    with scope.tracing(record):
+        result = jax.eval_shape(fn, *given)
+        result = abstract(result.shape, out, result.dtype)
+        outs = tuple(given[i].sharding for i in floats) if backward else result.sharding
+        run = jax.jit(pulled if backward else fn, out_shardings=outs)
+        compiled = run.lower(*([result] if backward else []), *given).compile()
+    found = {}
+    for c in read_bill(parse(compiled.as_text()), record.sizes).collectives:
+        found[c.op, *c.axes] = found.get((c.op, *c.axes), 0) + c.bytes
+    return found
+
+
+def _on(record, spec):
+    return NamedSharding(record.mesh, spec)
