@@ -9,10 +9,8 @@ import optax
 import pytest
 from core_runs import assert_close
 from ops_mesh import value_and_grad
-from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit import layout, mesh, scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops.vocab import padded_vocab
 
