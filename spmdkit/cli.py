@@ -92,6 +92,25 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     print(table(program.layout))
 
 
+@app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8, cpu:8 or here; default: the config's devices."
+        ),
+    ] = None,
+    json_: AsJson = False,
+    html: Annotated[Path | None, typer.Option(help="Also write the plan as a page.", metavar="FILE")] = None,
+) -> None:
+    """Say what a config will cost: memory, bytes on the wire, time of a step. Runs nothing; the machine may be elsewhere."""
+    from spmdkit.plan.command import run_plan
+
+    run_plan(_load(config, overrides), target=target, as_json=json_, html=html)
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: spmdkit launch -n 2 -- train configs/linear_regression.yaml devices=cpu:2",

@@ -8,7 +8,7 @@ reaches of it is `Chip.reached`, a rule of thumb until `spmdkit plan --calibrate
 | ---- | ----------- | ----------- | ------- | -------------------- | ----------------------- |
 | v4   | 275e12      | 32 GiB      | 1.2e12  | ICI 45e9 x 3 axes    | DCN 6.25e9              |
 | v5e  | 197e12      | 16 GiB      | 0.82e12 | ICI 45e9 x 2 axes    | DCN 3.125e9             |
-| v5p  | 459e12      | 95 GiB      | 2.77e12 | ICI 90e9 x 3 axes    | DCN 6.25e9              |
+| v5p  | 459e12      | 96 GiB      | 2.77e12 | ICI 90e9 x 3 axes    | DCN 6.25e9              |
 | v6e  | 918e12      | 32 GiB      | 1.64e12 | ICI 90e9 x 2 axes    | DCN 12.5e9              |
 | 7x   | 2307e12     | 192 GiB     | 7.38e12 | ICI 90e9 x 3 axes    | DCN 12.5e9              |
 | h100 | 989e12      | 80 GiB      | 3.35e12 | NVLink 450e9         | network 50e9            |
@@ -38,7 +38,7 @@ class Link:
     """A way between devices. Rates are one direction, of one device (one link of it, for a torus).
 
     Attributes:
-        name: how plans call it: `ici`, `dcn`, `nvlink`, `network`, `memory`.
+        name: how plans call it: `ici`, `dcn`, `nvlink`, `network`, `cpu`.
         bytes_per_s: peak.
         latency_s: of one hop.
     """
@@ -79,6 +79,7 @@ class Chip:
         largest: largest length of each dim, sorted.
         wraps_at: an axis of a slice closes to a ring where its length is a multiple of this.
         reserved_bytes: of the memory, not for a program.
+        launch_s: what starting one instruction costs.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Chip:
     largest: tuple[int, ...] = ()
     wraps_at: int = 0
     reserved_bytes: int = 0
+    launch_s: float = 0.0
 
     @property
     def limit_bytes(self) -> int:
@@ -128,9 +130,13 @@ def _tpu(
     pcie: float,
     dims: int,
     largest: tuple[int, ...],
+    limit_gib: float,
     devices_per_chip: int = 1,
 ) -> Chip:
-    """Returns a TPU from the figures of its chip. About 0.3 % of the memory belongs to the runtime (v5p: 95.74 of 96 GB)."""
+    """Returns a TPU from the figures of its chip.
+
+    `limit_gib` is what libtpu 0.0.42 lets a program use of a device: its message to a program that is too large says it.
+    """
     share = 1 / devices_per_chip
     return Chip(
         name=name,
@@ -149,7 +155,8 @@ def _tpu(
         cube=0 if dims == 2 else 4,
         largest=largest,
         wraps_at=16 if dims == 2 else 4,
-        reserved_bytes=int(memory_gib * GIB * share * 0.003),
+        reserved_bytes=int((memory_gib * share - limit_gib) * GIB),
+        launch_s=5e-7,
     )
 
 
@@ -168,17 +175,18 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
         devices_per_host=8,
         # JAX takes 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more; CUDA itself and NCCL need 1 to 2 GiB.
         reserved_bytes=2 * GIB,
+        launch_s=2e-6,
     )
 
 
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, 3, (16, 16, 16), devices_per_chip=2),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, 2, (16, 16)),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 95, 2.765e12, 90e9, 6.25e9, 16e9, 3, (16, 16, 24)),
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, 2, (16, 16)),
-        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, 3, (16, 24, 24), devices_per_chip=2),
+        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, 3, (16, 16, 16), 15.25, 2),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, 2, (16, 16), 15.75),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, 3, (16, 16, 24), 95.74),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, 2, (16, 16), 31.25),
+        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, 3, (16, 24, 24), 94.75, 2),
         _gpu("h100", ("NVIDIA H100 80GB HBM3", "NVIDIA H100"), 80 * GIB, 3.35e12),
         _gpu("h200", ("NVIDIA H200",), 141_000_000_000, 4.8e12),
         # A stand-in for one fake device on a laptop's core; `--calibrate` replaces it by what this machine does.
@@ -189,10 +197,11 @@ CHIPS: Mapping[str, Chip] = {
             flops_per_s={"float32": 50e9, "bfloat16": 10e9},
             memory_bytes=4 * GIB,
             memory_bytes_per_s=5e9,
-            inner=Link("memory", 2e9, 5e-5),
+            inner=Link("cpu", 2e9, 5e-5),
             outer=Link("network", 1e9, 1e-4),
             host_link=Link("memory", 5e9, 1e-6),
             reached=Reached(1.0, 1.0, 1.0),
+            launch_s=3e-6,
         ),
     )
 }

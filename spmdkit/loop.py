@@ -16,6 +16,7 @@ from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
+from spmdkit.plan.start import check_start, check_state
 from spmdkit.program import Program
 from spmdkit.run import Run, latest_for_all
 from spmdkit.state import TrainState
@@ -64,6 +65,7 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         cluster = join(environment(os.environ), config.devices)
     cluster.same_everywhere("config", to_yaml(config))
     program = load(config, cluster, task)
+    check_state(program, cluster)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
         state = run.restore_or_init()
         if run.step >= config.steps:
@@ -74,7 +76,7 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         # Opened first, so that the data is read while the step compiles.
         with program.stream(run.step + 1) as batches:
             with run.face.compiling():
-                program.compiled  # noqa: B018
+                check_start(program, cluster, run.directory)
             state = run_steps(run, program, state, batches, signals)
         run.finish()
         # Together, and only after success: a process that left alone would make JAX abort the others.

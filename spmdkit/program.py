@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import data, layout, mesh, scope, state, step
 from spmdkit.checks import call_user, traces_in_form
-from spmdkit.config import Config, check_batch, choose_optimizer, load_config, task_reference
+from spmdkit.config import Config, check_batch, choose_optimizer, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, nearest
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
@@ -47,6 +47,7 @@ class Program:
 
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device]):
         self.config, self.task, self.notes = config, task, list[str]()
+        self._devices = devices
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
         self.mesh = mesh.make_mesh(self.sizes, devices)
         self.optimizer = make_optimizer(config, task)
@@ -248,6 +249,10 @@ class Program:
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
         return self.traced.lower().compile()
+
+    def with_config(self, changes: Mapping[str, Any]) -> Program:
+        """Returns the program of the same task and devices with dotted keys of the config changed."""
+        return Program(replace_keys(self.config, changes), self.task, self._devices)
 
     def traced_without_remat(self) -> jax.stages.Traced:
         """Returns the step traced with nothing computed twice: what the model itself asks for."""

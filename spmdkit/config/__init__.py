@@ -10,6 +10,7 @@ from spmdkit.config.optimizer import build_optimizer, build_schedule, choose_opt
 from spmdkit.config.rules import check_batch, named_choice
 from spmdkit.config.schema import (
     Best,
+    Budget,
     Checkpoint,
     Config,
     Data,
@@ -30,6 +31,7 @@ __all__ = [
     "LOGICAL_AXES",
     "MESH_AXES",
     "Best",
+    "Budget",
     "Checkpoint",
     "Config",
     "Data",

@@ -177,6 +177,19 @@ class Profile(Section):
     steps: fields.Count = Field(default=3, description="Number of steps that are traced.")
 
 
+class Budget(Section):
+    """What a step may cost. `plan` and `train` fail with code 78 where it costs more; null: no limit."""
+
+    collective_bytes: fields.NumBytes | None = Field(
+        default=None, description="Bytes that one device may send over the links in a step."
+    )
+    peak_memory: fields.NumBytes | None = Field(default=None, description="Bytes of one device that a step may need.")
+    collectives_in_loop: (
+        Annotated[int, Field(ge=0, le=fields.INT32_MAX), Expects("a whole number of at least 0")] | None
+    ) = Field(default=None, description="Collective operations that may stand inside loops.")
+    findings: Literal["none"] | None = Field(default=None, description="none: a plan may have no findings.")
+
+
 Remat = Annotated[
     Literal["none", "full", "dots", "dots_no_batch"] | RematSave,
     fields.names_or(("none", "full", "dots", "dots_no_batch"), RematSave),
@@ -252,6 +265,7 @@ class Config(Section):
         description="How replicas agree on mutable model state: one, one for each, or one for each group.",
     )
     data: Data = Field(default_factory=Data, description="How batches are made.")
+    budget: Budget | None = Field(default=None, description="What a step may cost; null: whatever it costs.")
     checkpoint: Checkpoint | None = Field(
         default_factory=Checkpoint, description="When the state is saved; null: never."
     )

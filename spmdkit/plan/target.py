@@ -56,6 +56,8 @@ class Target:
         compiler: `tpu`, `cpu` or `gpu`: which one makes the program.
         notes: what the plan is not exact about.
         is_here: whether the program could run on these devices.
+        limit_bytes: what the backend itself lets a device use, where it says.
+        calibrated: when the rates were measured on this machine; None: those of the chip table.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Target:
     notes: tuple[str, ...] = ()
     is_here: bool = False
     limit_bytes: int | None = None
+    calibrated: str | None = None
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -1,0 +1,290 @@
+"""`plan_program`: everything that is known of a step before it runs, as one JSON object, which all faces of a plan show.
+
+The object is what `spmdkit plan --json` prints and what `plan.json` in a run's directory holds; the table, the page and the
+comparison read nothing else, so a plan on disk is as good as a fresh one. All bytes and FLOPs are of one device and one
+step, unless a name says `global`. Keys:
+
+    target, compiler, notes           the machine, which compiler made the program, what the plan is not exact about
+    num_devices, mesh, form           axis -> size (all axes), how the step is compiled
+    fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
+    collectives                       one row for each kind, most bytes first; collective_bytes: their sum
+    wire                              by_axes, by_cause: bytes
+    flops, model_flops                of matrix products: of the step, and without what remat computes again
+    predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
+    findings                          severity, code, message, source, fix
+    layout                            path, shape, dtype, spec, memory_kind, bytes (global), device_bytes, reason
+    budget                            what the config allows and what exceeds it
+    config                            the resolved config, YAML
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from spmdkit import layout
+from spmdkit.config import to_yaml
+from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.hardware import Chip
+from spmdkit.plan.bill import Collective
+from spmdkit.plan.budget import exceeded
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.flops import Arithmetic, count
+from spmdkit.plan.least import least_bytes
+from spmdkit.plan.links import way_of
+from spmdkit.plan.memory import shard_bytes
+from spmdkit.plan.reading import Reading, read_program
+from spmdkit.plan.roofline import Time, predict_time
+from spmdkit.plan.target import Target
+from spmdkit.program import Program
+
+Document = dict[str, Any]
+VERSION = 1
+
+
+def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Document:
+    """Returns the plan of a program on the target whose devices it was built on. Compiles it where that was not done.
+
+    A program that the compiler refuses for want of memory has a plan too: it does not fit, and says by how much.
+    """
+    arithmetic = count(program.traced.jaxpr)
+    recomputes = program.config.remat != "none"
+    model = count(program.traced_without_remat().jaxpr) if recomputes else arithmetic
+    try:
+        program.compiled  # noqa: B018
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ConfigError(
+                f"the compiler of target {target.name} refused the step: {str(error).splitlines()[0][:400]}. It was asked for the step "
+                "as train would run it. Try another mesh, or report it with the config."
+            ) from error
+        return _without_program(program, target, arithmetic, model, str(error))
+    reading = read_program(program)
+    devices = list(program.mesh.devices.flat)
+    time = predict_time(target, reading.module, reading.bill, devices, reading.memory.host_bytes, call_s)
+    return _document(program, target, arithmetic, model, reading, time)
+
+
+def _document(
+    program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic, reading: Reading, time: Time
+) -> Document:
+    bill, memory, limit = reading.bill, reading.memory, target.memory_limit_bytes
+    findings = [*reading.findings]
+    devices = list(program.mesh.devices.flat)
+    if memory.peak_bytes > limit:
+        findings.insert(0, _does_not_fit(memory.peak_bytes, limit, target.chip))
+    document = _head(program, target) | {
+        "fits": memory.peak_bytes <= limit,
+        "memory": {
+            "argument_bytes": memory.argument_bytes,
+            "output_bytes": memory.output_bytes,
+            "alias_bytes": memory.alias_bytes,
+            "temp_bytes": memory.temp_bytes,
+            "code_bytes": memory.code_bytes,
+            "peak_bytes": memory.peak_bytes,
+            "limit_bytes": limit,
+            "host_bytes": memory.host_bytes,
+            "parts": dict(memory.parts),
+            "host_parts": dict(memory.host_parts),
+            "live": [vars(buffer) for buffer in memory.live],
+        },
+        "collectives": [row.as_json() | _over(target, devices, row) for row in bill.rows],
+        "collective_bytes": bill.bytes,
+        "collective_bytes_at_least": bill.bytes_at_least,
+        "collectives_in_loops": bill.num_in_loops,
+        "wire": {
+            "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by_axes().items()},
+            "by_cause": bill.by_cause(),
+            "least": least_bytes(program),
+        },
+        "findings": [finding.as_json() for finding in findings],
+    }
+    document |= _arithmetic(program, arithmetic, model)
+    document |= _time(program, target, model, time)
+    return _close(document, program)
+
+
+def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:
+    """Returns the link of a row of the bill, whether it leads between hosts or slices, and how long it is busy."""
+    found = way_of(target, devices, row)
+    seconds = found.seconds(row.bytes_at_least, row.op, row.group_size, (row.trip_count or 1) * row.count)
+    return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
+
+
+def _without_program(
+    program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic, said: str
+) -> Document:
+    """Returns the plan of a step that the compiler refused: its state is known from the layout, its temporaries from the message."""
+    state = sum(row["device_bytes"] for row in layout_rows(program) if row["memory_kind"] == "device")
+    inputs = sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(program.abstract_batch))
+    temporaries = _needed(said)
+    peak, limit = state + inputs + temporaries, target.memory_limit_bytes
+    document = _head(program, target) | {
+        "fits": False,
+        "memory": {
+            "argument_bytes": state + inputs,
+            "output_bytes": state,
+            "alias_bytes": state,
+            "temp_bytes": temporaries,
+            "code_bytes": 0,
+            "peak_bytes": peak,
+            "limit_bytes": limit,
+            "host_bytes": 0,
+            "parts": {"state": state, "inputs": inputs, "gradients, activations and work space": temporaries},
+            "host_parts": {},
+            "live": [],
+        },
+        "collectives": [],
+        "collective_bytes": None,
+        "collective_bytes_at_least": 0,
+        "collectives_in_loops": 0,
+        "wire": {"by_axes": {}, "by_cause": {}, "least": least_bytes(program)},
+        "findings": [_does_not_fit(peak, limit, target.chip).as_json()],
+        "predicted_step_s": None,
+        "time": None,
+    }
+    return _close(document | _arithmetic(program, arithmetic, model), program)
+
+
+def _needed(said: str) -> int:
+    """Returns the bytes that the compiler's message says it needs; the largest of its numbers in front of the limit."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
+    found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", said)]
+    found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", said)[:1]]
+    return int(max(found, default=0))
+
+
+def _does_not_fit(peak: int, limit: int, chip: Chip) -> Finding:
+    return Finding(
+        "error",
+        "does-not-fit",
+        f"a step needs {format_bytes(peak)} of a device, {chip.name} has {format_bytes(limit)}",
+        None,
+        "More microbatches, remat: full, a larger fsdp or tensor axis, or placement: {optimizer: host}; --search tries them.",
+    )
+
+
+def _head(program: Program, target: Target) -> Document:
+    return {
+        "version": VERSION,
+        "target": target.name,
+        "chip": target.chip.name,
+        "compiler": target.compiler,
+        "notes": [*target.notes, *program.notes],
+        "num_devices": int(program.mesh.devices.size),
+        "hosts_or_slices": target.hosts_or_slices,
+        "mesh": dict(program.sizes),
+        "form": program.form,
+        "batch_size": program.config.batch_size,
+        "microbatches": program.config.microbatches,
+        "places": places(program, target),
+    }
+
+
+def _close(document: Document, program: Program) -> Document:
+    document["layout"] = layout_rows(program)
+    document["config"] = to_yaml(program.config)
+    document["source"] = str(program.config.source) if program.config.source else None
+    document["budget"] = {
+        "allowed": {} if program.config.budget is None else program.config.budget.model_dump(exclude_none=True),
+        "exceeded": exceeded(program.config.budget, document),
+    }
+    return document
+
+
+def _arithmetic(program: Program, arithmetic: Arithmetic, model: Arithmetic) -> Document:
+    num = int(program.mesh.devices.size)
+    params = sum(x.size for x in jax.tree.leaves(program.abstract_state.params))
+    return {
+        "num_params": params,
+        "flops": arithmetic.flops / num,
+        "model_flops": model.flops / num,
+        "flops_by_dtype": {dtype: flops / num for dtype, flops in arithmetic.by_dtype.items()},
+        "elementwise_flops": arithmetic.elementwise / num,
+    }
+
+
+def _time(program: Program, target: Target, model: Arithmetic, time: Time) -> Document:
+    step_s = max(time.step_s, 1e-9)
+    tokens = tokens_of_batch(program)
+    dtype = max(model.by_dtype, key=lambda d: model.by_dtype[d], default="float32")
+    peak = target.chip.peak(dtype)
+    per_device = model.products / program.mesh.devices.size
+    return {
+        "predicted_step_s": step_s,
+        "time": {
+            "parts": time.parts(),
+            "links": {name: vars(link) for name, link in time.links.items()},
+            "bound": time.bound,
+            "mfu": per_device / (step_s * peak),
+            "peak_flops_per_s": peak,
+            "examples_per_s": program.config.batch_size / step_s,
+            "tokens_per_s": tokens / step_s if tokens else None,
+            "hlo_flops": time.hlo_flops,
+            "memory_traffic_bytes": time.memory_bytes,
+            "loops_of_unknown_length": time.guessed,
+            "calibrated": target.calibrated,
+        },
+    }
+
+
+def tokens_of_batch(program: Program) -> int | None:
+    """Returns the tokens of a global batch: the largest integer leaf [batch, positions]; None for a task without one."""
+    leaves = jax.tree.leaves(program.abstract_batch.examples)
+    found = [x.shape[0] * x.shape[1] for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
+    return max(found, default=None)
+
+
+def layout_rows(program: Program) -> list[Document]:
+    """Returns where every leaf of the train state lives: global shape and bytes, the bytes of one device, and why."""
+    return [_row(program, leaf) for leaf in program.layout]
+
+
+def _row(program: Program, leaf: layout.LeafPlacement) -> Document:
+    return {
+        "path": leaf.path,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": [list(d) if isinstance(d, tuple) else d for d in leaf.spec],
+        "memory_kind": leaf.memory_kind,
+        "bytes": leaf.num_bytes,
+        "device_bytes": shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh)),
+        "reason": leaf.reason,
+    }
+
+
+def places(program: Program, target: Target, most: int = 1024) -> list[dict[str, Any]]:
+    """Returns where each of the first devices of the mesh stands: coordinates of a chip, host or slice. For drawing."""
+    found = []
+    for number, device in enumerate(list(program.mesh.devices.flat)[:most]):
+        part = getattr(device, "slice_index", 0) or 0
+        if target.chip.kind == "gpu":
+            part = number // target.chip.devices_per_host
+        coords: Sequence[int] = tuple(getattr(device, "coords", ()) or ()) if target.compiler == "tpu" else ()
+        found.append({"id": int(device.id), "coords": list(coords), "part": int(part)})
+    return found
+
+
+def refuse(document: Mapping[str, Any], what: str) -> None:
+    """Raises for a plan that must not be run: it does not fit, or exceeds the config's budget.
+
+    Raises:
+        ConfigError: exit code 78.
+    """
+    problems = list(document["budget"]["exceeded"])
+    if not document["fits"]:
+        memory = document["memory"]
+        problems.insert(
+            0,
+            f"a step needs {format_bytes(memory['peak_bytes'])} of each device, {document['target']} has "
+            f"{format_bytes(memory['limit_bytes'])}",
+        )
+    if problems:
+        raise NotAllowed(f"{what}: {'; '.join(problems)}.")
+
+
+class NotAllowed(ConfigError):
+    """A plan that does not fit or exceeds its budget."""

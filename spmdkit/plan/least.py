@@ -1,0 +1,47 @@
+"""`least_bytes`: what a device has to send in a step at the least, so that the mesh's replica and fsdp axes do their work.
+
+With P the parameter bytes of one device when fsdp is gathered, in the dtype of computation, and G those of its gradient:
+
+| axes                   | what                                                         | bytes sent by a device                 |
+| ---------------------- | ------------------------------------------------------------ | -------------------------------------- |
+| replica x data, r long | one all_reduce of what fsdp leaves of the gradient           | 2 (r-1)/r * G / f                      |
+| fsdp, f long, ZeRO 3   | gather forward, gather backward, scatter the gradient        | 2 (f-1)/f * P + (f-1)/f * G            |
+| fsdp, ZeRO 2           | scatter the gradient, gather the new parameters              | (f-1)/f * (G + S)                      |
+| fsdp, ZeRO 1           | add up the gradient, gather the new parameters               | (f-1)/f * (2 G + S)                    |
+
+S: the parameters as they are stored. Leaves that fsdp does not cut count as copies: their gradient is added up over fsdp too. With more
+microbatches than one, ZeRO 3 gathers in each, unless there is memory to keep what was gathered; the table says one.
+Model axes other than fsdp are left out: what they need is the model's own affair.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmdkit.mesh import count
+from spmdkit.plan.memory import shard_bytes
+from spmdkit.program import Program
+
+
+def least_bytes(program: Program) -> dict[str, int]:
+    """Returns axes -> bytes that one device has to send in a step, for the replica axes and for fsdp."""
+    sizes, config = program.sizes, program.config
+    replicas, f = count(sizes, ("replica", "data")), sizes["fsdp"]
+    compute = np.dtype(config.precision.compute).itemsize if config.precision.compute != "bfloat16" else 2
+    reduce = 4 if config.precision.reduce == "float32" else 2
+    found = {"replica x data": 0.0, "fsdp": 0.0}
+    for leaf in program.layout:
+        if not leaf.path.startswith("params"):
+            continue
+        stored = shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh))
+        axes = {a for dim in leaf.spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
+        is_cut = "fsdp" in axes
+        elements = stored / np.dtype(leaf.dtype).itemsize * (f if is_cut else 1)
+        p, g, s = elements * compute, elements * reduce, elements * np.dtype(leaf.dtype).itemsize
+        found["replica x data"] += 2 * (replicas - 1) / replicas * g / (f if is_cut or config.layout.zero == 2 else 1)
+        share = (f - 1) / f
+        if config.layout.zero == 3:
+            found["fsdp"] += share * (2 * p + g) if is_cut else share * 2 * g
+        else:
+            found["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
+    return {name: round(num) for name, num in found.items() if num}

@@ -1,0 +1,123 @@
+"""Which link a group of devices talks over, how fast it is for them, and how long a collective takes on it.
+
+    time = bytes that one device sends / bytes per second of its way + hops x latency
+
+The bytes are the bill's (ring algorithms). The way depends on where the group's devices stand:
+
+| machine | group                       | bytes per second of one device                                             |
+| ------- | --------------------------- | -------------------------------------------------------------------------- |
+| TPU     | inside a slice              | per ICI axis that it spans: two links where the axis is a ring, else one   |
+| TPU     | across slices               | the device's share of the data centre's network, as often as the group has devices in a slice |
+| GPU     | inside a host               | NVLink                                                                     |
+| GPU     | across hosts                | one network port for each of the group's devices in a host, at most NVLink |
+| CPU     | anything                    | the machine's memory; processes on several hosts are not told apart        |
+
+A group that is cut out of an ICI axis (every second device of it) is a line, not a ring, and its hops pass others.
+Several groups that share links at the same time are not modelled: neighbours along a mesh axis are laid out apart by
+`mesh.py`, so on a torus they do not, mostly.
+
+Source: "How to Scale Your Model", chapters on TPUs, GPUs and sharded matrices (jax-ml.github.io/scaling-book): rings, wrap-around,
+one port per GPU and rail-optimised hierarchy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdkit.hardware import Link
+from spmdkit.plan.bill import Collective
+from spmdkit.plan.target import Target
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a group of devices is joined.
+
+    Attributes:
+        link: name of the slowest link that a byte crosses: `ici`, `dcn`, `nvlink`, `network`, `cpu`, `on chip`.
+        bytes_per_s: that one device can send, peak.
+        reached: share of it that is reached.
+        latency_s: of one hop.
+        crosses: whether the group spans several hosts (GPU) or slices (TPU).
+    """
+
+    link: str
+    bytes_per_s: float
+    reached: float
+    latency_s: float
+    crosses: bool = False
+
+    def seconds(self, num_bytes: float, op: str, group_size: int, runs: int = 1) -> float:
+        """Returns the time of a collective whose bytes (of all `runs` together) one device sends."""
+        return num_bytes / (self.bytes_per_s * self.reached) + runs * hops(op, group_size) * self.latency_s
+
+
+def hops(op: str, group_size: int) -> int:
+    """Returns the steps of a ring: N-1, twice for an all_reduce; one for a permutation. Long rings go both ways."""
+    if op == "collective_permute":
+        return 1
+    steps = max(1, math.ceil((group_size - 1) / 2))
+    return 2 * steps if op == "all_reduce" else steps
+
+
+def way(target: Target, devices: Sequence[Any], group: Sequence[int]) -> Way:
+    """Returns the way between the devices of a group; `group` are places in the flattened mesh `devices`."""
+    members = [devices[i] for i in group]
+    if target.chip.kind == "tpu":
+        return _torus(target, members)
+    if target.chip.kind == "gpu":
+        return _hosts(target, group)
+    inner = target.chip.inner
+    return Way(inner.name, inner.bytes_per_s, target.chip.reached.link, inner.latency_s)
+
+
+def way_of(target: Target, devices: Sequence[Any], collective: Collective) -> Way:
+    """Returns the way of a collective: that of its first group, of a permutation's slowest pair."""
+    if collective.op == "collective_permute":
+        ways = [way(target, devices, pair) for pair in collective.groups] or [way(target, devices, (0,))]
+        return min(ways, key=lambda found: found.bytes_per_s)
+    group = collective.groups[0] if collective.groups else range(collective.group_size)
+    return way(target, devices, group)
+
+
+def _hosts(target: Target, group: Sequence[int]) -> Way:
+    chip = target.chip
+    per_host: dict[int, int] = {}
+    for place in group:
+        per_host[place // chip.devices_per_host] = per_host.get(place // chip.devices_per_host, 0) + 1
+    if len(per_host) == 1:
+        return _over(chip.inner, chip.reached.link)
+    rate = min(chip.inner.bytes_per_s, chip.outer.bytes_per_s * min(per_host.values()))
+    return Way(chip.outer.name, rate, chip.reached.link, chip.outer.latency_s, crosses=True)
+
+
+def _over(link: Link, reached: float) -> Way:
+    return Way(link.name, link.bytes_per_s, reached, link.latency_s)
+
+
+def _torus(target: Target, members: Sequence[Any]) -> Way:
+    chip = target.chip
+    slices: dict[int, int] = {}
+    for device in members:
+        number = getattr(device, "slice_index", 0) or 0
+        slices[number] = slices.get(number, 0) + 1
+    if len(slices) > 1:
+        rate = chip.outer.bytes_per_s * min(slices.values())
+        fastest = 2 * chip.torus_dims * chip.inner.bytes_per_s
+        return Way(chip.outer.name, min(rate, fastest), chip.reached.link, chip.outer.latency_s, crosses=True)
+    coords = {tuple(device.coords)[: chip.torus_dims] for device in members}
+    rate = 0.0
+    for axis in range(chip.torus_dims):
+        places = {c[axis] for c in coords}
+        if len(places) < 2:
+            continue
+        length = target.topology[axis] if axis < len(target.topology) else len(places)
+        whole = len(places) == length
+        rings = whole and length % chip.wraps_at == 0
+        rate += chip.inner.bytes_per_s * (2 if rings else 1)
+    if not rate:  # the two devices of one chip
+        return Way("on chip", chip.memory_bytes_per_s, chip.reached.memory, chip.inner.latency_s / 10)
+    return Way(chip.inner.name, rate, chip.reached.link, chip.inner.latency_s)

@@ -1,0 +1,214 @@
+"""A plan on the terminal, at most 100 columns: does it fit, what crosses the wire, how long is a step, what to change."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spmdkit.errors import format_bytes
+from spmdkit.mesh import describe_mesh
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100
+MOST_ROWS = 12
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def console() -> Console:
+    """Returns the console that plans are written to: as wide as the terminal, at most `WIDTH`."""
+    from rich.console import Console
+
+    found = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    found.width = min(WIDTH, found.width) if found.is_terminal else WIDTH
+    return found
+
+
+def show(document: Mapping[str, Any], to: Console | None = None) -> None:
+    """Prints a plan."""
+    out = to or console()
+    _show_head(document, out)
+    _show_memory(document, out)
+    _show_wire(document, out)
+    _show_time(document, out)
+    _show_findings(document, out)
+    for sentence in document["budget"]["exceeded"]:
+        out.print(f"[bold red]over budget[/] {_plain(sentence)}")
+    for note in document["notes"]:
+        out.print(f"[dim]note: {_plain(note)}[/]")
+
+
+def _show_head(document: Mapping[str, Any], out: Console) -> None:
+    devices = document["num_devices"]
+    parts = document["hosts_or_slices"]
+    where = f", {parts} {'slices' if document['compiler'] == 'tpu' else 'hosts'}" if parts > 1 else ""
+    out.print(
+        f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  [bold]{describe_mesh(document['mesh'])}[/]  "
+        f"{_count(document['num_params'])} parameters, batch {document['batch_size']}"
+        + (f" in {document['microbatches']} microbatches" if document["microbatches"] > 1 else "")
+    )
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _show_memory(document: Mapping[str, Any], out: Console) -> None:
+    memory = document["memory"]
+    peak, limit = memory["peak_bytes"], memory["limit_bytes"]
+    verdict = "[bold green]fits[/]" if document["fits"] else "[bold red]does not fit[/]"
+    out.print()
+    out.print(
+        f"[bold]Memory[/]  {verdict}: {format_bytes(peak)} of {format_bytes(limit)} a device ({peak / limit:.1%})"
+    )
+    table = _table("", "", "", "")
+    for name, num in sorted(memory["parts"].items(), key=lambda item: -item[1]):
+        table.add_row(name, format_bytes(num), f"{num / max(peak, 1):.0%}", _bar(num / max(peak, 1)))
+    for name, num in memory["host_parts"].items():
+        table.add_row(f"{name} (host)", format_bytes(num), "", "")
+    out.print(table)
+    if memory["live"]:
+        largest = memory["live"][:3]
+        out.print("[dim]largest at the peak:[/]")
+        for buffer in largest:
+            out.print(f"[dim]  {format_bytes(buffer['bytes']):>10}  {buffer['shape']}  {_source(buffer['source'])}[/]")
+
+
+# ---- wire -------------------------------------------------------------------------------------------------------------
+
+
+def _show_wire(document: Mapping[str, Any], out: Console) -> None:
+    rows = [row for row in document["collectives"] if row["counted"]]
+    out.print()
+    if not rows:
+        out.print("[bold]Wire[/]  nothing" if document["collective_bytes"] == 0 else "[bold]Wire[/]  not known")
+        return
+    total = document["collective_bytes"]
+    said = _bytes_of(total, document["collective_bytes_at_least"])
+    out.print(f"[bold]Wire[/]  a device sends {said} a step")
+    table = _table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
+    for row in rows[:MOST_ROWS]:
+        loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"
+        table.add_row(
+            f"{row['op']} {row['dtype']}",
+            " x ".join(row["axes"]),
+            row["link"],
+            _bytes_of(row["bytes"], row["bytes_at_least"]),
+            str(row["count"]),
+            loop,
+            row["cause"],
+            _source(row["source"]),
+        )
+    out.print(table)
+    if len(rows) > MOST_ROWS:
+        rest = sum(row["bytes_at_least"] for row in rows[MOST_ROWS:])
+        out.print(f"[dim]and {len(rows) - MOST_ROWS} more, {format_bytes(rest)}; --json and --html have all[/]")
+    totals = ", ".join(f"{axes} {_bytes_of(num, 0)}" for axes, num in document["wire"]["by_axes"].items())
+    out.print(f"[dim]by axis: {totals}[/]")
+    if least := document["wire"].get("least"):
+        out.print(
+            "[dim]least that the strategy needs: "
+            + ", ".join(f"{a} {format_bytes(n)}" for a, n in least.items())
+            + "[/]"
+        )
+
+
+def _bytes_of(num: int | None, at_least: int) -> str:
+    return f"unknown, at least {format_bytes(at_least)}" if num is None else format_bytes(num)
+
+
+# ---- time -------------------------------------------------------------------------------------------------------------
+
+
+def _show_time(document: Mapping[str, Any], out: Console) -> None:
+    time = document["time"]
+    out.print()
+    if time is None:
+        out.print("[bold]Time[/]  not known: there is no program")
+        return
+    step_s = document["predicted_step_s"]
+    speed = (
+        f"{_count(time['tokens_per_s'])} tokens/s"
+        if time["tokens_per_s"]
+        else f"{_count(time['examples_per_s'])} examples/s"
+    )
+    rates = f"rates of {time['calibrated']}" if time["calibrated"] else "chip table"
+    out.print(
+        f"[bold]Time[/]  a step takes about [bold]{seconds(step_s)}[/], {speed}, MFU {time['mfu']:.1%}, "
+        f"bound by {time['bound']} ({rates})"
+    )
+    table = _table("", "", "", "")
+    for name, part in sorted(time["parts"].items(), key=lambda item: -item[1]):
+        table.add_row(name, seconds(part), f"{part / step_s:.0%}", _bar(part / step_s))
+    hidden = sum(link["busy_s"] - link["exposed_s"] for link in time["links"].values())
+    out.print(table)
+    if hidden > 1e-9:
+        out.print(f"[dim]{seconds(hidden)} of the links' time is hidden behind arithmetic[/]")
+    if time["loops_of_unknown_length"]:
+        out.print(f"[dim]{time['loops_of_unknown_length']} loops of unknown length were taken to run once[/]")
+
+
+# ---- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _show_findings(document: Mapping[str, Any], out: Console) -> None:
+    out.print()
+    if not document["findings"]:
+        out.print("[bold]Findings[/]  none")
+        return
+    out.print("[bold]Findings[/]")
+    for finding in document["findings"]:
+        where = f" [dim]{_source(finding['source'])}[/]" if finding["source"] else ""
+        out.print(f"  [{_COLOURS[finding['severity']]}]{finding['severity']}[/] {_plain(finding['code'])}{where}")
+        out.print(f"    {_plain(finding['message'])}")
+        out.print(f"    [dim]{_plain(finding['fix'])}[/]")
+
+
+# ---- small parts ------------------------------------------------------------------------------------------------------
+
+
+def _table(*columns: str, right: Sequence[int] = (1, 2)) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns), header_style="dim")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number in right else "left", no_wrap=name in ("bytes", "ops"))
+    return table
+
+
+def _bar(share: float, width: int = 30) -> str:
+    return "[blue]" + "█" * max(1, round(share * width)) + "[/]" if share > 0 else ""
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _source(source: str | None) -> str:
+    if not source:
+        return ""
+    path, colon, line = source.rpartition(":")
+    if not colon:
+        return source
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    return f"{relative if not relative.startswith('../..') else os.path.basename(path)}:{line}"
+
+
+def _count(value: float) -> str:
+    """Returns a number for people: `8.03B`, `12.4k`, `950`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """Returns a duration for people: `2.42 s`, `23.1 ms`, `850 us`."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return "0 s" if value == 0 else f"{value / 1e-6:.2g} us"

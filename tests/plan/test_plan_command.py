@@ -1,0 +1,171 @@
+"""`spmdkit plan`: its JSON, its table, its budget, its refusals; and the plan that `train` makes."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from spmdkit.cluster import environment, join
+from spmdkit.config import parse_config
+from spmdkit.errors import ConfigError
+from spmdkit.loop import train
+from spmdkit.plan.command import make_plan, run_plan
+from spmdkit.plan.document import NotAllowed
+from spmdkit.plan.table import WIDTH, console, show
+from spmdkit.plan.target import target_of
+
+TASK = f"{Path(__file__).parent / 'plan_tasks.py'}:task"
+WIDE, LAYERS, BATCH = 64, 4, 64
+
+
+def config(**changes):
+    base = {"task": TASK, "batch_size": BATCH, "steps": 2, "devices": "cpu:8", "mesh": {"data": 2, "fsdp": 4}}
+    return parse_config(base | {"log": {"progress": "off"}, "checkpoint": None} | changes)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(config())
+
+
+def test_the_json_has_every_key_of_the_contract(plan, capsys):
+    run_plan(config(), as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    keys = [
+        "target",
+        "num_devices",
+        "mesh",
+        "fits",
+        "memory",
+        "collectives",
+        "flops",
+        "predicted_step_s",
+        "findings",
+        "layout",
+    ]
+    assert set(keys) <= printed.keys()
+    assert {"argument_bytes", "temp_bytes", "peak_bytes", "limit_bytes"} <= printed["memory"].keys()
+    assert all(
+        {"op", "axes", "dtype", "bytes", "count", "in_loop", "source"} <= row.keys() for row in printed["collectives"]
+    )
+    assert {"path", "shape", "dtype", "spec", "memory_kind", "bytes", "reason"} <= printed["layout"][0].keys()
+    assert (printed["target"], printed["num_devices"], printed["mesh"]["fsdp"]) == ("cpu:8", 8, 4)
+    assert printed["flops"] == plan["flops"]
+
+
+def test_arithmetic_is_that_of_the_model_over_the_devices(plan):
+    assert plan["flops"] == plan["model_flops"] == 6 * BATCH * WIDE**2 * LAYERS / 8
+
+
+def test_remat_adds_a_forward_pass_to_the_flops_and_nothing_to_the_models(plan):
+    again = make_plan(config(remat="full"))
+    assert again["model_flops"] == plan["model_flops"]
+    assert again["flops"] > plan["flops"]
+    assert again["time"]["hlo_flops"] == pytest.approx(again["flops"])
+
+
+def test_the_state_of_a_device_is_counted_to_the_byte(plan):
+    leaf = WIDE * WIDE * LAYERS * 4
+    assert plan["memory"]["parts"]["parameters"] == leaf / 4
+    assert plan["memory"]["parts"]["optimizer state"] == 2 * leaf / 4 + 4
+    assert sum(plan["memory"]["parts"].values()) == plan["memory"]["peak_bytes"]
+    row = next(row for row in plan["layout"] if row["path"] == "params/layers")
+    assert (row["bytes"], row["device_bytes"], row["spec"]) == (leaf, leaf / 4, [None, "fsdp"])
+
+
+def test_the_parts_of_the_time_add_up_and_the_shares_are_shares(plan):
+    assert sum(plan["time"]["parts"].values()) == pytest.approx(plan["predicted_step_s"])
+    assert 0 < plan["time"]["mfu"] < 1
+    assert plan["time"]["examples_per_s"] == pytest.approx(BATCH / plan["predicted_step_s"])
+
+
+def test_the_wire_is_between_the_least_and_a_few_times_of_it(plan):
+    least = sum(plan["wire"]["least"].values())
+    assert least == 2 * (2 - 1) / 2 * WIDE**2 * LAYERS * 4 / 4 + 3 * 3 / 4 * WIDE**2 * LAYERS * 4
+    assert 0.5 * least < plan["collective_bytes"] < 4 * least
+
+
+@pytest.mark.parametrize("target", ["cpu:8", "gpu:h100:8", "gpu:h200:2x4", "here"])
+def test_other_machines_plan_the_same_program(target, plan):
+    other = make_plan(config(), target)
+    assert other["collective_bytes"] == plan["collective_bytes"]
+    assert other["flops"] == plan["flops"]
+    if target == "gpu:h200:2x4":
+        assert any(row["crosses"] and row["link"] == "network" for row in other["collectives"])
+        assert not any(row["crosses"] for row in other["collectives"] if row["axes"] == ["fsdp"])
+    if target.startswith("gpu"):
+        assert "indicative" in other["notes"][0]
+
+
+def test_the_table_fits_a_hundred_columns(plan):
+    out = console()
+    with out.capture() as captured:
+        show(plan, out)
+    text = captured.get()
+    assert max(map(len, text.splitlines())) <= WIDTH
+    for part in ("Memory", "fits", "Wire", "Time", "MFU", "Findings", "cpu:8", "data 2 x fsdp 4"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ({"collective_bytes": 1000}, r"budget.collective_bytes is 1000 bytes, a device sends \d+"),
+        ({"peak_memory": 1000}, r"budget.peak_memory is 1000 bytes, a device needs \d+"),
+        ({"collectives_in_loop": 0}, r"budget.collectives_in_loop is 0, the program has \d+ inside loops"),
+    ],
+)
+def test_a_budget_that_is_exceeded_fails_plan_and_train(budget, said, tmp_path, capsys):
+    over = config(budget=budget, run_dir=str(tmp_path / "run"))
+    with pytest.raises(NotAllowed, match=said) as refused:
+        run_plan(over, as_json=True)
+    assert refused.value.exit_code == 78
+    assert json.loads(capsys.readouterr().out)["budget"]["exceeded"]
+    with pytest.raises(NotAllowed, match=said):
+        train(over)
+    assert "exceeded" in json.loads((tmp_path / "run" / "plan.json").read_text())["budget"]
+
+
+def test_a_budget_that_is_kept_changes_nothing(tmp_path):
+    kept = config(budget={"collective_bytes": 10**9, "peak_memory": 10**9}, run_dir=str(tmp_path / "run"))
+    assert train(kept).run.step == 2
+    written = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert written["num_devices"] == 8
+    assert math.isfinite(written["predicted_step_s"])
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path, monkeypatch):
+    devices = jax.devices()
+    small = config(run_dir=str(tmp_path / "run"), mesh={"data": 8}, task_args={"layers": 16}, batch_size=4096)
+    plans = (
+        make_plan(config(mesh={"data": 8}, task_args={"layers": 16}, batch_size=4096, microbatches=m)) for m in (1, 2)
+    )
+    whole, halved = (p["memory"]["peak_bytes"] for p in plans)
+    between = (whole + halved) // 2
+    assert halved < between < whole
+    monkeypatch.setattr("spmdkit.plan.target._memory_of_this_machine", lambda: between * len(devices))
+    assert target_of(devices).memory_limit_bytes == between
+    with pytest.raises(NotAllowed, match=r"a step needs .* of each device.*Try microbatches: [24]"):
+        train(small)
+
+
+def test_a_state_that_does_not_fit_is_refused_before_any_array(tmp_path, monkeypatch):
+    monkeypatch.setattr("spmdkit.plan.target._memory_of_this_machine", lambda: 8 * 1000)
+    with pytest.raises(ConfigError, match=r"the train state needs .* of each device, cpu has 1000 B"):
+        train(config(run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_mesh_that_does_not_match_the_target_is_refused():
+    with pytest.raises(ConfigError, match=r"mesh needs data\(2\) x fsdp\(4\) = 8 devices, found 4"):
+        make_plan(config(), "gpu:h100:4")
+
+
+def test_no_message_has_more_than_one_line():
+    with pytest.raises(ConfigError) as refused:
+        make_plan(config(), "tpu:v9:4x4")
+    assert not re.search(r"\n", str(refused.value))
+    assert join(environment({}), "cpu:8").num_processes == 1
