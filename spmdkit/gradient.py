@@ -94,7 +94,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, step: scope.Step, key: Any) -
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
-        folded = None if key is None else jax.random.fold_in(jax.random.fold_in(key, index), micro)
+        folded = _loss_key(key, index, micro)
         with scope.over(scope.Examples(num, mask, _positions(step, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast(rows, step.compute_dtype), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
@@ -136,6 +136,11 @@ def _local_gradient(loss_fn: Loss, stateful: bool, step: scope.Step, key: Any) -
 
 
 # ---- small parts -----------------------------------------------------------------------------------------------------
+
+
+def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
+    """Returns the plain key of a loss: another one on each replica and in each microbatch."""
+    return None if key is None else jax.random.fold_in(jax.random.fold_in(key, replica), micro)
 
 
 def _positions(step: scope.Step, replica: Any, micro: Any, num: int) -> jax.Array:

@@ -22,6 +22,7 @@ from spmdkit.run import Run, latest_for_all
 from spmdkit.state import TrainState
 from spmdkit.task import Task, load_task
 from spmdkit.tree import tree_bytes
+from spmdkit.verify import certificate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,7 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
     cluster.same_everywhere("config", to_yaml(config))
     program = load(config, cluster, task)
     check_state(program, cluster)
+    certificate.require(config, program.sizes)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
         state = run.restore_or_init()
         if run.step >= config.steps:

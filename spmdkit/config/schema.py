@@ -272,6 +272,10 @@ class Config(Section):
     eval: Eval = Field(default_factory=Eval, description="When and on what the evaluation runs.")
     log: Log = Field(default_factory=Log, description="What is told while a run goes on.")
     profile: Profile | None = Field(default=None, description="Steps of which a profiler trace is taken; null: none.")
+    certificate: fields.FileName | None = Field(
+        default=None,
+        description="File of verify --certificate, from the config's folder: train refuses what it does not prove; null: none.",
+    )
     on_nonfinite: Literal["stop", "continue"] = Field(
         default="stop",
         description="When the loss or the gradient is not finite: stop with code 77, or go on and report.",

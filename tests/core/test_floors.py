@@ -20,7 +20,7 @@ FLOORS = {
     7: ["state", "step", "task", "checks"],
     8: ["data", "checkpoint", "metrics", "faults"],
     9: ["state_layout", "feed", "evaluation", "program"],
-    10: ["run", "loop", "doctor", "plan"],
+    10: ["run", "verify", "plan", "loop", "doctor"],
     11: ["launch", "cli", "__main__"],
 }
 """The table of ARCHITECTURE.md, with the modules that exist."""

@@ -1,0 +1,85 @@
+"""Which cases there are: every mesh of a number of devices, or the config's own; the batch size that fits all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError
+from spmdkit.mesh import AXES, resolve
+
+ROWS = 2
+"""Rows on each device and microbatch. One is not enough for convolutions on meshes with replica and model axes (docs/guide.md)."""
+
+DEFAULT_DEVICES = 8
+
+
+def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
+    """Returns every mesh of `num_devices` whose axes are at most `max_axis`, as the sizes larger than one; few axes first."""
+
+    def sizes(rest: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        if not axes:
+            if rest == 1:
+                yield {}
+            return
+        for size in range(1, min(rest, max_axis) + 1):
+            if rest % size == 0:
+                for others in sizes(rest // size, axes[1:]):
+                    yield ({axes[0]: size} if size > 1 else {}) | others
+
+    return sorted(sizes(num_devices, AXES), key=len)
+
+
+def choose_devices(config: Config, asked: int | None) -> int:
+    """Returns the number of fake devices: as asked, or as the config says, or 8.
+
+    Raises:
+        ConfigError: less than one.
+    """
+    if asked is not None:
+        if asked < 1:
+            raise ConfigError(f"--devices is {asked}. It is a number of fake devices of at least 1. Try --devices 8.")
+        return asked
+    if isinstance(config.devices, str) and config.devices.startswith("cpu:"):
+        return int(config.devices.removeprefix("cpu:"))
+    sizes = config.mesh.sizes().values()
+    return math.prod(sizes) if sizes and -1 not in sizes else DEFAULT_DEVICES
+
+
+def own_mesh(config: Config, num_devices: int) -> dict[str, int]:
+    """Returns the config's own mesh as the sizes larger than one.
+
+    Raises:
+        ConfigError: it does not fit the number of devices.
+    """
+    return {axis: size for axis, size in resolve(config.mesh.sizes(), num_devices).items() if size > 1}
+
+
+def choose_batch_size(config: Config, given: bool, num_devices: int, microbatches: Sequence[int]) -> int:
+    """Returns the config's batch size where it was `given` by an override, else a small one that every mesh can cut."""
+    if given:
+        return config.batch_size
+    return ROWS * num_devices * math.lcm(*microbatches)
+
+
+def parse_microbatches(text: str | None, config: Config) -> list[int]:
+    """Returns the numbers of `1,2,4`; without them 1 and the config's own.
+
+    Raises:
+        ConfigError: not a list of numbers of at least 1.
+    """
+    if text is None:
+        return sorted({1, config.microbatches})
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"--microbatches is {text!r}. It is a list of numbers of at least 1. Try --microbatches 1,2,4."
+        )
+    return sorted({int(part) for part in parts})
+
+
+def describe_case(mesh: dict[str, int], microbatches: int) -> str:
+    """Returns `data 4 x fsdp 2`, with ` / 2` for two microbatches."""
+    name = " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device"
+    return name if microbatches == 1 else f"{name} / {microbatches}"

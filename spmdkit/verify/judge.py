@@ -1,0 +1,211 @@
+"""`Judge`: runs cases and mutants of one subject in this process, and says what came out as plain values.
+
+References are made once. With a folder they are shared with other processes, which run the other cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from spmdkit import gradient
+from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.verify import compare, mutants
+from spmdkit.verify.diagnosis import diagnose
+from spmdkit.verify.finding import find
+from spmdkit.verify.subject import Record, Setting, Subject, one_ulp
+
+
+class Reference(NamedTuple):
+    """One device: its record, how far it may be missed, and how far one ulp in the input moves it."""
+
+    record: Record
+    tolerance: dict[str, float]
+    moved: dict[str, float]
+
+
+class Judge:
+    """Compares settings of a subject with one device."""
+
+    def __init__(self, subject: Subject, folder: Path | None = None):
+        self.subject, self._folder = subject, folder
+        self._references: dict[str, Reference] = {}
+
+    # ---- references --------------------------------------------------------------------------------------------------
+
+    def reference(self, setting: Setting) -> Reference:
+        """Returns the reference of a setting: one device, the plainest program.
+
+        A task with model state has one for each number of microbatches: batch statistics are those of a microbatch.
+
+        Raises:
+            SpmdkitError: the task does not run on one device.
+        """
+        first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True))
+        if setting.microbatches == 1 or not first.record.model_state:
+            return first
+        return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, plain=True))
+
+    def _one(self, setting: Setting) -> Reference:
+        key = repr(setting)
+        if key not in self._references:
+            self._references[key] = self._shared(setting) or self._make(setting)
+        return self._references[key]
+
+    def _path(self, setting: Setting) -> Path | None:
+        name = hashlib.sha256(repr(setting).encode()).hexdigest()[:16]
+        return None if self._folder is None else self._folder / f"reference-{name}.pickle"
+
+    def _shared(self, setting: Setting) -> Reference | None:
+        path = self._path(setting)
+        return pickle.loads(path.read_bytes()) if path is not None and path.exists() else None
+
+    def _make(self, setting: Setting) -> Reference:
+        subject = self.subject
+        program = subject.program(setting)
+        record = subject.run(program, evaluate=True)
+
+        def probe(i: int) -> Record:
+            return subject.run(program, evaluate=True, moved=one_ulp(np.random.default_rng(i)))
+
+        made = Reference(record, *compare.tolerances(record, probe, float(np.finfo(subject.dtype).eps)))
+        path = self._path(setting)
+        if path is not None:
+            partial = path.with_suffix(f".{id(made)}.partial")
+            partial.write_bytes(pickle.dumps(made))
+            partial.replace(path)
+        return made
+
+    # ---- cases -------------------------------------------------------------------------------------------------------
+
+    def case(self, mesh: dict[str, int], microbatches: int, whole: bool) -> dict[str, Any]:
+        """Returns the outcome of one case: its errors and `passed`, or `skipped` with the reason.
+
+        Args:
+            whole: also evaluate, and send the state through a checkpoint.
+
+        Raises:
+            SpmdkitError: the task does not run on one device either.
+        """
+        begin = time.perf_counter()
+        setting = Setting(mesh, microbatches, short=self.subject.short)
+        reference = self.reference(setting)
+        name = self._name(setting)
+        if not mesh and microbatches > 1 and reference.record.model_state:
+            return name | {
+                "skipped": "model state: batch statistics are those of a microbatch, so each number has its own reference"
+            }
+        try:
+            program = self.subject.program(setting)
+        except ConfigError as error:
+            return name | {"skipped": _first_line(error)}
+        found = self.subject.run(program, evaluate=whole, restore=whole)
+        del program
+        jax.clear_caches()
+        errors = compare.compare(found, reference.record)
+        failed = errors.failed(reference.tolerance)
+        outcome = name | compare.as_numbers(errors)
+        outcome |= {"worst_leaf": errors.leaf.get("gradient", ""), "form": found.form, "passed": not failed}
+        if failed:
+            finding = find(found, reference.record, errors, reference.tolerance, setting.short)
+            seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
+            outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
+        return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
+
+    def _name(self, setting: Setting) -> dict[str, Any]:
+        config = self.subject.config
+        reducer, sync = (x if isinstance(x, str) else next(iter(x)) for x in (config.reducer, config.sync))
+        zero = {"zero": config.layout.zero} if setting.mesh.get("fsdp", 1) > 1 else {}
+        return {"mesh": setting.mesh, "microbatches": setting.microbatches, "reducer": reducer, "sync": sync, **zero}
+
+    @functools.cached_property
+    def key_matters(self) -> bool:
+        """Whether another plain key of the loss changes the gradient on one device."""
+
+        def other(loss_key: Any, key: Any, replica: Any, micro: Any) -> Any:
+            return loss_key(key, replica + 1, micro)
+
+        setting = Setting({}, plain=True)
+        with mutants.seam(gradient, "_loss_key", other)(setting) as used:
+            return self._differs(setting) and bool(used)
+
+    @functools.cached_property
+    def examples_interact(self) -> bool:
+        """Whether two microbatches on one device change the gradient of full batches."""
+        return self._differs(Setting({}, 2, plain=True))
+
+    def _differs(self, setting: Setting) -> bool:
+        expected = self._one(Setting({}, short=self.subject.short, plain=True))
+        try:
+            found = self.subject.run(self.subject.program(setting))
+        except SpmdkitError:
+            return False
+        found.batches, record = found.batches[:1], expected.record
+        errors = compare.leaf_errors(found.batches[0].gradient, record.batches[0].gradient)
+        return any(not e <= expected.tolerance["gradient"] for e in errors.values())
+
+    # ---- mutants -----------------------------------------------------------------------------------------------------
+
+    def mutant(self, name: str, num_devices: int) -> dict[str, Any]:
+        """Returns whether a mutant is caught: `caught` with how, or `not_applicable` with the reason."""
+        begin = time.perf_counter()
+        mutant = mutants.by_name(name)
+        outcome: dict[str, Any] = {"name": name, "does": mutant.does}
+        settings = mutant.settings(self._known(num_devices))
+        if isinstance(settings, str):
+            return outcome | {"not_applicable": settings}
+        reason = ""
+        for setting in settings:
+            outcome["mesh"], outcome["microbatches"] = setting.mesh, setting.microbatches
+            tried = self._try(mutant, setting)
+            if "not_applicable" not in tried:
+                return outcome | tried | {"seconds": round(time.perf_counter() - begin, 2)}
+            reason = reason or tried["not_applicable"]
+        return outcome | {"not_applicable": reason}
+
+    def _known(self, num_devices: int) -> mutants.Known:
+        record = self.reference(Setting({}, short=self.subject.short)).record
+        squares = [float(np.sum(np.asarray(x, np.float64) ** 2)) for x in record.batches[0].gradient.values()]
+        return mutants.Known(num_devices, record.uses, float(np.sqrt(sum(squares))))
+
+    def _try(self, mutant: mutants.Mutant, setting: Setting) -> dict[str, Any]:
+        try:
+            self.subject.program(setting)
+        except ConfigError as error:
+            return {"not_applicable": _first_line(error)}
+        short = setting.short or self.subject.short
+        setting = Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
+        reference = self.reference(setting)
+        jax.clear_caches()
+        try:
+            with mutant.apply(setting) as acted:
+                found = self.subject.run(self.subject.program(setting), restore=mutant.restore)
+        except ConfigError as error:
+            return (
+                {"caught": True, "by": f"refused: {_first_line(error)}"}
+                if acted
+                else {"not_applicable": _first_line(error)}
+            )
+        finally:
+            jax.clear_caches()
+        if not acted:
+            return {"not_applicable": mutant.unused}
+        errors = compare.compare(found, reference.record)
+        failed = errors.failed(reference.tolerance)
+        if not failed:
+            return {"caught": False, "by": "nothing"}
+        finding = find(found, reference.record, errors, reference.tolerance, short)
+        seen = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
+        by = "gradient" if "gradient" in failed else failed[0]
+        return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict()}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,123 @@
+"""`Pool`: a few worker processes, each with one job at a time; one that dies or hangs costs its own case only."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+JOB_TIMEOUT_S = 600.0
+SHOWN_LINES = 3
+
+Job = dict[str, Any]
+Answer = dict[str, Any]
+
+
+class Pool:
+    """Worker processes that are started when they are needed. A context manager that ends them.
+
+    Args:
+        spec: what worker.py needs; written to a file for it.
+        num: processes.
+    """
+
+    def __init__(self, spec: dict[str, Any], num: int):
+        self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-verify-")
+        folder = Path(self._folder.name)
+        self._spec = folder / "spec.json"
+        self._spec.write_text(json.dumps({**spec, "folder": str(folder)}), encoding="utf-8")
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        environment["NPROC"] = str(spec["devices"] + (os.cpu_count() or 1))  # see spmdkit/cluster/join.py
+        self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
+
+    def ask(self, job: Job) -> Answer:
+        """Returns the answer to one job, from the first worker."""
+        return self._workers[0].ask(job)
+
+    def run(self, jobs: Iterable[Job], done: Callable[[Job, Answer], None]) -> None:
+        """Runs all jobs, and calls `done` in this thread as each one ends."""
+        todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        num = 0
+        for job in jobs:
+            todo.put(job)
+            num += 1
+        answers: queue.SimpleQueue[tuple[Job, Answer]] = queue.SimpleQueue()
+
+        def work(worker: _Worker) -> None:
+            while True:
+                try:
+                    job = todo.get_nowait()
+                except queue.Empty:
+                    return
+                answers.put((job, worker.ask(job)))
+
+        for worker in self._workers[: max(1, num)]:
+            threading.Thread(target=work, args=(worker,), daemon=True).start()
+        for _ in range(num):
+            done(*answers.get())
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._folder.cleanup()
+
+
+class _Worker:
+    def __init__(self, spec: Path, log: Path, environment: dict[str, str]):
+        self._spec, self._log, self._environment = spec, log, environment
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, job: Job) -> Answer:
+        """Returns the worker's answer, or an error where it died or took too long; the next job gets a new process."""
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(JOB_TIMEOUT_S, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        finally:
+            timed_out = not timer.is_alive()
+            timer.cancel()
+        if line:
+            return json.loads(line)
+        return {"error": {"code": 70, "message": self._last_words(timed_out)}}
+
+    def _start(self) -> subprocess.Popen[str]:
+        log: IO[str] = self._log.open("w", encoding="utf-8")
+        command = [sys.executable, "-m", "spmdkit.verify.worker", str(self._spec)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment, text=True
+        )
+        log.close()
+        return self._process
+
+    def _last_words(self, timed_out: bool) -> str:
+        code = self._process.wait() if self._process else 0
+        self._process = None
+        if timed_out:
+            return f"the process took longer than {JOB_TIMEOUT_S:.0f} s and was ended"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        checks = [line for line in lines if "Check failed" in line] or lines
+        return f"the process ended {how}: {' / '.join(checks[-SHOWN_LINES:])[:500]}"
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()

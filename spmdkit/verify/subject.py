@@ -1,0 +1,324 @@
+"""`Subject`: the user's task made ready to be compared, and run on one mesh at a time.
+
+What is changed, and why it changes no mathematics: `init` gives constants (compiling a random init costs more than a step), the
+data are the first rows, gradients and updates are kept by transformations around the optimizer, small leaves are cut too, and
+the computation is in float32 or float64, since what is compared is the mathematics and not the rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmdkit import data
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.checks import call_user
+from spmdkit.config import Config, replace_keys
+from spmdkit.data.source import ArraySource
+from spmdkit.means import Mean
+from spmdkit.mesh import count
+from spmdkit.program import Program, make_optimizer
+from spmdkit.state import TrainState
+from spmdkit.task import Task
+from spmdkit.tree import named_leaves
+
+COUNT = "verify_count"
+"""Name of the metric that carries the count of the loss; taken out before anybody sees it."""
+
+NUM_BATCHES = 2
+"""Batches on which gradient and update are compared, each from the initial parameters. The second is short where batches may be."""
+
+Tree = dict[str, np.ndarray]
+
+
+class Kept(NamedTuple):
+    """Optimizer state around the user's own: the last gradient before it, the last update after it."""
+
+    gradient: Any
+    inner: Any
+    update: Any
+
+
+@dataclasses.dataclass
+class Taken:
+    """What one step from the initial parameters gave. Trees are path -> array."""
+
+    loss: float
+    count: float | None
+    gradient: Tree
+    update: Tree
+    optimizer: Tree
+
+
+@dataclasses.dataclass
+class Record:
+    """What a run of the subject gave, as numbers on the host.
+
+    Attributes:
+        batches: single steps, each from the initial parameters.
+        losses, metrics: of the steps in a row; `metrics` of the last one.
+        params, model_state: after the steps.
+        evaluation: metrics of the evaluation, None where it was not asked for or there is none.
+        restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not asked for.
+        form: how the step was compiled.
+        uses: names of spmdkit's functions that the task called.
+    """
+
+    batches: list[Taken]
+    losses: list[float]
+    metrics: dict[str, float]
+    params: Tree
+    model_state: Tree
+    evaluation: dict[str, float] | None
+    restored: tuple[float, str] | None
+    form: str
+    uses: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to cut the subject.
+
+    Attributes:
+        mesh: sizes of the axes that are larger than one; empty is one device.
+        short: batches may be short (`data.remainder: mask`), and the second one is.
+        clip_norm: instead of the config's.
+        plain: reference form: no rematerialisation, nothing on the host, plain sum.
+    """
+
+    mesh: Mapping[str, int]
+    microbatches: int = 1
+    short: bool = False
+    clip_norm: float | None = None
+    plain: bool = False
+
+
+class Subject:
+    """A task and its config, prepared.
+
+    Args:
+        batch_size: global examples of a step; has to be divisible by the shards and microbatches of every setting.
+        steps: steps in a row.
+        dtype: `float32`, or `float64` where JAX has been started with 64-bit types.
+    """
+
+    def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
+        self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
+        self._task = _with_constants(task, config.seed)
+        self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
+        self._cut: dict[tuple[str, int], ArraySource] = {}
+
+    @property
+    def short(self) -> bool:
+        """Whether the config itself has short batches."""
+        return self.config.data.remainder == "mask"
+
+    def program(self, setting: Setting) -> Program:
+        """Returns the program of a setting on fake devices.
+
+        Raises:
+            ConfigError: the setting is not legal for this task.
+        """
+        num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
+        return Program(self._config(setting, num_devices), self._instrumented(setting), jax.devices()[:num_devices])
+
+    def _config(self, setting: Setting, num_devices: int) -> Config:
+        changes: dict[str, Any] = {
+            "mesh": dict(setting.mesh),
+            "devices": f"cpu:{num_devices}",
+            "microbatches": setting.microbatches,
+            "batch_size": self.batch_size,
+            "steps": self.steps,
+            "precision": {"compute": self.dtype, "params": self.dtype, "reduce": self.dtype},
+            "eval.every_steps": None,
+            "eval.batch_size": None,
+            "checkpoint": None,
+            "profile": None,
+            # In the instrumented optimizer:
+            "optimizer": None,
+            "learning_rate": None,
+            "clip_norm": None,
+            "data.remainder": "mask" if setting.short else self.config.data.remainder,
+        }
+        if setting.mesh.get("fsdp", 1) == 1:
+            changes |= {"layout.zero": 3, "layout.fsdp": "auto", "layout.min_shard_bytes": 2**14}
+        elif self.config.layout.fsdp == "auto":
+            changes["layout.min_shard_bytes"] = 1
+        if setting.plain:
+            changes |= {"remat": "none", "placement": {"params": "device", "optimizer": "device"}, "reducer": "sum"}
+        return replace_keys(self.config, changes)
+
+    def _instrumented(self, setting: Setting) -> Task:
+        config = self.config
+        if setting.clip_norm is not None:
+            config = replace_keys(config, {"clip_norm": setting.clip_norm})
+        task = dataclasses.replace(
+            self._task,
+            optimizer=keeping(make_optimizer(config, self._task)),
+            train_data=self._rows("train_data", self._num_train(setting)),
+            eval_data=self._rows("eval_data", self.batch_size + self.batch_size // 4 + 1),
+        )
+        return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=_counting(task.loss_fn))
+
+    def _num_train(self, setting: Setting) -> int:
+        if setting.short or self.short:
+            return self.batch_size + self.batch_size // 4 + 1
+        return NUM_BATCHES * self.batch_size
+
+    def _rows(self, name: str, num: int) -> Any:
+        """Returns the first `num` examples of the user's data, or all; None where there are none."""
+        given = self._sources[name]
+        if given is None:
+            return None
+        if (name, num) not in self._cut:
+            source = data.open_source(given, name)
+            rows = source.gather(np.arange(min(num, len(source)), dtype=np.int64))
+            self._cut[name, num] = ArraySource(rows, name)
+        return self._cut[name, num]
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        program: Program,
+        *,
+        evaluate: bool = False,
+        restore: bool = False,
+        moved: Callable[[Any], Any] | None = None,
+    ) -> Record:
+        """Returns what the program computes: single steps from the start, then `steps` in a row.
+
+        Args:
+            restore: also save the last state and read it back on one device.
+            moved: is applied to the initial parameters and to the examples of every batch, on the host.
+        """
+        start = jax.device_get(program.init())
+        if moved is not None:
+            start = start.replace(params=moved(start.params))
+
+        def begin() -> TrainState:
+            return jax.device_put(start, program.state_sharding)
+
+        batches = [batch for _, batch in program.batches(stop=max(self.steps, NUM_BATCHES))]
+        if moved is not None:
+            batches = [
+                dataclasses.replace(
+                    b, examples=jax.tree.map(lambda x: jax.device_put(moved(x), x.sharding), b.examples)
+                )
+                for b in batches
+            ]
+        taken = []
+        for batch in batches[:NUM_BATCHES]:
+            state, metrics = program.step(begin(), batch)
+            taken.append(_taken(state, jax.device_get(metrics)))
+        state, losses, last = begin(), list[float](), dict[str, Any]()
+        for batch in batches[: self.steps]:
+            state, last = program.step(state, batch)
+            losses.append(float(last.get("loss", np.nan)))
+        evaluation = None
+        if evaluate and program.has_eval:
+            evaluation = {name: x for name, x in program.eval(state).items() if name != COUNT}
+        return Record(
+            taken,
+            losses,
+            {name: float(x) for name, x in last.items() if name != COUNT},
+            flat(state.params),
+            flat(state.model_state),
+            evaluation,
+            self._through_checkpoint(state) if restore else None,
+            program.form,
+            frozenset(program._step_record.uses),
+        )
+
+    def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:
+        """Returns (error, path) of the leaf that differs most after it was saved here and restored on one device."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        asked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoints = Checkpoints(Path(folder) / "checkpoints")
+            checkpoints.save(1, state, {})
+            checkpoints.wait()
+            restored, _ = checkpoints.restore(1, asked)
+            checkpoints.close()
+        before, after = flat(state), flat(restored)
+        worst = (0.0, "")
+        for path, x in before.items():
+            error = float(np.linalg.norm(after[path] - x) / max(float(np.linalg.norm(x)), 1e-30))
+            worst = max(worst, (error, path)) if error > 0 or not worst[1] else worst
+        return worst
+
+
+def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:
+    kept: Kept = state.opt_state
+    return Taken(
+        loss=float(metrics.get("loss", np.nan)),
+        count=float(metrics[COUNT]) if COUNT in metrics else None,
+        gradient=flat(kept.gradient),
+        update=flat(kept.update),
+        optimizer=flat(kept.inner),
+    )
+
+
+def flat(tree: Any) -> Tree:
+    """Returns path -> array of every leaf, on the host; integers too."""
+    return {path: np.asarray(x) for path, x in named_leaves(jax.device_get(tree))}
+
+
+def keeping(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns `optimizer` with its last gradient and its last update kept in the state."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Kept:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Kept(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads: Any, state: Kept, params: Any = None, **extra: Any) -> tuple[Any, Kept]:
+        updates, own = inner.update(grads, state.inner, params, **extra)
+        return updates, Kept(grads, own, updates)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loss with one more metric: its count, summed over everything."""
+
+    @functools.wraps(loss_fn)
+    def counted(*args: Any) -> Any:
+        out = loss_fn(*args)
+        loss, metrics, *state = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, {})
+        if not isinstance(loss, Mean) or not isinstance(metrics, dict):
+            return out  # spmdkit says what is wrong with it
+        return (loss, metrics | {COUNT: Mean(loss.count, jnp.zeros((), jnp.float32))}, *state)
+
+    return counted
+
+
+def _with_constants(task: Task, seed: int) -> Task:
+    """Returns the task with the arrays of `init` as constants."""
+    with jax.default_device(jax.devices()[0]):
+        made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
+    return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, made))
+
+
+def one_ulp(random: np.random.Generator) -> Callable[[Any], Any]:
+    """Returns a function that moves every floating point number of a tree by one ulp, up or down at random."""
+
+    def move(x: Any) -> Any:
+        x = np.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if x.dtype not in (np.float32, np.float64):
+            return x  # a type of few bits is widened exactly; an ulp of it would be another input
+        towards = np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(x.dtype)
+        return np.nextafter(x, towards)
+
+    return lambda tree: jax.tree.map(move, tree)

@@ -1,0 +1,110 @@
+"""The report for people: a table of cases, one of mutants, and the verdict, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import IO, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from spmdkit.verify.cases import describe_case
+
+WIDTH = 100
+SHOWN_SKIPPED = 8
+
+
+def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None:
+    """Prints a report of `verify`."""
+    console = Console(file=file, width=WIDTH, highlight=False)
+    _cases(console, report)
+    for case in report["cases"]:
+        if not case["passed"]:
+            seen = case["diagnosis"]
+            console.print(f"[bold red]{describe_case(case['mesh'], case['microbatches'])}[/]: {seen['kind']}")
+            console.print(f"  {escape(seen['found'])}")
+            console.print(f"  [bold]repair[/] {escape(seen['repair'])}")
+    if report["pattern"]:
+        console.print(f"The cases that differ have in common: [bold]{report['pattern']}[/].")
+    _skipped(console, report)
+    _mutants(console, report)
+    for note in report["notes"]:
+        console.print(f"note: {escape(note)}")
+    console.print(_tolerance(report))
+    console.print(_verdict(report))
+
+
+def _cases(console: Console, report: Mapping[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("mesh / microbatches")
+    for name in ("loss", "gradient", "update", "params", "metrics", "eval", "restore"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for case in report["cases"]:
+        names = ("loss", "gradient", "update", "parameter", "metric", "eval", "restore")
+        errors = [_number(case.get(f"{name}_error"), report["tolerances"][name]) for name in names]
+        equal = "[green]equal[/]" if case["passed"] else "[bold red]DIFFERS[/]"
+        table.add_row(describe_case(case["mesh"], case["microbatches"]), *errors, equal)
+    console.print(table)
+
+
+def _number(error: float | None, tolerance: float) -> str:
+    if error is None:
+        return "-"
+    text = f"{error:.0e}" if error else "0"
+    return text if error <= tolerance else f"[bold red]{text}[/]"
+
+
+def _skipped(console: Console, report: Mapping[str, Any]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for case in report["skipped"]:
+        by_reason.setdefault(case["reason"], []).append(describe_case(case["mesh"], case["microbatches"]))
+    if not by_reason:
+        return
+    console.print(f"{len(report['skipped'])} cases are not legal and were not run:")
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - SHOWN_SKIPPED} more" if len(names) > SHOWN_SKIPPED else ""
+        console.print(f"  {', '.join(names[:SHOWN_SKIPPED])}{more}: [dim]{escape(reason)}[/]")
+
+
+def _mutants(console: Console, report: Mapping[str, Any]) -> None:
+    if not report["mutants"] and not report["not_applicable"]:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("mutant", no_wrap=True)
+    table.add_column("what it does")
+    table.add_column("on")
+    table.add_column("caught by", no_wrap=True)
+    for mutant in report["mutants"]:
+        by = (
+            f"[green]{escape(mutant['by'])}[/]"
+            if mutant["caught"]
+            else f"[bold red]NOT CAUGHT: {escape(mutant['by'])}[/]"
+        )
+        mesh = describe_case(mutant["mesh"], mutant["microbatches"]) if "mesh" in mutant else ""
+        table.add_row(mutant["name"], mutant.get("does", ""), mesh, by)
+    if report["mutants"]:
+        console.print(table)
+    for mutant in report["not_applicable"]:
+        console.print(f"  {mutant['name']}: [dim]not applicable, {escape(mutant['reason'])}[/]")
+
+
+def _tolerance(report: Mapping[str, Any]) -> str:
+    from spmdkit.verify.compare import FLOOR_ULPS, MULTIPLE
+
+    return (
+        f"Tolerance: gradient {report['tolerances']['gradient']:.1e}, loss {report['tolerances']['loss']:.1e}, relative 2-norm per leaf, "
+        f"{report['dtype']}: the larger of {FLOOR_ULPS} ulps and {MULTIPLE} times what one ulp in the input moves on one device "
+        f"(gradient {report['one_ulp_moves']['gradient']:.1e}). A restored state is equal bit for bit."
+    )
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    cases, mutants = report["cases"], report["mutants"]
+    good, caught = sum(c["passed"] for c in cases), sum(m["caught"] for m in mutants)
+    teeth = f", {caught} of {len(mutants)} mutants caught" if mutants else ", no mutant tried"
+    style = "bold green" if report["passed"] else "bold red"
+    word = "passed" if report["passed"] else "failed"
+    return f"[{style}]{word}[/]: {good} of {len(cases)} cases equal to one device{teeth}, {report['seconds']:.0f} s."

@@ -1,0 +1,69 @@
+"""A process that judges: reads one job a line from its input, writes one answer a line to its output.
+
+    python -m spmdkit.verify.worker SPEC
+
+A process of its own, since the fake devices and 64-bit types are set once per process, and since XLA may end a process that
+compiles what it cannot partition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(path: str) -> None:
+    """Answers jobs until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the user's code prints is no answer
+    spec = json.loads(Path(path).read_text(encoding="utf-8"))
+    judge: Any = None
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            judge = judge or _open(spec)
+            answer = {"outcome": _answer(judge, job, spec)}
+        except BaseException as error:  # noqa: BLE001 - said by the process that asked
+            from spmdkit.faults.exceptions import describe
+
+            code, text = describe(error)
+            answer = {"error": {"code": code, "message": text}}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _open(spec: dict[str, Any]) -> Any:
+    import jax
+
+    from spmdkit.cluster import environment, join
+    from spmdkit.config import parse_config, task_reference
+    from spmdkit.task import load_task
+    from spmdkit.verify.judge import Judge
+    from spmdkit.verify.subject import Subject
+
+    jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
+    # XLA's expensive passes: twice the processor time, and the same collectives (GPT on 8 devices, 2026-11-20).
+    jax.config.update("jax_disable_most_optimizations", True)
+    join(environment({}), f"cpu:{spec['devices']}")
+    config = parse_config(spec["config"], source=spec["source"], name=spec["name"])
+    target, name = task_reference(config)
+    task = load_task(target, name, config.folder, config.task_args)
+    subject = Subject(config, task, spec["batch_size"], spec["steps"], spec["dtype"])
+    return Judge(subject, Path(spec["folder"]))
+
+
+def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    from spmdkit.verify.subject import Setting
+
+    if job["kind"] == "reference":
+        reference = judge.reference(Setting({}, short=judge.subject.short))
+        return {"tolerances": reference.tolerance, "moved": reference.moved, "uses": sorted(reference.record.uses)}
+    if job["kind"] == "mutant":
+        return judge.mutant(job["name"], spec["devices"])
+    return judge.case(job["mesh"], job["microbatches"], job["whole"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
