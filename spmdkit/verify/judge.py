@@ -100,7 +100,7 @@ class Judge:
         name = self._name(setting)
         if not mesh and microbatches > 1 and reference.record.model_state:
             return name | {
-                "skipped": "model state: batch statistics are those of a microbatch, so each number has its own reference"
+                "skipped": "this is the reference itself: with model state, batch statistics are those of a microbatch"
             }
         try:
             program = self.subject.program(setting)

@@ -208,7 +208,7 @@ def _clipped_by_replica(reduce: Reduce, tree: Any, axes: tuple[str, ...], settin
     if (sums := _gradient_sums(tree)) is None:
         return reduce(tree, axes)
     assert setting.clip_norm is not None
-    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(sums[0].count, 1) / optax.global_norm(sums[2]))
+    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(sums[0].count, 1) / optax.tree.norm(sums[2]))
     return reduce(_on_gradient(lambda x: x * scale, tree), axes)
 
 
@@ -288,7 +288,7 @@ def _clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
 
         def body(shards: Any) -> Any:
             cut = [x for x, spec in zip(jax.tree.leaves(shards), jax.tree.leaves(specs), strict=True) if len(spec)]
-            scale = jnp.minimum(1.0, max_norm / optax.global_norm(cut))
+            scale = jnp.minimum(1.0, max_norm / optax.tree.norm(cut))
             return jax.tree.map(lambda x, spec: x * scale if len(spec) else x, shards, specs)
 
         return jax.shard_map(body, mesh=step.mesh, in_specs=(specs,), out_specs=specs)(grads), state

@@ -168,7 +168,7 @@ def _progress(outcome: dict[str, Any]) -> str:
         return f"mutant {outcome['name']}: {'caught' if outcome['caught'] else 'NOT CAUGHT'} by {outcome['by']}"
     case = cases.describe_case(outcome["mesh"], outcome["microbatches"])
     if "skipped" in outcome:
-        return f"{case}: not legal, {outcome['skipped']}"
+        return f"{case}: not compared, {outcome['skipped']}"
     if outcome["passed"]:
         return f"{case}: equal, gradient {outcome['gradient_error']:.1e} ({outcome['seconds']:.1f} s)"
     return f"{case}: DIFFERENT, {outcome['diagnosis']['kind']}: {outcome['diagnosis']['found']}"

@@ -165,7 +165,7 @@ class Subject:
             self._task,
             optimizer=keeping(make_optimizer(config, self._task)),
             train_data=self._rows("train_data", self._num_train(setting)),
-            eval_data=self._rows("eval_data", self.batch_size + self.batch_size // 4 + 1),
+            eval_data=self._rows("eval_data", self._num_eval()),
         )
         return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=_counting(task.loss_fn))
 
@@ -173,6 +173,15 @@ class Subject:
         if setting.short or self.short:
             return self.batch_size + self.batch_size // 4 + 1
         return NUM_BATCHES * self.batch_size
+
+    def _num_eval(self) -> int:
+        """Returns a few batches with a short one at the end, or full ones where the user's own evaluation has no short batch."""
+        if self._sources["eval_data"] is None:
+            return 0
+        own = len(data.open_source(self._sources["eval_data"], "eval_data"))
+        if own % min(own, self.config.eval.batch_size or self.config.batch_size) == 0:
+            return min(own // self.batch_size, NUM_BATCHES) * self.batch_size or own
+        return self.batch_size + self.batch_size // 4 + 1
 
     def _rows(self, name: str, num: int) -> Any:
         """Returns the first `num` examples of the user's data, or all; None where there are none."""

@@ -63,7 +63,7 @@ def _skipped(console: Console, report: Mapping[str, Any]) -> None:
         by_reason.setdefault(case["reason"], []).append(describe_case(case["mesh"], case["microbatches"]))
     if not by_reason:
         return
-    console.print(f"{len(report['skipped'])} cases are not legal and were not run:")
+    console.print(f"{len(report['skipped'])} of the cases could not be compared:")
     for reason, names in by_reason.items():
         more = f" and {len(names) - SHOWN_SKIPPED} more" if len(names) > SHOWN_SKIPPED else ""
         console.print(f"  {', '.join(names[:SHOWN_SKIPPED])}{more}: [dim]{escape(reason)}[/]")

@@ -1,0 +1,123 @@
+"""A right task is equal to one device; a wrong one is not, and is told which mistake it is."""
+
+import numpy as np
+import pytest
+import verify_tasks as tasks
+from verify_tasks import judge
+
+from spmdkit.verify import compare
+from spmdkit.verify.diagnosis import diagnose, pattern
+from spmdkit.verify.finding import Finding
+from spmdkit.verify.subject import Setting, one_ulp
+
+
+@pytest.mark.parametrize("remainder", ["drop", "mask"])
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_a_right_task_is_equal_to_one_device(mesh, remainder):
+    found = judge(tasks.right, remainder).case(mesh, 1, whole=mesh == {"data": 8})
+    assert found["passed"], found
+    assert found["gradient_error"] < 2e-6
+    if mesh == {"data": 8}:
+        assert found["restore_error"] == 0 and found["eval_error"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "says"),
+    [
+        (tasks.mean_of_means, "mean of means", "the loss counts 4, on one device 1"),
+        (tasks.plain_key, "key folded by device", "sk.example_keys()"),
+        (tasks.own_statistics, "batch statistics", "BatchNorm(axis_name="),
+        (tasks.summed_twice, "reduced twice", "4 times the right ones, and 4 is the size of data"),
+        (tasks.divided_twice, "not reduced", "1/4 of the right ones, and 4 is the size of data"),
+        (tasks.one_leaf, "one leaf", "only leaf 'b'"),
+        (tasks.cut_off, "shard boundary", "dim 0 of it is right on one side of index 8"),
+        (tasks.metric_of_a_replica, "metric", "'largest'"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_wrong_task_is_told_what_kind_of_mistake_it_is(loss_fn, kind, says):
+    found = judge(loss_fn).case({"data": 4}, 1, whole=False)
+    assert not found["passed"]
+    diagnosis = found["diagnosis"]
+    assert diagnosis["kind"] == kind
+    assert says in f"{diagnosis['found']} {diagnosis['repair']}"
+
+
+def test_a_mistake_with_uneven_counts_is_seen_in_the_short_batch_only():
+    assert judge(tasks.own_normalisation).case({"data": 4}, 1, whole=False)["passed"]
+    found = judge(tasks.own_normalisation, "mask").case({"data": 4}, 1, whole=False)
+    assert found["diagnosis"]["kind"] == "uneven counts"
+    assert "only in the short batch" in found["diagnosis"]["found"]
+
+
+def test_model_state_of_one_replicas_examples_is_told():
+    found = judge(tasks.state_of_a_replica, stateful=True).case({"data": 4}, 1, whole=False)
+    assert found["diagnosis"]["kind"] == "model state"
+    assert found["failed"] == ["state"]
+
+
+def test_accumulation_on_one_device_is_a_case_of_its_own():
+    assert judge(tasks.right).case({}, 2, whole=False)["diagnosis"]["kind"] == "batch statistics"
+    assert judge(tasks.summed_twice).case({}, 2, whole=False)["passed"]
+
+
+def test_a_mesh_that_the_task_cannot_use_is_skipped_with_the_reason():
+    found = judge(tasks.right).case({"pipeline": 2}, 1, whole=False)
+    assert "pipeline" in found["skipped"] and "passed" not in found
+
+
+# ---- numbers and words ------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_a_leaf_is_relative_to_its_norm_or_to_a_thousandth_of_the_trees():
+    expected = {"large": np.full(4, 500.0), "zero": np.zeros(2), "count": np.array(3)}
+    found = {"large": np.full(4, 500.5), "zero": np.array([0.1, 0.0]), "count": np.array(4)}
+    errors = compare.leaf_errors(found, expected)
+    assert errors == {"large": pytest.approx(1e-3), "zero": pytest.approx(0.1), "count": 1.0}
+    assert compare.leaf_errors({}, {"a": np.ones(2)}) == {"a": np.inf}
+    nan = compare.Errors({"gradient": float("nan")}, {})
+    assert nan.failed({"gradient": 1e-5}) == ["gradient"]
+
+
+def test_one_ulp_moves_floating_point_numbers_by_one_ulp_and_leaves_integers():
+    x = np.array([1.0, -3.0, 1e-8], np.float32)
+    moved = one_ulp(np.random.default_rng(0))({"x": x, "n": np.arange(3)})
+    assert np.all(np.abs(moved["x"].view(np.int32) - x.view(np.int32)) == 1)
+    np.testing.assert_array_equal(moved["n"], np.arange(3))
+
+
+def test_the_tolerance_grows_with_what_one_ulp_does_and_has_a_floor_and_a_ceiling():
+    reference = judge(tasks.right).reference(Setting({}))
+    record = reference.record
+    floor = compare.FLOOR_ULPS * np.finfo(np.float32).eps
+    still, _ = compare.tolerances(record, lambda i: record, np.finfo(np.float32).eps)
+    assert still["gradient"] == pytest.approx(floor) and still["restore"] == 0
+    assert floor <= reference.tolerance["gradient"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("factor", "mesh", "microbatches", "kind", "names"),
+    [
+        (8.0, {"data": 8}, 1, "reduced twice", "data"),
+        (4.01, {"replica": 2, "data": 2}, 1, "reduced twice", "replica x data"),
+        (0.5, {"data": 4, "tensor": 2}, 1, "not reduced", "tensor"),
+        (4.0, {"data": 2}, 4, "reduced twice", "microbatches"),
+    ],
+)
+def test_a_factor_names_the_axes_that_it_is_the_size_of(factor, mesh, microbatches, kind, names):
+    finding = Finding("gradient", "w", 1.0, factor=factor)
+    found = diagnose(finding, mesh, microbatches, lambda: False, lambda: False)
+    assert found.kind == kind and f"the size of {names}" in found.found
+
+
+def test_a_right_gradient_with_a_wrong_update_is_the_optimizers_mistake():
+    finding = Finding("update", "w", 0.5, factor=0.7)
+    found = diagnose(finding, {"fsdp": 4}, 1, lambda: False, lambda: False)
+    assert found.kind == "optimizer" and "0.7 times" in found.found
+
+
+def test_what_failed_cases_have_in_common_is_said():
+    case = lambda microbatches=1, **mesh: {"mesh": mesh, "microbatches": microbatches}
+    assert pattern([case(tensor=2), case(tensor=4, data=2)], [case(data=8)]) == "only with tensor > 1"
+    assert pattern([case(2, data=2), case(4)], [case(data=8)]) == "only with accumulation"
+    assert pattern([case(data=2)], [case(data=8)]) == "" == pattern([], [case()])

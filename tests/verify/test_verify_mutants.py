@@ -1,0 +1,57 @@
+"""Every mutant is caught on a small task, and where it cannot act the reason is said."""
+
+import pytest
+import verify_tasks as tasks
+from verify_tasks import judge
+
+from spmdkit.verify.judge import Judge
+from spmdkit.verify.mutants import MUTANTS, patched
+
+
+@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
+def test_a_mutant_is_caught(name):
+    found = judge(tasks.right, "mask").mutant(name, 4)
+    assert found.get("caught"), found
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("key_shared_by_replicas", "sk.example_keys"),
+        ("batch_statistics_per_replica", "no collective"),
+    ],
+)
+def test_a_mutant_that_cannot_act_says_why(name, reason):
+    found = judge(tasks.metric_of_a_replica).mutant(name, 4)
+    assert "caught" not in found and reason in found["not_applicable"]
+
+
+def test_a_blunt_comparison_lets_a_mutant_through_and_says_so(monkeypatch):
+    monkeypatch.setattr("spmdkit.verify.compare.Errors.failed", lambda *_: [])
+    assert judge(tasks.right, "mask").mutant("reduction_doubled", 4)["caught"] is False
+
+
+def test_a_mutant_leaves_the_package_as_it_was():
+    before = {name: vars(owner)[name] for owner, name in seams()}
+    for mutant in MUTANTS:
+        with pytest.raises(ZeroDivisionError), mutant.apply(None):
+            raise ZeroDivisionError
+    assert before == {name: vars(owner)[name] for owner, name in seams()}
+
+
+def test_a_seam_that_is_gone_is_an_error():
+    with pytest.raises(AttributeError), patched(Judge, "no_such_function", lambda f: f):
+        pass
+
+
+def seams():
+    import optax
+    from jax import lax
+
+    from spmdkit import feed, gradient, reducers
+    from spmdkit.checkpoint import leaves
+
+    names = ["_positions", "_cut_microbatches", "_local_gradient", "_loss_key"]
+    yield from ((gradient, name) for name in names)
+    yield from ((reducers, "get"), (feed.Feed, "_place"), (optax, "clip_by_global_norm"), (leaves, "pick"))
+    yield from ((lax, "psum"), (lax, "pmean"))

@@ -1,0 +1,122 @@
+"""A small task that is right on every mesh, and one for each mistake that a user makes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import spmdkit as sk
+from spmdkit.verify.judge import Judge
+from spmdkit.verify.subject import Subject
+
+REPLICAS = ("replica", "data")
+BATCH = 32
+NUM = 96
+
+
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(NUM, 16)).astype(np.float32)
+    y = np.tanh(x @ random.normal(size=(16, 8)) / 4).astype(np.float32)
+    return {"x": x, "y": y, "weight": random.uniform(0.2, 3, NUM).astype(np.float32)}
+
+
+def init(key):
+    random = np.random.default_rng(1)
+    return {"b": jnp.full(8, 0.1), "w": jnp.asarray(random.normal(size=(16, 8)) / 4, jnp.float32)}
+
+
+def examples_loss(params, batch, hidden=lambda h: h):
+    """Returns the loss of each example, [B]."""
+    return ((hidden(jnp.tanh(batch["x"] @ params["w"])) + params["b"] - batch["y"]) ** 2).sum(-1)
+
+
+def right(params, batch, key):
+    """A loss as it should be: dropout per example, statistics over the replicas, weights, a metric."""
+
+    def hidden(h):
+        if key is not None:
+            keys = sk.example_keys()
+            h = jnp.where(jax.vmap(lambda k: jax.random.bernoulli(k, 0.8, (8,)))(keys), h, 0)
+        mask = sk.example_mask()[:, None]
+        count, total = lax.psum((mask.sum(), (h * mask).sum(0)), REPLICAS)
+        return h - total / jnp.maximum(count, 1)
+
+    loss = examples_loss(params, batch, hidden)
+    return sk.mean(loss, weights=batch["weight"]), {"worst": sk.mean(jnp.abs(loss))}
+
+
+# ---- mistakes of users ------------------------------------------------------------------------------------------------
+
+
+def mean_of_means(params, batch, key):
+    return sk.mean((examples_loss(params, batch) * batch["weight"]).sum() / batch["weight"].sum())
+
+
+def plain_key(params, batch, key):
+    drop = lambda h: h if key is None else h * jax.random.bernoulli(key, 0.8, h.shape)
+    return sk.mean(examples_loss(params, batch, drop))
+
+
+def own_statistics(params, batch, key):
+    return sk.mean(examples_loss(params, batch, lambda h: (h - h.mean(0)) / (h.std(0) + 1)))
+
+
+def summed_twice(params, batch, key):
+    return sk.mean(examples_loss(params, batch)) * lax.psum(1, REPLICAS)
+
+
+def divided_twice(params, batch, key):
+    return sk.mean(examples_loss(params, batch)) / lax.psum(1, REPLICAS)
+
+
+def own_normalisation(params, batch, key):
+    mask = sk.example_mask()
+    return sk.mean(examples_loss(params, batch) * (mask.size / jnp.maximum(mask.sum(), 1)))
+
+
+def one_leaf(params, batch, key):
+    own = lax.axis_index("data") * params["b"]
+    return sk.mean(examples_loss({"w": params["w"], "b": params["b"] + own - lax.stop_gradient(own)}, batch))
+
+
+def cut_off(params, batch, key):
+    w = params["w"]
+    if lax.axis_size("data") > 1:
+        w = jnp.concatenate([w[:8], lax.stop_gradient(w[8:])])
+    return sk.mean(examples_loss({"w": w, "b": params["b"]}, batch))
+
+
+def metric_of_a_replica(params, batch, key):
+    loss = examples_loss(params, batch)
+    return sk.mean(loss), {"largest": sk.mean(loss.max())}
+
+
+def state_of_a_replica(params, state, batch, key):
+    loss = examples_loss(params, batch)
+    return sk.mean(loss), {}, {"variance": jnp.var(batch["x"])}
+
+
+def stateful_init(key):
+    return sk.Variables(init(key), {"variance": jnp.zeros(())})
+
+
+# ---- judging ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def judge(loss_fn, remainder="drop", stateful=False, **settings):
+    """Returns the judge of a task in this process."""
+    task = sk.Task(
+        init=stateful_init if stateful else init,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-2),
+        train_data=data(),
+        eval_data={name: x[: 41 if remainder == "mask" else 64] for name, x in data().items()},
+        rules=[("w", ["embed", "mlp"])],
+    )
+    config = sk.Config(task="t.py:t", data={"remainder": remainder}, **settings)
+    return Judge(Subject(config, task, BATCH, steps=2))
