@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
+# make demo | test | thorough | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,13 +6,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test lint types bench constraints versions clean
+.PHONY: demo test thorough lint types bench constraints versions clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
 
 test: $(VENV)/.test versions lint types
 	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# What the default suite leaves out: the long forms of its tests.
+thorough: $(VENV)/.test
+	$(BOUND) 7200 $(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spmdkit.loop import train
     from spmdkit.means import Mean, example_keys, example_mask, examples, mean
     from spmdkit.ops.manual import manual
+    from spmdkit.ops.moe import moe
     from spmdkit.ops.remat import remat
     from spmdkit.ops.tensor import column_row
     from spmdkit.ops.vocab import cross_entropy, embed
@@ -46,6 +47,7 @@ _HOME = {
     "load_config": "config",
     "manual": "ops.manual",
     "mean": "means",
+    "moe": "ops.moe",
     "pmean": "replica",
     "psum": "replica",
     "remat": "ops.remat",

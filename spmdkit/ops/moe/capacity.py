@@ -1,0 +1,142 @@
+"""Experts with a capacity: each takes at most C choices of an example, what comes later in the order is dropped.
+
+    C = ceil(capacity * top_k * T / E), at most T        a place (slot) is (example, expert, number below C)
+
+Order of the choices of one example for one expert: all first choices before all second ones (GShard), among those by position in
+the example, or by weight, the largest first (V-MoE). Positions and weights belong to tokens, so the same choices are dropped
+however the sequence is cut or its shards are ordered.
+
+    x[B, T_c, D] -> slots[B, E, C_c, D] -> [E_e, e B, C_c, D] . W[E_e, D, F_t] . W[E_e, F_t, D] -> and back
+
+Every device needs all tokens of its examples to fill slots, and fills C / n of each expert's, n being the devices that cut the
+sequence without cutting the experts' weights. So tokens are gathered over the sequence, once and narrow, slots are dense, and no
+expert computes a token twice. To gather costs (N-1)/N B T D against (N-1)/N capacity top_k B T D for summing partly filled slots.
+
+Wire: see `spmdkit.ops.moe`.
+Source: Lepikhin et al., "GShard" (2020), 2.2; Fedus et al., "Switch Transformers" (2021), 2.2; Riquelme et al., "Scaling
+Vision with Sparse Mixture of Experts" (2021), 4, priority by weight.
+
+Shape suffixes: B examples of this device, T tokens of a whole example, D width, E experts, K choices of a token, C slots of an
+expert on this device, S = E C.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit.ops.collectives import Names, all_gather, all_to_all, axis_index, axis_size
+from spmdkit.ops.moe.experts import Expert, run_stacked
+from spmdkit.ops.moe.router import Routing
+from spmdkit.ops.moe.rows import sum_rows
+
+
+def num_slots(capacity: float, top_k: int, num_tokens: int, num_experts: int) -> int:
+    """Returns C, the slots of one expert for one example."""
+    return min(num_tokens, max(1, math.ceil(capacity * top_k * num_tokens / num_experts)))
+
+
+def through_slots(
+    x_BTD: jax.Array,
+    routing: Routing,
+    positions_BT: jax.Array | None,
+    weights: Any,
+    expert: Expert,
+    *,
+    slots: int,
+    by_weight: bool,
+    sequence: Names,
+    slot_axes: Names,
+) -> jax.Array:
+    """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens of whole examples.
+
+    Args:
+        x_BTD: shard of the tokens, and with it the routing and the positions.
+        weights: of this device's experts, dims of `embed` whole.
+        slots: places of one expert for one example.
+        sequence: what cuts the tokens.
+        slot_axes: the mesh axes among them that cut the slots.
+    """
+    choices, chosen_weights = all_gather(routing.experts_BTK, sequence, 1), all_gather(routing.weights_BTK, sequence, 1)
+    positions = None if positions_BT is None else all_gather(positions_BT, sequence, 1)
+    num_experts = routing.probs_BTE.shape[-1]
+    places = _places(choices, chosen_weights if by_weight else None, positions, num_experts, slots, slot_axes)
+
+    x_BSD = sum_rows(all_gather(x_BTD, sequence, 1), places.token_BS1, places.slot_BTK)
+    one_each = lambda a_BTK: a_BTK.reshape(a_BTK.shape[0], -1, 1)
+    weight_BS1 = sum_rows(one_each(chosen_weights), places.choice_BS1, one_each(places.slot_BTK))
+
+    with jax.named_scope("moe_experts"):
+        y_END = run_stacked(expert, weights, _to_experts(x_BSD, num_experts))
+        y_END = (y_END.astype(jnp.float32) * _to_experts(weight_BS1, num_experts)).astype(x_BTD.dtype)
+    return sum_rows(_from_experts(y_END, len(x_BTD), num_experts), places.slot_BTK, places.token_BS1)
+
+
+class _Places(NamedTuple):
+    """Which choice is in which slot of this device; -1 for none."""
+
+    token_BS1: jax.Array
+    choice_BS1: jax.Array
+    slot_BTK: jax.Array
+
+
+def _places(
+    experts_BTK: jax.Array,
+    weights_BTK: jax.Array | None,
+    positions_BT: jax.Array | None,
+    num_experts: int,
+    slots: int,
+    slot_axes: Names,
+) -> _Places:
+    """Returns the places: choices sorted by (expert, first or second choice, [weight], position), counted from each expert's first."""
+    B, T, K = experts_BTK.shape
+    flat = lambda a: a.reshape(B, T * K)
+    choice_K = jnp.arange(K, dtype=jnp.int32)
+    own_slots = -(-slots // axis_size(slot_axes))
+    first_slot = axis_index(slot_axes) * own_slots
+    if positions_BT is None:
+        positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+
+    keys = [flat(experts_BTK * K + choice_K)]
+    if weights_BTK is not None:
+        keys.append(flat(-lax.stop_gradient(weights_BTK)))
+    keys.append(flat(jnp.broadcast_to(positions_BT[..., None], (B, T, K))))
+    order_BN = lax.broadcasted_iota(jnp.int32, (B, T * K), 1)
+    sorted_BN = lax.sort([*keys, order_BN], dimension=1, num_keys=len(keys), is_stable=True)[-1]
+    rank_BN = jnp.argsort(sorted_BN, axis=1)
+
+    count_BE = (flat(experts_BTK)[..., None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
+    start_BE = jnp.cumsum(count_BE, axis=1, dtype=jnp.int32) - count_BE
+    number_C = first_slot + jnp.arange(own_slots, dtype=jnp.int32)
+    is_full_BEC = number_C < jnp.minimum(count_BE, slots)[..., None]
+    at_BS = jnp.minimum(start_BE[..., None] + number_C, T * K - 1).reshape(B, -1)
+    choice_BS = jnp.where(is_full_BEC.reshape(B, -1), jnp.take_along_axis(sorted_BN, at_BS, axis=1), -1)
+
+    expert_BN = flat(experts_BTK)
+    start_BN = jnp.take_along_axis(start_BE, jnp.minimum(expert_BN, num_experts - 1), axis=1)
+    number_BN = rank_BN - start_BN
+    own_BN = number_BN - first_slot
+    is_here_BN = (expert_BN < num_experts) & (number_BN < slots) & (own_BN >= 0) & (own_BN < own_slots)
+    slot_BN = jnp.where(is_here_BN, expert_BN * own_slots + own_BN, -1)
+    token_BS = jnp.where(choice_BS >= 0, choice_BS // K, -1)
+    return _Places(token_BS[..., None], choice_BS[..., None], slot_BN.reshape(B, T, K))
+
+
+def _to_experts(x_BSD: jax.Array, num_experts: int) -> jax.Array:
+    """Returns the rows of this device's experts, from all devices along `expert`: [B, E C, D] -> [E / e, e B C, D]."""
+    B, S, D = x_BSD.shape
+    x_EBCD = x_BSD.reshape(B, num_experts, S // num_experts, D).swapaxes(0, 1)
+    x_EBCD = all_to_all(x_EBCD, "expert", split_dim=0, join_dim=1)
+    return x_EBCD.reshape(x_EBCD.shape[0], -1, D)
+
+
+def _from_experts(y_END: jax.Array, num_examples: int, num_experts: int) -> jax.Array:
+    """Returns the rows of this device's examples, from all devices along `expert`: [E / e, e B C, D] -> [B, E C, D]."""
+    E, _, D = y_END.shape
+    y_EBCD = y_END.reshape(E, num_examples * num_experts // E, -1, D)
+    y_EBCD = all_to_all(y_EBCD, "expert", split_dim=1, join_dim=0)
+    return y_EBCD.swapaxes(0, 1).reshape(num_examples, -1, D)

@@ -1,0 +1,156 @@
+"""Experts without a capacity: every choice finds its place, so experts get unequal numbers of rows.
+
+    x[N, D] -> rows sorted by expert, [R, D] -> grouped products -> and back          R <= e N min(top_k, E_e), static
+
+Tokens are routed by themselves, so nothing but the experts' axis is crossed, and `tensor` where it cuts their weights.
+Two ways to cross it, chosen by the machine:
+
+    ragged_all_to_all   TPU, GPU, e > top_k: each row goes where it is wanted, and nowhere else; sizes cross first
+    all_gather          elsewhere, and where e <= top_k: every device sees all tokens along `expert`, computes its own
+                        experts' choices among them, and the sums come back by reduce_scatter
+
+Memory: R rows of width D stand for the worst case, in which all tokens want the same experts; hidden rows of width F only for
+one block at a time (`experts.py`), except with `ragged_dot`.
+
+Wire: see `spmdkit.ops.moe`.
+Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022).
+
+Shape suffixes: N tokens of this device (of all along `expert` once gathered), D width, E experts, K choices of a token, R rows
+sorted by expert, e devices along `expert`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import compat, scope
+from spmdkit.ops.collectives import Names, all_gather, axes, axis_index, axis_size, reduce_scatter
+from spmdkit.ops.moe.experts import Expert, run_sorted
+from spmdkit.ops.moe.router import Routing
+from spmdkit.ops.moe.rows import sum_rows
+
+
+def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Expert, *, over: Names) -> jax.Array:
+    """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens along `over`.
+
+    Args:
+        weights: of this device's experts, dims of `embed` whole.
+        over: the mesh axes that cut both the tokens and the experts' weights: tokens are gathered over them.
+    """
+    x_BTD, experts_BTK, weights_BTK = (
+        all_gather(a, over, 1) for a in (x_BTD, routing.experts_BTK, routing.weights_BTK)
+    )
+    num_experts, top_k = routing.probs_BTE.shape[-1], experts_BTK.shape[-1]
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    tokens = (x_ND, experts_BTK.reshape(-1, top_k), weights_BTK.reshape(-1, top_k))
+    across = _by_ragged_all_to_all if _sends_rows(top_k) else _by_all_gather
+    return across(*tokens, weights, expert, num_experts).reshape(x_BTD.shape)
+
+
+def _platform() -> str:
+    mesh = scope.current_step().mesh
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def _sends_rows(top_k: int) -> bool:
+    return axis_size("expert") > top_k and _platform() in ("tpu", "gpu", "cuda", "rocm")
+
+
+def _by_all_gather(
+    x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, num_experts: int
+) -> jax.Array:
+    x_ND, experts_NK, weights_NK = (all_gather(a, "expert", 0) for a in (x_ND, experts_NK, weights_NK))
+    own = num_experts // axis_size("expert")
+    own_NK = experts_NK - axis_index("expert") * own
+    own_NK = jnp.where((own_NK >= 0) & (own_NK < own), own_NK, own)
+    y_ND = _through_own(x_ND, own_NK, weights_NK, weights, expert, own)
+    return reduce_scatter(y_ND, "expert", 0)
+
+
+def _by_ragged_all_to_all(
+    x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, num_experts: int
+) -> jax.Array:
+    N, K = experts_NK.shape
+    num_devices, me = axis_size("expert"), axis_index("expert")
+    own = num_experts // num_devices
+    by_expert = _sort(experts_NK, num_experts, N * K)
+    count_E = by_expert.sizes_E
+    count_sde = all_gather(count_E[None], "expert", 0).reshape(num_devices, num_devices, own)
+    count_sd = count_sde.sum(2, dtype=jnp.int32)  # rows from device s to device d
+    begin_sd = _exclusive_sum(count_sd, 1)  # where they begin on s
+    arrive_sd = _exclusive_sum(count_sd, 0)  # and on d
+
+    def there(rows: jax.Array) -> jax.Array:
+        room = _room(rows, num_devices * N * min(K, own))
+        return _ragged(rows, room, begin_sd[me], count_sd[me], arrive_sd[me], count_sd[:, me])
+
+    def back(rows: jax.Array) -> jax.Array:
+        return _ragged(rows, _room(rows, N * K), arrive_sd[:, me], count_sd[:, me], begin_sd[:, me], count_sd[me])
+
+    x_RD = there(_pick(x_ND, by_expert.token_R, by_expert.row_NK))
+    weight_R1 = there(_pick(weights_NK.reshape(-1, 1), by_expert.choice_R, by_expert.row_NK.reshape(-1, 1)))
+    # Rows have come in order of (device, expert): their experts follow from the counts.
+    ends = jnp.cumsum(count_sde[:, me].reshape(-1), dtype=jnp.int32)
+    segment_R = jnp.searchsorted(ends, jnp.arange(len(x_RD), dtype=jnp.int32), side="right").astype(jnp.int32)
+    own_R1 = jnp.where(segment_R < len(ends), segment_R % own, own)[:, None]
+    y_RD = back(_through_own(x_RD, own_R1, weight_R1, weights, expert, own))
+    return sum_rows(y_RD[None], by_expert.row_NK[None], by_expert.token_R[None, :, None])[0]
+
+
+def _through_own(
+    x_ND: jax.Array, own_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, own: int
+) -> jax.Array:
+    """Returns [N, D]: for each token the weighted sum of this device's experts that it chose; `own_NK` is their number, or `own`."""
+    N, K = own_NK.shape
+    places = _sort(own_NK, own, N * min(K, own))
+    x_RD = _pick(x_ND, places.token_R, places.row_NK)
+    weight_R1 = _pick(weights_NK.reshape(-1, 1), places.choice_R, places.row_NK.reshape(-1, 1))
+    with jax.named_scope("moe_experts"):
+        y_RD = run_sorted(expert, weights, x_RD, places.sizes_E, _platform())
+        is_row_R1 = (places.token_R >= 0)[:, None]
+        y_RD = jnp.where(is_row_R1, y_RD.astype(jnp.float32) * weight_R1, 0.0).astype(x_ND.dtype)
+    return sum_rows(y_RD[None], places.row_NK[None], places.token_R[None, :, None])[0]
+
+
+class _Rows(NamedTuple):
+    """Choices sorted by expert: which is in which row; -1 for none."""
+
+    sizes_E: jax.Array
+    token_R: jax.Array
+    choice_R: jax.Array
+    row_NK: jax.Array
+
+
+def _sort(experts_NK: jax.Array, num_experts: int, num_rows: int) -> _Rows:
+    """Returns the choices of experts 0 .. num_experts - 1 sorted by expert, in `num_rows` rows; others are left out."""
+    N, K = experts_NK.shape
+    flat_C = experts_NK.reshape(-1)
+    sizes_E = (flat_C[:, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(0, dtype=jnp.int32)
+    sorted_C = jnp.argsort(flat_C, stable=True).astype(jnp.int32)
+    row_C = jnp.argsort(sorted_C).astype(jnp.int32)
+    is_row_R = jnp.arange(num_rows, dtype=jnp.int32) < sizes_E.sum(dtype=jnp.int32)
+    choice_R = jnp.where(is_row_R, sorted_C[:num_rows], -1)
+    row_NK = jnp.where(flat_C < num_experts, row_C, -1).reshape(N, K)
+    return _Rows(sizes_E, jnp.where(is_row_R, choice_R // K, -1), choice_R, row_NK)
+
+
+def _pick(x_ND: jax.Array, index_R: jax.Array, back_NK: jax.Array) -> jax.Array:
+    return sum_rows(x_ND[None], index_R[None, :, None], back_NK[None])[0]
+
+
+def _exclusive_sum(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.cumsum(x, axis=dim, dtype=x.dtype) - x
+
+
+def _room(rows: jax.Array, num_rows: int) -> jax.Array:
+    return compat.as_varying(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), sorted(compat.varying_axes(rows)))
+
+
+def _ragged(rows: jax.Array, room: jax.Array, *offsets_and_sizes: jax.Array) -> jax.Array:
+    every = sorted(compat.varying_axes(rows))
+    indices = compat.as_varying(offsets_and_sizes, every)
+    return lax.ragged_all_to_all(rows, room, *indices, axis_name=axes("expert"))

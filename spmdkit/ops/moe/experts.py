@@ -1,0 +1,169 @@
+"""Experts: what one is, how it is cut, and how many of them run over tokens that have been sorted by expert.
+
+An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that treats each token by itself. Where a dim of its
+weights is cut over devices (`mlp`), it returns its device's part of a sum; the op adds the parts. It may take a third argument
+`product`, with which it then writes its matrix products, `product(x, w)`: so all experts of a device run in one grouped product.
+
+Two ways to run experts over sorted rows, each as much work as there are rows, whatever the bound on rows is:
+
+    blocks       a loop over blocks of rows, each of one expert; any function; forward and backward by hand
+    ragged_dot   `jax.lax.ragged_dot`: a kernel on TPUs. Elsewhere XLA makes it dense, E times the work (8 x, CPU, 2026-11-21)
+
+Source: Gale et al., "MegaBlocks" (2022); Shazeer, "GLU Variants Improve Transformer" (2020).
+
+Shape suffixes: E experts of this device, N and R rows, D width, F hidden width.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+
+Expert = Callable[..., jax.Array]
+
+MLP_DIMS = {
+    "gate": ("expert", "embed", "mlp"),
+    "up": ("expert", "embed", "mlp"),
+    "down": ("expert", "mlp", "embed"),
+}
+"""Names of the dims of the default expert's weights."""
+
+MAX_BLOCK = 512
+
+
+def mlp(
+    weights: Mapping[str, jax.Array],
+    x_ND: jax.Array,
+    product: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """Returns the MLP of one expert: `down(act(x gate) * (x up))` where there is a gate (SiLU), else `down(act(x up))` (GELU)."""
+    if "gate" in weights:
+        h_NF = (activation or jax.nn.silu)(product(x_ND, weights["gate"])) * product(x_ND, weights["up"])
+    else:
+        h_NF = (activation or jax.nn.gelu)(product(x_ND, weights["up"]))
+    return product(h_NF, weights["down"])
+
+
+def dims_of(experts: Any, dims: Any) -> Any:
+    """Returns the names of the dims of the weights, a tree like them.
+
+    Raises:
+        ConfigError: no names, and not the weights of `mlp`; or a first dim that is not `expert`.
+    """
+    if dims is None:
+        if not isinstance(experts, Mapping) or set(experts) - set(MLP_DIMS) or {"up", "down"} - set(experts):
+            found = sorted(experts) if isinstance(experts, Mapping) else type(experts).__name__
+            raise ConfigError(
+                f"sk.moe: experts hold {found} and dims is not given. The default holds for up, down and gate only; other weights "
+                "have to say how their dims are cut. Give dims, a tree like experts, e.g. {'w': ('expert', 'embed', 'mlp')}."
+            )
+        dims = {name: MLP_DIMS[name] for name in experts}
+    whole = jax.tree.map(lambda d, sub: jax.tree.map(lambda _: d, sub), dims, experts, is_leaf=is_dims)
+    for d in jax.tree.leaves(whole, is_leaf=is_dims):
+        if not d or d[0] != "expert":
+            raise ConfigError(
+                f"sk.moe: dims {d} of a weight of experts. The first dim is the experts'. Write ('expert', ...)."
+            )
+    return whole
+
+
+def is_dims(x: Any) -> bool:
+    """Returns whether `x` names the dims of one array: a leaf of a tree of dims."""
+    return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
+
+
+def run_stacked(expert: Expert, weights: Any, x_END: jax.Array) -> jax.Array:
+    """Returns [E, N, D]: each expert over rows of its own, as many for each."""
+    return jax.vmap(expert)(weights, x_END)
+
+
+def run_sorted(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
+    """Returns [R, D]: the first `sizes[0]` rows through expert 0, and so on. Rows after the last expert's come out as anything."""
+    if platform == "tpu" and "product" in inspect.signature(expert).parameters:
+        product = lambda x, w: lax.ragged_dot(x, w, sizes_E)
+        return expert(weights, rows_RD, product=product)
+    return _run_blocks(expert, weights, rows_RD, sizes_E)
+
+
+# ---- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    num_rows, num_experts = rows_RD.shape[0], sizes_E.shape[0]
+    block = min(MAX_BLOCK, max(8, 2 ** math.ceil(math.log2(max(1, num_rows / num_experts / 4)))))
+    every = sorted(frozenset().union(*map(compat.varying_axes, (rows_RD, sizes_E, *jax.tree.leaves(weights)))))
+    weights, rows_RD, sizes_E = compat.as_varying((weights, rows_RD, sizes_E), every)
+    # A block that begins in the last rows reaches over the end: one block of zeros there.
+    padded_RD = jnp.concatenate([rows_RD, jnp.zeros_like(rows_RD, shape=(block, rows_RD.shape[1]))])
+    return _blocks(expert, block, weights, compat.as_varying(padded_RD, every), sizes_E)[:num_rows]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _blocks(expert: Expert, block: int, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    def one_expert(out_RD: jax.Array, given: Any) -> tuple[jax.Array, None]:
+        own, start, size = given
+
+        def one_block(i: jax.Array, out_RD: jax.Array) -> jax.Array:
+            x_ND = _block_of(rows_RD, start, size, i, block)
+            # Rows after the expert's own are written too, and again, rightly, by the experts that come after.
+            return lax.dynamic_update_slice_in_dim(out_RD, expert(own, x_ND), start + i * block, 0)
+
+        return lax.fori_loop(0, -(-size // block), one_block, out_RD), None
+
+    starts_E = jnp.cumsum(sizes_E) - sizes_E
+    return lax.scan(one_expert, _zeros(rows_RD), (weights, starts_E, sizes_E))[0]
+
+
+def _blocks_forward(expert: Expert, block: int, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array) -> Any:
+    return _blocks(expert, block, weights, rows_RD, sizes_E), (weights, rows_RD, sizes_E)
+
+
+def _blocks_backward(expert: Expert, block: int, saved: Any, cotangent_RD: jax.Array) -> Any:
+    weights, rows_RD, sizes_E = saved
+
+    def one_expert(grad_RD: jax.Array, given: Any) -> tuple[jax.Array, Any]:
+        own, start, size = given
+
+        def one_block(i: jax.Array, carry: Any) -> Any:
+            grad_RD, grads = carry
+            x_ND = _block_of(rows_RD, start, size, i, block)
+            cotangent_ND = _block_of(cotangent_RD, start, size, i, block)
+            _, vjp = jax.vjp(expert, own, x_ND)
+            grad_own, grad_ND = vjp(cotangent_ND)
+            grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, grad_own)
+            return lax.dynamic_update_slice_in_dim(grad_RD, grad_ND, start + i * block, 0), grads
+
+        zeros = jax.tree.map(lambda w: _zeros(w, jnp.promote_types(w.dtype, jnp.float32)), own)
+        grad_RD, grads = lax.fori_loop(0, -(-size // block), one_block, (grad_RD, zeros))
+        return grad_RD, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, own)
+
+    starts_E = jnp.cumsum(sizes_E) - sizes_E
+    grad_RD, grads = lax.scan(one_expert, _zeros(rows_RD), (weights, starts_E, sizes_E))
+    # What lies after the last expert's rows is the last block's overhang: its cotangent was zero, and so is this.
+    return grads, grad_RD, None
+
+
+_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _block_of(rows_RD: jax.Array, start: jax.Array, size: jax.Array, i: jax.Array, block: int) -> jax.Array:
+    """Returns block `i` of one expert's rows, zero where they have ended."""
+    is_own_N = i * block + jnp.arange(block, dtype=jnp.int32) < size
+    x_ND = lax.dynamic_slice_in_dim(rows_RD, start + i * block, block, 0)
+    return jnp.where(is_own_N[:, None], x_ND, jnp.zeros((), x_ND.dtype))
+
+
+def _zeros(like: jax.Array, dtype: Any = None) -> jax.Array:
+    """Returns zeros typed as varying like `like`, as the carry of a loop has to be from its start."""
+    return compat.as_varying(jnp.zeros(like.shape, dtype or like.dtype), sorted(compat.varying_axes(like)))

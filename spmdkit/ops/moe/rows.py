@@ -1,0 +1,54 @@
+"""Rows picked and added by index, with a gradient that picks as well: no scatter in either direction.
+
+    forward   out[b, m] = sum_k x[b, index[b, m, k]]         backward   dx[b, n] = sum_j dout[b, back[b, n, j]]
+
+Tokens go to slots and slots back to tokens by two indices, each the inverse of the other, and both are known. A gather's own
+gradient would be a scatter-add, which TPUs do row after row.
+
+Shape suffixes: B examples, N rows there, M rows wanted, K and J rows added at most, D width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spmdkit import compat
+
+
+def sum_rows(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax.Array:
+    """Returns [B, M, D]: for each m the sum of rows `index[m]` of `x`, added in float32; an index of -1 adds nothing.
+
+    `back` says of each row in which `m` it was added, -1 for none: pairs (m, n) are the same in both.
+    """
+    every = sorted(compat.varying_axes(x_BND) | compat.varying_axes(index_BMK) | compat.varying_axes(back_BNJ))
+    return _sum_rows(*(compat.as_varying(a, every) for a in (x_BND, index_BMK, back_BNJ)))
+
+
+@jax.custom_vjp
+def _sum_rows(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax.Array:
+    return _take(x_BND, index_BMK)
+
+
+def _forward(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _take(x_BND, index_BMK), back_BNJ
+
+
+def _backward(back_BNJ: jax.Array, cotangent_BMD: jax.Array) -> tuple[jax.Array, None, None]:
+    return _take(cotangent_BMD, back_BNJ), None, None
+
+
+_sum_rows.defvjp(_forward, _backward)
+
+
+def _take(x_BND: jax.Array, index_BMK: jax.Array) -> jax.Array:
+    pick = jax.vmap(lambda x_ND, index_M: x_ND.at[index_M].get(mode="promise_in_bounds"))
+
+    def rows(index_BM: jax.Array) -> jax.Array:
+        picked = pick(x_BND, jnp.maximum(index_BM, 0))
+        return jnp.where(index_BM[..., None] >= 0, picked, jnp.zeros((), x_BND.dtype))
+
+    if index_BMK.shape[-1] == 1:
+        return rows(index_BMK[..., 0])
+    total = sum(rows(index_BMK[..., k]).astype(jnp.float32) for k in range(index_BMK.shape[-1]))
+    return jnp.asarray(total).astype(x_BND.dtype)
