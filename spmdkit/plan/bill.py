@@ -4,7 +4,7 @@ Bytes are what one device *sends* per step with ring algorithms, for a group of 
 
 | op                  | bytes sent            | `size`                                            |
 | ------------------- | --------------------- | ------------------------------------------------- |
-| all_reduce          | 2 (N-1)/N * size      | what each device puts in (and gets out)           |
+| all_reduce          | 2 (N-1)/N * size      | what each device puts in and gets out; the mean where a cast makes them differ |
 | all_gather          | (N-1)/N * size        | what each device gets out                         |
 | reduce_scatter      | (N-1)/N * size        | what each device puts in                          |
 | all_to_all          | (N-1)/N * size        | what each device puts in                          |
@@ -64,6 +64,7 @@ class Collective:
         loop_names: the HLO `while` instructions around it, outermost first.
         shapes: the arrays that each device puts in.
         algorithm: what the backend says about how it is sent, where it does.
+        stands_for: the cheaper op whose work this all_reduce does (`all_gather`, `reduce_scatter`), or None.
     """
 
     op: str
@@ -88,6 +89,7 @@ class Collective:
     loop_names: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
     algorithm: str | None = None
+    stands_for: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the row of `plan --json`."""
@@ -106,6 +108,7 @@ class Collective:
             "cause": self.cause,
             "branch": self.branch,
             "counted": self.counted,
+            "stands_for": self.stands_for,
         }
 
 
@@ -141,7 +144,19 @@ class Bill:
         """Operations that differ in nothing but their names and arrays, as one row each; most bytes first."""
         together: dict[Any, list[Collective]] = {}
         for c in self.collectives:
-            key = (c.op, c.axes, c.dtype, c.in_loop, c.trip_count, c.source, c.cause, c.branch, c.counted, c.is_async)
+            key = (
+                c.op,
+                c.axes,
+                c.dtype,
+                c.in_loop,
+                c.trip_count,
+                c.source,
+                c.cause,
+                c.branch,
+                c.counted,
+                c.is_async,
+                c.stands_for,
+            )
             together.setdefault(key, []).append(c)
         return tuple(sorted(map(_merge, together.values()), key=lambda c: -c.bytes_at_least))
 
@@ -211,6 +226,7 @@ def read_bill(
                     loop_names=tuple(loop.name for loop in visit.loops),
                     shapes=c.shapes,
                     algorithm=c.algorithm,
+                    stands_for=c.stands_for,
                 ),
             )
         )

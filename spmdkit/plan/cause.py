@@ -82,7 +82,7 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
 
 def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf]) -> str:
     """Returns one of `CAUSES`."""
-    axes, op, name = set(found.spans), found.op, found.op_name
+    axes, op, name = set(found.spans), found.stands_for or found.op, found.op_name
     if all(not shape.dims or shape.size == 1 for shape in found.shapes):
         return "metrics"
     files = [f.file.rsplit("/", 2)[-2:] for f in module.frames(visit.instruction) if is_ours(f)]
@@ -94,10 +94,10 @@ def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf])
     backward = "transpose(" in name
     forward = "jvp(" in name and not backward
     if any(folder == "reducers" or file in ("forms.py", "replica.py") for folder, file in files[:2]):
-        return "gradient scatter" if op == "reduce_scatter" else "gradient reduction"
+        return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
     like_parameters = _like_parameters(found, leaves)
-    if from_parameter(module, visit) and (op == "all_gather" or forward):
-        return "parameter gather" if forward or backward else "update gather"
+    if (op == "all_gather" or forward) and from_parameter(module, visit):
+        return "parameter gather"
     if op == "all_gather" and not forward and not backward and like_parameters:
         return "update gather"
     if op == "reduce_scatter" and (like_parameters or (backward and axes == {"fsdp"})):
@@ -131,9 +131,10 @@ def _like_parameters(found: Found, leaves: Sequence[Leaf]) -> bool:
     return 2 * like > sum(s.bytes for s in found.shapes)
 
 
-def from_parameter(module: Module, visit: Visit, steps: int = 60) -> bool:
+def from_parameter(module: Module, visit: Visit) -> bool:
     """Returns whether what a collective sends is a parameter of the state, moved or cast but not computed with."""
-    return any(_origin(module, i, visit.site, steps) for i in [visit.instruction])
+    origin = origin_of(module, visit)
+    return origin is not None and ".params" in origin.split("[")[0]
 
 
 _MOVES = {
@@ -142,26 +143,22 @@ _MOVES = {
 }  # fmt: skip
 
 
-def _origin(module: Module, i: Instruction, site: Any, steps: int) -> bool:
-    """Follows the largest operand back to a parameter of the entry whose name says `.params`."""
-    index: int | None = None
-    computation = module.computations[i.computation]
+def origin_of(module: Module, visit: Visit, steps: int = 80) -> str | None:
+    """Returns the name of the program's argument (`state.params['w']`) that a collective's largest operand is, moved or cast
+    but not computed with; None where it is computed.
+    """
+    i, site, index = visit.instruction, visit.site, None
     first = True
     while steps:
         steps -= 1
+        computation = module.computations[i.computation]
         if i.opcode == "parameter":
             if site is None:
-                return ".params" in i.op_name.split("[")[0]
-            caller = site.caller
-            computation = module.computations[caller.computation]
+                return i.op_name
+            caller, site = site.caller, site.outer
             number = int(i.text) if caller.opcode in ("fusion", "call", "async-start") else 0
-            source = computation.operand(caller, number)
-            site = site.outer
-            if source is None:
-                return False
-            i = source
-            continue
-        if i.opcode == "tuple" and index is not None:
+            source = module.computations[caller.computation].operand(caller, number)
+        elif i.opcode == "tuple" and index is not None:
             source, index = computation.operand(i, index), None
         elif i.opcode == "while":
             source = computation.operand(i)
@@ -171,12 +168,12 @@ def _origin(module: Module, i: Instruction, site: Any, steps: int) -> bool:
         elif first or i.opcode in _MOVES or (i.opcode == "fusion" and _only_moves(module, i)):
             source = _largest(computation, i)
         else:
-            return False
+            return None
         first = False
         if source is None:
-            return False
+            return None
         i = source
-    return False
+    return None
 
 
 def _largest(computation: Any, i: Instruction) -> Instruction | None:

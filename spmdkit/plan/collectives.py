@@ -43,6 +43,7 @@ class Found:
     source: str | None
     op_name: str
     algorithm: str | None
+    stands_for: str | None
 
 
 def found_collectives(
@@ -80,6 +81,8 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, s
         group_size = max((len(group) for group in groups), default=1)
     if op == "all_gather":
         size *= group_size
+    elif op == "all_reduce" and not i.opcode.endswith("-start"):
+        size = (size + i.bytes) // 2  # a TPU's may cast: the sums travel as they went in, the result as it comes out
     if (
         op == "all_reduce"
         and caller is not None
@@ -87,9 +90,12 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, s
         and _sliced(module, i, caller, group_size)
     ):
         op = "reduce_scatter"
+    stands_for = _stands_for(module, i, put_in, group_size) if op == "all_reduce" else None
     largest = max(shapes, key=lambda shape: shape.bytes, default=None)
     named = caller if caller is not None and not i.op_name and not module.frames(i) and caller.opcode != "while" else i
     config = i.backend_config.get("collective_algorithm_config") or {}
+    if not config and caller is not None and caller.opcode == "fusion":
+        config = caller.backend_config.get("collective_algorithm_config") or {}
     return Found(
         instruction=i,
         op=op,
@@ -103,6 +109,7 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, s
         source=source_of(module, named),
         op_name=op_name_of(module, named),
         algorithm=config.get("emitter"),
+        stands_for=stands_for,
     )
 
 
@@ -112,3 +119,75 @@ def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int
     users = module.computations[i.computation].users.get(i.name, [])
     slices = {"dynamic-slice", "bitcast", "reshape", "copy", "tuple", "get-tuple-element"}
     return bool(users) and kept * group_size == whole and all(user.opcode in slices for user in users)
+
+
+# ---- what an all-reduce is for ----------------------------------------------------------------------------------------
+
+_SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
+
+
+def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:
+    """Returns the cheaper op that an all-reduce does the work of, or None.
+
+    `all_gather`: each device puts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size` of the
+    sum. The TPU compiler does this where it finds no way for the cheaper one (jax 0.10.2, v5p, a group over the whole torus).
+    """
+    large = [operand for operand in put_in if operand.bytes * 4 >= sum(o.bytes for o in put_in)]
+    if large and all(_is_padded_shard(module, operand, group_size) for operand in large):
+        return "all_gather"
+    return "reduce_scatter" if group_size > 1 and _only_parts_read(module, i, group_size) else None
+
+
+def _is_padded_shard(module: Module, i: Instruction, group_size: int) -> bool:
+    computation = module.computations[i.computation]
+    steps = 0
+    while i.opcode in _SAME and steps < 16 and (source := computation.operand(i)):
+        i, steps = source, steps + 1
+    if i.opcode == "fusion":
+        inner = module.computations[i.called["calls"][0]]
+        root = inner.root
+        if root.opcode != "dynamic-update-slice":
+            return False
+        base, update = inner.operand(root, 0), inner.operand(root, 1)
+        if base is not None and base.opcode == "parameter":
+            base = computation.operand(i, int(base.text))
+        return _is_zero(base) and update is not None and update.shapes[0].size * group_size == root.shapes[0].size
+    if i.opcode != "dynamic-update-slice":
+        return False
+    base, update = computation.operand(i, 0), computation.operand(i, 1)
+    return _is_zero(base) and update is not None and update.shapes[0].size * group_size == i.shapes[0].size
+
+
+def _is_zero(i: Instruction | None) -> bool:
+    return i is not None and i.opcode in ("broadcast", "constant")
+
+
+def _only_parts_read(module: Module, i: Instruction, group_size: int) -> bool:
+    """Returns whether every large array of a result is read only in parts, directly or inside fusions."""
+    computation = module.computations[i.computation]
+    large = max((shape.size for shape in i.shapes), default=0)
+    if large < group_size:
+        return False
+    arrays = [i] if len(i.shapes) == 1 else [u for u in computation.users[i.name] if u.opcode == "get-tuple-element"]
+    arrays = [a for a in arrays if a.shapes[0].size * 4 >= large]
+    return bool(arrays) and all(_parts_only(module, a, a.shapes[0].size, group_size, 8) for a in arrays)
+
+
+def _parts_only(module: Module, i: Instruction, whole: int, group_size: int, steps: int) -> bool:
+    computation = module.computations[i.computation]
+    users = computation.users[i.name]
+    if not users or not steps or i.is_root:
+        return False
+    for user in users:
+        if user.opcode == "dynamic-slice":
+            if user.shapes[0].size * group_size != whole:
+                return False
+        elif user.opcode == "fusion":
+            inner = module.computations[user.called["calls"][0]]
+            numbers = [n for n, name in enumerate(user.operands) if name == i.name]
+            parameters = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
+            if not all(_parts_only(module, p, whole, group_size, steps - 1) for p in parameters):
+                return False
+        elif user.opcode not in _SAME or not _parts_only(module, user, whole, group_size, steps - 1):
+            return False
+    return True

@@ -1,0 +1,73 @@
+"""The bill is right: bytes of programs with known traffic equal what is computed by hand, on CPU and on the TPU compiler."""
+
+import importlib.util
+
+import jax
+import pytest
+from known_traffic import PROGRAMS, SIZES, compiled
+
+from spmdkit.plan.bill import read_bill
+from spmdkit.plan.hlo import parse
+from spmdkit.plan.loops import trip_count, walk
+from spmdkit.plan.target import open_target, parse_target
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the extra tpu is not installed"
+)
+
+
+def sent(bill):
+    """Returns `op_axes` -> bytes, None where a trip count is unknown."""
+    found = {}
+    for c in bill.collectives:
+        if c.counted:
+            key = "_".join([c.op, *c.axes])
+            found[key] = None if c.bytes is None or found.get(key, 0) is None else found.get(key, 0) + c.bytes
+    return found
+
+
+def tpu(name):
+    return open_target(parse_target(name)).devices
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bytes_equal_the_hand_computed_ones(name):
+    text = compiled(name, jax.devices()).as_text()
+    bill = read_bill(parse(text), SIZES)
+    assert sent(bill) == PROGRAMS[name][1]["cpu"]
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bytes_equal_the_hand_computed_ones_on_the_tpu_compiler(name):
+    bill = read_bill(parse(compiled(name, tpu("tpu:v5e:2x4")).as_text()), SIZES)
+    assert sent(bill) == PROGRAMS[name][1]["tpu"]
+
+
+@pytest.mark.parametrize("name", ["ring_in_a_scan", "nested_scans", "while_with_a_known_bound", "zero_3"])
+def test_a_loop_whose_text_tells_no_trip_count_is_counted_from_its_condition(name):
+    text = compiled(name, jax.devices()).as_text()
+    told, silent = parse(text), parse(text.replace("known_trip_count", "unused"))
+    assert told.entry is not None and "known_trip_count" in text
+    counts = [
+        [trip_count(m, v.instruction, v.site) for v in walk(m) if v.instruction.opcode == "while"]
+        for m in (told, silent)
+    ]
+    assert counts[0] == counts[1] and None not in counts[1]
+    assert read_bill(silent, SIZES).collectives == read_bill(told, SIZES).collectives
+
+
+def test_an_unknown_trip_count_is_said_and_not_guessed():
+    bill = read_bill(parse(compiled("while_until_it_converges", jax.devices()).as_text()), SIZES)
+    (c,) = bill.collectives
+    assert (c.bytes, c.trip_count, c.in_loop) == (None, None, True)
+    assert bill.bytes is None and bill.bytes_at_least == c.bytes_at_least == 64 * 128 * 4
+    assert bill.by_axes() == {("data",): None} and bill.rows[0].as_json()["bytes"] is None
+
+
+def test_of_a_conditional_the_dearer_branch_is_counted_and_both_are_listed():
+    bill = read_bill(parse(compiled("conditional", jax.devices()).as_text()), SIZES)
+    assert [c.branch for c in bill.collectives] == [True, True]
+    dear, cheap = sorted(bill.collectives, key=lambda c: -c.bytes)
+    assert (dear.counted, cheap.counted) == (True, False)
+    assert bill.bytes == dear.bytes and cheap.bytes == 2 * 3 * 128 * 4 // 4
