@@ -124,7 +124,7 @@ def cross_entropy(
     row_dims = between_dims(dims, kept)
     _check(head_DV.shape[1], vocab_size, chunk, kept)
     core = _Core(dims, head_dims, kept, vocab_size, z_loss, chunk)
-    name = "sk.cross_entropy"
+    name, step = "sk.cross_entropy", scope.current_step()
     forward = manual(core.forward, (dims, head_dims, row_dims), (row_dims, row_dims), name)
     backward = manual(core.backward, (dims, head_dims, row_dims, row_dims, row_dims), (dims, head_dims), name)
 
@@ -133,11 +133,13 @@ def cross_entropy(
         return forward(hidden, head, targets)[0]
 
     def keep(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
-        value, logsumexp = forward(hidden, head, targets)
+        with scope.tracing(step):
+            value, logsumexp = forward(hidden, head, targets)
         return value, (hidden, head, targets, logsumexp)
 
     def pull(kept_values: Any, cotangent: jax.Array) -> Any:
-        return (*backward(*kept_values, cotangent), None)
+        with scope.tracing(step):  # the backward pass is traced when the caller's own context, a stage say, is left
+            return (*backward(*kept_values, cotangent), None)
 
     loss.defvjp(keep, pull)
     losses_BT = loss(hidden_BTD, head_DV, targets_BT)
