@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -70,6 +71,7 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
+            worker.closed = True
             worker.end()
         self._folder.cleanup()
 
@@ -78,9 +80,12 @@ class _Worker:
     def __init__(self, spec: Path, log: Path, environment: dict[str, str]):
         self._spec, self._log, self._environment = spec, log, environment
         self._process: subprocess.Popen[str] | None = None
+        self.closed = False
 
     def ask(self, job: Job) -> Answer:
         """Returns the worker's answer, or an error where it died or took too long; the next job gets a new process."""
+        if self.closed:
+            return {"error": {"code": 70, "message": "interrupted"}}
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(JOB_TIMEOUT_S, process.kill)
@@ -108,8 +113,7 @@ class _Worker:
         return self._process
 
     def _last_words(self, timed_out: bool) -> str:
-        code = self._process.wait() if self._process else 0
-        self._process = None
+        code = self.end(kill=False)
         if timed_out:
             return f"the process took longer than {JOB_TIMEOUT_S:.0f} s and was ended"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
@@ -117,7 +121,16 @@ class _Worker:
         checks = [line for line in lines if "Check failed" in line] or lines
         return f"the process ended {how}: {' / '.join(checks[-SHOWN_LINES:])[:500]}"
 
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+    def end(self, kill: bool = True) -> int:
+        """Ends the process, or waits for one that is ending by itself; returns its code."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        if kill:
+            process.kill()
+        code = process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        return code

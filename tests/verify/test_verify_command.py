@@ -1,0 +1,205 @@
+"""`spmdkit verify` as a user runs it: exit codes, JSON, table, certificates, and workers that die."""
+
+import json
+
+import pytest
+
+import spmdkit as sk
+from spmdkit import cli
+from spmdkit.config import load_config
+from spmdkit.errors import ConfigError
+from spmdkit.loop import train
+from spmdkit.verify import Options, cases, certificate, verify
+
+TASK = """
+import os
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+from jax import lax
+
+def task(width=8, wrong=False, dies=False):
+    x = np.linspace(-1, 1, 64 * 4, dtype=np.float32).reshape(64, 4)
+
+    def loss_fn(params, batch, key):
+        devices = lax.psum(1, ("replica", "data"))
+        if dies and devices > 1:
+            os.abort()
+        print("a word of the user's, on standard output")
+        error = jnp.tanh(batch["x"] @ params["w"]).sum(-1) - batch["x"].sum(-1)
+        return sk.mean(error**2 * (devices if wrong else 1))
+
+    init = lambda key: {"w": jnp.full((4, width), 0.1)}
+    data = {"x": x}
+    return sk.Task(init, loss_fn, optax.adam, train_data=data, eval_data=data)
+"""
+CONFIG = """
+task: task.py:task
+run_dir: run
+steps: 2
+batch_size: 16
+learning_rate: 1e-2
+devices: cpu:4
+mesh: {data: -1}
+checkpoint: null
+log: {progress: "off"}
+"""
+FEW = ("--no-mutants", "--jobs", "1")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments):
+    """Returns the exit code of `spmdkit verify run.yaml ...`."""
+    with pytest.raises(SystemExit) as left:
+        cli.app(["verify", "run.yaml", *arguments], prog_name="spmdkit", standalone_mode=False)
+    return left.value.code
+
+
+def config(**changes):
+    return load_config("run.yaml", [f"{key}={value}" for key, value in changes.items()])
+
+
+def test_a_right_task_gives_0_one_json_object_and_a_certificate_that_train_accepts(folder, capfd):
+    assert run("--json", *FEW, "--microbatches", "1,2", "--certificate", "proof.json", "task_args.width=4") == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["passed"] and report["tolerance"] == pytest.approx(7.6e-6, rel=0.5) and report["mutants"] == []
+    assert [(case["mesh"], case["microbatches"]) for case in report["cases"]] == [
+        ({}, 2),
+        ({"data": 4}, 1),
+        ({"data": 4}, 2),
+    ]
+    case = report["cases"][1]
+    keys = [
+        "mesh",
+        "microbatches",
+        "reducer",
+        "sync",
+        "loss_error",
+        "gradient_error",
+        "parameter_error",
+        "worst_leaf",
+        "passed",
+    ]
+    assert set(keys) <= case.keys() and case["worst_leaf"] == "w" and case["reducer"] == "sum"
+    assert report["skipped"] == [] and case["restore_error"] == 0 and 0 <= case["eval_error"] < 1e-6
+    result = train(config(certificate="proof.json"))
+    assert result.run.step == 2
+
+
+def test_a_wrong_task_gives_1_a_table_of_at_most_100_columns_and_a_certificate_that_train_refuses(folder, capfd):
+    assert run(*FEW, "--certificate", "proof.json", "task_args.wrong=true") == 1
+    table = capfd.readouterr().out
+    assert "reduced twice" in table and "DIFFERS" in table and "failed: 0 of 1 cases" in table
+    assert max(map(len, table.splitlines())) <= 100
+    with pytest.raises(ConfigError, match="did not pass"):
+        train(config(certificate="proof.json", **{"task_args.wrong": "true"}))
+    assert not (folder / "run").exists()
+
+
+def test_a_worker_that_dies_costs_its_case_and_finished_cases_are_not_run_again(folder, capfd):
+    options = Options(mutants=False, jobs=1, microbatches="1,2", resume=folder / "done.jsonl")
+    said = []
+    report = verify(config(**{"task_args.dies": "true"}), options, said.append)
+    assert [case["passed"] for case in report["cases"]] == [True, False, False]
+    assert "SIGABRT" in report["cases"][1]["diagnosis"]["found"]
+    assert report["pattern"] == "only with several replicas" or "data" in report["pattern"]
+    again = []
+    assert verify(config(**{"task_args.dies": "true"}), options, again.append)["cases"] == report["cases"]
+    assert len(said) == 4 and len(again) == 1
+
+
+def test_a_task_that_one_device_refuses_too_is_a_bad_config(folder):
+    (folder / "task.py").write_text(TASK.replace('params["w"]', 'params["v"]'))
+    with pytest.raises(sk.SpmdkitError, match="KeyError"):
+        verify(config(), Options(mutants=False, jobs=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"microbatches": "1,x"}, "--microbatches 1,2,4"),
+        ({"devices": 0}, "--devices 8"),
+        ({"devices": 3, "all_meshes": True, "max_axis": 2}, "--max-axis 3"),
+        ({"steps": 0}, "at least 1"),
+        ({"jobs": 0}, "at least 1"),
+    ],
+)
+def test_options_that_cannot_work_are_told_with_the_repair(folder, options, says):
+    with pytest.raises(ConfigError, match=says):
+        verify(config(), Options(**options))
+
+
+def test_the_configs_own_mesh_has_to_fit_the_devices(folder):
+    with pytest.raises(ConfigError, match="data: 4"):
+        verify(config(**{"mesh.data": 8}), Options())
+
+
+# ---- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_mesh_of_eight_devices_with_axes_up_to_four_and_every_four_axis_mesh_of_sixteen():
+    meshes = cases.all_meshes(8, 4)
+    assert len(meshes) == 77 == len({tuple(mesh.items()) for mesh in meshes})
+    assert {"data": 4, "tensor": 2} in meshes and {"data": 8} not in meshes
+    assert len(cases.all_meshes(16, 2)) == 35 and all(len(mesh) == 4 for mesh in cases.all_meshes(16, 2))
+
+
+# ---- certificates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proof(folder):
+    """A certificate of the folder's config on data 4, without a run."""
+    case = {"mesh": {"data": 4}, "microbatches": 1, "passed": True}
+    report = {"passed": True, "cases": [case], "mutants": [], "dtype": "float32", "tolerances": {}}
+    certificate.write(folder / "proof.json", report | certificate.identity(config()))
+    return folder / "proof.json"
+
+
+SIZES = {"data": 4, "fsdp": 1}
+
+
+def test_a_certificate_holds_for_other_sizes_and_rates(proof):
+    certificate.require(config(certificate="proof.json", **{"task_args.width": 64, "batch_size": 32}), SIZES)
+    certificate.require(config(certificate="proof.json", learning_rate="0.1", steps=7, seed=3), SIZES)
+    certificate.require(config(), {"data": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "says"),
+    [
+        ({}, {"data": 2}, "no proof for mesh {'data': 2}"),
+        ({"microbatches": 2}, SIZES, "microbatches 2"),
+        ({"clip_norm": 1.0}, SIZES, "clip_norm null, and the config has 1.0"),
+        ({"task_args.wrong": "true"}, SIZES, "task_args"),
+        ({"certificate": "none.json"}, SIZES, "does not exist"),
+    ],
+)
+def test_a_certificate_does_not_hold_for_anything_else(proof, changes, sizes, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        certificate.require(config(**{"certificate": "proof.json"} | changes), sizes)
+    assert "spmdkit verify" in str(raised.value)
+
+
+def test_a_certificate_does_not_hold_for_another_text_of_the_task_or_of_what_it_imports(proof, folder):
+    (folder / "task.py").write_text("import model\n" + TASK)
+    with pytest.raises(ConfigError, match="another text"):
+        certificate.require(config(certificate="proof.json"), SIZES)
+    before = certificate.task_digest(config())
+    (folder / "model.py").write_text("")
+    assert certificate.task_digest(config()) != before
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 0}', '{"format": 1}'])
+def test_what_is_no_certificate_is_refused(folder, text):
+    (folder / "proof.json").write_text(text)
+    with pytest.raises(ConfigError, match="what verify writes"):
+        certificate.require(config(certificate="proof.json"), SIZES)
