@@ -21,7 +21,7 @@ from spmdkit.errors import ConfigError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean as the pair (sum, count), both float32 scalars.
+    """A weighted mean as the pair (sum, count), both float32 scalars (float64 where the values are).
 
     `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
     on any number of replicas and microbatches. Two means do not add: their counts may differ, so write the terms into
@@ -71,7 +71,8 @@ def _scalar(x: ArrayLike) -> jax.Array:
         raise TypeError(
             f"a sk.mean is one number and combines with scalars only, found {found}. Put it inside the sk.mean(...)."
         )
-    return jnp.asarray(x, jnp.float32)
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike | None = None) -> Mean:
@@ -81,7 +82,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     program has padded, the first dim of `values` must be the examples.
 
     Args:
-        values: any shape; summed in float32.
+        values: any shape; summed in float32, or in float64 where they are.
         where: bool, broadcasts to `values` from the left (one per example, or one per element); False leaves out.
         weights: float, broadcasts likewise; the count is their sum.
 
@@ -90,7 +91,8 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     """
     if isinstance(values, Mean):
         raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it as it is, or give sk.mean the values.")
-    values = jnp.asarray(values, jnp.float32)
+    values = jnp.asarray(values)
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     kept = None if where is None else _broadcast("where", jnp.asarray(where, bool), values)
     examples = scope.current_examples()
     scope.current_step().uses.add("mean")
@@ -104,14 +106,14 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
                 "The first dim must be the examples, so that padding rows can be left out. "
                 "Pass one value per example (or per example and token), or apply sk.example_mask() yourself."
             )
-    counted = jnp.ones((), jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
+    counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
     counted = _broadcast("weights", counted, values)
     if kept is not None:
         kept = jnp.broadcast_to(_left(kept, values.ndim), values.shape)
         counted = jnp.where(kept, counted, 0)
         values = jnp.where(kept, values, 0)
     if weights is None and kept is None:
-        return Mean(values.sum(), jnp.asarray(values.size, jnp.float32))
+        return Mean(values.sum(), jnp.asarray(values.size, values.dtype))
     total = values.sum() if weights is None else (values * counted).sum()
     return Mean(total, counted.sum())
 

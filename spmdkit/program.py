@@ -48,6 +48,7 @@ class Program:
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device]):
         self.config, self.task, self.notes = config, task, list[str]()
         self._devices = devices
+        _check_precision(config)
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
         self.mesh = mesh.make_mesh(self.sizes, devices)
         self.optimizer = make_optimizer(config, task)
@@ -381,6 +382,15 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     return optax.with_extra_args_support(optimizer)
+
+
+def _check_precision(config: Config) -> None:
+    wide = [name for name, dtype in config.precision if dtype == "float64"]
+    if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in float32. "
+            "Set the environment variable JAX_ENABLE_X64=1, or use float32."
+        )
 
 
 def _abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any]:

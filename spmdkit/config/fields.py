@@ -252,9 +252,9 @@ def _no_float16(value: Any) -> Any:
 
 
 Dtype = Annotated[
-    Literal["float32", "bfloat16"],
+    Literal["float32", "bfloat16", "float64"],
     BeforeValidator(_no_float16),
-    Expects("float32 or bfloat16", "bfloat16", ("float32", "bfloat16")),
+    Expects("float32, bfloat16 or float64", "bfloat16", ("float32", "bfloat16", "float64")),
 ]
 
 

@@ -20,15 +20,16 @@ from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.verify import compare, mutants
 from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import find
-from spmdkit.verify.subject import Record, Setting, Subject, one_ulp
+from spmdkit.verify.subject import Record, Setting, Subject, one_ulp, working_dtype
 
 
 class Reference(NamedTuple):
-    """One device: its record, how far it may be missed, and how far one ulp in the input moves it."""
+    """One device: its record, how far it may be missed, how far one ulp in the input moves it, and the type of that ulp."""
 
     record: Record
     tolerance: dict[str, float]
     moved: dict[str, float]
+    dtype: str
 
 
 class Judge:
@@ -73,9 +74,10 @@ class Judge:
         record = subject.run(program, evaluate=True)
 
         def probe(i: int) -> Record:
-            return subject.run(program, evaluate=True, moved=one_ulp(np.random.default_rng(i)))
+            return subject.run(program, evaluate=True, moved=one_ulp(np.random.default_rng(i), dtype))
 
-        made = Reference(record, *compare.tolerances(record, probe, float(np.finfo(subject.dtype).eps)))
+        dtype = working_dtype(program) if subject.dtype == "float64" else subject.dtype
+        made = Reference(record, *compare.tolerances(record, probe, float(np.finfo(dtype).eps)), dtype)
         path = self._path(setting)
         if path is not None:
             partial = path.with_suffix(f".{id(made)}.partial")

@@ -185,6 +185,10 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         notes.append(
             f"precision is {spec['dtype']} here, not the config's: what is compared is the mathematics, not the rounding"
         )
+    if known["dtype"] != spec["dtype"]:
+        notes.append(
+            f"the task rounds to {known['dtype']} by itself (an astype, jnp.float32), so the tolerance is that of {known['dtype']}"
+        )
     if all(not c["mesh"] for c in ran):
         notes.append("every case is on one device: name a mesh, or use --all")
     return {

@@ -191,6 +191,8 @@ class Subject:
         if (name, num) not in self._cut:
             source = data.open_source(given, name)
             rows = source.gather(np.arange(min(num, len(source)), dtype=np.int64))
+            if self.dtype == "float64":
+                rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, rows)
             self._cut[name, num] = ArraySource(rows, name)
         return self._cut[name, num]
 
@@ -318,16 +320,39 @@ def _with_constants(task: Task, seed: int) -> Task:
     return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, made))
 
 
-def one_ulp(random: np.random.Generator) -> Callable[[Any], Any]:
-    """Returns a function that moves every floating point number of a tree by one ulp, up or down at random."""
+def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[Any], Any]:
+    """Returns a function that moves every floating point number of a tree by one ulp of `dtype`, up or down at random.
+
+    Numbers of a narrower type are left alone: they are widened exactly, so that an ulp of theirs is another input.
+    """
 
     def move(x: Any) -> Any:
         x = np.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if x.dtype not in (np.float32, np.float64) or x.dtype.itemsize < np.dtype(dtype).itemsize:
             return x
-        if x.dtype not in (np.float32, np.float64):
-            return x  # a type of few bits is widened exactly; an ulp of it would be another input
-        towards = np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(x.dtype)
-        return np.nextafter(x, towards)
+        towards = np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(dtype)
+        return np.nextafter(x.astype(dtype), towards).astype(x.dtype)
 
     return lambda tree: jax.tree.map(move, tree)
+
+
+def working_dtype(program: Program) -> str:
+    """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
+
+    def rounds(jaxpr: Any) -> bool:
+        for eqn in jaxpr.eqns:
+            narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in (
+                np.float32,
+                jnp.bfloat16,
+            )
+            if narrows and eqn.invars[0].aval.dtype == np.float64:
+                return True
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns") and rounds(inner):
+                    return True
+        return False
+
+    return "float32" if rounds(program.traced.jaxpr.jaxpr) else "float64"

@@ -59,7 +59,7 @@ def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, 
 
     if job["kind"] == "reference":
         reference = judge.reference(Setting({}, short=judge.subject.short))
-        return {"tolerances": reference.tolerance, "moved": reference.moved, "uses": sorted(reference.record.uses)}
+        return {"tolerances": reference.tolerance, "moved": reference.moved, "dtype": reference.dtype}
     if job["kind"] == "mutant":
         return judge.mutant(job["name"], spec["devices"])
     return judge.case(job["mesh"], job["microbatches"], job["whole"])

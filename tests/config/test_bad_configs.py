@@ -62,7 +62,7 @@ BAD = {
     "unknown sync": ("sync: {local_sgd: {every: 16}}", ":2: sync: needs one of every_step, found 'local_sgd' (text)."),
     "sync is a list": ("sync: [every_step]", ":2: sync: needs a name, or a mapping of one name to its options, found ['every_step'] (a list)."),
     "float16": ("precision: float16", "float16 needs loss scaling, which is not built. bfloat16 has float32's range"),
-    "float16 in a mapping": ("precision: {compute: float16}", ":2: precision.compute: needs float32 or bfloat16, found 'float16' (text). float16 needs loss"),
+    "float16 in a mapping": ("precision: {compute: float16}", ":2: precision.compute: needs float32, bfloat16 or float64, found 'float16' (text). float16 needs loss"),
     "precision misspelt": ("precision: bflot16", "found 'bflot16' (text). Did you mean 'bfloat16'?"),
     "remat misspelt": ("remat: dot", ":2: remat: needs none, full, dots, dots_no_batch or a mapping {save: [names]}, found 'dot' (text). Did you mean 'dots'?"),
     "remat saves nothing": ("remat: {save: []}", ":2: remat.save: needs a list of at least one name, found [] (a list). Try save: [attention]."),
