@@ -1,4 +1,4 @@
-# make demo | test | thorough | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
+# make demo | test | thorough | verify | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test thorough lint types bench constraints versions clean
+.PHONY: demo test thorough verify lint types bench constraints versions clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -17,6 +17,10 @@ test: $(VENV)/.test versions lint types
 # What the default suite leaves out: the long forms of its tests.
 thorough: $(VENV)/.test
 	$(BOUND) 7200 $(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
+
+# Every legal mesh, for every config in configs/verify. Hours of processor time; what is finished is kept in build/verify.
+verify: $(VENV)/.test
+	$(BOUND) 28800 $(BIN)/python benchmarks/verify_examples.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

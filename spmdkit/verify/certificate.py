@@ -79,6 +79,14 @@ def task_digest(config: Config) -> str:
     return digest(texts)
 
 
+def package_digest() -> str:
+    """Returns the digest of spmdkit's own files."""
+    folder = Path(__file__).parents[1]
+    return digest(
+        {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
+    )
+
+
 def _imported(text: str) -> list[str]:
     """Returns the first part of every module name that a file imports."""
     try:

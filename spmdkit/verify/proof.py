@@ -86,7 +86,12 @@ def verify(config: Config, options: Options, say: Say = lambda text: None) -> Re
         from spmdkit.verify.mutants import MUTANTS
 
         jobs += [{"kind": "mutant", "name": mutant.name} for mutant in MUTANTS]
-    results = _Results(jobs, options.resume, certificate.digest(spec | certificate.identity(config)), say)
+    results = _Results(
+        jobs,
+        options.resume,
+        certificate.digest([spec, certificate.identity(config), certificate.package_digest()]),
+        say,
+    )
     with Pool(spec, options.jobs) as pool:
         reference = pool.ask({"kind": "reference"})
         if "error" in reference:

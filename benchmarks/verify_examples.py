@@ -1,0 +1,125 @@
+"""`make verify`: every legal mesh of 8 devices with axes up to 4, and of 16 with four axes, for every config in configs/verify.
+
+    python benchmarks/verify_examples.py [NAME ...]
+
+Each config is run with 1, 2 and 4 microbatches, and every mutant that can act on it. Finished cases are kept in build/verify, so that a
+run that was cut off goes on where it was; they count only for the same text of package, task and config. What came out is
+written to docs/verify.json, and a page of it to docs/verify.md.
+"""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs/verify"
+KEPT = ROOT / "build/verify"
+SUMMARY = ROOT / "docs/verify.json"
+PAGE = ROOT / "docs/verify.md"
+SWEEPS = {
+    "8 devices, axes up to 4": ["--devices", "8", "--max-axis", "4"],
+    "16 devices, four axes": ["--devices", "16", "--max-axis", "2", "--no-mutants"],
+}
+QUANTITIES = ("loss", "gradient", "update", "parameter", "metric", "state", "eval", "restore")
+
+
+def sweep(name, title, options):
+    """Returns the report of one sweep over the meshes of one config."""
+    kept = KEPT / f"{name}-{options[1]}.jsonl"
+    command = [sys.executable, "-m", "spmdkit", "verify", str(CONFIGS / f"{name}.yaml"), "--all", "--json"]
+    command += ["--microbatches", "1,2,4", "--resume", str(kept), *options]
+    print(f"{name}: {title}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in (0, 1):
+        sys.exit(done.returncode)
+    return json.loads(done.stdout)
+
+
+def summary(report):
+    """Returns what is kept of a report: counts, the worst errors with their cases, what was not legal and why."""
+    worst = {}
+    for quantity in QUANTITIES:
+        found = [case for case in report["cases"] if case.get(f"{quantity}_error") is not None]
+        if found:
+            case = max(found, key=lambda case: case[f"{quantity}_error"])
+            error = case[f"{quantity}_error"]
+            worst[quantity] = {"error": error, "mesh": case["mesh"], "microbatches": case["microbatches"]}
+    return {
+        "passed": report["passed"],
+        "num_cases": len(report["cases"]),
+        "num_equal": sum(case["passed"] for case in report["cases"]),
+        "num_meshes": len({json.dumps(case["mesh"]) for case in report["cases"] if case["mesh"]}),
+        "different": [case for case in report["cases"] if not case["passed"]],
+        "not_legal": dict(Counter(case["reason"] for case in report["skipped"])),
+        "worst": worst,
+        "tolerances": report["tolerances"],
+        "one_ulp_moves": report["one_ulp_moves"],
+        "mutants": {mutant["name"]: mutant["by"] if mutant["caught"] else "NOT CAUGHT" for mutant in report["mutants"]},
+        "not_applicable": {mutant["name"]: mutant["reason"] for mutant in report["not_applicable"]},
+        "batch_size": report["batch_size"],
+        "task_digest": report["task_digest"],
+    }
+
+
+def page(found):
+    """Returns docs/verify.md."""
+    lines = [
+        "# Every mesh against one device",
+        "",
+        f"`make verify`, {found['date']}, {found['machine']}; jax {found['jax']}.",
+        "",
+    ]
+    lines += [
+        "Each case: loss, every gradient leaf on two batches (the second one short), update and optimizer state, parameters after three steps, metrics;",
+        "once for each mesh also evaluation, and the state through a checkpoint onto one device. Errors are relative 2-norms, the worst of all cases.",
+        "",
+        "| config | meshes | cases | equal | gradient | tolerance | parameters | loss |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, sweeps in found["configs"].items():
+        for title, s in sweeps.items():
+            errors = [f"{s['worst'][q]['error']:.1e}" for q in ("gradient", "parameter", "loss")]
+            lines.append(
+                f"| {name} | {s['num_meshes']} of {title} | {s['num_cases']} | {s['num_equal']} | {errors[0]} | "
+                f"{s['tolerances']['gradient']:.1e} | {errors[1]} | {errors[2]} |"
+            )
+    lines += ["", "## Not legal, and so not run", ""]
+    for name, sweeps in found["configs"].items():
+        for title, s in sweeps.items():
+            lines += [f"- {name}, {title}: {count} cases: {reason}" for reason, count in s["not_legal"].items()]
+    names = list(found["configs"])
+    lines += ["", "## Mutants", "", f"| mutant | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+    first = {name: next(iter(sweeps.values())) for name, sweeps in found["configs"].items()}
+    for mutant in next(iter(first.values()))["mutants"] | next(iter(first.values()))["not_applicable"]:
+        cells = [
+            s["mutants"].get(mutant, f"not applicable: {s['not_applicable'].get(mutant, '')}") for s in first.values()
+        ]
+        lines.append(f"| {mutant} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(names):
+    import jax
+
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "jax": jax.__version__,
+        "configs": {},
+    }
+    for name in names or sorted(path.stem for path in CONFIGS.glob("*.yaml")):
+        found["configs"][name] = {title: summary(sweep(name, title, options)) for title, options in SWEEPS.items()}
+        SUMMARY.write_text(json.dumps(found, indent=1) + "\n")
+        PAGE.write_text(page(found))
+    failed = [name for name, sweeps in found["configs"].items() if not all(s["passed"] for s in sweeps.values())]
+    print(f"{PAGE.relative_to(ROOT)} is written; {', '.join(failed) or 'nothing'} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
