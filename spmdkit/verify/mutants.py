@@ -10,6 +10,7 @@ Each mutant replaces one well-named function of the package while a program is t
     feed.Feed._place                   the mask of a short batch
     optax.clip_by_global_norm          the clipping that `clip_norm` asks for
     checkpoint.leaves.pick             each leaf that a checkpoint gives back
+    ops.vocab.axis_index               which part of the vocabulary a device holds
 
 A mutant acts only where its seam is used by the task and the mesh (`needs`); elsewhere it is not applicable, with the reason.
 """
@@ -30,6 +31,7 @@ from spmdkit import feed, gradient, reducers, scope
 from spmdkit.checkpoint import leaves
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
+from spmdkit.ops import vocab
 from spmdkit.verify.subject import Setting
 
 
@@ -105,6 +107,17 @@ def _shards_clipped(known: Known) -> list[Setting] | str:
 
 def _accumulating(known: Known) -> list[Setting] | str:
     return [Setting({axis: known.num_devices}, microbatches=2) for axis in ("data", "fsdp")]
+
+
+def _cut(axis: str) -> Settings:
+    """Returns the settings in which a model axis is larger than one."""
+
+    def settings(known: Known) -> list[Setting] | str:
+        num = known.num_devices
+        meshes = [{"data": num // 2, axis: 2}, {"data": num // 4, axis: 4}, {axis: num}]
+        return [Setting({a: n for a, n in mesh.items() if n > 1}) for mesh in meshes if 0 not in mesh.values()]
+
+    return settings
 
 
 # ---- seams ------------------------------------------------------------------------------------------------------------
@@ -314,6 +327,13 @@ def _losing_a_leaf(setting: Setting) -> Iterator[list[Any]]:
         yield lost
 
 
+# ---- ops --------------------------------------------------------------------------------------------------------------
+
+
+def _first_part(axis_index: Any, names: Any) -> Any:
+    return 0 * axis_index(names)
+
+
 MUTANTS = (
     Mutant("reduction_dropped", "every replica keeps its own sums", _replicas(), _reducing(_dropped)),
     Mutant("reduction_doubled", "the gradient is added over replicas twice", _replicas(), _reducing(_doubled)),
@@ -368,6 +388,13 @@ MUTANTS = (
         "each device clips by the norm of its shard",
         _shards_clipped,
         seam(optax, "clip_by_global_norm", _clip_by_shard),
+    ),
+    Mutant(
+        "vocabulary_offset",
+        "each device takes its part of the vocabulary for the first",
+        _cut("tensor"),
+        seam(vocab, "axis_index", _first_part),
+        unused="the loss uses neither sk.embed nor sk.cross_entropy",
     ),
     Mutant(
         "checkpoint_loses_leaf",

@@ -155,6 +155,7 @@ class Subject:
             changes["layout.min_shard_bytes"] = 1
         if setting.plain:
             changes |= {"remat": "none", "placement": {"params": "device", "optimizer": "device"}, "reducer": "sum"}
+            changes |= {"model_state": "global"}
         return replace_keys(self.config, changes)
 
     def _instrumented(self, setting: Setting) -> Task:
@@ -243,7 +244,7 @@ class Subject:
             losses,
             {name: float(x) for name, x in last.items() if name != COUNT},
             flat(state.params),
-            flat(state.model_state),
+            flat(_of_all_groups(state.model_state, program)),
             evaluation,
             self._through_checkpoint(state) if restore else None,
             program.form,
@@ -266,6 +267,13 @@ class Subject:
             error = float(np.linalg.norm(after[path] - x) / max(float(np.linalg.norm(x)), 1e-30))
             worst = max(worst, (error, path)) if error > 0 or not worst[1] else worst
         return worst
+
+
+def _of_all_groups(model_state: Any, program: Program) -> Any:
+    """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
+    if program.config.model_state == "global":
+        return model_state
+    return jax.tree.map(lambda x: x.mean(0).astype(x.dtype), model_state)
 
 
 def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:

@@ -7,11 +7,25 @@ from verify_tasks import judge
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mutants import MUTANTS, patched
 
+OF_OPS = {"vocabulary_offset"}
+"""Mutants that act on an op of the model."""
 
-@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
+
+@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.name not in OF_OPS])
 def test_a_mutant_is_caught(name):
     found = judge(tasks.right, "mask").mutant(name, 4)
     assert found.get("caught"), found
+
+
+@pytest.mark.parametrize("name", sorted(OF_OPS))
+def test_a_mutant_of_an_op_is_caught(name):
+    found = tasks.language_judge().mutant(name, 4)
+    assert found.get("caught"), found
+
+
+def test_a_model_with_ops_is_equal_to_one_device():
+    found = tasks.language_judge().case({"data": 2, "tensor": 2}, 1, whole=False)
+    assert found["passed"], found
 
 
 @pytest.mark.parametrize(
@@ -19,6 +33,7 @@ def test_a_mutant_is_caught(name):
     [
         ("key_shared_by_replicas", "sk.example_keys"),
         ("batch_statistics_per_replica", "no collective"),
+        ("vocabulary_offset", "neither sk.embed"),
     ],
 )
 def test_a_mutant_that_cannot_act_says_why(name, reason):
@@ -50,8 +65,9 @@ def seams():
 
     from spmdkit import feed, gradient, reducers
     from spmdkit.checkpoint import leaves
+    from spmdkit.ops import vocab
 
     names = ["_positions", "_cut_microbatches", "_local_gradient", "_loss_key"]
     yield from ((gradient, name) for name in names)
     yield from ((reducers, "get"), (feed.Feed, "_place"), (optax, "clip_by_global_norm"), (leaves, "pick"))
-    yield from ((lax, "psum"), (lax, "pmean"))
+    yield from ((lax, "psum"), (lax, "pmean"), (vocab, "axis_index"))

@@ -104,6 +104,36 @@ def stateful_init(key):
     return sk.Variables(init(key), {"variance": jnp.zeros(())})
 
 
+# ---- a task with ops --------------------------------------------------------------------------------------------------
+
+VOCAB, WIDTH, LENGTH = 16, 8, 8
+
+
+def language_init(key):
+    random = np.random.default_rng(2)
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+    return {"embed": normal(VOCAB, WIDTH), "head": normal(WIDTH, VOCAB)}
+
+
+def language(params, batch, key):
+    tokens = batch["tokens"]
+    x = sk.embed(tokens[:, :-1], params["embed"])
+    losses = sk.cross_entropy(x, params["head"], tokens[:, 1:])
+    return sk.mean(losses, where=tokens[:, 1:] > 2)
+
+
+def language_task():
+    tokens = np.random.default_rng(3).integers(0, VOCAB, size=(NUM, LENGTH + 1)).astype(np.int32)
+    rules = [("embed", ["vocab", "embed"]), ("head", ["embed", "vocab"])]
+    return sk.Task(language_init, language, optax.adam(1e-2), train_data={"tokens": tokens}, rules=rules)
+
+
+@functools.cache
+def language_judge():
+    """Returns the judge of a model with an embedding and a head that are cut over the vocabulary."""
+    return Judge(Subject(sk.Config(task="t.py:t"), language_task(), BATCH, steps=2))
+
+
 # ---- judging ----------------------------------------------------------------------------------------------------------
 
 
