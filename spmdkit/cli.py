@@ -104,11 +104,14 @@ def plan(
     ] = None,
     json_: AsJson = False,
     html: Annotated[Path | None, typer.Option(help="Also write the plan as a page.", metavar="FILE")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="First measure what this machine really does; later plans use it too.")
+    ] = False,
 ) -> None:
     """Say what a config will cost: memory, bytes on the wire, time of a step. Runs nothing; the machine may be elsewhere."""
     from spmdkit.plan.command import run_plan
 
-    run_plan(_load(config, overrides), target=target, as_json=json_, html=html)
+    run_plan(_load(config, overrides), target=target, as_json=json_, html=html, calibrate=calibrate)
 
 
 @app.command(epilog="Example: spmdkit verify configs/linear_regression.yaml --microbatches 1,2")

@@ -80,6 +80,8 @@ class Chip:
         wraps_at: an axis of a slice closes to a ring where its length is a multiple of this.
         reserved_bytes: of the memory, not for a program.
         launch_s: what starting one instruction costs.
+        cache_bytes: an instruction that moves fewer is served by caches (CPU); 0: there are none to speak of.
+        cache_bytes_per_s: of the caches.
     """
 
     name: str
@@ -101,11 +103,18 @@ class Chip:
     wraps_at: int = 0
     reserved_bytes: int = 0
     launch_s: float = 0.0
+    cache_bytes: int = 0
+    cache_bytes_per_s: float = 0.0
 
     @property
     def limit_bytes(self) -> int:
         """Bytes of one device that a program may use."""
         return self.memory_bytes - self.reserved_bytes
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Returns the seconds in which one instruction moves so many bytes."""
+        cached = num_bytes < self.cache_bytes
+        return num_bytes / ((self.cache_bytes_per_s if cached else self.memory_bytes_per_s) * self.reached.memory)
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of matrix products of a dtype; of float32 for one that the table does not know."""
@@ -202,6 +211,8 @@ CHIPS: Mapping[str, Chip] = {
             host_link=Link("memory", 5e9, 1e-6),
             reached=Reached(1.0, 1.0, 1.0),
             launch_s=3e-6,
+            cache_bytes=2**20,
+            cache_bytes_per_s=10e9,
         ),
     )
 }
@@ -224,6 +235,8 @@ def with_rates(
     memory_bytes_per_s: float,
     link_bytes_per_s: float | None,
     link_latency_s: float | None,
+    launch_s: float,
+    cache_bytes_per_s: float,
 ) -> Chip:
     """Returns the chip with measured rates in the place of the peaks; what was measured is reached in full."""
     inner = chip.inner
@@ -234,5 +247,7 @@ def with_rates(
         flops_per_s={**chip.flops_per_s, **flops_per_s},
         memory_bytes_per_s=memory_bytes_per_s,
         inner=inner,
+        launch_s=launch_s,
+        cache_bytes_per_s=cache_bytes_per_s,
         reached=Reached(1.0, 1.0, 1.0 if inner is not chip.inner else chip.reached.link),
     )

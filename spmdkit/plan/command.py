@@ -7,6 +7,9 @@ from pathlib import Path
 
 from spmdkit.cluster import environment, join
 from spmdkit.config import Config
+from spmdkit.errors import ConfigError
+from spmdkit.plan.calibrate import calibrate as run_calibration
+from spmdkit.plan.calibrate import describe, rates_file, with_measured
 from spmdkit.plan.document import Document, plan_program, refuse
 from spmdkit.plan.target import Target, open_target, parse_target, target_of
 from spmdkit.program import build
@@ -17,16 +20,21 @@ def run_plan(
     target: str | None = None,
     as_json: bool = False,
     html: Path | None = None,
+    calibrate: bool = False,
 ) -> None:
     """Plans a config, prints the plan, and fails where it does not fit or exceeds the config's budget.
 
     Args:
         target: see `target.py`; None: the devices that `train` would use.
+        calibrate: measure this machine first.
 
     Raises:
         ConfigError: exit code 78, after the plan has been printed.
     """
-    document = make_plan(config, target)
+    machine = choose_target(config, target)
+    if calibrate:
+        measure(machine, quiet=as_json)
+    document = plan_on(config, machine)
     if html is not None:
         from spmdkit.plan.page import write_page
 
@@ -44,8 +52,29 @@ def run_plan(
 
 def make_plan(config: Config, target: str | None = None) -> Document:
     """Returns the plan of a config on a target."""
-    machine = choose_target(config, target)
-    return plan_program(build(config, devices=machine.devices), machine)
+    return plan_on(config, choose_target(config, target))
+
+
+def plan_on(config: Config, machine: Target) -> Document:
+    """Returns the plan of a config on an opened target, with measured rates where there are some."""
+    machine, call_s = with_measured(machine)
+    return plan_program(build(config, devices=machine.devices), machine, call_s)
+
+
+def measure(machine: Target, quiet: bool) -> None:
+    """Measures the devices of a target, for this plan and later ones.
+
+    Raises:
+        ConfigError: the target is another machine.
+    """
+    if not machine.is_here:
+        raise ConfigError(
+            f"--calibrate measures this machine, and the target is {machine.name}. Rates of another machine are those of the chip table. "
+            "Use --target here or --target cpu:8."
+        )
+    rates = run_calibration(machine.devices)
+    if not quiet:
+        print(f"{describe(rates)}\nwritten to {rates_file()}\n")
 
 
 def choose_target(config: Config, target: str | None) -> Target:

@@ -10,7 +10,7 @@ The FLOPs of an instruction are read from the program, so what a device does in 
 computed twice (remat) costs time here. Model FLOPs, of which MFU is a share, are counted from the jaxpr without remat. Bytes
 of an instruction are what it reads and writes in main memory; of a slice of a stacked array, the slice.
 
-What it does not know: caches (a CPU's program may run faster than its memory), stragglers, traffic of others on the links,
+What it does not know: who finds his operands in a cache (small ones do, on CPU), stragglers, traffic of others on the links,
 how well a particular product fills the matrix unit. Compare it with itself: the order of plans is what it is good at.
 
 Source: Williams, Waterman, Patterson, "Roofline" (CACM 2009); "How to Scale Your Model", chapter "All About Rooflines".
@@ -145,7 +145,7 @@ def predict_time(
             passes * f / (chip.peak(_DTYPES.get(dtype, dtype)) * chip.reached.matmul)
             for (dtype, passes), f in flops.items()
         )
-        memory_s = num_bytes / (chip.memory_bytes_per_s * chip.reached.memory)
+        memory_s = chip.memory_s(num_bytes)
         region = regions[tuple(loop.name for loop in visit.loops)]
         if arithmetic_s > memory_s:
             region.arithmetic_s += runs * arithmetic_s

@@ -13,6 +13,7 @@ import jax
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError, format_bytes
 from spmdkit.metrics import write_json
+from spmdkit.plan.calibrate import with_measured
 from spmdkit.plan.document import Document, NotAllowed, layout_rows, plan_program, refuse
 from spmdkit.plan.target import Target, target_of
 from spmdkit.program import Program
@@ -60,7 +61,8 @@ def check_start(program: Program, cluster: Cluster, directory: Path) -> None:
 def _plan(program: Program, target: Target) -> Document | None:
     """Returns the plan, or None where the program's text cannot be read: no reason not to train, unless there is a budget."""
     try:
-        return plan_program(program, target)
+        target, call_s = with_measured(target)
+        return plan_program(program, target, call_s)
     except (ValueError, KeyError, IndexError, AssertionError) as error:
         if program.config.budget is not None:
             raise ConfigError(

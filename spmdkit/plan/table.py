@@ -47,7 +47,7 @@ def _show_head(document: Mapping[str, Any], out: Console) -> None:
     where = f", {parts} {'slices' if document['compiler'] == 'tpu' else 'hosts'}" if parts > 1 else ""
     out.print(
         f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  [bold]{describe_mesh(document['mesh'])}[/]  "
-        f"{_count(document['num_params'])} parameters, batch {document['batch_size']}"
+        f"{count_text(document['num_params'])} parameters, batch {document['batch_size']}"
         + (f" in {document['microbatches']} microbatches" if document["microbatches"] > 1 else "")
     )
 
@@ -130,9 +130,9 @@ def _show_time(document: Mapping[str, Any], out: Console) -> None:
         return
     step_s = document["predicted_step_s"]
     speed = (
-        f"{_count(time['tokens_per_s'])} tokens/s"
+        f"{count_text(time['tokens_per_s'])} tokens/s"
         if time["tokens_per_s"]
-        else f"{_count(time['examples_per_s'])} examples/s"
+        else f"{count_text(time['examples_per_s'])} examples/s"
     )
     rates = f"rates of {time['calibrated']}" if time["calibrated"] else "chip table"
     out.print(
@@ -198,7 +198,7 @@ def _source(source: str | None) -> str:
     return f"{relative if not relative.startswith('../..') else os.path.basename(path)}:{line}"
 
 
-def _count(value: float) -> str:
+def count_text(value: float) -> str:
     """Returns a number for people: `8.03B`, `12.4k`, `950`."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:

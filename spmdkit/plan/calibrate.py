@@ -1,0 +1,218 @@
+"""`calibrate`: what this machine really does: matrix products, memory, launching, collectives. Kept in a small file.
+
+    <cache>/spmdkit/rates.json      {"cpu 8": {"date": ..., "flops_per_s": {...}, ...}, "NVIDIA H100 80GB HBM3 8": {...}}
+
+`<cache>` is `$XDG_CACHE_HOME`, else `~/.cache`; `SPMDKIT_RATES` names another file. All devices work at once while it is measured,
+as they do in training, so fake devices that share two cores get the share that each has. Plans of `here` and `cpu:N` use the
+rates of the same kind of device; of fake devices in another number, the machine's rates divided anew.
+
+    time of a product     2 n^3 FLOPs, n = 512 (CPU) or 8,192, for each dtype
+    time of a copy        y = 2 x + 1 of an array far larger than the caches, and of one of 256 KiB
+    launch                a chain of products of 8 x 8, so small that starting them is all of the time
+    call                  a compiled function of one number, from Python
+    collectives           all_reduce over all devices, from 4 KiB to 8 MiB: bytes sent / rate + hops x latency, by least squares
+
+About ten seconds. Medians of five; other load on the machine shows in full, so measure when it is idle.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+from spmdkit.hardware import with_rates
+from spmdkit.metrics import write_json
+from spmdkit.plan.links import hops
+from spmdkit.plan.target import Target
+
+REPEATS = 5
+Rates = dict[str, Any]
+
+
+def rates_file() -> Path:
+    """Returns where the rates of this machine are kept."""
+    if named := os.environ.get("SPMDKIT_RATES"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "spmdkit" / "rates.json"
+
+
+def calibrate(devices: Sequence[Any], file: Path | None = None) -> Rates:
+    """Measures the devices, adds the result to the file and returns it.
+
+    Raises:
+        ConfigError: the devices are not here, or the file cannot be written.
+    """
+    if any(d.process_index != jax.process_index() for d in devices):
+        raise ConfigError("--calibrate measures the devices of this process, and some of these are elsewhere. Use --target here.")
+    found = _measure(devices)
+    file = file or rates_file()
+    known = _read(file)
+    known[f"{devices[0].device_kind} {len(devices)}"] = found
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, known)
+    except OSError as error:
+        raise ConfigError(
+            f"the rates cannot be written to {file} ({error.strerror}). Name another file: SPMDKIT_RATES=rates.json."
+        ) from error
+    return found
+
+
+def with_measured(target: Target, file: Path | None = None) -> tuple[Target, float]:
+    """Returns the target with the rates that were measured for its kind of device, and the seconds of one call.
+
+    Without such rates: the target itself, and 0.
+    """
+    if not target.is_here or not target.devices:
+        return target, 0.0
+    kind = target.devices[0].device_kind
+    measured = {
+        int(name.rpartition(" ")[2]): rates
+        for name, rates in _read(file or rates_file()).items()
+        if name.rpartition(" ")[0] == kind
+    }
+    if not measured:
+        return target, 0.0
+    nearest = min(measured, key=lambda n: abs(n - target.num_devices))
+    rates = measured[nearest]
+    # Fake devices share one machine: what all of them do together stays the same.
+    share = nearest / target.num_devices if target.chip.kind == "cpu" else 1.0
+    chip = with_rates(
+        target.chip,
+        flops_per_s={dtype: rate * share for dtype, rate in rates["flops_per_s"].items()},
+        memory_bytes_per_s=rates["memory_bytes_per_s"] * share,
+        link_bytes_per_s=None if rates["link_bytes_per_s"] is None else rates["link_bytes_per_s"] * share,
+        link_latency_s=rates["link_latency_s"],
+        launch_s=rates["launch_s"] / share,
+        cache_bytes_per_s=rates["cache_bytes_per_s"] * share,
+    )
+    return replace(target, chip=chip, calibrated=rates["date"]), float(rates["call_s"])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read ({type(error).__name__}). It holds the rates of this machine. Remove it and measure again: "
+            "spmdkit plan CONFIG --calibrate."
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _measure(devices: Sequence[Any]) -> Rates:
+    mesh = compat.auto_mesh(np.array(devices), ("all",))
+    on_cpu = devices[0].platform == "cpu"
+    dtypes = ("float32",) if on_cpu else ("float32", "bfloat16")
+    link = _link(mesh) if len(devices) > 1 else (None, None)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+        "flops_per_s": {dtype: _product(mesh, dtype, 512 if on_cpu else 8192) for dtype in dtypes},
+        "memory_bytes_per_s": _memory(mesh, (2**25 if on_cpu else 2**29)),
+        "cache_bytes_per_s": _memory(mesh, 2**18, 64),
+        "launch_s": _launch(mesh),
+        "call_s": _call(devices[0]),
+        "link_bytes_per_s": link[0],
+        "link_latency_s": link[1],
+    }
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Returns the median time of a call, compiled and warm."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _each(mesh: Any, body: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: str) -> float:
+    """Returns the seconds of `body` on every device at once, each with an array of `shape`."""
+    sharding = NamedSharding(mesh, PartitionSpec("all"))
+    make = jax.jit(lambda: jnp.full((mesh.size, *shape), 0.01, dtype), out_shardings=sharding)
+    run = jax.jit(
+        jax.shard_map(lambda x: body(x[0])[None], mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all"))
+    )
+    x = make()
+    return _seconds(lambda: run(x))
+
+
+def _product(mesh: Any, dtype: str, n: int, times: int = 8) -> float:
+    body = lambda x: lax.fori_loop(0, times, lambda _, y: (y @ x) * jnp.asarray(0.1, x.dtype), x)
+    return 2 * n**3 * times / _each(mesh, body, (n, n), dtype)
+
+
+def _memory(mesh: Any, num_bytes: int, times: int = 4) -> float:
+    body = lambda x: lax.fori_loop(0, times, lambda _, y: y * 2 + 1, x)
+    return 2 * num_bytes * times / _each(mesh, body, (num_bytes // 4,), "float32")
+
+
+def _launch(mesh: Any, length: int = 64) -> float:
+    def body(x: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(length):
+            y = y @ x
+        return y
+
+    return _each(mesh, body, (8, 8), "float32") / length
+
+
+def _call(device: Any) -> float:
+    x = jax.device_put(np.float32(1), device)
+    add = jax.jit(lambda x: x + 1)
+    return _seconds(lambda: [add(x) for _ in range(100)]) / 100
+
+
+def _link(mesh: Any) -> tuple[float, float]:
+    """Returns (bytes per second, seconds of a hop) of an all_reduce over all devices: a straight line through its times."""
+    n = mesh.size
+    sizes = [2**k for k in (12, 15, 18, 20, 22, 23)]
+
+    def body(x: jax.Array) -> jax.Array:
+        once = lambda _, y: compat.as_varying(lax.psum(y, "all") * (1 / n), ("all",))
+        return lax.fori_loop(0, 4, once, x)
+
+    times = [_each(mesh, body, (size // 4,), "float32") / 4 for size in sizes]
+    sent = [2 * (n - 1) / n * size for size in sizes]
+    # Relative errors count: else the largest array alone would decide.
+    weights = [1 / t for t in times]
+    matrix = np.array([[b * w, w] for b, w in zip(sent, weights, strict=True)])
+    per_byte, fixed = np.linalg.lstsq(matrix, np.ones(len(times)), rcond=None)[0]
+    return 1 / max(float(per_byte), 1e-15), max(float(fixed), 0.0) / hops("all_reduce", n)
+
+
+def describe(rates: Mapping[str, Any]) -> str:
+    """Returns the rates in one line."""
+    products = ", ".join(f"{dtype} {rate / 1e9:.4g} GFLOP/s" for dtype, rate in rates["flops_per_s"].items())
+    link = ""
+    if rates["link_bytes_per_s"] is not None:
+        link = f", links {rates['link_bytes_per_s'] / 1e9:.3g} GB/s and {rates['link_latency_s'] * 1e6:.3g} us a hop"
+    return (
+        f"each of {rates['num_devices']} {rates['device_kind']}: {products}, memory {rates['memory_bytes_per_s'] / 1e9:.3g} GB/s, "
+        f"launch {rates['launch_s'] * 1e6:.3g} us{link}"
+    )

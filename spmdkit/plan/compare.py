@@ -1,0 +1,131 @@
+"""`compare`: what moved on the wire and in memory between two plans, and in the time of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.mesh import describe_mesh
+from spmdkit.plan.table import console, count_text, seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Document = Mapping[str, Any]
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Returns a plan from its JSON file.
+
+    Raises:
+        ConfigError: the file is no plan.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a plan ({type(error).__name__}). A plan is JSON, as spmdkit plan CONFIG --json prints it and as "
+            "train writes it into its run directory (plan.json)."
+        ) from error
+    if not isinstance(found, dict) or not {"target", "memory", "collectives", "layout"} <= found.keys():
+        raise ConfigError(f"{path} is JSON and no plan: it lacks target, memory, collectives or layout. Give a plan.json.")
+    return found
+
+
+def compare(a: Document, b: Document) -> dict[str, Any]:
+    """Returns what differs from plan `a` to plan `b`: `{name: [before, after]}` in groups; what is equal is left out."""
+    return {
+        "what": _changed(_facts(a), _facts(b)),
+        "step_s": [a["predicted_step_s"], b["predicted_step_s"]],
+        "time": _changed(_parts(a), _parts(b)),
+        "peak_bytes": [a["memory"]["peak_bytes"], b["memory"]["peak_bytes"]],
+        "memory": _changed(a["memory"]["parts"], b["memory"]["parts"]),
+        "collective_bytes": [a["collective_bytes"], b["collective_bytes"]],
+        "collectives": _changed(_wire(a), _wire(b)),
+        "layout": _changed(_leaves(a), _leaves(b)),
+        "findings": [sorted(_codes(a) - _codes(b)), sorted(_codes(b) - _codes(a))],
+    }
+
+
+def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+    names = [*a, *(name for name in b if name not in a)]
+    return {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
+
+
+def _facts(plan: Document) -> dict[str, Any]:
+    facts = {name: plan[name] for name in ("target", "num_devices", "form", "batch_size", "microbatches", "fits", "num_params")}
+    return facts | {"mesh": describe_mesh(plan["mesh"]), "flops": plan["flops"]}
+
+
+def _parts(plan: Document) -> dict[str, float]:
+    return plan["time"]["parts"] if plan["time"] else {}
+
+
+def _wire(plan: Document) -> dict[str, int]:
+    """Returns a name of what is sent and why -> bytes, whatever the lines of the source are."""
+    found: dict[str, int] = {}
+    for row in plan["collectives"]:
+        if row["counted"]:
+            place = "in loop" if row["in_loop"] else "once"
+            name = f"{row['op']} {row['dtype']} over {' x '.join(row['axes'])}, {row['cause']}, {place}"
+            found[name] = found.get(name, 0) + row["bytes_at_least"]
+    return found
+
+
+def _leaves(plan: Document) -> dict[str, str]:
+    return {row["path"]: f"{row['dtype']}{row['shape']} cut {row['spec']} in {row['memory_kind']}" for row in plan["layout"]}
+
+
+def _codes(plan: Document) -> set[str]:
+    return {f"{f['code']} {f['source'] or ''}".strip() for f in plan["findings"]}
+
+
+# ---- on the terminal --------------------------------------------------------------------------------------------------
+
+
+def show_comparison(a: Document, b: Document, names: tuple[str, str], to: Console | None = None) -> None:
+    """Prints what moved from `a` to `b`."""
+    from rich.markup import escape
+
+    out, found = to or console(), compare(a, b)
+    out.print(f"[bold]{escape(names[0])}[/] -> [bold]{escape(names[1])}[/]")
+    for name, (before, after) in found["what"].items():
+        out.print(f"  {name}: {escape(_value(before))} -> {escape(_value(after))}")
+    _numbers(out, "Memory of a device", found["peak_bytes"], found["memory"], format_bytes)
+    _numbers(out, "Wire, bytes of a device and step", found["collective_bytes"], found["collectives"], format_bytes)
+    _numbers(out, "Time of a step", found["step_s"], found["time"], seconds)
+    for title, codes in zip(("gone", "new"), found["findings"], strict=True):
+        for code in codes:
+            out.print(f"finding {title}: {escape(code)}")
+    if leaves := found["layout"]:
+        out.print(f"\n[bold]Layout[/]  {len(leaves)} leaves live elsewhere")
+        for path, (before, after) in list(leaves.items())[:8]:
+            out.print(f"  {escape(path)}: {escape(str(before))} -> {escape(str(after))}")
+
+
+def _numbers(out: Any, title: str, total: list[Any], parts: Mapping[str, list[Any]], unit: Any) -> None:
+    from rich.table import Table
+
+    show = lambda value: "unknown" if value is None else unit(value)
+    out.print(f"\n[bold]{title}[/]  {show(total[0])} -> {show(total[1])}{_ratio(*total)}")
+    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+    table.add_column(ratio=1)
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    ordered = sorted(parts.items(), key=lambda item: -abs((item[1][1] or 0) - (item[1][0] or 0)))
+    for name, (before, after) in ordered:
+        moved = (after or 0) - (before or 0)
+        table.add_row(name, unit(before or 0), unit(after or 0), f"{'+' if moved > 0 else '-'}{unit(abs(moved))}")
+    if parts:
+        out.print(table)
+
+
+def _ratio(before: float | None, after: float | None) -> str:
+    return f"  (x {after / before:.2f})" if before and after is not None else ""
+
+
+def _value(value: Any) -> str:
+    return count_text(value) if isinstance(value, float) else str(value)

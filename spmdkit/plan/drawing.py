@@ -1,0 +1,94 @@
+"""A mesh as an SVG: every device where it stands in the machine, coloured by the group that it talks to.
+
+A TPU slice is drawn as its planes, one grid of x and y for each z; other machines as one row for each host or slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+MOST_DEVICES = 1024
+_CELL = 30
+
+
+def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> str:
+    """Returns an SVG of the mesh in which devices of one colour form a group along `axes`.
+
+    Args:
+        mesh: axis -> size, in the mesh's order.
+        places: of each device in that order: `coords` in a slice (or none), `part`: host or slice.
+    """
+    groups = group_numbers(mesh, axes)[: min(len(places), MOST_DEVICES)]
+    at, labels, columns, rows = _positions(places[: len(groups)])
+    cells = []
+    for number, ((x, y), group) in enumerate(zip(at, groups, strict=True)):
+        colour = f"hsl({(group * 137.508) % 360:.0f} 62% {42 + 10 * (group % 2)}%)"
+        cells.append(
+            f'<g><rect x="{x * _CELL + 1}" y="{y * _CELL + 1}" width="{_CELL - 2}" height="{_CELL - 2}" rx="6" fill="{colour}"/>'
+            f'<text x="{x * _CELL + _CELL / 2}" y="{y * _CELL + _CELL / 2 + 4}">{number}</text><title>device {number}, group {group}</title></g>'
+        )
+    names = "".join(
+        f'<text class="plane" x="{x * _CELL + 2}" y="{y * _CELL - 6}">{escape(text)}</text>' for x, y, text in labels
+    )
+    total = math.prod(mesh.values())
+    more = "" if total <= len(groups) else f'<p class="note">the first {len(groups)} of {total} devices</p>'
+    size = f"0 -22 {columns * _CELL} {rows * _CELL + 24}"
+    return f'<svg class="mesh" viewBox="{size}" role="img">{names}{"".join(cells)}</svg>{more}'
+
+
+def group_numbers(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:
+    """Returns, for each device of the flattened mesh, the number of its group along `axes`."""
+    shape = tuple(mesh.values())
+    outside = [1 if name in axes else size for name, size in mesh.items()]
+    number = np.arange(math.prod(outside)).reshape(outside)
+    return [int(n) for n in np.broadcast_to(number, shape).reshape(-1)]
+
+
+def _positions(
+    places: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[float, float]], list[tuple[float, float, str]], float, float]:
+    """Returns (x and y of each device in cells, labels, columns, rows)."""
+    if places and places[0]["coords"]:
+        return _planes(places)
+    parts = sorted({p["part"] for p in places})
+    seen: dict[int, int] = {}
+    per_part = max(sum(p["part"] == part for p in places) for part in parts)
+    columns = per_part if len(parts) > 1 else min(per_part, 16)
+    lines = math.ceil(per_part / columns)
+    at = []
+    for p in places:
+        n = seen.get(p["part"], 0)
+        seen[p["part"]] = n + 1
+        at.append((float(n % columns), float(parts.index(p["part"]) * lines + n // columns)))
+    return at, [], float(columns), float(len(parts) * lines)
+
+
+def _planes(
+    places: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[float, float]], list[tuple[float, float, str]], float, float]:
+    coords = [tuple(p["coords"]) + (0,) * (3 - len(p["coords"])) for p in places]
+    width, height = (max(c[i] for c in coords) + 1 for i in (0, 1))
+    keys = sorted({(p["part"], c[2]) for p, c in zip(places, coords, strict=True)})
+    shared: dict[tuple[int, ...], int] = {}
+    cores = max(1, round(len(places) / len({(p["part"], *c) for p, c in zip(places, coords, strict=True)})))
+    across = max(1, min(len(keys), 20 // (width * cores + 1)))
+    at = []
+    for p, c in zip(places, coords, strict=True):
+        key = (p["part"], *c)
+        core = shared.get(key, 0)
+        shared[key] = core + 1
+        n = keys.index((p["part"], c[2]))
+        x, y = (n % across) * (width * cores + 0.7), (n // across) * (height + 1.0)
+        at.append((x + c[0] * cores + core, y + c[1]))
+    several = len({part for part, _ in keys}) > 1
+    labels = [
+        ((n % across) * (width * cores + 0.7), (n // across) * (height + 1.0), f"slice {part}, z {z}" if several else f"z {z}")
+        for n, (part, z) in enumerate(keys)
+    ]
+    planes_down = math.ceil(len(keys) / across)
+    return at, labels, across * (width * cores + 0.7), planes_down * (height + 1.0)
