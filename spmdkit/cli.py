@@ -94,7 +94,9 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")
 def plan(
-    config: ConfigPath,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="Config file (YAML), or a plan.json to show.", show_default=False)
+    ],
     overrides: Overrides = None,
     target: Annotated[
         str | None,
@@ -104,60 +106,33 @@ def plan(
     ] = None,
     json_: AsJson = False,
     html: Annotated[Path | None, typer.Option(help="Also write the plan as a page.", metavar="FILE")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Look for the fastest mesh that fits.")] = False,
+    vary: Annotated[str, typer.Option(help="What a search varies: mesh, microbatches, remat, zero.")] = "mesh",
+    compile: Annotated[int, typer.Option(help="How many of a search's candidates are compiled.")] = 24,
+    write: Annotated[Path | None, typer.Option(help="Write the winning config.", metavar="FILE")] = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option(help="Another config or plan.json: show what moves from CONFIG to it.", metavar="OTHER"),
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="First measure what this machine really does; later plans use it too.")
     ] = False,
 ) -> None:
     """Say what a config will cost: memory, bytes on the wire, time of a step. Runs nothing; the machine may be elsewhere."""
-    from spmdkit.plan.command import run_plan
+    from spmdkit.plan.command import Options, run_plan
 
-    run_plan(_load(config, overrides), target=target, as_json=json_, html=html, calibrate=calibrate)
-
-
-@app.command(epilog="Example: spmdkit verify configs/linear_regression.yaml --microbatches 1,2")
-def verify(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    all_meshes: Annotated[bool, typer.Option("--all", help="Try every mesh of the devices.")] = False,
-    microbatches: Annotated[
-        str | None, typer.Option(help="Numbers to try, as 1,2,4. Default: 1 and the config's.")
-    ] = None,
-    devices: Annotated[int | None, typer.Option(help="Fake devices. Default: the config's, or 8.")] = None,
-    max_axis: Annotated[int, typer.Option(help="Largest axis of --all.")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps after which parameters are compared.")] = 3,
-    float64: Annotated[bool, typer.Option("--float64", help="Compute in 64 bits.")] = False,
-    mutants: Annotated[bool, typer.Option(help="Also prove that mistakes are seen.")] = True,
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    certificate: Annotated[Path | None, typer.Option(help="File to write, which train can require.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="File of finished cases: they are not run again.")] = None,
-    json_: AsJson = False,
-) -> None:
-    """Prove that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
-    from spmdkit import verify as proof
-    from spmdkit.verify import certificate as certificates
-    from spmdkit.verify.table import print_report
-
-    loaded = _load(config, overrides)
-    options = proof.Options(
-        all_meshes=all_meshes,
-        devices=devices,
-        max_axis=max_axis,
-        microbatches=microbatches,
-        steps=steps,
-        float64=float64,
-        jobs=jobs,
-        mutants=mutants,
-        batch_size_given=any(o.partition("=")[0].strip() == "batch_size" for o in overrides or []),
-        resume=resume,
+    options = Options(
+        target=target,
+        as_json=json_,
+        html=html,
+        calibrate=calibrate,
+        search=search,
+        vary=vary,
+        compile=compile,
+        write=write,
+        diff=diff,
     )
-    report = proof.verify(loaded, options, lambda text: print(text, file=sys.stderr, flush=True))
-    if certificate is not None:
-        certificates.write(certificate, report)
-    if json_:
-        print(json.dumps(report))
-    else:
-        print_report(report)
-    raise SystemExit(0 if report["passed"] else 1)
+    run_plan(config, overrides or [], options)
 
 
 @app.command(

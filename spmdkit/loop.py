@@ -11,16 +11,16 @@ import jax
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
-from spmdkit.config import Config, load_config, task_reference, to_yaml
+from spmdkit.config import Config, load_config, to_yaml
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.plan.start import check_start, check_state
-from spmdkit.program import Program
+from spmdkit.program import Program, open_program, task_of
 from spmdkit.run import Run, latest_for_all
 from spmdkit.state import TrainState
-from spmdkit.task import Task, load_task
+from spmdkit.task import Task
 from spmdkit.tree import tree_bytes
 from spmdkit.verify import certificate
 
@@ -66,6 +66,9 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         cluster = join(environment(os.environ), config.devices)
     cluster.same_everywhere("config", to_yaml(config))
     program = load(config, cluster, task)
+    if program.config != config:  # auto has been settled, by each process on its own
+        config = program.config
+        cluster.same_everywhere("auto", to_yaml(config))
     check_state(program, cluster)
     certificate.require(config, program.sizes)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
@@ -139,10 +142,7 @@ def _preempted(run: Run, signals: StopSignals) -> Preempted:
 
 def load(config: Config, cluster: Cluster, task: Task | None = None) -> Program:
     """Returns the program of a config, for commands that start no run."""
-    if task is None:
-        target, name = task_reference(config)
-        task = load_task(target, name, config.folder, config.task_args)
-    return Program(config, task, cluster.devices)
+    return open_program(config, task_of(config) if task is None else task, cluster.devices)
 
 
 def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, float]]:

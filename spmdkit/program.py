@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import data, layout, mesh, scope, state, step
+from spmdkit import auto, data, layout, mesh, scope, state, step
 from spmdkit.checks import call_user, traces_in_form
 from spmdkit.config import Config, check_batch, choose_optimizer, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, nearest
@@ -49,6 +49,11 @@ class Program:
         self.config, self.task, self.notes = config, task, list[str]()
         self._devices = devices
         _check_precision(config)
+        if not isinstance(config.microbatches, int) or auto.is_auto(config):
+            raise ConfigError(
+                "microbatches: auto and remat: auto are chosen when a program is opened. Use sk.build(config), or give numbers."
+            )
+        self.microbatches = config.microbatches
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
         self.mesh = mesh.make_mesh(self.sizes, devices)
         self.optimizer = make_optimizer(config, task)
@@ -128,7 +133,7 @@ class Program:
         feed = functools.partial(
             Feed, mesh=self.mesh, sizes=self.sizes, prefetch=options.prefetch, threads=options.threads
         )
-        self._feed = feed(source, self.schedule, microbatches=config.microbatches, padded=not self.schedule.always_full)
+        self._feed = feed(source, self.schedule, microbatches=self.microbatches, padded=not self.schedule.always_full)
         self.abstract_batch = self._feed.abstract()
         self._eval_feed = None
         if self.task.eval_data is not None:
@@ -155,7 +160,7 @@ class Program:
             sizes=self.sizes,
             data_axes=self.data_axes,
             inner_axes=tuple(a for a in ("fsdp", "expert") if a not in self.data_axes),
-            microbatches=config.microbatches,
+            microbatches=self.microbatches,
             compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
             reduce_dtype=jnp.dtype(dtypes.reduce),
             reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
@@ -188,7 +193,7 @@ class Program:
 
     def _settle(self, record: scope.Step) -> scope.Step:
         """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
-        if self.config.microbatches > 1 and "value_and_grad" not in record.uses:
+        if self.microbatches > 1 and "value_and_grad" not in record.uses:
             raise ConfigError(
                 f"microbatches: {self.config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
                 "accumulates. Use it, or set microbatches: 1."
@@ -366,10 +371,28 @@ def build(
         from spmdkit.cluster import environment, join
 
         devices = join(environment({}), config.devices).devices
-    if task is None:
-        target, name = task_reference(config)
-        task = load_task(target, name, config.folder, config.task_args)
-    return Program(config, task, devices)
+    return open_program(config, task_of(config) if task is None else task, devices)
+
+
+def task_of(config: Config) -> Task:
+    """Returns the task that a config names."""
+    target, name = task_reference(config)
+    return load_task(target, name, config.folder, config.task_args)
+
+
+def open_program(config: Config, task: Task, devices: Sequence[jax.Device], limit_bytes: int | None = None) -> Program:
+    """Returns the program of a config; what it leaves `auto` is chosen by compiled memory.
+
+    Args:
+        limit_bytes: of one device; default: what the devices say.
+    """
+    if not auto.is_auto(config):
+        return Program(config, task, devices)
+    sizes = mesh.resolve(config.mesh.sizes(), len(devices))
+    check_batch(config, sizes)
+    limit = auto.memory_limit(devices) if limit_bytes is None else limit_bytes
+    make = lambda changes: Program(replace_keys(config, changes), task, devices)
+    return auto.choose(config, mesh.count(sizes, mesh.BATCH_AXES), limit, make)
 
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:

@@ -24,7 +24,7 @@ from spmdkit.config.schema import (
     RematSave,
     StateGroup,
 )
-from spmdkit.config.show import json_schema, to_yaml
+from spmdkit.config.show import json_schema, to_short_yaml, to_yaml
 from spmdkit.config.task import task_reference
 
 __all__ = [
@@ -54,5 +54,6 @@ __all__ = [
     "parse_config",
     "replace_keys",
     "task_reference",
+    "to_short_yaml",
     "to_yaml",
 ]

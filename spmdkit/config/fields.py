@@ -68,6 +68,22 @@ def _file_name(value: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=INT32_MAX), Expects("a whole number of at least 1")]
+
+
+def _count_or_auto(value: Any) -> int | str:
+    if value == "auto" and isinstance(value, str):
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INT32_MAX:
+        raise ValueError
+    return value
+
+
+CountOrAuto = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_count_or_auto),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
+    Expects("a whole number of at least 1, or auto", "1", ("auto",)),
+]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Expects("a whole number from 0 to 4294967295")]
 NumBytes = Annotated[int, Field(ge=0, le=2**62), Expects("a whole number of bytes of at least 0")]
 Few = Annotated[int, Field(ge=1, le=1024), Expects("a whole number from 1 to 1024")]

@@ -47,7 +47,7 @@ def _task(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    if config.batch_size % config.microbatches:
+    if isinstance(config.microbatches, int) and config.batch_size % config.microbatches:
         divisors = [d for d in range(1, min(config.batch_size, 100_000) + 1) if config.batch_size % d == 0]
         below = max((d for d in divisors if d < config.microbatches), default=1)
         above = min((d for d in divisors if d > config.microbatches), default=None)
@@ -72,10 +72,11 @@ def check_batch(config: Config, sizes: Mapping[str, int]) -> None:
 def _batch_on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     axes = {axis: sizes[axis] for axis in fields.LOGICAL_AXES["batch"] if sizes.get(axis, 1) > 1}
     shards = math.prod(axes.values())
-    unit = shards * config.microbatches
+    microbatches = config.microbatches if isinstance(config.microbatches, int) else 1
+    unit = shards * microbatches
     if config.batch_size % unit:
         cut = " x ".join(f"{axis}({size})" for axis, size in axes.items())
-        also = f" and microbatches into {config.microbatches}" if config.microbatches > 1 else ""
+        also = f" and microbatches into {microbatches}" if microbatches > 1 else ""
         yield Problem(
             ("batch_size",),
             f"is {config.batch_size}; the mesh cuts a batch into {cut} = {shards}{also}, found a rest of "

@@ -191,12 +191,12 @@ class Budget(Section):
 
 
 Remat = Annotated[
-    Literal["none", "full", "dots", "dots_no_batch"] | RematSave,
-    fields.names_or(("none", "full", "dots", "dots_no_batch"), RematSave),
+    Literal["none", "full", "dots", "dots_no_batch", "auto"] | RematSave,
+    fields.names_or(("none", "full", "dots", "dots_no_batch", "auto"), RematSave),
     Expects(
-        "none, full, dots, dots_no_batch or a mapping {save: [names]}",
+        "none, full, dots, dots_no_batch, auto or a mapping {save: [names]}",
         "full",
-        ("none", "full", "dots", "dots_no_batch"),
+        ("none", "full", "dots", "dots_no_batch", "auto"),
     ),
 ]
 ModelState = Annotated[
@@ -225,9 +225,10 @@ class Config(Section):
     batch_size: fields.Count = Field(
         default=32, description="Global examples of a step, over all replicas and microbatches."
     )
-    microbatches: fields.Count = Field(
+    microbatches: fields.CountOrAuto = Field(
         default=1,
-        description="Parts into which a batch is cut, one after the other, with one update. Divides batch_size.",
+        description="Parts into which a batch is cut, one after the other, with one update. Divides batch_size. auto: the "
+        "fewest whose compiled step fits the device's memory.",
     )
     devices: fields.Devices = Field(
         default="auto",
@@ -245,7 +246,8 @@ class Config(Section):
     ] = Field(default_factory=Precision, description="Dtype of the computation, or dtypes of compute, params, reduce.")
     remat: Remat = Field(
         default="none",
-        description="What sk.remat keeps for the backward pass: all, nothing, matrix products, or named values.",
+        description="What sk.remat keeps for the backward pass: all, nothing, matrix products, or named values. auto: the "
+        "most that fits the device's memory.",
     )
     optimizer: fields.Optimizer | None = Field(
         default=None, description="name of an optax optimizer and its keyword arguments; null: the task's own."

@@ -42,6 +42,17 @@ def to_yaml(config: Config, absolute_paths: bool = False) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
+def to_short_yaml(config: Config, absolute_paths: bool = False) -> str:
+    """Returns the settings that are no defaults, as YAML that loads back to an equal config."""
+    values = config.model_dump(exclude_defaults=True)
+    if config.mesh.sizes():
+        values["mesh"] = config.mesh.sizes()
+    if absolute_paths:
+        values["task"] = ":".join(task_reference(config))
+        values["run_dir"] = str(config.resolved_run_dir())
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
 def json_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a config file, with a description for every key."""
     schema = Config.model_json_schema(mode="validation")

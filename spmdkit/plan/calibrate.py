@@ -59,7 +59,9 @@ def calibrate(devices: Sequence[Any], file: Path | None = None) -> Rates:
         ConfigError: the devices are not here, or the file cannot be written.
     """
     if any(d.process_index != jax.process_index() for d in devices):
-        raise ConfigError("--calibrate measures the devices of this process, and some of these are elsewhere. Use --target here.")
+        raise ConfigError(
+            "--calibrate measures the devices of this process, and some of these are elsewhere. Use --target here."
+        )
     found = _measure(devices)
     file = file or rates_file()
     known = _read(file)
@@ -156,7 +158,9 @@ def _each(mesh: Any, body: Callable[[jax.Array], jax.Array], shape: tuple[int, .
     sharding = NamedSharding(mesh, PartitionSpec("all"))
     make = jax.jit(lambda: jnp.full((mesh.size, *shape), 0.01, dtype), out_shardings=sharding)
     run = jax.jit(
-        jax.shard_map(lambda x: body(x[0])[None], mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all"))
+        jax.shard_map(
+            lambda x: body(x[0])[None], mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all")
+        )
     )
     x = make()
     return _seconds(lambda: run(x))

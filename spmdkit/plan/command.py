@@ -2,52 +2,104 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spmdkit.cluster import environment, join
-from spmdkit.config import Config
+from spmdkit.config import Config, load_config, to_short_yaml
 from spmdkit.errors import ConfigError
-from spmdkit.plan.calibrate import calibrate as run_calibration
-from spmdkit.plan.calibrate import describe, rates_file, with_measured
+from spmdkit.plan.calibrate import calibrate, describe, rates_file, with_measured
+from spmdkit.plan.compare import compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, plan_program, refuse
 from spmdkit.plan.target import Target, open_target, parse_target, target_of
-from spmdkit.program import build
+from spmdkit.program import open_program, task_of
 
 
-def run_plan(
-    config: Config,
-    target: str | None = None,
-    as_json: bool = False,
-    html: Path | None = None,
-    calibrate: bool = False,
-) -> None:
-    """Plans a config, prints the plan, and fails where it does not fit or exceeds the config's budget.
+@dataclass(frozen=True)
+class Options:
+    """The options of the command.
 
-    Args:
+    Attributes:
         target: see `target.py`; None: the devices that `train` would use.
+        as_json: print one JSON object and nothing else.
+        html: file to write the page to.
         calibrate: measure this machine first.
+        search: look for the fastest mesh that fits.
+        vary: what a search varies.
+        compile: how many candidates a search compiles.
+        write: file to write the winning config to.
+        diff: another config or plan to compare with.
+    """
+
+    target: str | None = None
+    as_json: bool = False
+    html: Path | None = None
+    calibrate: bool = False
+    search: bool = False
+    vary: str = "mesh"
+    compile: int = 24
+    write: Path | None = None
+    diff: Path | None = None
+
+
+def run_plan(path: Path, overrides: list[str], options: Options) -> None:
+    """Plans a config (or reads a plan), prints it, and fails where it does not fit or exceeds the config's budget.
 
     Raises:
-        ConfigError: exit code 78, after the plan has been printed.
+        ConfigError: exit code 78; of a plan that is not allowed, after it has been printed.
     """
-    machine = choose_target(config, target)
-    if calibrate:
-        measure(machine, quiet=as_json)
-    document = plan_on(config, machine)
-    if html is not None:
+    _check(path, overrides, options)
+    if options.diff is not None:
+        _run_diff(path, overrides, options)
+        return
+    if path.suffix == ".json":
+        _print(read_plan(path), options)
+        return
+    config = load_config(path, overrides)
+    machine = choose_target(config, options.target)
+    if options.calibrate:
+        _measure(machine, quiet=options.as_json)
+    if options.search:
+        config, document = _run_search(config, machine, options)
+    else:
+        document = plan_on(config, machine)
+    _print(document, options)
+    refuse(document, f"plan of {path}")
+
+
+def _check(path: Path, overrides: list[str], options: Options) -> None:
+    """Refuses options that have no effect together."""
+    for given, name in ((options.write is not None, "--write"), (options.vary != "mesh", "--vary")):
+        if given and not options.search:
+            raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")
+    if options.diff is not None and (options.search or options.calibrate or options.html is not None):
+        raise ConfigError("--diff compares two plans and takes no --search, --calibrate or --html. Leave them out.")
+    if path.suffix == ".json" and (overrides or options.search or options.calibrate or options.target):
+        raise ConfigError(f"{path} is a plan that was made: nothing about it can change. Give the config instead.")
+    if options.compile < 1:
+        raise ConfigError(
+            f"--compile is {options.compile}. At least one candidate has to be compiled. Try --compile 8."
+        )
+
+
+def _print(document: Document, options: Options) -> None:
+    if options.html is not None:
         from spmdkit.plan.page import write_page
 
-        write_page(document, html)
-    if as_json:
+        write_page(document, options.html)
+    if options.as_json:
         print(json.dumps(document))
-    else:
-        from spmdkit.plan.table import show
+        return
+    from spmdkit.plan.table import show
 
-        show(document)
-        if html is not None:
-            print(html)
-    refuse(document, f"plan of {config.source or 'this config'}")
+    show(document)
+    for written in (options.html, options.write):
+        if written is not None:
+            print(written)
 
 
 def make_plan(config: Config, target: str | None = None) -> Document:
@@ -58,23 +110,8 @@ def make_plan(config: Config, target: str | None = None) -> Document:
 def plan_on(config: Config, machine: Target) -> Document:
     """Returns the plan of a config on an opened target, with measured rates where there are some."""
     machine, call_s = with_measured(machine)
-    return plan_program(build(config, devices=machine.devices), machine, call_s)
-
-
-def measure(machine: Target, quiet: bool) -> None:
-    """Measures the devices of a target, for this plan and later ones.
-
-    Raises:
-        ConfigError: the target is another machine.
-    """
-    if not machine.is_here:
-        raise ConfigError(
-            f"--calibrate measures this machine, and the target is {machine.name}. Rates of another machine are those of the chip table. "
-            "Use --target here or --target cpu:8."
-        )
-    rates = run_calibration(machine.devices)
-    if not quiet:
-        print(f"{describe(rates)}\nwritten to {rates_file()}\n")
+    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes)
+    return plan_program(program, machine, call_s)
 
 
 def choose_target(config: Config, target: str | None) -> Target:
@@ -83,3 +120,72 @@ def choose_target(config: Config, target: str | None) -> Target:
         name = config.devices if isinstance(config.devices, str) and config.devices != "auto" else "here"
         return target_of(join(environment({}), config.devices).devices, name)
     return open_target(parse_target(target))
+
+
+def _measure(machine: Target, quiet: bool) -> None:
+    if not machine.is_here:
+        raise ConfigError(
+            f"--calibrate measures this machine, and the target is {machine.name}. Rates of another machine are those of the chip table. "
+            "Use --target here or --target cpu:8."
+        )
+    rates = calibrate(machine.devices)
+    if not quiet:
+        print(f"{describe(rates)}\nwritten to {rates_file()}\n")
+
+
+def _run_search(config: Config, machine: Target, options: Options) -> tuple[Config, Document]:
+    """Returns the winning config and its plan, which carries all candidates.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    from spmdkit.plan.search import search, winner
+
+    machine, call_s = with_measured(machine)
+    tell = lambda line: print(line, file=sys.stderr, flush=True)
+    vary = [name.strip() for name in options.vary.split(",") if name.strip()]
+    found = search(config, machine, vary, options.compile, tell, call_s)
+    rows: list[dict[str, Any]] = [candidate.as_json() for candidate in found.candidates]
+    if found.best is None or found.best.document is None:
+        if options.as_json:
+            print(json.dumps({"target": machine.name, "fits": False, "candidates": rows}))
+        else:
+            from spmdkit.plan.table import show_candidates
+
+            show_candidates(rows)
+    best = winner(config, found)
+    assert found.best is not None and found.best.document is not None
+    document = found.best.document | {"candidates": rows, "num_compiled": found.num_compiled}
+    if options.write is not None:
+        _write_config(best, config, document, options.write)
+    return best, document
+
+
+def _write_config(best: Config, config: Config, document: Document, path: Path) -> None:
+    same_folder = path.resolve().parent == config.folder.resolve()
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    head = (
+        f"# The best of {len(document['candidates'])} candidates for {document['target']}, {document['num_compiled']} of them compiled "
+        f"(spmdkit plan --search, {date}).\n# Predicted: {document['predicted_step_s']:.4g} s a step.\n"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + to_short_yaml(best, absolute_paths=not same_folder))
+    except OSError as error:
+        raise ConfigError(
+            f"--write {path} cannot be written ({error.strerror}). Name a file in a folder that can."
+        ) from error
+
+
+def _run_diff(path: Path, overrides: list[str], options: Options) -> None:
+    assert options.diff is not None
+    plans = []
+    for file, own in ((path, overrides), (options.diff, [])):
+        if file.suffix == ".json":
+            plans.append(read_plan(file))
+        else:
+            plans.append(make_plan(load_config(file, own), options.target))
+    if options.as_json:
+        print(json.dumps(compare(*plans)))
+    else:
+        show_comparison(plans[0], plans[1], (str(path), str(options.diff)))

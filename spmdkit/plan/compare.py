@@ -31,7 +31,9 @@ def read_plan(path: Path) -> dict[str, Any]:
             "train writes it into its run directory (plan.json)."
         ) from error
     if not isinstance(found, dict) or not {"target", "memory", "collectives", "layout"} <= found.keys():
-        raise ConfigError(f"{path} is JSON and no plan: it lacks target, memory, collectives or layout. Give a plan.json.")
+        raise ConfigError(
+            f"{path} is JSON and no plan: it lacks target, memory, collectives or layout. Give a plan.json."
+        )
     return found
 
 
@@ -56,7 +58,10 @@ def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]
 
 
 def _facts(plan: Document) -> dict[str, Any]:
-    facts = {name: plan[name] for name in ("target", "num_devices", "form", "batch_size", "microbatches", "fits", "num_params")}
+    facts = {
+        name: plan[name]
+        for name in ("target", "num_devices", "form", "batch_size", "microbatches", "fits", "num_params")
+    }
     return facts | {"mesh": describe_mesh(plan["mesh"]), "flops": plan["flops"]}
 
 
@@ -76,7 +81,9 @@ def _wire(plan: Document) -> dict[str, int]:
 
 
 def _leaves(plan: Document) -> dict[str, str]:
-    return {row["path"]: f"{row['dtype']}{row['shape']} cut {row['spec']} in {row['memory_kind']}" for row in plan["layout"]}
+    return {
+        row["path"]: f"{row['dtype']}{row['shape']} cut {row['spec']} in {row['memory_kind']}" for row in plan["layout"]
+    }
 
 
 def _codes(plan: Document) -> set[str]:

@@ -87,7 +87,11 @@ def _planes(
         at.append((x + c[0] * cores + core, y + c[1]))
     several = len({part for part, _ in keys}) > 1
     labels = [
-        ((n % across) * (width * cores + 0.7), (n // across) * (height + 1.0), f"slice {part}, z {z}" if several else f"z {z}")
+        (
+            (n % across) * (width * cores + 0.7),
+            (n // across) * (height + 1.0),
+            f"slice {part}, z {z}" if several else f"z {z}",
+        )
         for n, (part, z) in enumerate(keys)
     ]
     planes_down = math.ceil(len(keys) / across)

@@ -48,7 +48,9 @@ def write_page(document: Mapping[str, Any], path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, plan_page(document))
     except OSError as error:
-        raise ConfigError(f"--html {path} cannot be written ({error.strerror}). Name a file in a folder that can.") from error
+        raise ConfigError(
+            f"--html {path} cannot be written ({error.strerror}). Name a file in a folder that can."
+        ) from error
     return path
 
 
@@ -69,6 +71,7 @@ def plan_body(name: str, document: Mapping[str, Any]) -> str:
         section("On the wire", _wire(document)),
         section("Mesh", _meshes(document)),
         section(f"Layout of {len(document['layout'])} leaves", _layout(document)),
+        *([section("Candidates", _candidates(document["candidates"]))] if document.get("candidates") else []),
         section("Config", f"<pre>{escape(document['config'])}</pre>"),
         "<footer>Made by spmdkit plan.</footer>",
     ]
@@ -97,7 +100,10 @@ def _cards(document: Mapping[str, Any]) -> str:
     rows = [("a step, predicted", seconds(document["predicted_step_s"]) if time else "not known")]
     if time:
         tokens = time["tokens_per_s"]
-        rows += [("tokens/s" if tokens else "examples/s", count_text(tokens or time["examples_per_s"])), ("MFU", f"{time['mfu']:.1%}")]
+        rows += [
+            ("tokens/s" if tokens else "examples/s", count_text(tokens or time["examples_per_s"])),
+            ("MFU", f"{time['mfu']:.1%}"),
+        ]
         rows += [("bound by", time["bound"])]
     rows += [(f"of {format_bytes(memory['limit_bytes'])} ({share})", format_bytes(memory["peak_bytes"]))]
     rows += [("sent by a device", "unknown" if sent is None else format_bytes(sent))]
@@ -109,7 +115,8 @@ def _cards(document: Mapping[str, Any]) -> str:
 
 def _findings(document: Mapping[str, Any]) -> str:
     over = [
-        f'<div class="finding error"><p><b>over budget</b> {escape(text)}</p></div>' for text in document["budget"]["exceeded"]
+        f'<div class="finding error"><p><b>over budget</b> {escape(text)}</p></div>'
+        for text in document["budget"]["exceeded"]
     ]
     found = [
         f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> <code>{escape(f["source"] or "")}</code></p>'
@@ -134,7 +141,9 @@ def _memory(document: Mapping[str, Any]) -> str:
     scale = f'<div class="scale"><span style="position:absolute;right:{100 - at:.2f}%">limit {format_bytes(memory["limit_bytes"])}</span></div>'
     peak = max(memory["peak_bytes"], 1)
     lines = "".join(_line(name, num / peak, format_bytes(num), _colour(n)) for n, (name, num) in enumerate(parts))
-    host = "".join(_line(f"{name}, on the host", 0, format_bytes(num), "") for name, num in memory["host_parts"].items())
+    host = "".join(
+        _line(f"{name}, on the host", 0, format_bytes(num), "") for name, num in memory["host_parts"].items()
+    )
     rows = [
         f'<tr><td class="number">{format_bytes(b["bytes"])}</td><td>{escape(b["shape"])}</td><td><code>{escape(b["source"] or "")}</code></td>'
         f"<td>{escape(b['op_name'])}</td></tr>"
@@ -188,7 +197,13 @@ def _wire(document: Mapping[str, Any]) -> str:
     needs = ", ".join(f"{escape(a)} {format_bytes(n)}" for a, n in least.items())
     note = f'<p class="note">The least that the strategy needs: {needs}.</p>' if needs else ""
     head = [(n, "") for n in ("collective", "over", "link")]
-    head += [("bytes", ' class="number"'), ("ops", ' class="number"'), ("runs", ' class="number"'), ("why", ""), ("source", "")]
+    head += [
+        ("bytes", ' class="number"'),
+        ("ops", ' class="number"'),
+        ("runs", ' class="number"'),
+        ("why", ""),
+        ("source", ""),
+    ]
     return f'<div class="bill">{lines}</div>{note}<h3>Bill, of one device and step</h3>{table(head, [_bill_row(r) for r in rows])}'
 
 
@@ -200,7 +215,7 @@ def _bill_row(row: Mapping[str, Any]) -> str:
         f'<tr><td class="keep">{escape(row["op"])} {escape(row["dtype"])}</td><td>{escape(" x ".join(row["axes"]))}</td>'
         f'<td>{escape(row["link"])}</td><td class="number">{num}</td><td class="number">{row["count"]}</td>'
         f'<td class="number">{runs}{" in loop" if row["in_loop"] else ""}</td><td>{escape(row["cause"])}{counted}</td>'
-        f'<td><code>{escape(row["source"] or "")}</code></td></tr>'
+        f"<td><code>{escape(row['source'] or '')}</code></td></tr>"
     )
 
 
@@ -219,6 +234,18 @@ def _meshes(document: Mapping[str, Any]) -> str:
     return f'{note}<div class="meshes">{"".join(drawn)}</div>'
 
 
+def _candidates(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = [("", ""), ("step", ' class="number"'), ("memory", ' class="number"'), ("", ""), ("why", "")]
+    body = [
+        f"<tr{' class=best' if row['status'] == 'best' else ''}><td>{escape(row['name'])}</td>"
+        f'<td class="number">{seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""}</td>'
+        f'<td class="number">{format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""}</td>'
+        f'<td class="keep">{escape(row["status"])}</td><td>{escape(row["reason"])}</td></tr>'
+        for row in rows
+    ]
+    return table(head, body)
+
+
 # ---- layout -----------------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +253,7 @@ def _layout(document: Mapping[str, Any]) -> str:
     head = [("leaf", ""), ("array", ""), ("cut", ""), ("memory", ""), ("of a device", ' class="number"'), ("why", "")]
     leaves: Sequence[Mapping[str, Any]] = document["layout"]
     rows = [
-        f"<tr><td><code>{escape(leaf['path'])}</code></td><td class=\"keep\">{escape(leaf['dtype'])}{escape(str(leaf['shape']))}</td>"
+        f'<tr><td><code>{escape(leaf["path"])}</code></td><td class="keep">{escape(leaf["dtype"])}{escape(str(leaf["shape"]))}</td>'
         f'<td class="keep">{escape(_spec(leaf["spec"]))}</td><td>{escape(leaf["memory_kind"])}</td>'
         f'<td class="number">{format_bytes(leaf["device_bytes"])}</td><td>{escape(leaf["reason"])}</td></tr>'
         for leaf in leaves[:MOST_LEAVES]

@@ -35,6 +35,8 @@ def show(document: Mapping[str, Any], to: Console | None = None) -> None:
     _show_wire(document, out)
     _show_time(document, out)
     _show_findings(document, out)
+    if document.get("candidates"):
+        show_candidates(document["candidates"], out)
     for sentence in document["budget"]["exceeded"]:
         out.print(f"[bold red]over budget[/] {_plain(sentence)}")
     for note in document["notes"]:
@@ -164,6 +166,26 @@ def _show_findings(document: Mapping[str, Any], out: Console) -> None:
         out.print(f"  [{_COLOURS[finding['severity']]}]{finding['severity']}[/] {_plain(finding['code'])}{where}")
         out.print(f"    {_plain(finding['message'])}")
         out.print(f"    [dim]{_plain(finding['fix'])}[/]")
+
+
+# ---- candidates -------------------------------------------------------------------------------------------------------
+
+
+def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None, most: int = 20) -> None:
+    """Prints the candidates of a search, best first, each with its reason."""
+    out = to or console()
+    colours = {"best": "bold green", "fits": "green", "does not fit": "red", "refused": "dim", "not compiled": "dim"}
+    out.print()
+    out.print(f"[bold]Candidates[/]  {len(rows)}")
+    table = _table("", "step", "memory", "", "why")
+    for row in rows[:most]:
+        step = seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""
+        memory = format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
+        status = f"[{colours[row['status']]}]{row['status']}[/]"
+        table.add_row(row["name"], step, memory, status, _plain(row["reason"]))
+    out.print(table)
+    if len(rows) > most:
+        out.print(f"[dim]and {len(rows) - most} more; --json has all[/]")
 
 
 # ---- small parts ------------------------------------------------------------------------------------------------------

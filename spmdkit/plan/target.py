@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from spmdkit import compat
+from spmdkit.auto import memory_limit
 from spmdkit.errors import ConfigError, nearest
 from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
 
@@ -230,7 +231,7 @@ def open_target(target: Target) -> Target:
     if target.is_here:
         return _here()
     devices = _fake_devices(target.num_devices, target.name)
-    limit = _memory_of_this_machine() // target.num_devices if target.chip.kind == "cpu" else None
+    limit = memory_limit(devices) if target.chip.kind == "cpu" else None
     return replace(target, devices=devices, limit_bytes=limit, is_here=target.chip.kind == "cpu")
 
 
@@ -256,7 +257,7 @@ def target_of(devices: Sequence[Any], name: str = "here") -> Target:
         compiler=first.platform,
         notes=tuple(notes),
         is_here=True,
-        limit_bytes=_device_limit(devices),
+        limit_bytes=memory_limit(devices),
     )
 
 
@@ -267,20 +268,6 @@ def _here() -> Target:
 def _bounds(devices: Sequence[Any]) -> tuple[int, ...]:
     coords = [tuple(d.coords) for d in devices]
     return tuple(max(axis) + 1 for axis in zip(*coords, strict=True))
-
-
-def _device_limit(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes that the backend lets a device use; on CPU the machine's memory, shared by its devices."""
-    if devices[0].platform == "cpu":
-        local = sum(d.process_index == jax.process_index() for d in devices)
-        return _memory_of_this_machine() // max(1, local)
-    mine = next((d for d in devices if d.process_index == jax.process_index()), None)
-    stats = mine.memory_stats() if mine is not None else None
-    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
-
-
-def _memory_of_this_machine() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _fake_devices(count: int, name: str) -> tuple[Any, ...]:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmdkit.auto import REMATS, microbatch_counts
 from spmdkit.config import Config
 
 Changes = Mapping[str, Any]
-REMATS = ("none", "dots", "full")
-"""Remat policies from the most memory to the least."""
-MOST_MICROBATCHES = 64
-
-
-def microbatch_counts(config: Config, batch_shards: int) -> list[int]:
-    """Returns the microbatch counts, powers of two, that cut the batch evenly over so many shards."""
-    rows = config.batch_size // batch_shards
-    return [
-        m for m in (2**i for i in range(MOST_MICROBATCHES.bit_length())) if m <= MOST_MICROBATCHES and rows % m == 0
-    ]
 
 
 def smaller_steps(config: Config, batch_shards: int) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ def parse_microbatches(text: str | None, config: Config) -> list[int]:
         ConfigError: not a list of numbers of at least 1.
     """
     if text is None:
-        return sorted({1, config.microbatches})
+        return sorted({1, config.microbatches if isinstance(config.microbatches, int) else 2})
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigError(

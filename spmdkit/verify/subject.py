@@ -153,6 +153,8 @@ class Subject:
             changes |= {"layout.zero": 3, "layout.fsdp": "auto", "layout.min_shard_bytes": 2**14}
         elif self.config.layout.fsdp == "auto":
             changes["layout.min_shard_bytes"] = 1
+        if self.config.remat == "auto":
+            changes["remat"] = "full"
         if setting.plain:
             changes |= {"remat": "none", "placement": {"params": "device", "optimizer": "device"}, "reducer": "sum"}
             changes |= {"model_state": "global"}

@@ -3,27 +3,20 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import jax
 import pytest
+from plan_files import config, write
 
 from spmdkit.cluster import environment, join
-from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.loop import train
-from spmdkit.plan.command import make_plan, run_plan
+from spmdkit.plan.command import Options, make_plan, run_plan
 from spmdkit.plan.document import NotAllowed
 from spmdkit.plan.table import WIDTH, console, show
 from spmdkit.plan.target import target_of
 
-TASK = f"{Path(__file__).parent / 'plan_tasks.py'}:task"
 WIDE, LAYERS, BATCH = 64, 4, 64
-
-
-def config(**changes):
-    base = {"task": TASK, "batch_size": BATCH, "steps": 2, "devices": "cpu:8", "mesh": {"data": 2, "fsdp": 4}}
-    return parse_config(base | {"log": {"progress": "off"}, "checkpoint": None} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +24,8 @@ def plan():
     return make_plan(config())
 
 
-def test_the_json_has_every_key_of_the_contract(plan, capsys):
-    run_plan(config(), as_json=True)
+def test_the_json_has_every_key_of_the_contract(plan, tmp_path, capsys):
+    run_plan(write(tmp_path), [], Options(as_json=True))
     printed = json.loads(capsys.readouterr().out)
     keys = [
         "target",
@@ -121,7 +114,7 @@ def test_the_table_fits_a_hundred_columns(plan):
 def test_a_budget_that_is_exceeded_fails_plan_and_train(budget, said, tmp_path, capsys):
     over = config(budget=budget, run_dir=str(tmp_path / "run"))
     with pytest.raises(NotAllowed, match=said) as refused:
-        run_plan(over, as_json=True)
+        run_plan(write(tmp_path, budget=budget), [], Options(as_json=True))
     assert refused.value.exit_code == 78
     assert json.loads(capsys.readouterr().out)["budget"]["exceeded"]
     with pytest.raises(NotAllowed, match=said):
@@ -146,14 +139,14 @@ def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path
     whole, halved = (p["memory"]["peak_bytes"] for p in plans)
     between = (whole + halved) // 2
     assert halved < between < whole
-    monkeypatch.setattr("spmdkit.plan.target._memory_of_this_machine", lambda: between * len(devices))
+    monkeypatch.setattr("spmdkit.auto.memory_of_this_machine", lambda: between * len(devices))
     assert target_of(devices).memory_limit_bytes == between
     with pytest.raises(NotAllowed, match=r"a step needs .* of each device.*Try microbatches: [24]"):
         train(small)
 
 
 def test_a_state_that_does_not_fit_is_refused_before_any_array(tmp_path, monkeypatch):
-    monkeypatch.setattr("spmdkit.plan.target._memory_of_this_machine", lambda: 8 * 1000)
+    monkeypatch.setattr("spmdkit.auto.memory_of_this_machine", lambda: 8 * 1000)
     with pytest.raises(ConfigError, match=r"the train state needs .* of each device, cpu has 1000 B"):
         train(config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -1,0 +1,221 @@
+"""`candidates`: every legal way to spread a config over a machine, with what an analytic model says of each.
+
+A candidate is a mesh, and where asked a number of microbatches, a remat policy and a ZeRO stage. It is legal when the program builds:
+the batch divides, the layout's dims divide, no axis is without use. The model's estimate orders them, so that only the best
+have to be compiled; it is not shown as a prediction:
+
+    arithmetic    FLOPs of the step / devices, a quarter to a third more with remat
+    memory        state read and written once; a state that alone exceeds a device rules the candidate out
+    replica, data one reduction of the gradient                              (least.py)
+    fsdp          gathers of the parameters in each microbatch, and one scatter
+    tensor        activations added up once for each pair of cut matrices, forward and backward
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdkit.auto import microbatch_counts
+from spmdkit.config import Config, replace_keys
+from spmdkit.errors import ConfigError, UserCodeError, format_bytes
+from spmdkit.mesh import AXES, BATCH_AXES, count, describe_mesh
+from spmdkit.plan.document import layout_rows, tokens_of_batch
+from spmdkit.plan.flops import count as count_flops
+from spmdkit.plan.least import least_bytes
+from spmdkit.plan.links import way
+from spmdkit.plan.target import Target
+from spmdkit.program import Program
+from spmdkit.task import Task
+
+SEARCHED_AXES = ("data", "fsdp", "tensor")
+VARIED = ("mesh", "microbatches", "remat", "zero")
+_REMAT_COST = {"none": 1.0, "dots": 1.05, "dots_no_batch": 1.1, "full": 1.3}
+
+
+@dataclass
+class Candidate:
+    """One way to spread a config.
+
+    Attributes:
+        changes: dotted keys of the config -> values.
+        sizes: the mesh, all axes.
+        status: `best`, `fits`, `does not fit`, `refused` (it cannot be built or compiled), `not compiled`.
+        reason: why it is where it is, in words.
+        estimate_s: of the analytic model; None for what cannot be built.
+        document: the plan, once compiled.
+    """
+
+    changes: dict[str, Any]
+    sizes: dict[str, int]
+    status: str = "not compiled"
+    reason: str = ""
+    estimate_s: float | None = None
+    state_bytes: int | None = None
+    document: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """`data 2 x fsdp 8, microbatches 4`."""
+        others = [f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.changes.items() if key != "mesh"]
+        return ", ".join([describe_mesh(self.sizes), *others])
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the row of `plan --search --json`."""
+        plan = self.document
+        return {
+            "name": self.name,
+            "changes": self.changes,
+            "mesh": self.sizes,
+            "status": self.status,
+            "reason": self.reason,
+            "fits": None if plan is None else plan["fits"],
+            "predicted_step_s": None if plan is None else plan["predicted_step_s"],
+            "estimated_step_s": self.estimate_s,
+            "peak_bytes": None if plan is None else plan["memory"]["peak_bytes"],
+            "collective_bytes": None if plan is None else plan["collective_bytes"],
+            "mfu": None if plan is None or plan["time"] is None else plan["time"]["mfu"],
+        }
+
+
+def candidates(config: Config, task: Task, target: Target, vary: Sequence[str]) -> list[Candidate]:
+    """Returns every candidate, the refused ones too: the legal ones first, by the model's estimate.
+
+    Raises:
+        ConfigError: `vary` names something that cannot be varied.
+    """
+    if unknown := [name for name in vary if name not in VARIED]:
+        raise ConfigError(
+            f"--vary names {unknown[0]!r}. What can vary is {', '.join(VARIED)}. Try --vary mesh,microbatches."
+        )
+    found: list[Candidate] = []
+    zeros: Sequence[int | None] = (1, 2, 3) if "zero" in vary else (None,)
+    for sizes, zero in itertools.product(_meshes(config, target, "mesh" in vary), zeros):
+        if zero not in (None, 3) and sizes["fsdp"] == 1:
+            continue
+        changes: dict[str, Any] = {"mesh": {axis: n for axis, n in sizes.items() if n > 1} or {"data": 1}}
+        if zero is not None and sizes["fsdp"] > 1:
+            changes["layout.zero"] = zero
+        found += _of_mesh(config, task, target, sizes, changes, vary)
+    legal = [c for c in found if c.estimate_s is not None]
+    return sorted(legal, key=lambda c: c.estimate_s or 0.0) + [c for c in found if c.estimate_s is None]
+
+
+def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, int]]:
+    """Yields axis -> size for every product that is the number of devices; axes that only some models know, only if named."""
+    num = target.num_devices
+    if not every:
+        from spmdkit.mesh import resolve
+
+        yield resolve(config.mesh.sizes(), num)
+        return
+    asked = config.mesh.sizes()
+    axes = [a for a in AXES if a in SEARCHED_AXES or asked.get(a, 1) != 1]
+    parts = target.hosts_or_slices
+    replicas = [1, parts] if parts > 1 and num % parts == 0 else [1]
+    free = [a for a in axes if a != "replica"]
+    for replica in dict.fromkeys(replicas):
+        for split in _splits(num // replica, len(free)):
+            sizes = dict.fromkeys(AXES, 1) | {"replica": replica} | dict(zip(free, split, strict=True))
+            yield sizes
+
+
+def _splits(num: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (num,)
+        return
+    for first in range(1, num + 1):
+        if num % first == 0:
+            for rest in _splits(num // first, parts - 1):
+                yield (first, *rest)
+
+
+def _of_mesh(
+    config: Config, task: Task, target: Target, sizes: dict[str, int], changes: dict[str, Any], vary: Sequence[str]
+) -> list[Candidate]:
+    """Returns the candidates of one mesh and ZeRO stage: built once, since microbatches and remat move no leaf."""
+    shards = count(sizes, BATCH_AXES)
+    if config.batch_size % shards:
+        reason = f"batch_size {config.batch_size} does not divide over {shards} parts of the batch"
+        return [Candidate(changes, sizes, "refused", reason)]
+    plain = {**changes, "microbatches": 1, "remat": "none" if config.remat == "auto" else config.remat}
+    try:
+        program = Program(replace_keys(config, plain), task, target.devices)
+    except (ConfigError, UserCodeError) as error:
+        return [Candidate(changes, sizes, "refused", str(error).splitlines()[0])]
+    state = sum(row["device_bytes"] for row in layout_rows(program) if row["memory_kind"] == "device")
+    if state > target.memory_limit_bytes:
+        reason = f"parameters and optimizer state alone need {format_bytes(state)} of {format_bytes(target.memory_limit_bytes)}"
+        return [Candidate(changes, sizes, "does not fit", reason, state_bytes=state)]
+    counts: Sequence[int] = [config.microbatches] if isinstance(config.microbatches, int) else [1]
+    if "microbatches" in vary or config.microbatches == "auto":
+        counts = [m for m in microbatch_counts(config, shards) if m <= 16]
+    remats: Sequence[Any] = [config.remat]
+    if "remat" in vary or config.remat == "auto":
+        remats = ["none", "dots", "full"]
+    work = _work(program, target)
+    found = []
+    for m, remat in itertools.product(counts, remats):
+        if config.batch_size // shards % m:
+            reason = f"batch_size {config.batch_size} does not divide over {shards} parts and {m} microbatches"
+            found.append(Candidate(changes | {"microbatches": m}, sizes, "refused", reason))
+            continue
+        all_changes = changes | ({"microbatches": m} if m != config.microbatches else {})
+        all_changes |= {"remat": remat} if remat != config.remat else {}
+        cost = _REMAT_COST.get(remat if isinstance(remat, str) else "dots", 1.0)
+        estimate = work["arithmetic"] * cost + work["memory"] + work["fixed wire"] + work["gathers"] * m
+        found.append(Candidate(all_changes, sizes, estimate_s=estimate, state_bytes=state))
+    return found
+
+
+def _work(program: Program, target: Target) -> Mapping[str, float]:
+    """Returns the seconds of the model's parts."""
+    chip, num = target.chip, program.mesh.devices.size
+    arithmetic = count_flops(program.traced.jaxpr)
+    by_dtype = arithmetic.by_dtype or {"float32": arithmetic.elementwise}
+    devices = list(program.mesh.devices.flat)
+    least = least_bytes(program)
+    state = sum(row["device_bytes"] for row in layout_rows(program))
+    return {
+        "arithmetic": sum(f / num / (chip.peak(d) * chip.reached.matmul) for d, f in by_dtype.items()),
+        "memory": 3 * state / (chip.memory_bytes_per_s * chip.reached.memory),
+        "fixed wire": _over(target, program, devices, ("replica", "data"), least.get("replica x data", 0))
+        + _over(target, program, devices, ("tensor",), _tensor_bytes(program)),
+        "gathers": _over(target, program, devices, ("fsdp",), least.get("fsdp", 0)),
+    }
+
+
+def _over(target: Target, program: Program, devices: Sequence[Any], axes: Sequence[str], num_bytes: float) -> float:
+    if not num_bytes:
+        return 0.0
+    sizes = program.sizes
+    group = [0]
+    stride = 1
+    for axis in reversed(AXES):
+        if axis in axes:
+            group = [place + i * stride for i in range(sizes[axis]) for place in group]
+        stride *= sizes[axis]
+    if len(group) < 2:
+        return 0.0
+    return way(target, devices, group).seconds(num_bytes, "all_reduce", len(group))
+
+
+def _tensor_bytes(program: Program) -> float:
+    """Returns the bytes of activations that tensor cuts make a device add up: a pair of matrices, once forward, once backward."""
+    t = program.sizes["tensor"]
+    if t == 1:
+        return 0.0
+    rows = (tokens_of_batch(program) or program.config.batch_size) / program.batch_shards
+    width = 2 if program.config.precision.compute == "bfloat16" else 4
+    total = 0.0
+    for leaf in program.layout:
+        axes = [d if isinstance(d, tuple) else (d,) for d in leaf.spec]
+        cut = [i for i, names in enumerate(axes) if "tensor" in names]
+        if not leaf.path.startswith("params") or not cut or len(leaf.shape) < 2:
+            continue
+        layers = leaf.shape[0] if len(leaf.shape) > 2 and not (axes and axes[0] != (None,)) else 1
+        whole = [n for i, n in enumerate(leaf.shape) if i not in cut and not (i == 0 and layers > 1)]
+        total += layers * rows * max(whole, default=1) * width
+    return total * 2 * (t - 1) / t

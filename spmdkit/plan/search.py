@@ -1,0 +1,239 @@
+"""`search`: the fastest mesh that fits. Every legal candidate is ordered by a model, the best are compiled for real.
+
+Each compilation is a process of its own (`spmdkit plan ... --json`): as many side by side as there are cores, at most four; one that
+crashes the compiler costs its candidate and nothing else. On an accelerator that is here, they are compiled one after the other in
+this process, since a second process would not get its memory. A candidate that needs at least what one that did not fit needed (same
+mesh and remat, fewer microbatches) is not compiled. What is reported is the prediction of the compiled program, never the model's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdkit.config import Config, replace_keys, to_yaml
+from spmdkit.errors import ConfigError, SpmdkitError, format_bytes
+from spmdkit.plan.candidates import Candidate, candidates
+from spmdkit.plan.document import plan_program
+from spmdkit.plan.target import Target
+from spmdkit.program import Program, task_of
+
+MOST_WORKERS = 4
+WORKER_TIMEOUT_S = 900
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: candidates, best first, and how many were compiled."""
+
+    candidates: tuple[Candidate, ...]
+    num_compiled: int
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits, or None."""
+        first = self.candidates[0] if self.candidates else None
+        return first if first is not None and first.status == "best" else None
+
+
+def search(
+    config: Config, target: Target, vary: Sequence[str], most_compiled: int, tell: Told, call_s: float = 0.0
+) -> Found:
+    """Returns the candidates of a config on an opened target, compiled and ranked.
+
+    Args:
+        vary: of `candidates.VARIED`; what the config leaves `auto` varies too.
+        most_compiled: how many of the best are compiled.
+        tell: takes a line of progress.
+
+    Raises:
+        ConfigError: nothing can vary, or no mesh is legal.
+    """
+    task = task_of(config)
+    found = candidates(config, task, target, vary)
+    legal = [c for c in found if c.estimate_s is not None]
+    tell(f"{len(found)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
+    in_process = target.is_here and target.chip.kind != "cpu"
+    plan = _in_process(config, task, target, call_s) if in_process else _Worker(config, target)
+    workers = 1 if in_process else max(1, min(MOST_WORKERS, os.cpu_count() or 1))
+    queue = _Queue(legal, most_compiled)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        try:
+            for done in [pool.submit(_work_off, queue, plan, tell) for _ in range(workers)]:
+                done.result()
+        finally:
+            queue.close()
+            if isinstance(plan, _Worker):
+                plan.close()
+    for candidate in legal:
+        if candidate.status == "not compiled" and not candidate.reason:
+            estimate = candidate.estimate_s or 0.0
+            candidate.reason = f"the model puts it behind the {most_compiled} that were compiled ({estimate:.3g} s)"
+    return Found(_rank(found), queue.num_taken)
+
+
+def _rank(found: list[Candidate]) -> tuple[Candidate, ...]:
+    """Returns the candidates best first: by predicted time among those that fit, then by what they lack."""
+    fitting = sorted((c for c in found if c.status == "fits"), key=_predicted)
+    if fitting:
+        fitting[0].status = "best"
+        fastest = _predicted(fitting[0])
+        fitting[0].reason = "the shortest predicted step of those that fit"
+        for candidate in fitting[1:]:
+            candidate.reason = f"fits; {_predicted(candidate) / fastest:.2f} times the best step"
+    others = {"does not fit": 1, "not compiled": 2, "refused": 3}
+    rest = sorted((c for c in found if c not in fitting), key=lambda c: (others[c.status], c.estimate_s or 1e9))
+    return (*fitting, *rest)
+
+
+def _predicted(candidate: Candidate) -> float:
+    return candidate.document["predicted_step_s"] if candidate.document else float("inf")
+
+
+# ---- the queue --------------------------------------------------------------------------------------------------------
+
+
+class _Queue:
+    """Hands out the candidates, best first, at most so many; skips what is known to need too much."""
+
+    def __init__(self, legal: Sequence[Candidate], most: int):
+        self._left, self._most, self._lock = list(legal), most, threading.Lock()
+        self._too_large: list[Candidate] = []
+        self.num_taken = 0
+
+    def take(self) -> Candidate | None:
+        """Returns the next candidate, or None at the end."""
+        with self._lock:
+            while self._left and self.num_taken < self._most:
+                candidate = self._left.pop(0)
+                larger = next((c for c in self._too_large if _needs_as_much(candidate, c)), None)
+                if larger is None:
+                    self.num_taken += 1
+                    return candidate
+                candidate.status = "does not fit"
+                candidate.reason = f"needs at least as much as {larger.name}, which does not fit"
+            return None
+
+    def too_large(self, candidate: Candidate) -> None:
+        """Notes that a candidate does not fit."""
+        with self._lock:
+            self._too_large.append(candidate)
+
+    def close(self) -> None:
+        """Hands out no more."""
+        with self._lock:
+            self._left.clear()
+
+
+def _needs_as_much(a: Candidate, b: Candidate) -> bool:
+    others = lambda c: {k: v for k, v in c.changes.items() if k != "microbatches"}
+    return others(a) == others(b) and a.changes.get("microbatches", 1) <= b.changes.get("microbatches", 1)
+
+
+def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], tell: Told) -> None:
+    while (candidate := queue.take()) is not None:
+        result = plan(candidate)
+        if isinstance(result, str):
+            candidate.status, candidate.reason = "refused", result
+        else:
+            candidate.document = result
+            memory = result["memory"]
+            need = f"{format_bytes(memory['peak_bytes'])} of {format_bytes(memory['limit_bytes'])}"
+            candidate.status = "fits" if result["fits"] else "does not fit"
+            candidate.reason = f"needs {need} a device"
+            if not result["fits"]:
+                queue.too_large(candidate)
+            elif result["budget"]["exceeded"]:
+                candidate.status, candidate.reason = "refused", "; ".join(result["budget"]["exceeded"])
+        predicted = "" if candidate.document is None or not result["fits"] else f", {_predicted(candidate):.3g} s"  # type: ignore[index]
+        tell(f"{candidate.name}: {candidate.status}{predicted}")
+
+
+# ---- compiling --------------------------------------------------------------------------------------------------------
+
+
+def _in_process(
+    config: Config, task: Any, target: Target, call_s: float
+) -> Callable[[Candidate], dict[str, Any] | str]:
+    def plan(candidate: Candidate) -> dict[str, Any] | str:
+        try:
+            return plan_program(Program(replace_keys(config, candidate.changes), task, target.devices), target, call_s)
+        except (SpmdkitError, jax.errors.JaxRuntimeError) as error:
+            return str(error).splitlines()[0]
+
+    return plan
+
+
+class _Worker:
+    """Plans a candidate in a process of its own."""
+
+    def __init__(self, config: Config, target: Target):
+        self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-search-")
+        self._file = Path(self._folder.name) / f"{config.source.stem if config.source else 'config'}.yaml"
+        self._file.write_text(to_yaml(config, absolute_paths=True))
+        self._target = target
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def __call__(self, candidate: Candidate) -> dict[str, Any] | str:
+        overrides = [f"{key}={json.dumps(value)}" for key, value in candidate.changes.items()]
+        command = [
+            sys.executable,
+            "-m",
+            "spmdkit",
+            "plan",
+            str(self._file),
+            *overrides,
+            "--target",
+            self._target.name,
+            "--json",
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._running.add(process)
+        try:
+            out, errors = process.communicate(timeout=WORKER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return f"its compilation took longer than {WORKER_TIMEOUT_S} s"
+        finally:
+            self._running.discard(process)
+        try:
+            return json.loads(out)
+        except ValueError:
+            said = [line for line in errors.splitlines() if line.strip()]
+            return said[-1] if said else f"the compiler ended with code {process.returncode}"
+
+    def close(self) -> None:
+        """Ends what still runs and removes the folder."""
+        for process in list(self._running):
+            process.kill()
+        self._folder.cleanup()
+
+
+def winner(config: Config, found: Found) -> Config:
+    """Returns the config of the best candidate.
+
+    Raises:
+        ConfigError: none fits; says which came nearest.
+    """
+    if found.best is not None:
+        return replace_keys(config, found.best.changes)
+    compiled = [c for c in found.candidates if c.document is not None]
+    nearest = min(compiled, key=lambda c: c.document["memory"]["peak_bytes"], default=None)  # type: ignore[index]
+    said = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
+    raise ConfigError(
+        f"--search found nothing that fits among {len(found.candidates)} candidates, {found.num_compiled} of them compiled.{said} "
+        "A step has to fit. Vary more (--vary mesh,microbatches,remat), compile more (--compile), or take more devices."
+    )

@@ -1,0 +1,102 @@
+"""The page of a plan: what it holds, and how a browser shows it."""
+
+import shutil
+import struct
+import subprocess
+
+import pytest
+from plan_files import config
+
+from spmdkit.plan.command import make_plan
+from spmdkit.plan.drawing import group_numbers
+from spmdkit.plan.page import plan_page, write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=2000",
+]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(config(), "gpu:h100:2x4")
+
+
+def test_the_page_holds_every_part_and_loads_nothing(plan):
+    text = plan_page(plan)
+    for part in (
+        "Memory of a device",
+        "Time of a step",
+        "On the wire",
+        "Mesh",
+        "Layout of",
+        "Findings",
+        "params/layers",
+        "fits",
+    ):
+        assert part in text
+    for row in plan["collectives"]:
+        assert row["cause"] in text
+    assert "default-src 'none'" in text
+    assert "<script" not in text and "http" not in text.replace("http-equiv", "")
+
+
+def test_what_a_user_wrote_is_escaped(plan):
+    damaged = plan | {
+        "findings": [{"severity": "note", "code": "<b>", "message": "<script>", "source": "a<b", "fix": "&"}]
+    }
+    text = plan_page(damaged)
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_devices_of_a_group_share_a_number():
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert group_numbers(mesh, ["tensor"]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert group_numbers(mesh, ["data"]) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert group_numbers(mesh, ["data", "tensor"]) == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_a_step_without_a_program_has_a_page_too(plan):
+    refused = plan | {"fits": False, "time": None, "predicted_step_s": None, "collectives": []}
+    refused["wire"] = {"by_axes": {}, "by_cause": {}, "least": {}}
+    assert "does not fit" in plan_page(refused)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (make test tries)")
+def test_a_browser_shows_it_without_an_error_and_without_sideways_scrolling(plan, tmp_path):
+    page = write_page(plan, tmp_path / "plan.html")
+    # A probe is put into a copy: the page itself runs nothing.
+    probe = (
+        "<script>document.title = [document.documentElement.scrollWidth, innerWidth, document.querySelectorAll('svg.mesh rect').length,"
+        " document.querySelectorAll('.stack.memory i').length].join(' ')</script></body>"
+    )
+    text = page.read_text().replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
+    probed = tmp_path / "probed.html"
+    probed.write_text(text.replace("</body>", probe))
+    run = lambda *arguments: subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1000,1400", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    dom = run("--dump-dom", f"file://{probed}").stdout
+    width, window, rects, parts = map(int, dom.split("<title>")[1].split("</title>")[0].split())
+    assert width <= window
+    assert rects == 8 * len(plan["wire"]["by_axes"])
+    assert parts == len(plan["memory"]["parts"])
+    picture = tmp_path / "plan.png"
+    run(f"--screenshot={picture}", f"file://{page}")
+    data = picture.read_bytes()
+    assert struct.unpack(">II", data[16:24]) == (1000, 1400)
+    assert len(data) > 20_000  # not a blank page

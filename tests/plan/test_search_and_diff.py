@@ -1,0 +1,107 @@
+"""`--search` finds, ranks and rejects with reasons; `--diff` says what moved."""
+
+import json
+
+import pytest
+from plan_files import config, write
+
+from spmdkit.config import load_config
+from spmdkit.errors import ConfigError
+from spmdkit.plan.candidates import candidates
+from spmdkit.plan.command import Options, choose_target, make_plan, run_plan
+from spmdkit.plan.compare import compare
+from spmdkit.plan.search import search
+from spmdkit.program import task_of
+
+
+def found(vary, **changes):
+    asked = config(**changes)
+    return candidates(asked, task_of(asked), choose_target(asked, None), vary)
+
+
+def test_every_legal_mesh_is_a_candidate_once_and_the_others_say_why_not():
+    rows = found(["mesh"], task_args={"width": 24}, batch_size=32)
+    meshes = [tuple(c.sizes.values()) for c in rows]
+    assert len(meshes) == len(set(meshes)) == 10  # 8 = 2^3 over three axes: 5! / (3! 2!)
+    assert {c.status for c in rows} == {"not compiled"}
+    assert [c.estimate_s for c in rows] == sorted(c.estimate_s for c in rows)
+    refused = [c for c in found(["mesh"], task_args={"width": 36}) if c.status == "refused"]
+    assert refused and all("36" in c.reason for c in refused)
+
+
+def test_microbatches_remat_and_zero_vary_where_asked():
+    rows = found(["microbatches", "remat", "zero"], batch_size=32)
+    kinds = {(c.changes.get("microbatches", 1), c.changes.get("remat", "none"), c.changes["layout.zero"]) for c in rows}
+    assert kinds == {(m, r, z) for m in (1, 2, 4) for r in ("none", "dots", "full") for z in (1, 2, 3)}
+    with pytest.raises(ConfigError, match="--vary names 'meshes'"):
+        found(["meshes"])
+
+
+def test_the_best_is_compiled_ranked_written_and_loads(tmp_path, capsys):
+    out = tmp_path / "best.yaml"
+    run_plan(write(tmp_path), [], Options(search=True, compile=2, write=out, as_json=True))
+    printed = json.loads(capsys.readouterr().out)
+    rows = printed["candidates"]
+    compiled = [row for row in rows if row["predicted_step_s"] is not None]
+    assert [row["status"] for row in rows[:2]] == ["best", "fits"]
+    assert printed["num_compiled"] == len(compiled) == 2
+    assert compiled[0]["predicted_step_s"] <= compiled[1]["predicted_step_s"]
+    assert all(row["reason"] for row in rows)
+    assert load_config(out).mesh.sizes() == {a: n for a, n in printed["mesh"].items() if n > 1}
+    assert make_plan(load_config(out))["predicted_step_s"] == pytest.approx(printed["predicted_step_s"])
+
+
+def test_what_does_not_fit_and_what_needs_as_much_is_rejected(monkeypatch):
+    asked = config(mesh={"data": 8})
+    target = choose_target(asked, None)
+    seen = []
+
+    def plan(self, candidate):
+        seen.append(candidate.name)
+        needed = {"peak_bytes": 2000, "limit_bytes": 1000}
+        return {"fits": False, "memory": needed, "predicted_step_s": 1.0, "budget": {"exceeded": []}}
+
+    monkeypatch.setattr("spmdkit.plan.search._Worker.__call__", plan)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    result = search(asked, target, ["microbatches"], 8, lambda line: None)
+    assert result.best is None
+    assert {c.status for c in result.candidates} == {"does not fit"}
+    assert any("needs at least as much as" in c.reason for c in result.candidates) or len(seen) == len(
+        result.candidates
+    )
+
+
+def test_the_difference_of_two_plans_is_what_moved(tmp_path, capsys):
+    a, b = make_plan(config()), make_plan(config(mesh={"data": 8}))
+    moved = compare(a, b)
+    assert moved["what"]["mesh"] == ["data 2 x fsdp 4", "data 8"]
+    assert "params/layers" in moved["layout"]
+    assert moved["memory"]["parameters"] == [a["memory"]["parts"]["parameters"], b["memory"]["parts"]["parameters"]]
+    assert any("over fsdp" in name and after is None for name, (_, after) in moved["collectives"].items())
+    assert compare(a, a)["what"] == compare(a, a)["collectives"] == {}
+    files = []
+    for name, plan in (("a", a), ("b", b)):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(plan))
+    run_plan(files[0], [], Options(diff=files[1]))
+    text = capsys.readouterr().out
+    assert "data 2 x fsdp 4 -> data 8" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(vary="mesh,remat"), "--vary has no effect without --search"),
+        (Options(diff="x.json", search=True), "--diff compares two plans"),
+        (Options(diff="absent.json"), "absent.json cannot be read as a plan"),
+        (Options(search=True, compile=0), "--compile is 0"),
+    ],
+)
+def test_options_that_have_no_effect_together_are_refused(options, said, tmp_path):
+    from dataclasses import replace
+    from pathlib import Path
+
+    options = replace(options, diff=None if options.diff is None else Path(options.diff))
+    with pytest.raises(ConfigError, match=said):
+        run_plan(write(tmp_path), [], options)
