@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from spmdkit.means import Mean, example_keys, example_mask, examples, mean
     from spmdkit.ops.manual import manual
     from spmdkit.ops.moe import moe
+    from spmdkit.ops.pipeline import pipeline
     from spmdkit.ops.remat import remat
     from spmdkit.ops.tensor import column_row
     from spmdkit.ops.vocab import cross_entropy, embed
@@ -48,6 +49,7 @@ _HOME = {
     "manual": "ops.manual",
     "mean": "means",
     "moe": "ops.moe",
+    "pipeline": "ops.pipeline",
     "pmean": "replica",
     "psum": "replica",
     "remat": "ops.remat",

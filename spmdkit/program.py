@@ -168,6 +168,7 @@ class Program:
             placements=self._placements,
             state_groups=self._state_groups,
             logical_axes=layout.logical_axes(config.layout.axes),
+            pipeline=self._pipeline_settings(),
         )
         if self.task.view == "replica":
             if model_axes:
@@ -191,6 +192,11 @@ class Program:
                 break
         return self._settle(record)
 
+    def _pipeline_settings(self) -> scope.PipelineSettings:
+        asked = self.config.pipeline
+        chunks = (asked.chunks or 2) if asked.schedule == "interleaved" else 1
+        return scope.PipelineSettings(asked.schedule, asked.microbatches, chunks)
+
     def _settle(self, record: scope.Step) -> scope.Step:
         """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
         if self.microbatches > 1 and "value_and_grad" not in record.uses:
@@ -212,6 +218,12 @@ class Program:
                 f"mesh.context is {self.sizes['context']}, but {self._what()} cuts nothing over context: {self.sizes['context']} devices would "
                 "repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', 'sequence', None), sk.attention), "
                 f"or use data: {self.sizes['context']}."
+            )
+        if self.sizes["pipeline"] > 1 and "pipeline" not in record.uses:
+            raise ConfigError(
+                f"mesh.pipeline is {self.sizes['pipeline']}, but {self._what()} never calls sk.pipeline: {self.sizes['pipeline']} devices would "
+                "repeat each other's work. Run its layers through sk.pipeline(embed, layer, head), or use another axis of the mesh "
+                f"(data: {self.sizes['pipeline']})."
             )
         return dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
 

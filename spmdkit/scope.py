@@ -38,6 +38,15 @@ class Placements:
 
 
 @dataclass(frozen=True)
+class PipelineSettings:
+    """How `sk.pipeline` runs its stages: the config's `pipeline`; None is its default."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    microbatches: int | None = None
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
 class Step:
     """How the step that is being traced is cut and compiled.
 
@@ -50,6 +59,7 @@ class Step:
         mask: bool[global batch] or None; False marks padding rows.
         inside: True while a per-replica step is traced, inside `shard_map`.
         in_manual: True inside of `sk.manual`, where arrays are shards.
+        pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
         uses: names of the functions that the user's code has called, and `axis NAME` of the mesh axes that it has named for
             activations; filled while tracing.
@@ -72,6 +82,7 @@ class Step:
     mask: jax.Array | None = None
     inside: bool = False
     in_manual: bool = False
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     mapped_axes: tuple[str, ...] = ()
     mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)

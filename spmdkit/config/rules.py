@@ -31,6 +31,7 @@ def check(config: Config) -> list[Problem]:
         *_batch(config),
         *_mesh(config),
         *_layout(config),
+        *_pipeline(config),
         *_choices(config),
         *_learning(config),
         *_without_effect(config),
@@ -73,13 +74,15 @@ def _batch_on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem
     axes = {axis: sizes[axis] for axis in fields.LOGICAL_AXES["batch"] if sizes.get(axis, 1) > 1}
     shards = math.prod(axes.values())
     microbatches = config.microbatches if isinstance(config.microbatches, int) else 1
-    unit = shards * microbatches
+    staged = (config.pipeline.microbatches or 1) if sizes.get("pipeline", 1) > 1 else 1
+    unit = shards * microbatches * staged
     if config.batch_size % unit:
         cut = " x ".join(f"{axis}({size})" for axis, size in axes.items())
         also = f" and microbatches into {microbatches}" if microbatches > 1 else ""
+        also += f" and pipeline.microbatches into {staged}" if staged > 1 else ""
         yield Problem(
             ("batch_size",),
-            f"is {config.batch_size}; the mesh cuts a batch into {cut} = {shards}{also}, found a rest of "
+            f"is {config.batch_size}; the mesh cuts a batch into {f'{cut} = {shards}' if cut else 1}{also}, found a rest of "
             f"{config.batch_size % unit}. batch_size is a multiple of {unit}. "
             f"Try batch_size: {_multiples(config.batch_size, unit)}.",
         )
@@ -115,6 +118,29 @@ def _layout(config: Config) -> Iterator[Problem]:
                     ("layout", "rules", i, 1, j),
                     f"unknown axis {name!r}.{nearest(name, known)} Known are {', '.join(known)}; layout.axes adds.",
                 )
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    asked, default = config.pipeline, type(config.pipeline)()
+    if config.mesh.pipeline is None:
+        for key in ("schedule", "microbatches", "chunks"):
+            if (value := getattr(asked, key)) != getattr(default, key):
+                yield Problem(
+                    ("pipeline", key),
+                    f"is {value}, and the mesh has no pipeline axis, so it has no effect. Remove it, or name the axis, for example "
+                    "mesh: {pipeline: 2}.",
+                )
+    elif asked.schedule != "interleaved" and asked.chunks is not None:
+        yield Problem(
+            ("pipeline", "chunks"),
+            f"is {asked.chunks}, and pipeline.schedule is {asked.schedule}, whose stages hold one chunk each. Remove it, or set "
+            "schedule: interleaved.",
+        )
+    elif asked.chunks == 1:
+        yield Problem(
+            ("pipeline", "chunks"),
+            "is 1: interleaved with one chunk per stage is 1f1b. Try chunks: 2, or schedule: 1f1b.",
+        )
 
 
 def _choices(config: Config) -> Iterator[Problem]:

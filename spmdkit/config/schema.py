@@ -94,6 +94,24 @@ class Precision(Section):
     reduce: fields.Dtype = Field(default="float32", description="Dtype of gradients while they are summed.")
 
 
+class Pipeline(Section):
+    """How `sk.pipeline` runs its stages. Needs mesh.pipeline."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        default="1f1b",
+        description="gpipe: all forward passes, then all backward; 1f1b: in turn, memory bounded by the stages; interleaved: "
+        "1f1b with several chunks of layers per stage, a smaller bubble and more transfers.",
+    )
+    microbatches: fields.Count | None = Field(
+        default=None,
+        description="Parts into which the rows of one shard of a microbatch are cut; null: the largest divisor of their number "
+        "that is at most 4 per stage.",
+    )
+    chunks: fields.Count | None = Field(
+        default=None, description="Chunks of layers per stage, at least 2; null: 2. Needs schedule: interleaved."
+    )
+
+
 class RematSave(Section):
     """Rematerialisation that keeps only what the model has named."""
 
@@ -236,6 +254,7 @@ class Config(Section):
     )
     mesh: Mesh = Field(default_factory=Mesh, description="Axis sizes. One -1 fills; empty: one device.")
     layout: Layout = Field(default_factory=Layout, description="Where each parameter lives.")
+    pipeline: Pipeline = Field(default_factory=Pipeline, description="How sk.pipeline runs its stages.")
     placement: Placement = Field(default_factory=Placement, description="Memory of parameters and optimizer state.")
     reducer: fields.NamedChoice = Field(default="sum", description="How gradients are added over replicas: sum.")
     sync: fields.NamedChoice = Field(default="every_step", description="When replicas agree: every_step.")

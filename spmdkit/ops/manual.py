@@ -318,7 +318,9 @@ def _abstract(*avals: Any, part: _Part) -> list[Any]:
 
 
 def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, part: _Part) -> Any:
-    """Adds one level: mapped operands carry it in front, and so does every result."""
+    """Adds one level: mapped operands carry it in front, and so does every result. Without a mapped one there is no level."""
+    if all(d is None for d in dims):
+        return part.bind(*args), [None] * len(part.local_shapes)
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     spmd = axis_data.spmd_name
     level = _Level(None if spmd is None else tuple(spmd), axis_data.size, tuple(d is not None for d in dims))

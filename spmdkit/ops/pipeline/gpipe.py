@@ -1,0 +1,95 @@
+"""The forward passes of a pipeline, one loop over ticks; JAX differentiates it: that is GPipe.
+
+    tick t:  x[P_pipeline, b, ...] = stage(x);  head of what leaves the last stage;  x moves on by one stage
+
+All forward passes come first, then JAX runs the loop backwards: every tick's residuals are kept, so activation memory grows with
+the number of microbatches (`sk.remat` decides what a tick keeps, at least each stage's input). Evaluations of every schedule use
+this loop too, where nothing is kept.
+
+Work that a stage does without a microbatch (P - 1 of v M + P - 1 ticks) must not leave a trace: what comes out is not selected, and
+its cotangents pass a `gate`, which selects zeros and does not multiply by them: no NaN of an idle stage can get into a gradient.
+An idle stage computes on the embedding of a real microbatch, so that it does not make one in the first place.
+
+The parameters of embedding and head are copied along the stages first: their gradients add up on each device by itself in the
+loop, and are added over the stages once, by the transpose of that copy.
+
+Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of embedding and head:
+    transfers         (v M + P - 1) A forward, the same backward      collective-permute
+    last stage, head  2 M (P - 1)/P A                                 all-to-all; none when the head is not cut
+    gradient of ends  2 (P - 1)/P H                                   all-reduce
+Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit.ops.pipeline.parts import AXIS, Pipeline, Rows, gate, masked, pick
+from spmdkit.ops.pipeline.schedule import Work
+
+
+def forward(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
+    """Returns what the head returns, added over all microbatches (and parts of them).
+
+    Shapes: layers [L, ...], rows [M b, ...]; embedding and head as the user's functions want them.
+    """
+    schedule = pipe.schedule
+    chunks, rows = pipe.chunks(layers), pipe.microbatches(rows)
+    embedding, head = (pipe.place(copies(pipe, x), AXIS) for x in (embedding, head))
+    inbox = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")
+
+    def stages(inbox: Any, work: Work) -> Any:
+        def one(stage: Any, valid: Any, micro: Any, chunk: Any, embedding: Any, chunks: Any, x: Any, rows: Rows) -> Any:
+            fresh = ~valid | ((stage == 0) & (chunk == 0))
+            embedding, weights, x = gate(valid, (embedding, pick(chunks, chunk), x))
+            return pipe.stage(fresh, embedding, weights, x, rows.map(lambda a: pick(a, micro)))
+
+        mapped = pipe.over_stages(one, (0, 0, 0, 0, 0, 0, 0, None))
+        out = mapped(pipe.stages, work.valid, work.microbatch, work.chunk, embedding, chunks, inbox, rows)
+        return pipe.place(out, AXIS, "rows")
+
+    def losses(out: Any, valid: Any, micro: Any) -> Any:
+        own, axes = pipe.rows_of_head(rows.map(lambda a: pick(a, micro)))
+
+        def one(stage: Any, params: Any, x: Any, rows: Rows) -> Any:
+            counts = valid & pipe.has_head(stage)
+            params, x = gate(counts, (params, x))
+            return masked(counts, pipe.head(params, x, rows))
+
+        return pipe.over_stages(one, (0, 0, 0, axes))(pipe.stages, head, pipe.spread(out), own)
+
+    def tick(carry: Any, work: tuple[Work, Any, Any]) -> Any:
+        inbox, sums = carry
+        items, leaves, micro = work
+        out = stages(inbox, items)
+        if schedule.num_chunks == 1:
+            sums = jax.tree.map(jnp.add, sums, losses(out, leaves, micro))
+        else:
+            add = lambda: jax.tree.map(jnp.add, sums, losses(out, leaves, micro))
+            sums = lax.cond(leaves, add, lambda: sums)
+        return (pipe.shift(out, 1), sums), None
+
+    def fill(inbox: Any, work: Work) -> Any:
+        return pipe.shift(stages(inbox, work), 1), None
+
+    first, last = schedule.first_backward, len(schedule.forward.valid)
+    leaves, micro = schedule.head
+    sums = pipe.zeros(jax.eval_shape(lambda: pick_first(losses(inbox, jnp.bool_(True), jnp.int32(0)))))
+    inbox, _ = lax.scan(fill, inbox, pipe.table(schedule.forward.between(0, first)))
+    xs = pipe.table((schedule.forward.between(first, last), leaves[first:last], micro[first:last]))
+    _, sums = lax.scan(tick, (inbox, sums), xs)[0]
+    return jax.tree.map(lambda x: x.sum(0), sums)
+
+
+def copies(pipe: Pipeline, tree: Any) -> Any:
+    """Returns [...] as [P, ...], a copy for each stage."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (pipe.num_stages, *jnp.shape(x))), tree)
+
+
+def pick_first(tree: Any) -> Any:
+    """Returns the first stage's entry."""
+    return jax.tree.map(lambda x: x[0], tree)

@@ -1,0 +1,246 @@
+"""1F1B and its interleaved form: one loop in which every stage does a forward and a backward pass of different microbatches.
+
+    tick t:  x[P_pipeline, b, ...]  = stage(x), the input kept in a ring;  x moves on by one stage
+             loss and its gradient of what leaves the last stage
+             dx[P_pipeline, b, ...] = vjp of the stage at a kept input;    dx moves back by one stage
+
+The backward pass of a microbatch begins as soon as its forward pass has left the last stage, so a stage keeps at most 2 v P - 1 inputs
+of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline, and why JAX cannot make it by
+differentiating a loop: the gradient is computed here, in the forward rule of a `custom_vjp`, by `jax.vjp` inside of the tick, and the
+backward rule only scales it. One program, no send or receive of its own; others answer the wish for 1F1B in JAX with several programs
+(MaxText issue 752, "likely requires multiple programs multiple data"; openxla/shardy issues 297 and 586; JaxPP, whose automatic
+schedules failed on a mixture of experts in marin issue 7024), or not at all (axlearn issue 1366).
+
+Cost: a stage's forward pass is computed a second time, from its kept input (as with `remat: full` around a whole stage; a layer that
+is itself rematerialised pays once more). The first v P - 1 ticks are forward only and the last v P - 1 backward only, so that the
+bubble is that of 1F1B, (P - 1) / (v M + P - 1); see schedule.py.
+
+Gradients add up per stage in `precision.reduce`. An idle stage's results are selected away, never multiplied by zero.
+
+Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of embedding and head:
+    transfers         2 (v M + P - 1) A       collective-permute
+    last stage, head  2 M (P - 1)/P A         all-to-all; none when the head is not cut
+    gradient of ends  2 (P - 1)/P H           all-reduce
+    order of layers   interleaved: a stage's parameters and gradients move once each way, since they are kept in the order of layers
+Memory: (2 v P + 3) A, the gradients of the stage's layers and of both ends, and one chunk's own residuals.
+Source: Narayanan et al., "PipeDream" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM" (2021), section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit.ops.pipeline.gpipe import forward
+from spmdkit.ops.pipeline.parts import AXIS, Pipeline, Rows, masked, pick, select
+from spmdkit.ops.pipeline.schedule import Work
+
+
+class _Grads(NamedTuple):
+    """Gradients of the floating point leaves, each a list of [P, ...]: every stage's own part."""
+
+    embedding: Any
+    layers: Any
+    head: Any
+
+
+class _Carry(NamedTuple):
+    """What a tick hands to the next: activations and cotangents that arrive, kept inputs, and sums."""
+
+    inbox: Any
+    cotangents: Any
+    ring: Any
+    grads: _Grads
+    sums: Any
+
+
+def one_f_one_b(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
+    """Returns what `gpipe.forward` returns; where it is differentiated, the gradient is computed in the same loop.
+
+    Only the loss, the first thing that the head returns, has a gradient.
+    """
+    floats, whole = _floats((embedding, layers, head))
+
+    @jax.custom_vjp
+    def run(floats: Any, rows: Rows, others: Any) -> Any:
+        embedding, layers, head = whole(floats, others)
+        return forward(pipe, embedding, layers, head, rows)
+
+    def run_with_gradient(floats: Any, rows: Rows, others: Any) -> Any:
+        embedding, layers, head = whole(floats, others)
+        sums, grads = _both(pipe, embedding, layers, head, rows)
+        return sums, (grads, floats)
+
+    def scale(saved: Any, cotangents: Any) -> Any:
+        grads, floats = saved
+        by = cotangents[0].sum
+        return [(g * by.astype(g.dtype)).astype(x.dtype) for g, x in zip(grads, floats, strict=True)], None, None
+
+    run.defvjp(run_with_gradient, scale)
+    return run(floats, rows, _others((embedding, layers, head)))
+
+
+def _both(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
+    """Returns (sums over microbatches, gradient of the loss's sum for each floating point leaf)."""
+    schedule = pipe.schedule
+    chunks, rows = pipe.chunks(layers), pipe.microbatches(rows)
+    dtype = lambda x: pipe.step.reduce_dtype or x.dtype
+    of_microbatch = lambda micro: rows.map(lambda a: pick(a, micro))
+
+    def stages(inbox: Any, work: Work) -> Any:
+        def one(stage: Any, valid: Any, micro: Any, chunk: Any, chunks: Any, x: Any) -> Any:
+            fresh = ~valid | ((stage == 0) & (chunk == 0))
+            return pipe.stage(fresh, embedding, pick(chunks, chunk), x, of_microbatch(micro))
+
+        mapped = pipe.over_stages(one, (0, 0, 0, 0, 0, 0))
+        return pipe.place(mapped(pipe.stages, work.valid, work.microbatch, work.chunk, chunks, inbox), AXIS, "rows")
+
+    def losses(out: Any, valid: Any, micro: Any) -> tuple[Any, Any, Any]:
+        """Returns (sums of the parts [P], gradient of the head's parameters [P, ...], cotangents of `out`)."""
+        own, axes = pipe.rows_of_head(of_microbatch(micro))
+        floats, whole = _floats(head)
+
+        def one(stage: Any, x: Any, rows: Rows) -> Any:
+            def loss(floats: Any, x: Any) -> Any:
+                sums = pipe.head(whole(floats, _others(head)), x, rows)
+                return sums[0].sum, sums
+
+            (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, x)
+            return masked(valid & pipe.has_head(stage), (sums, *grads))
+
+        sums, grads, parts = pipe.over_stages(one, (0, 0, axes))(pipe.stages, pipe.spread(out), own)
+        return sums, grads, pipe.gather(parts)
+
+    def gradients(cotangents: Any, from_head: Any, ring: Any, work: Work) -> Any:
+        """Returns (gradients of embedding and of one chunk [P, ...], whether they count [P], cotangents of the inputs)."""
+        e_floats, e_whole = _floats(embedding)
+
+        def one(stage: Any, work: Work, chunks: Any, ring: Any, ct: Any, from_head: Any) -> Any:
+            is_first = (stage == 0) & (work.chunk == 0)
+            is_last = (stage == pipe.num_stages - 1) & (work.chunk == schedule.num_chunks - 1)
+            ct = masked(work.valid, select(is_last, from_head, ct))
+            w_floats, w_whole = _floats(pick(chunks, work.chunk))
+            w_others, own = _others(pick(chunks, work.chunk)), of_microbatch(work.microbatch)
+
+            def run(e_floats: Any, w_floats: Any, x: Any) -> Any:
+                weights = w_whole(w_floats, w_others)
+                return pipe.stage(is_first | ~work.valid, e_whole(e_floats, _others(embedding)), weights, x, own)
+
+            _, vjp = jax.vjp(run, e_floats, w_floats, pick(ring, work.slot))
+            embed_grads, grads, ct = vjp(ct)
+            return masked(work.valid & is_first, embed_grads), masked(work.valid, grads), ct
+
+        mapped = pipe.over_stages(one, (0, 0, 0, 1, 0, 0))
+        return mapped(pipe.stages, work, chunks, ring, cotangents, from_head)
+
+    def tick(carry: _Carry, ticks: tuple[Any, ...], *, does_forward: bool, does_backward: bool) -> tuple[_Carry, None]:
+        slot, ahead, leaves, leaving, back = ticks
+        inbox, cotangents, ring, grads, sums = carry
+        from_head = cotangents
+        if does_forward:
+            ring = jax.tree.map(lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, slot, 0), ring, inbox)
+            out = stages(inbox, ahead)
+            inbox = pipe.shift(out, 1)
+        if does_forward and does_backward:
+
+            def with_losses(head_grads: Any, sums: Any) -> Any:
+                new_sums, new_grads, from_head = losses(out, leaves, leaving)
+                return _add(head_grads, new_grads), jax.tree.map(jnp.add, sums, new_sums), from_head
+
+            without = lambda head_grads, sums: (head_grads, sums, cotangents)
+            if schedule.num_chunks == 1:
+                head_grads, sums, from_head = with_losses(grads.head, sums)
+            else:
+                head_grads, sums, from_head = lax.cond(leaves, with_losses, without, grads.head, sums)
+            grads = grads._replace(head=head_grads)
+        if does_backward:
+            embed_grads, chunk_grads, ct = gradients(cotangents, from_head, ring, back)
+            grads = grads._replace(
+                embedding=_add(grads.embedding, embed_grads),
+                layers=_add_at(grads.layers, chunk_grads, back.chunk, pipe, schedule.num_chunks),
+            )
+            cotangents = pipe.shift(pipe.place(ct, AXIS, "rows"), -1)
+        return _Carry(inbox, cotangents, ring, grads, sums), None
+
+    inbox = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")
+    kept = lambda tree: pipe.zeros([jax.ShapeDtypeStruct(x.shape, dtype(x)) for x in _floats(tree)[0]])
+    carry = _Carry(
+        inbox,
+        inbox,
+        pipe.place(pipe.zeros(pipe.x_shapes, schedule.num_slots), None, AXIS, "rows"),
+        _Grads(kept(embedding), kept(jax.tree.map(lambda w: w[0], chunks)), kept(head)),
+        pipe.zeros(
+            jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype),
+                jax.eval_shape(losses, inbox, jnp.bool_(True), jnp.int32(0))[0],
+            )
+        ),
+    )
+    carry = _run(pipe, tick, carry)
+    embed_grads, layer_grads, head_grads = carry.grads
+    added = lambda parts: [x.sum(0) for x in parts]
+    grads = [*added(embed_grads), *pipe.joined(layer_grads), *added(head_grads)]
+    return jax.tree.map(lambda x: x.sum(0), carry.sums), grads
+
+
+def _run(pipe: Pipeline, tick: Callable[..., Any], carry: _Carry) -> _Carry:
+    """Returns the carry after all ticks: forward only, both, backward only."""
+    schedule = pipe.schedule
+    ahead, back, (leaves, leaving) = schedule.forward, schedule.backward, schedule.head
+    first, middle, last = schedule.first_backward, len(ahead.valid), len(back.valid)
+
+    def phase(carry: _Carry, start: int, stop: int, does_forward: bool, does_backward: bool) -> _Carry:
+        slots = jnp.arange(start, stop, dtype=jnp.int32) % schedule.num_slots
+        none = (None, None, None)
+        forward = (ahead.between(start, stop), leaves[start:stop], leaving[start:stop]) if does_forward else none
+        xs = pipe.table((slots, *forward, back.between(start, stop) if does_backward else None))
+        one = lambda carry, xs: tick(carry, xs, does_forward=does_forward, does_backward=does_backward)
+        return lax.scan(one, carry, xs)[0]
+
+    carry = phase(carry, 0, first, True, False)
+    carry = phase(carry, first, middle, True, True)
+    return phase(carry, middle, last, False, True)
+
+
+def _add(total: list[jax.Array], part: list[jax.Array]) -> list[jax.Array]:
+    return [t + p.astype(t.dtype) for t, p in zip(total, part, strict=True)]
+
+
+def _add_at(
+    total: list[jax.Array], part: list[jax.Array], chunk: jax.Array, pipe: Pipeline, num_chunks: int
+) -> list[jax.Array]:
+    """Adds each stage's part [P, K, ...] to its own chunk of [P, v, K, ...]."""
+    if num_chunks == 1:
+        return [t + p[:, None].astype(t.dtype) for t, p in zip(total, part, strict=True)]
+
+    def one(chunk: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
+        new = lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False) + part.astype(total.dtype)
+        return lax.dynamic_update_index_in_dim(total, new, chunk, 0)
+
+    return pipe.place([pipe.over_stages(one, 0)(chunk, t, p) for t, p in zip(total, part, strict=True)], AXIS)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any, Any], Any]]:
+    """Returns the floating point leaves, and the function that puts such leaves back: `(floats, others) -> tree`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    is_float = [_is_float(x) for x in leaves]
+
+    def whole(floats: Any, others: Any) -> Any:
+        given = {True: iter(floats), False: iter(others)}
+        return jax.tree.unflatten(treedef, [next(given[f]) for f in is_float])
+
+    return [x for x in leaves if _is_float(x)], whole
+
+
+def _others(tree: Any) -> list[jax.Array]:
+    """Returns the leaves that have no gradient."""
+    return [x for x in jax.tree.leaves(tree) if not _is_float(x)]

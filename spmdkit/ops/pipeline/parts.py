@@ -1,0 +1,283 @@
+"""The three functions of a pipelined model, and what one stage does with them in one tick.
+
+Everything here is the global view: arrays have a leading dim of stages, cut over the pipeline axis, and `over_stages` maps a
+function over it. Names: P stages, K layers of a chunk, v chunks, M microbatches, b rows of a microbatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import scope
+from spmdkit.ops.pipeline.schedule import Schedule
+
+AXIS = "pipeline"
+
+
+class Model(NamedTuple):
+    """What the user gives: `embed(params, rows) -> x`, `layer(x, weights, rows) -> x`, `head(x, params, rows) -> loss`."""
+
+    embed: Callable[..., Any]
+    layer: Callable[..., Any]
+    head: Callable[..., Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of examples: the user's own pytree, and what `sk.mean` and `sk.example_keys` need to know of them."""
+
+    data: Any
+    mask: jax.Array | None = None
+    positions: jax.Array | None = None
+    key: jax.Array | None = None
+
+    def map(self, fn: Callable[[jax.Array], Any]) -> Rows:
+        """Returns the rows with `fn` applied to every array that has rows; the key has none."""
+        data, mask, positions = (jax.tree.map(fn, x) for x in (self.data, self.mask, self.positions))
+        return Rows(data, mask, positions, self.key)
+
+    @property
+    def num(self) -> int:
+        """Number of rows."""
+        return int(jax.tree.leaves(self.data)[0].shape[0])
+
+
+@contextlib.contextmanager
+def working_on(step: scope.Step, rows: Rows) -> Iterator[None]:
+    """While the body traces one of the user's functions, the scope tells of these rows."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(scope.tracing(step))
+        if rows.positions is not None:
+            stack.enter_context(scope.over(scope.Examples(rows.num, rows.mask, rows.positions, rows.key)))
+        yield
+
+
+_traces = itertools.count()
+
+
+def alone(fn: Callable[..., Any], *args: Any) -> Any:
+    """Returns `fn(*args)`, traced as if for the first time.
+
+    A function is traced several times here, each time on other rows, and may ask the scope for them. `jax.checkpoint` around it keeps
+    the first trace, and with it arrays of that time ("unexpected tracer", jax 0.10.2); what it keeps is told apart by the names of the
+    axes in place, so each trace gets a name of its own.
+    """
+    return jax.vmap(fn, None, None, axis_size=1, axis_name=f"pipeline trace {next(_traces)}")(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """One pipeline on one mesh. `step` is that of a stage: the pipeline axis belongs to the enclosing vmap."""
+
+    model: Model
+    step: scope.Step
+    schedule: Schedule
+    x_shapes: Any
+    """Shapes of one microbatch's activation, [b, ...]."""
+    head_dim: int | None
+    """The dim of the last stage's output that is cut over the stages for the head: 0 rows, 1 tokens, None neither."""
+
+    # ---- the user's functions, seeing the rows that they work on ---------------------------------------------------------
+
+    def stage(self, fresh: jax.Array, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
+        """Returns x[b, ...] after one chunk of layers; where `fresh`, it begins with the embedding of the rows."""
+        with working_on(self.step, rows):
+            x = select(fresh, alone(self.model.embed, embedding, rows.data), x)
+            return lax.scan(lambda x, w: (alone(self.model.layer, x, w, rows.data), None), x, weights)[0]
+
+    def head(self, params: Any, x: Any, rows: Rows) -> Any:
+        """Returns what the user's head does of one part of a microbatch."""
+        with working_on(self.step, rows):
+            return alone(self.model.head, x, params, rows.data)
+
+    # ---- the dim of stages -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        """P."""
+        return self.schedule.num_stages
+
+    @property
+    def stages(self) -> jax.Array:
+        """int32[P], the number of each stage."""
+        return jnp.arange(self.num_stages, dtype=jnp.int32)
+
+    def over_stages(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+        """Returns `fn` mapped over the stages: each device computes its own."""
+        return jax.vmap(fn, in_axes, spmd_axis_name=AXIS)
+
+    def place(self, tree: Any, *dims: str | None) -> Any:
+        """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner likes."""
+        names: dict[str | None, Any] = {"rows": self.step.inner_axes or None, AXIS: AXIS, None: None}
+        spec = tuple(names[d] for d in dims)
+
+        def one(x: jax.Array) -> jax.Array:
+            free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
+            assert self.step.mesh is not None
+            return lax.with_sharding_constraint(x, NamedSharding(self.step.mesh, PartitionSpec(*spec, *free)))
+
+        return jax.tree.map(one, tree)
+
+    def shift(self, tree: Any, by: int) -> Any:
+        """Returns [P, b, ...] moved `by` stages along the ring.
+
+        Wire: one collective-permute of what a device holds; backward the same the other way.
+        """
+        return self.place(jax.tree.map(lambda x: _roll(x, by), tree), AXIS, "rows")
+
+    def has_head(self, stage: jax.Array) -> jax.Array | bool:
+        """Returns whether the head's part at a stage counts: every part does, or only what is at the last stage."""
+        return True if self.head_dim is not None else stage == self.num_stages - 1
+
+    def table(self, work: Any) -> Any:
+        """Returns tables as arrays to scan over."""
+        return jax.tree.map(jnp.asarray, work)
+
+    def zeros(self, shapes: Any, *lead: int) -> Any:
+        """Returns zeros [*lead, P, ...] for shapes [...], cut over the stages."""
+        made = jax.tree.map(lambda s: jnp.zeros((*lead, self.num_stages, *s.shape), s.dtype), shapes)
+        return self.place(made, *(None for _ in lead), AXIS)
+
+    # ---- layers ----------------------------------------------------------------------------------------------------------
+
+    def chunks(self, layers: Any) -> Any:
+        """Returns [L, ...] as [P, v, K, ...]."""
+        P, v = self.num_stages, self.schedule.num_chunks
+        cut = jax.tree.map(lambda w: jnp.swapaxes(w.reshape(v, P, -1, *w.shape[1:]), 0, 1), layers)
+        return self.place(cut, AXIS)
+
+    def joined(self, chunks: Any) -> Any:
+        """Returns [P, v, K, ...] as [L, ...] in the order of the layers."""
+        joined = jax.tree.map(lambda w: jnp.swapaxes(w, 0, 1).reshape(-1, *w.shape[3:]), chunks)
+        return self.place(joined, AXIS)
+
+    # ---- rows ------------------------------------------------------------------------------------------------------------
+
+    def microbatches(self, rows: Rows) -> Rows:
+        """Returns rows [F M b, ...] as [M, F b, ...]: each of the F shards of a batch keeps its own rows, nothing moves."""
+        num = self.schedule.num_microbatches
+        return rows.map(lambda x: self.place(split(x, 0, self._num_shards(0), num), None, "rows"))
+
+    def _num_shards(self, dim: int) -> int:
+        """Returns into how many parts the mesh may cut rows (0) or tokens (1) inside a stage."""
+        return self.step.size(*(self.step.inner_axes if dim == 0 else ("context", "tensor")))
+
+    # ---- between the last stage and the head -----------------------------------------------------------------------------
+
+    def rows_of_head(self, rows: Rows) -> tuple[Rows, Any]:
+        """Returns the rows of a microbatch as the parts of the head see them, and the dims to map over the parts."""
+        if self.head_dim is None:
+            return rows, None
+        cut = lambda x: self.place(self._parts(x, 0), AXIS) if self._is_cut(x.shape) else x
+        axes = rows.map(lambda x: 0 if self._is_cut(x.shape) else None)
+        return rows.map(cut), dataclasses.replace(axes, key=None)
+
+    def spread(self, out: Any) -> Any:
+        """Returns what the last stage has in [P, b, ...], cut over the stages: [P, b / P, ...] or [P, b, T / P, ...].
+
+        Arrays without tokens are whole in every part. Wire: an all_to_all, (P - 1) / P of one microbatch's activation.
+        """
+        if self.head_dim is None:
+            return out
+
+        def one(x: jax.Array) -> jax.Array:
+            if not self._is_cut(x.shape[1:]):
+                return jnp.broadcast_to(x[-1], x.shape)
+            x = self.place(self._parts(x, 1), None, AXIS, "rows")
+            return self.place(x, AXIS, None, "rows")[:, -1]
+
+        return jax.tree.map(one, out)
+
+    def gather(self, parts: Any) -> Any:
+        """The transpose of `spread`: [P, ...], cut over the stages -> [P, b, ...], the last stage's, and zero at the others."""
+        if (dim := self.head_dim) is None:
+            return parts
+
+        def at_last(x: jax.Array, stage_dim: int) -> jax.Array:
+            is_last = self.stages == self.num_stages - 1
+            return jnp.where(is_last.reshape(-1, *(1,) * (x.ndim - stage_dim - 1)), x, 0)
+
+        def one(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            if not self._is_cut(shape):
+                return at_last(jnp.broadcast_to(x.sum(0), x.shape), 0)
+            x = self.place(at_last(jnp.broadcast_to(x[:, None], (x.shape[0], *x.shape)), 1), AXIS, None, "rows")
+            return join(self.place(x, None, AXIS, "rows"), dim + 1, self._num_shards(dim))
+
+        return jax.tree.map(lambda x, s: one(x, s.shape), parts, self.x_shapes)
+
+    def _is_cut(self, shape: tuple[int, ...]) -> bool:
+        return self.head_dim == 0 or (len(shape) > 1 and shape[1] == self.num_tokens)
+
+    def _parts(self, x: jax.Array, lead: int) -> jax.Array:
+        assert self.head_dim is not None
+        return split(x, self.head_dim + lead, self._num_shards(self.head_dim), self.num_stages)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the second dim of the activation."""
+        return max(s.shape for s in jax.tree.leaves(self.x_shapes) if s.ndim > 1)[1]
+
+
+# ---- small parts -----------------------------------------------------------------------------------------------------
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """Returns `a` where the scalar condition holds, else `b`; what is not chosen cannot poison it, NaN included."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+
+def masked(condition: Any, tree: Any) -> Any:
+    """Returns `tree`, or zeros where the condition does not hold, whatever `tree` is there."""
+    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
+
+
+def gate(condition: Any, tree: Any) -> Any:
+    """Returns `tree`; its gradient is zero where the condition does not hold, whatever the cotangent is there."""
+    return jax.tree.map(lambda x: _gate(condition, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
+
+
+@jax.custom_vjp
+def _gate(condition: jax.Array, x: jax.Array) -> jax.Array:
+    return x
+
+
+_gate.defvjp(lambda condition, x: (x, condition), lambda condition, ct: (None, masked(condition, ct)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _roll(x: jax.Array, by: int) -> jax.Array:
+    """A roll of the first dim whose transpose is one too: JAX's own is two pads, and two transfers (jax 0.10.2)."""
+    return jnp.roll(x, by, axis=0)
+
+
+_roll.defvjp(lambda x, by: (_roll(x, by), None), lambda by, _, ct: (_roll(ct, -by),))
+
+
+def pick(tree: Any, index: Any, dim: int = 0) -> Any:
+    """Returns the entry at `index` along one dim."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, dim, keepdims=False), tree)
+
+
+def split(x: jax.Array, dim: int, shards: int, num: int) -> jax.Array:
+    """Returns [..., S num n, ...] as [num, ..., S n, ...]: each of the S shards of the dim keeps what it has."""
+    x = x.reshape(*x.shape[:dim], shards, num, -1, *x.shape[dim + 1 :])
+    x = jnp.moveaxis(x, dim + 1, 0)
+    return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
+
+
+def join(x: jax.Array, dim: int, shards: int) -> jax.Array:
+    """The inverse of `split`: [num, ..., S n, ...] -> [..., S num n, ...]."""
+    x = x.reshape(*x.shape[: dim + 1], shards, -1, *x.shape[dim + 2 :])
+    x = jnp.moveaxis(x, 0, dim + 1)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])

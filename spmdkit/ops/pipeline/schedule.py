@@ -1,0 +1,119 @@
+"""Which stage does what in which tick: pure tables in numpy, for any number of stages, chunks and microbatches.
+
+P stages in a ring, M microbatches, v chunks of layers per stage; chunk c of stage s is virtual stage c P + s. Time is cut into
+ticks, and in a tick every stage does the forward pass of one microbatch through one chunk, or the backward pass, or both. What
+leaves stage s in tick t is used by stage s + 1 (backward: s - 1) in tick t + 1, so one shift of the ring per tick and direction
+carries everything and nothing waits anywhere.
+
+    forward   of microbatch g P + i through chunk c at stage s:  tick g v P + c P + i + s                                 0 <= i < P
+    backward  of the same:                                       tick g v P + (v - 1 - c) P + i + (P - 1 - s) + v P - 1
+
+The backward pass of a microbatch at the last virtual stage comes in the tick of its forward pass. So there are v P - 1 ticks
+that are forward only, then both, then v P - 1 ticks that are backward only:
+
+    ticks with a forward pass = ticks with a backward pass = v M + P - 1            (P divides M, or v = 1)
+    bubble = idle / all stage executions = (P - 1) / (v M + P - 1)
+
+which is the bubble of GPipe (v = 1), of 1F1B (v = 1) and of the interleaved schedule. A schedule in which ticks are not split into
+these three phases, each tick paying for both passes, would have twice the bubble: 2 (P - 1) / (M + 2 (P - 1)).
+
+A stage's input is kept from its forward to its backward tick, at most 2 v P - 2 ticks later: 2 v P - 1 inputs of a stage in flight,
+however many microbatches there are.
+
+Source: Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM" (2021), section 2.2, whose warm-up has fewer microbatches in flight since its stages need not keep step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Work(NamedTuple):
+    """What every stage does in every tick; arrays [ticks, stages].
+
+    Attributes:
+        valid: False where a stage has nothing to do: what it computes then is thrown away.
+        microbatch: of valid work, else some microbatch.
+        chunk: of the stage's own layers.
+        slot: place in the ring of kept inputs (backward only).
+    """
+
+    valid: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    slot: np.ndarray
+
+    def between(self, start: int, stop: int) -> Work:
+        """Returns the ticks from `start` to `stop`."""
+        return Work(*(x[start:stop] for x in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The tables of one pipeline."""
+
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int = 1
+
+    @functools.cached_property
+    def forward(self) -> Work:
+        """The forward passes, from tick 0 to the last one."""
+        microbatch, chunk = self._item(self._ticks - np.arange(self.num_stages))
+        valid = (microbatch >= 0) & (microbatch < self.num_microbatches)
+        return self._work(valid, microbatch, chunk, np.broadcast_to(self._ticks % self.num_slots, valid.shape))
+
+    @functools.cached_property
+    def backward(self) -> Work:
+        """The backward passes, from tick 0 to the last one; nothing is valid before `first_backward`."""
+        stage = np.arange(self.num_stages)
+        microbatch, chunk = self._item(self._ticks - self.first_backward - (self.num_stages - 1 - stage))
+        chunk = self.num_chunks - 1 - chunk
+        valid = (microbatch >= 0) & (microbatch < self.num_microbatches)
+        return self._work(valid, microbatch, chunk, self._forward_tick(microbatch, chunk, stage) % self.num_slots)
+
+    @property
+    def first_backward(self) -> int:
+        """The tick in which the first microbatch leaves the last virtual stage, and comes back."""
+        return self.num_chunks * self.num_stages - 1
+
+    @property
+    def num_slots(self) -> int:
+        """Inputs of a stage that are kept at a time."""
+        return 2 * self.num_chunks * self.num_stages - 1
+
+    @property
+    def head(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each forward tick: whether a microbatch leaves the last virtual stage, and which; arrays [ticks]."""
+        work = self.forward
+        return work.valid[:, -1] & (work.chunk[:, -1] == self.num_chunks - 1), work.microbatch[:, -1]
+
+    @property
+    def bubble(self) -> float:
+        """The part of all stage executions that is thrown away; forward and backward tables have the same."""
+        return 1 - float(self.forward.valid.mean())
+
+    @property
+    def _ticks(self) -> np.ndarray:
+        num_groups = -(-self.num_microbatches // self.num_stages)
+        return np.arange((num_groups + 3) * self.num_chunks * self.num_stages + self.num_stages)[:, None]
+
+    def _item(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (microbatch, chunk) of the piece of work number `index` of a stage; negative before the first."""
+        group, rest = np.divmod(index, self.num_chunks * self.num_stages)
+        chunk, member = np.divmod(rest, self.num_stages)
+        return group * self.num_stages + member, chunk
+
+    def _forward_tick(self, microbatch: np.ndarray, chunk: np.ndarray, stage: np.ndarray) -> np.ndarray:
+        group, member = np.divmod(microbatch, self.num_stages)
+        return (group * self.num_chunks + chunk) * self.num_stages + member + stage
+
+    def _work(self, valid: np.ndarray, microbatch: np.ndarray, chunk: np.ndarray, slot: np.ndarray) -> Work:
+        num_ticks = int(np.flatnonzero(valid.any(1))[-1]) + 1
+        kept = np.clip(microbatch, 0, self.num_microbatches - 1)
+        return Work(valid, *(x.astype(np.int32) for x in (kept, chunk, slot))).between(0, num_ticks)

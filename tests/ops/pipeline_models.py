@@ -1,0 +1,115 @@
+"""A small model for the pipeline's tests: token embedding, residual MLPs with dropout and a balance loss, a softmax head."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from core_models import keep_gradient, made_once
+
+import spmdkit as sk
+from spmdkit.ops.collectives import all_gather, reduce_scatter
+
+D, F, T, V = 16, 32, 8, 24
+ROWS = ("batch", "norm_sequence", None)
+
+
+def column_row(x_BTD, up_DF, down_FD):
+    x_BTD = all_gather(x_BTD, "mlp", dim=1)
+    up_DF, down_FD = all_gather(up_DF, "embed", dim=0), all_gather(down_FD, "embed", dim=1)
+    return reduce_scatter(jax.nn.gelu(x_BTD @ up_DF) @ down_FD, "mlp", dim=1)
+
+
+def plain_mlp(x_BTD, up_DF, down_FD):
+    h_BTF = sk.shard(jax.nn.gelu(x_BTD @ up_DF), "batch", "sequence", "mlp")
+    return h_BTF @ down_FD
+
+
+def norm(x_BTD, scale_D):
+    """No epsilon: an activation of zeros becomes not a number, so that an idle stage that sees one is found out."""
+    return x_BTD * jax.lax.rsqrt((x_BTD**2).mean(-1, keepdims=True)) * scale_D
+
+
+def embed(table_VD, rows):
+    x_BTD = sk.shard(sk.shard(table_VD, "vocab", None)[rows["tokens"]], *ROWS)
+    zeros_B = jnp.zeros(x_BTD.shape[0], jnp.float32)
+    return {"x": x_BTD, "balance": zeros_B, "depth": zeros_B}
+
+
+def make_layer(mlp, dropout):
+    def layer(carry, weights, rows):
+        index, w = weights
+        x_BTD = carry["x"]
+        h_BTD = mlp(norm(x_BTD, w["norm"]), w["up"], w["down"])
+        if dropout:
+            keys_B = jax.vmap(jax.random.fold_in, (0, None))(sk.example_keys(), index)
+            keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, h_BTD.shape[1:]))(keys_B)
+            h_BTD = jnp.where(keep_BTD, h_BTD / 0.9, 0)
+        # Divides by zero in a layer that is not the first and sees an embedding, as those of an idle stage do.
+        h_BTD /= (1 + carry["depth"] - index)[:, None, None].astype(h_BTD.dtype)
+        balance_B = carry["balance"] + (h_BTD.astype(jnp.float32) ** 2).mean((1, 2))
+        return {"x": sk.shard(x_BTD + h_BTD, *ROWS), "balance": balance_B, "depth": carry["depth"] + 1}
+
+    return layer
+
+
+def head(carry, params, rows):
+    logits_BTV = sk.shard(norm(carry["x"], params["norm"]) @ params["head"], "batch", "sequence", "vocab")
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, rows["targets"])
+    losses_BT += 0.1 * carry["balance"][:, None]
+    hits_BT = logits_BTV.argmax(-1) == rows["targets"]
+    where_BT = rows["is_text"]
+    return sk.mean(losses_BT, where=where_BT), {"accuracy": sk.mean(hits_BT, where=where_BT)}
+
+
+@functools.cache
+def model(layers=8, manual=False, mlp=plain_mlp, dropout=True, head_per_token=False, num_examples=80, num_tokens=T):
+    """Returns the task: uneven numbers of tokens, some examples without any."""
+    if manual:
+        mlp = sk.manual(column_row, [ROWS, ("embed", "mlp"), ("mlp", "embed")], ROWS)
+
+    def init(key):
+        table, up, down, out = jax.random.split(key, 4)
+        return {
+            "table": jax.random.normal(table, (V, D)),
+            "blocks": {
+                "norm": jnp.ones((layers, D)),
+                "up": jax.random.normal(up, (layers, D, F)) / 4,
+                "down": jax.random.normal(down, (layers, F, D)) / 12,
+            },
+            "norm": jnp.ones(D),
+            "head": jax.random.normal(out, (D, V)) / 4,
+        }
+
+    def loss_fn(params, batch, key):
+        layer = make_layer(mlp, dropout and key is not None)
+        ends = {name: params[name] for name in ("norm", "head")}
+        run = sk.pipeline(embed, layer, head, head_per_token=head_per_token)
+        return run(params["table"], (jnp.arange(layers), params["blocks"]), ends, batch)
+
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, V, (num_examples, num_tokens + 1)).astype(np.int32)
+    lengths = rng.integers(0, num_tokens + 1, num_examples)
+    data = {
+        "tokens": tokens[:, :-1],
+        "targets": (tokens[:, :-1] * 5 + 3) % V,
+        "is_text": np.arange(num_tokens) < lengths[:, None],
+    }
+    rules = [
+        ("blocks/norm", ["layers", None]),
+        ("blocks/up", ["layers", "embed", "mlp"]),
+        ("blocks/down", ["layers", "mlp", "embed"]),
+        ("table", ["vocab", "embed"]),
+        ("head", ["embed", "vocab"]),
+    ]
+    task = sk.Task(
+        init,
+        loss_fn,
+        keep_gradient(optax.sgd(0.1)),
+        train_data=data,
+        eval_data={k: x[:20] for k, x in data.items()},
+        rules=rules,
+    )
+    return made_once(task)

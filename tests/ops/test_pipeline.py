@@ -1,0 +1,279 @@
+"""`sk.pipeline`: every schedule gives the numbers of one device on every mesh, idles as its formula says, and refuses what is wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core_runs import assert_same_run, program_of, train
+from pipeline_models import embed, head, make_layer, model, plain_mlp
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from spmdkit.ops.pipeline.parts import join, split
+from spmdkit.ops.pipeline.schedule import Schedule
+
+SHORT_BATCHES = {"data": {"remainder": "mask"}}
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return train(program_of(model(), **SHORT_BATCHES))
+
+
+def assert_equal_to_one_device(one_device, mesh, schedule, task=None, tolerance=1e-5, **settings):
+    program = program_of(task or model(), mesh=mesh, pipeline={"schedule": schedule}, **SHORT_BATCHES, **settings)
+    assert_same_run(train(program), one_device, tolerance)
+
+
+CASES = {
+    "1f1b, accumulated and rematerialised, on pipeline 4 x data 2": (
+        {"pipeline": 4, "data": 2},
+        "1f1b",
+        {"microbatches": 2, "remat": "full"},
+    ),
+    "interleaved, with written-out layers, on pipeline 2 x fsdp 2 x tensor 2": (
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        "interleaved",
+        {"task": model(manual=True)},
+    ),
+    "gpipe with zero 2 on pipeline 2 x data 2 x fsdp 2": (
+        {"pipeline": 2, "data": 2, "fsdp": 2},
+        "gpipe",
+        {"layout": {"zero": 2}},
+    ),
+    "1f1b, the head cut by tokens, on pipeline 8": (
+        {"pipeline": 8},
+        "1f1b",
+        {"task": model(head_per_token=True), "microbatches": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_is_one_device(case, one_device):
+    mesh, schedule, settings = CASES[case]
+    assert_equal_to_one_device(one_device, mesh, schedule, **settings)
+
+
+MESHES = {
+    "pipeline 4 x data 2": {"pipeline": 4, "data": 2},
+    "pipeline 2 x fsdp 2 x tensor 2": {"pipeline": 2, "fsdp": 2, "tensor": 2},
+    "pipeline 2 x data 2 x fsdp 2": {"pipeline": 2, "data": 2, "fsdp": 2},
+    "pipeline 2 x replica 2 x expert 2": {"pipeline": 2, "replica": 2, "expert": 2},
+    "pipeline 2 x context 2 x data 2": {"pipeline": 2, "context": 2, "data": 2},
+    "pipeline 8": {"pipeline": 8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_schedule_on_every_mesh_is_one_device(mesh, schedule, microbatches, one_device):
+    sizes = MESHES[mesh]
+    task = model(layers=16) if sizes["pipeline"] == 8 and schedule == "interleaved" else model(manual="tensor" in sizes)
+    reference = one_device if task is not model(layers=16) else train(program_of(task, **SHORT_BATCHES))
+    assert_equal_to_one_device(reference, sizes, schedule, task=task, microbatches=microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layout": {"zero": 1}},
+        {"layout": {"zero": 2}, "microbatches": 2},
+        {"remat": "dots", "clip_norm": 0.1},
+        {"remat": "full", "placement": {"params": "host"}},
+    ],
+    ids=str,
+)
+def test_a_pipeline_composes_with_the_rest_of_a_config(settings, schedule):
+    mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
+    whole = {name: x for name, x in settings.items() if name in ("clip_norm",)}
+    reference = train(program_of(model(), **whole, **SHORT_BATCHES))
+    assert_equal_to_one_device(reference, mesh, schedule, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_a_pipeline_in_bfloat16_is_one_device_in_bfloat16(schedule):
+    reference = train(program_of(model(), precision="bfloat16", **SHORT_BATCHES))
+    mesh = {"pipeline": 4, "data": 2}
+    assert_equal_to_one_device(reference, mesh, schedule, tolerance=2e-2, precision="bfloat16")
+
+
+# ---- the tables ----------------------------------------------------------------------------------------------------------
+
+SHAPES = [(P, v, M) for P in (2, 3, 4, 8) for v in (1, 2, 3) for M in (1, 2, 3, P, 2 * P, 3 * P + 1)]
+
+
+@pytest.mark.parametrize("num_stages, num_chunks, num_microbatches", SHAPES)
+def test_every_piece_of_work_is_done_once_and_after_what_it_needs(num_stages, num_chunks, num_microbatches):
+    schedule = Schedule(num_stages, num_microbatches, num_chunks)
+    when = {}
+    for name in ("forward", "backward"):
+        work = getattr(schedule, name)
+        for tick, stage in zip(*np.nonzero(work.valid), strict=True):
+            key = (name, work.microbatch[tick, stage], work.chunk[tick, stage] * num_stages + stage)
+            assert key not in when
+            when[key] = tick
+    last = num_chunks * num_stages - 1
+    assert len(when) == 2 * num_microbatches * (last + 1)
+    for m in range(num_microbatches):
+        for virtual in range(last):  # the transfer takes one tick, no more: nothing waits for its turn
+            assert when["forward", m, virtual + 1] == when["forward", m, virtual] + 1
+            assert when["backward", m, virtual] == when["backward", m, virtual + 1] + 1
+        assert when["backward", m, last] == when["forward", m, last]
+    leaves, which = schedule.head
+    assert [(t, m) for t, m in enumerate(which) if leaves[t]] == sorted(
+        (when["forward", m, last], m) for m in range(num_microbatches)
+    )
+
+
+@pytest.mark.parametrize("num_stages, num_chunks, num_microbatches", SHAPES)
+def test_an_input_is_kept_until_its_backward_pass(num_stages, num_chunks, num_microbatches):
+    schedule = Schedule(num_stages, num_microbatches, num_chunks)
+    ahead, back = schedule.forward, schedule.backward
+    ring = {}
+    for tick in range(len(back.valid)):
+        for stage in range(num_stages):
+            if tick < len(ahead.valid):
+                place = tick % schedule.num_slots, stage
+                ring[place] = (
+                    (ahead.microbatch[tick, stage], ahead.chunk[tick, stage]) if ahead.valid[tick, stage] else None
+                )
+            if back.valid[tick, stage]:
+                assert ring[back.slot[tick, stage], stage] == (back.microbatch[tick, stage], back.chunk[tick, stage])
+    assert schedule.num_slots == 2 * num_stages * num_chunks - 1
+
+
+def executions(jaxpr, primitive):
+    """Returns how often a program computes a primitive, elements of its first dim counted, loops multiplied out."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        if eqn.primitive.name == primitive:
+            total += eqn.outvars[0].aval.shape[0]
+        inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
+        for sub in (getattr(x, "jaxpr", x) for x in inner):
+            if hasattr(sub, "eqns"):
+                total += times * executions(sub, primitive)
+    return total
+
+
+@pytest.mark.parametrize("schedule, chunks, passes", [("gpipe", 1, 1), ("1f1b", 1, 2), ("interleaved", 2, 2)])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_stages_idle_as_the_formula_says(schedule, chunks, passes, microbatches):
+    """Layers that are executed, in the traced step: all passes of all stages; a layer is marked by a `sinh`."""
+    num_stages, layers = 4, 8
+    marked = lambda x_BTD, up_DF, down_FD: jnp.sinh(x_BTD @ up_DF) @ down_FD
+    task = model(layers=layers, dropout=False, mlp=marked)
+    mesh = {"pipeline": num_stages}
+    program = program_of(task, mesh=mesh, pipeline={"schedule": schedule, "microbatches": microbatches})
+    traced = jax.jit(program._step_function(program._step_record)).trace(
+        program._abstract_state, program.abstract_batch
+    )
+    executed = executions(traced.jaxpr.jaxpr, "sinh")
+    useful = passes * layers * microbatches
+    bubble = (num_stages - 1) / (chunks * microbatches + num_stages - 1)
+    assert 1 - useful / executed == pytest.approx(bubble)
+    assert Schedule(num_stages, microbatches, chunks).bubble == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_cutting_moves_nothing_between_shards_and_joins_again(dim):
+    x = jnp.arange(24**3).reshape(24, 24, 24)
+    parts = split(x, dim, 2, 3)
+    for part in (0, 1, 2):
+        rows = [4 * part + i for i in range(4)] + [12 + 4 * part + i for i in range(4)]
+        np.testing.assert_array_equal(parts[part], jnp.take(x, jnp.array(rows), axis=dim))
+    np.testing.assert_array_equal(join(parts, dim, 2), x)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def run_with(embed=embed, layer=None, head=head, change=lambda params, batch: (params, batch)):
+    """Returns a task whose loss runs these functions."""
+    task = model()
+
+    def loss_fn(params, batch, key):
+        params, batch = change(params, batch)
+        blocks, ends = (jnp.arange(8), params["blocks"]), {name: params[name] for name in ("norm", "head")}
+        own = layer(params) if layer else make_layer(plain_mlp, False)
+        return sk.pipeline(embed, own, head)(params["table"], blocks, ends, batch)
+
+    return sk.Task(task.init, loss_fn, task.optimizer, train_data=task.train_data, rules=task.rules)
+
+
+def closing(params):
+    own = make_layer(plain_mlp, False)
+    return lambda x, weights, rows: {**own(x, weights, rows), "balance": x["balance"] + params["norm"].sum()}
+
+
+def widening(params):
+    return lambda x, weights, rows: {**x, "x": x["x"].astype(jnp.bfloat16)}
+
+
+def depending(params, batch):
+    return params, {**batch, "scale": jnp.broadcast_to(params["norm"].sum(), batch["tokens"].shape[:1])}
+
+
+def unstacked(params, batch):
+    return {**params, "blocks": {**params["blocks"], "norm": params["blocks"]["norm"][:-1]}}, batch
+
+
+WRONG = {
+    "closes over": (run_with(layer=closing), "layer closes over a traced array.*Pass it in the parameters or in rows"),
+    "changes dtype": (
+        run_with(layer=widening),
+        r"layer changes the activation: 'x' was float32.* and becomes bfloat16",
+    ),
+    "rows with a gradient": (run_with(change=depending), r"rows hold float32\[\d+\] that depends on the parameters"),
+    "not stacked": (run_with(change=unstacked), "Every array has the layers as its first dim, all the same number"),
+    "integers travel": (
+        run_with(embed=lambda table, rows: rows["tokens"]),
+        r"embed returned .*int32.*Leave what does not",
+    ),
+    "no rows": (
+        run_with(embed=lambda table, rows: table.sum()),
+        "The first dim of every array of the activation is the rows",
+    ),
+    "no mean": (run_with(head=lambda x, params, rows: x["balance"]), "head returned float32.*it returns sk.mean"),
+}
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pipeline": 4, "data": 2}], ids=str)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_run_in_stages_is_refused_on_every_mesh(case, mesh):
+    task, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        program_of(task, mesh=mesh)
+
+
+def test_layers_that_the_chunks_do_not_divide_are_refused_with_the_repair():
+    with pytest.raises(
+        ConfigError,
+        match=r"12 layers over 4 stages x 2 chunks = 8, found a rest of 4\..*Try 8 or 16 layers, or mesh.pipeline: 3",
+    ):
+        program_of(model(layers=12), mesh={"pipeline": 4}, pipeline={"schedule": "interleaved"})
+
+
+def test_a_pipeline_inside_of_a_manual_part_is_refused():
+    def change(params, batch):
+        sk.manual(lambda x: sk.pipeline(embed, make_layer(plain_mlp, False), head)(x, x, x, x), [("batch",)], ())(
+            batch["tokens"]
+        )
+        return params, batch
+
+    with pytest.raises(ConfigError, match=r"sk\.pipeline was called inside of sk\.manual"):
+        program_of(run_with(change=change), mesh={"pipeline": 2, "tensor": 2, "fsdp": 2})
+
+
+def test_a_mesh_with_a_pipeline_axis_that_the_loss_ignores_is_refused():
+    task = model()
+    loss_fn = lambda params, batch, key: sk.mean((params["table"][batch["tokens"]] ** 2).mean((1, 2)))
+    ignoring = sk.Task(task.init, loss_fn, task.optimizer, train_data=task.train_data, rules=task.rules)
+    with pytest.raises(ConfigError, match=r"never calls sk\.pipeline: 4 devices would repeat"):
+        program_of(ignoring, mesh={"pipeline": 4})
