@@ -79,9 +79,9 @@ CASES = {
         {"mesh": {"replica": 2, "data": 2, "expert": 2}, "microbatches": 2},
         {"num_experts": 16, "score": "sigmoid", "top_k": 3, "remat": True},
     ),
-    "data 2 x expert 2 x tensor 2": ({"mesh": {"data": 2, "expert": 2, "tensor": 2}}, {}),
 }
 LONG_CASES = {
+    "data 2 x expert 2 x tensor 2": ({"mesh": {"data": 2, "expert": 2, "tensor": 2}}, {}),
     "expert 8": ({"mesh": {"expert": 8}}, {}),
     "expert 8, bfloat16": ({"mesh": {"expert": 8}, "precision": "bfloat16"}, {}),
     "data 2 x fsdp 2 x expert 2": ({"mesh": {"data": 2, "fsdp": 2, "expert": 2}, "microbatches": 2}, {"remat": True}),
