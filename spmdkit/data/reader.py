@@ -9,7 +9,7 @@ import numpy as np
 
 from spmdkit.data.schedule import Schedule
 from spmdkit.data.source import Source
-from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.data.stream import read_step
 
 
 class StepDataset(grain.MapDataset):
@@ -27,15 +27,7 @@ class StepDataset(grain.MapDataset):
         return self._num_steps
 
     def __getitem__(self, index: Any) -> Any:
-        step = self._start + index
-        indices, mask = self._schedule.batch(step)
-        if self._positions is not None:
-            indices, mask = indices[self._positions], mask[self._positions]
-        try:
-            examples = self._source.gather(indices, self._schedule.epoch(step))
-        except (ConfigError, UserCodeError) as error:
-            raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
-        return examples, (None if self._schedule.always_full else mask)
+        return read_step(self._source, self._schedule, self._positions, self._start + index)
 
 
 def read(dataset: StepDataset, num_threads: int, buffer_size: int) -> Any:
