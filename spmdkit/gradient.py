@@ -12,6 +12,7 @@ Wire: reducer(parameters) on the replica axes, once per step; forms.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -53,9 +54,12 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
             )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
-        local = _local_gradient(loss_fn, len(args) == 3, step, key)
+        counts: dict[str, Any] = {}
+        local = _local_gradient(loss_fn, len(args) == 3, step, key, counts)
         sums, new_state = map_replicas(step, local, params, model_state, batch, reduce_gradient=True)
         loss, metrics, grads = sums
+        loss = _known_count(step, loss, counts["loss"])
+        metrics = {name: _known_count(step, metric, counts[name]) for name, metric in metrics.items()}
         # One division here, not one per element and use: the optimizer's fused loops would each repeat it.
         scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -89,8 +93,13 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
 # ---- one replica ------------------------------------------------------------------------------------------------------
 
 
-def _local_gradient(loss_fn: Loss, stateful: bool, step: scope.Step, key: Any) -> Callable[..., Any]:
-    """Returns the function that one replica computes: sums over its own microbatches, no communication of ours."""
+def _local_gradient(
+    loss_fn: Loss, stateful: bool, step: scope.Step, key: Any, counts: dict[str, Any]
+) -> Callable[..., Any]:
+    """Returns the function that one replica computes: sums over its own microbatches, no communication of ours.
+
+    While it is traced, it notes in `counts` the count of the loss and of each metric in one microbatch.
+    """
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
@@ -98,6 +107,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, step: scope.Step, key: Any) -
         with scope.over(scope.Examples(num, mask, _positions(step, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast(rows, step.compute_dtype), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
+        counts.update({name: mean.count for name, mean in {**metrics, "loss": loss}.items()})
         if stateful and (difference := first_difference(state, new_state)):
             raise ConfigError(
                 f"loss_fn returned another model state than it was given: {difference}. Its tree, shapes and dtypes stay the same "
@@ -133,6 +143,18 @@ def _local_gradient(loss_fn: Loss, stateful: bool, step: scope.Step, key: Any) -
         return lax.scan(add, as_local(step, (zeros, state)), (cut_rows, cut_mask, micros))[0]
 
     return local
+
+
+def _known_count(step: scope.Step, total: Mean, count: Any) -> Mean:
+    """Returns `total` with its count as a constant where that of one microbatch is one.
+
+    A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10 ms, mostly
+    in the optimizer's fused loops, which read it (two CPU devices, jaxlib 0.10.2, 2026-11-20).
+    """
+    if not isinstance(count, np.generic):
+        return total
+    times = step.microbatches * step.size("replica", *step.data_axes)
+    return dataclasses.replace(total, count=count.dtype.type(float(count) * times))
 
 
 # ---- small parts -----------------------------------------------------------------------------------------------------

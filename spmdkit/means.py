@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from spmdkit import scope
@@ -26,10 +27,12 @@ class Mean:
     `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
     on any number of replicas and microbatches. Two means do not add: their counts may differ, so write the terms into
     one `sk.mean`, or use `.merge` to pool two parts of the same mean.
+
+    A count that follows from shapes alone is a numpy number, so that whoever adds it over replicas can multiply instead.
     """
 
     sum: jax.Array
-    count: jax.Array
+    count: jax.Array | np.floating
 
     @property
     def value(self) -> jax.Array:
@@ -113,7 +116,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
         counted = jnp.where(kept, counted, 0)
         values = jnp.where(kept, values, 0)
     if weights is None and kept is None:
-        return Mean(values.sum(), jnp.asarray(values.size, values.dtype))
+        return Mean(values.sum(), values.dtype.type(values.size))
     total = values.sum() if weights is None else (values * counted).sum()
     return Mean(total, counted.sum())
 
