@@ -47,7 +47,13 @@ class Status:
 
 
 class Display(Protocol):
-    """Puts words on a stream; one for plain streams, one for terminals."""
+    """Puts words on a stream; one for plain streams, one for terminals.
+
+    Attributes:
+        follows_steps: whether it shows steps between records.
+    """
+
+    follows_steps: bool
 
     def show(self, status: Status, record: bool) -> None:
         """Shows where training stands; `record` is False when only the step moved on."""
@@ -119,9 +125,10 @@ class ProgressFace:
         self._mark(self._status.step)
 
     def advance(self, step: int) -> None:
-        """Moves the bar to `step` between records. Costs an assignment; nothing is printed on plain streams."""
-        self._status = replace(self._status, step=step)
-        self._display.show(self._status, record=False)
+        """Moves the bar to `step` between records. Where there is no bar it costs nothing and shows nothing."""
+        if self._display.follows_steps:
+            self._status = replace(self._status, step=step)
+            self._display.show(self._status, record=False)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Shows a training record, or the line of an evaluation (a record with `split`)."""
@@ -200,6 +207,8 @@ def training_line(status: Status, columns: int = MAX_COLUMNS) -> str:
 class PlainDisplay:
     """Lines for a file, a pipe or a plain terminal; each is flushed."""
 
+    follows_steps = False
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._open_line = False
@@ -231,6 +240,8 @@ class PlainDisplay:
 
 class SilentDisplay:
     """Shows nothing."""
+
+    follows_steps = False
 
     def show(self, status: Status, record: bool) -> None: ...
     def line(self, text: str) -> None: ...

@@ -23,6 +23,8 @@ REFRESH_PER_S = 4  # a redraw takes about 1 ms of the interpreter: more would be
 class BarDisplay:
     """Keeps a bar at the bottom of a terminal from `show` or `begin` until `close`, in a thread of rich's."""
 
+    follows_steps = True
+
     def __init__(self, stream: TextIO, clock: Callable[[], float], console: Console | None = None) -> None:
         self._console = console or Console(file=stream, force_terminal=True, highlight=False)
         self._clock = clock
