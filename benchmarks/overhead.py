@@ -1,29 +1,34 @@
 """What the toolkit costs over a hand-written JAX loop of the same model and data, paired in one process.
 
-    python benchmarks/overhead.py [--pairs N] [--json]
+    python benchmarks/overhead.py [--sittings N] [--sizes "2 ms" "10 ms" "50 ms"] [--json FILE]
 
 Both loops: mirrored over two CPU devices, shuffled batches from arrays in memory, loss fetched and written as a JSON line every
 ten steps. The hand-written one is what a careful user writes: a jitted shard_map with one psum, donated state, numpy
-indexing and device_put in the loop. They take turns in blocks; a ratio is of two neighbouring blocks, and the median over the
-pairs is reported, since absolute times on a shared machine mean nothing.
+indexing and device_put in the loop. Both train on and on, in turns of a fraction of a second, and the order of the two alternates;
+a ratio is of two neighbouring blocks, since absolute times on a shared machine mean nothing. Reported is the median of all
+ratios with its 95 % interval from order statistics, which assumes no distribution. Several sittings, each a process of its own that
+builds both anew and chooses the model's width for the step time, show what one process cannot: how far medians of equal programs
+lie apart.
 
-Reported: ratio of step time for steps of about 2, 10 and 50 ms; ratio of device memory (arguments + temporaries + outputs -
-aliased, as compiled); seconds from command to first step, more than the hand-written script; seconds that `import
-spmdkit` adds to `import jax`; ratio of the time that a save blocks the loop to orbax alone.
+Reported: ratio of wall time and of CPU time for steps of about 2, 10 and 50 ms; ratio of device memory (arguments + temporaries +
+outputs - aliased, as compiled); seconds from command to first step, more than the hand-written script; seconds that `import
+spmdkit` adds to `import jax`.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -43,8 +48,21 @@ from spmdkit.run import Run
 
 BATCH, FEATURES, CLASSES, NUM_EXAMPLES = 64, 64, 16, 4096
 LOG_EVERY = 10
-SIZES = {"2 ms": (512, 2, 200), "10 ms": (1024, 3, 40), "50 ms": (1280, 5, 20)}
-"""Name -> (width, layers, steps in a block)."""
+LAYERS = 3
+WIDTHS = (256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+SITTING_TIMEOUT_S = 300
+
+
+class Size(NamedTuple):
+    """A step time to measure at, the steps in a block, and the pairs of blocks in a sitting."""
+
+    step_s: float
+    steps: int
+    pairs: int
+
+
+SIZES = {"2 ms": Size(0.002, 50, 100), "10 ms": Size(0.010, 20, 60), "50 ms": Size(0.050, 10, 60)}
+SITTINGS = 5
 
 
 def make_data() -> dict[str, np.ndarray]:
@@ -54,9 +72,9 @@ def make_data() -> dict[str, np.ndarray]:
     return {"x": x, "y": rng.integers(0, CLASSES, NUM_EXAMPLES).astype(np.int32)}
 
 
-def init(key: jax.Array, width: int, layers: int) -> dict[str, jax.Array]:
+def init(key: jax.Array, width: int) -> dict[str, jax.Array]:
     """Returns the weights of a multilayer perceptron."""
-    sizes = [FEATURES, *[width] * layers, CLASSES]
+    sizes = [FEATURES, *[width] * LAYERS, CLASSES]
     keys = jax.random.split(key, len(sizes) - 1)
     pairs = zip(keys, sizes[:-1], sizes[1:], strict=True)
     return {f"w{i}": jax.random.normal(k, (m, n)) * m**-0.5 for i, (k, m, n) in enumerate(pairs)}
@@ -70,11 +88,28 @@ def losses(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Arr
     return optax.softmax_cross_entropy_with_integer_labels(h @ params[max(params)], batch["y"])
 
 
+class Spent(NamedTuple):
+    """Seconds of a block, on the clock and on the processors."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Spent:
+        """Returns the clocks."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def until_now(self) -> Spent:
+        """Returns what was spent since."""
+        return Spent(time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s)
+
+
 class ByHand:
     """The hand-written loop."""
 
-    def __init__(self, data: dict[str, np.ndarray], width: int, layers: int):
-        self.data = data
+    def __init__(self, data: dict[str, np.ndarray], width: int, out: Path):
+        self.data, self.file = data, out.open("a")
+        self.rng, self.order, self.step = np.random.default_rng(0), np.empty(0, np.int64), 0
         mesh = compat.auto_mesh(np.array(jax.devices()[:2]), ("data",))
         self.rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
         optimizer = optax.adamw(1e-3)
@@ -95,67 +130,74 @@ class ByHand:
             return optax.apply_updates(params, updates), opt_state, loss
 
         def start():
-            params = init(jax.random.key(0), width, layers)
+            params = init(jax.random.key(0), width)
             return params, optimizer.init(params)
 
-        self.start = jax.jit(start, out_shardings=whole)
-        params, opt_state = self.start()
+        self.params, self.opt_state = jax.jit(start, out_shardings=whole)()
         batch = jax.device_put({k: v[:BATCH] for k, v in data.items()}, self.rows)
-        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, opt_state, batch).compile()
+        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(self.params, self.opt_state, batch).compile()
 
-    def run(self, steps: int, out: Path) -> float:
-        """Returns the seconds of `steps` steps."""
-        rng = np.random.default_rng(0)
-        params, opt_state = jax.block_until_ready(self.start())
-        begun = time.perf_counter()
-        with out.open("a") as file:
-            order = np.empty(0, np.int64)
-            for step in range(1, steps + 1):
-                if len(order) < BATCH:
-                    order = rng.permutation(NUM_EXAMPLES)
-                rows, order = order[:BATCH], order[BATCH:]
-                batch = jax.device_put({k: v[rows] for k, v in self.data.items()}, self.rows)
-                params, opt_state, loss = self.compiled(params, opt_state, batch)
-                if step % LOG_EVERY == 0:
-                    file.write(json.dumps({"step": step, "loss": float(loss)}) + "\n")
-                    file.flush()
+    def run(self, steps: int) -> Spent:
+        """Trains `steps` steps on; returns what they took."""
+        data, file, rng, order, compiled = self.data, self.file, self.rng, self.order, self.compiled
+        params, opt_state = self.params, self.opt_state
+        begun = Spent.now()
+        for step in range(self.step + 1, self.step + steps + 1):
+            if len(order) < BATCH:
+                order = rng.permutation(NUM_EXAMPLES)
+            rows, order = order[:BATCH], order[BATCH:]
+            batch = jax.device_put({k: v[rows] for k, v in data.items()}, self.rows)
+            params, opt_state, loss = compiled(params, opt_state, batch)
+            if step % LOG_EVERY == 0:
+                file.write(json.dumps({"step": step, "loss": float(loss)}) + "\n")
+                file.flush()
         jax.block_until_ready(params)
-        return time.perf_counter() - begun
+        spent = begun.until_now()
+        self.params, self.opt_state, self.order, self.step = params, opt_state, order, step
+        return spent
 
 
 class ByToolkit:
-    """The toolkit's own loop, whole: logging, hooks, agreement, prefetch."""
+    """The toolkit's own loop, whole: logging, hooks, agreement, prefetch. A context manager: one run that is open throughout."""
 
-    def __init__(self, data: dict[str, np.ndarray], width: int, layers: int, steps: int, folder: Path):
+    def __init__(self, data: dict[str, np.ndarray], width: int, most_steps: int, folder: Path):
         def loss_fn(params, batch, key):
             return sk.mean(losses(params, batch))
 
-        start = functools.partial(init, width=width, layers=layers)
-        task = sk.Task(init=lambda key: start(key), loss_fn=loss_fn, optimizer=optax.adamw(1e-3), train_data=data)
+        task = sk.Task(init=lambda key: init(key, width), loss_fn=loss_fn, optimizer=optax.adamw(1e-3), train_data=data)
         config = sk.Config(
             task="overhead.py:task",
             run_dir=str(folder),
-            steps=steps,
+            steps=most_steps,
             batch_size=BATCH,
             devices="cpu:2",
             mesh={"data": 2},
             checkpoint=None,
             log={"every_steps": LOG_EVERY, "progress": "off"},
         )
-        self.cluster = join(environment({}), "cpu:2")
-        self.program = Program(config, task, self.cluster.devices)
+        cluster = join(environment({}), "cpu:2")
+        self.program = Program(config, task, cluster.devices)
         self.compiled = self.program.compiled
+        self.context = Run(config, cluster, self.program)
 
-    def run(self) -> float:
-        """Returns the seconds of one run's steps; opening and closing the run is set-up, not a step."""
-        with Run(self.program.config, self.cluster, self.program) as run, StopSignals() as signals:
-            state = jax.block_until_ready(run.restore_or_init())
-            # As in `train`, where the data is opened before the step compiles.
-            with self.program.stream(1) as batches:
-                begun = time.perf_counter()
-                state = run_steps(run, self.program, state, batches, signals)
-                jax.block_until_ready(state.params)
-                return time.perf_counter() - begun
+    def __enter__(self) -> ByToolkit:
+        with ExitStack() as stack:
+            self.training, self.signals = stack.enter_context(self.context), stack.enter_context(StopSignals())
+            self.state = jax.block_until_ready(self.training.restore_or_init())
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.__exit__(*error)
+
+    def run(self, steps: int) -> Spent:
+        """Trains `steps` steps on; returns what they took, the beginning of the prefetch included."""
+        first = self.training.step + 1
+        begun = Spent.now()
+        with self.program.stream(first, first + steps - 1) as batches:
+            self.state = run_steps(self.training, self.program, self.state, batches, self.signals)
+            jax.block_until_ready(self.state.params)
+            return begun.until_now()
 
 
 def memory(compiled: jax.stages.Compiled) -> int:
@@ -164,28 +206,61 @@ def memory(compiled: jax.stages.Compiled) -> int:
     return m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
 
 
-def compare_steps(name: str, pairs: int, folder: Path) -> dict[str, float]:
-    """Returns the ratios of one size."""
-    width, layers, steps = SIZES[name]
-    data = make_data()
-    hand = ByHand(data, width, layers)
-    kit = ByToolkit(data, width, layers, steps, folder / name.replace(" ", ""))
-    out = folder / "hand.jsonl"
-    hand.run(steps, out), kit.run()
-    ratios, times = [], []
-    for i in range(pairs):
-        # The order alternates, so that a drift of the machine does not fall on one side.
-        first, second = (lambda: hand.run(steps, out)), kit.run
-        a, b = (first(), second()) if i % 2 == 0 else reversed((second(), first()))
-        ratios.append(b / a)
-        times.append(a / steps)
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return {
-        "step_ms": statistics.median(times) * 1e3,
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": [low, high],
-        "memory_ratio": memory(kit.compiled) / memory(hand.compiled),
-    }
+def sitting(size: Size, pairs: int) -> dict[str, object]:
+    """Returns the ratios of all pairs of blocks of one size, measured in this process."""
+    data, steps = make_data(), size.steps
+    with tempfile.TemporaryDirectory() as name:
+        hand, width = _fitting(data, size.step_s, Path(name) / "hand.jsonl")
+        with ByToolkit(data, width, (pairs + 1) * steps, Path(name) / "run") as kit:
+            hand.run(steps), kit.run(steps)
+            found: list[tuple[Spent, Spent]] = []
+            for i in range(pairs):
+                # The order alternates, so that a drift of the machine does not fall on one side.
+                if i % 2 == 0:
+                    a, b = hand.run(steps), kit.run(steps)
+                else:
+                    b, a = kit.run(steps), hand.run(steps)
+                found.append((a, b))
+            return {
+                "width": width,
+                "step_ms": statistics.median(a.wall_s for a, _ in found) / steps * 1e3,
+                "wall": [b.wall_s / a.wall_s for a, b in found],
+                "cpu": [b.cpu_s / a.cpu_s for a, b in found],
+                "memory_ratio": memory(kit.compiled) / memory(hand.compiled),
+            }
+
+
+def _fitting(data: dict[str, np.ndarray], step_s: float, out: Path) -> tuple[ByHand, int]:
+    """Returns the hand-written loop of the smallest width whose step takes about `step_s` now, and that width."""
+    for width in WIDTHS:
+        hand = ByHand(data, width, out)
+        hand.run(10)
+        # Asked three times, since one busy moment of the machine makes a small model look slow.
+        if all(min(hand.run(10).wall_s for _ in range(5)) / 10 > 0.85 * step_s for _ in range(3)):
+            break
+    return hand, width
+
+
+def compare_steps(size: str, sittings: list[dict]) -> dict[str, object]:
+    """Returns the medians over all pairs of all sittings of one size, with their intervals."""
+    row: dict[str, object] = {"size": size, "step_ms": statistics.median(s["step_ms"] for s in sittings)}
+    for clock in ("wall", "cpu"):
+        ratios = [ratio for s in sittings for ratio in s[clock]]
+        row[clock] = {
+            "median": statistics.median(ratios),
+            "interval": interval(ratios),
+            "sittings": [statistics.median(s[clock]) for s in sittings],
+            "pairs": len(ratios),
+        }
+    row["memory_ratio"] = max(s["memory_ratio"] for s in sittings)
+    return row
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the median from order statistics: the ranks n/2 -+ 0.98 sqrt(n) of the sorted values."""
+    values, half = sorted(values), 0.98 * math.sqrt(len(values))
+    middle = (len(values) - 1) / 2
+    return values[max(0, math.floor(middle - half))], values[min(len(values) - 1, math.ceil(middle + half))]
 
 
 FIRST_STEP_BY_HAND = """
@@ -273,36 +348,52 @@ def import_seconds(tries: int = 7) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures all of it and prints a table, or JSON."""
+    """Measures all of it and prints a table; each sitting as it ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=41)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--sittings", type=int, default=SITTINGS, help="processes per size")
+    parser.add_argument("--pairs", type=int, help="pairs of blocks in a sitting")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="step times to measure at")
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--sitting", choices=list(SIZES), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # Before the first use of JAX, so that both loops run on the devices as the toolkit sets them up.
-    join(environment({}), "cpu:2")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        found = {
-            "steps": {size: compare_steps(size, options.pairs, folder) for size in SIZES},
-            "first_step": first_step_seconds(folder),
-            "import": import_seconds(),
-        }
-    if options.json:
-        print(json.dumps(found))
+    if options.sitting:
+        # Before the first use of JAX, so that both loops run on the devices as the toolkit sets them up.
+        join(environment({}), "cpu:2")
+        size = SIZES[options.sitting]
+        print(json.dumps(sitting(size, options.pairs or size.pairs)))
         return
-    for size, row in found["steps"].items():
-        low, high = row["ratio_quartiles"]
-        print(
-            f"step of {size:>5} (measured {row['step_ms']:5.1f} ms)  time ratio {row['ratio']:.3f} "
-            f"(quartiles {low:.3f} to {high:.3f})  memory ratio {row['memory_ratio']:.4f}"
-        )
-    first, imported = found["first_step"], found["import"]
+    sittings: dict[str, list[dict]] = {size: [] for size in options.sizes}
+    # In turns, so that an hour in which the machine is busy does not fall on one size.
+    for number in range(options.sittings):
+        for size, of_size in sittings.items():
+            command = [sys.executable, __file__, "--sitting", size]
+            command += ["--pairs", str(options.pairs)] if options.pairs else []
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=SITTING_TIMEOUT_S)
+            of_size.append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"sitting {number + 1}: {_line(compare_steps(size, of_size[-1:]))}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        first, imported = first_step_seconds(Path(name)), import_seconds()
+    rows = [compare_steps(size, of_size) for size, of_size in sittings.items() if of_size]
+    if options.json:
+        found = {"steps": rows, "first_step": first, "import": imported, "sittings": sittings}
+        options.json.write_text(json.dumps(found))
+    for row in rows:
+        medians = ", ".join(f"{x:.3f}" for x in row["wall"]["sittings"])
+        print(f"{_line(row)}  sittings {medians}  memory ratio {row['memory_ratio']:.4f}")
     print(
         f"command to first step: {first['toolkit_s']:.2f} s, by hand {first['by_hand_s']:.2f} s, {first['more_s']:+.2f} s"
     )
     print(
         f"import spmdkit adds {imported['import_s']:.3f} s to import jax; every public name {imported['every_name_s']:.3f} s"
     )
+
+
+def _line(row: dict) -> str:
+    words = [f"step of {row['size']:>5} (measured {row['step_ms']:5.1f} ms), {row['wall']['pairs']:3} pairs"]
+    for clock in ("wall", "cpu"):
+        low, high = row[clock]["interval"]
+        words.append(f"{clock} ratio {row[clock]['median']:.3f} (95 % {low:.3f} to {high:.3f})")
+    return "  ".join(words)
 
 
 if __name__ == "__main__":
