@@ -2,7 +2,7 @@
 
     open_source(data)         any data as one thing that gathers rows by index          source.py, examples.py
     Schedule, eval_schedule   step -> the indices of its batch; pure arithmetic         schedule.py, permutation.py
-    host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain underneath
+    host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is read
     device_batches            the same, already on the devices, with the wait measured  stream.py
 
 Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.

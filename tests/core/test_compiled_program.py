@@ -1,6 +1,7 @@
 """What XLA makes of a step: one fused reduction over the replicas, none in the loop, one compilation, no second copy."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,21 @@ def test_the_manual_form_reduces_everything_in_one_all_reduce_outside_of_the_loo
     assert program.form == "manual"
     assert len(found) == 1 and found[0].kind == "all-reduce" and not found[0].in_loop, found
     assert found[0].axes == {axis for axis, size in program.sizes.items() if size > 1}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
+def test_a_count_that_follows_from_shapes_is_not_sent_and_one_that_does_not_is(mesh, microbatches):
+    def weighted_loss(params, batch, key):
+        error = (batch["x"] @ params["up"] @ params["down"] - batch["y"]) ** 2
+        return sk.mean(error.sum(-1), weights=jnp.exp(batch["x"][:, 0])), {"size": sk.mean(error.sum(-1))}
+
+    def scalars_sent(task):
+        found = over(collectives_of(program_of(task, microbatches=microbatches, **MESHES[mesh])), "data")
+        return sum(c.line.split(" all-reduce")[0].count("f32[]") for c in found)
+
+    assert scalars_sent(mlp()) == 2, "the sums of loss and metric"
+    assert scalars_sent(dataclasses.replace(mlp(), loss_fn=weighted_loss)) == 3, "and the sum of the weights"
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

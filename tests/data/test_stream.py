@@ -297,6 +297,20 @@ def test_importing_the_data_package_does_not_import_grain():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
 
 
+def test_reading_arrays_in_memory_does_not_import_grain():
+    code = "import sys, numpy as np; from spmdkit.data import Schedule, host_batches, open_source"
+    code += "; print(len(list(host_batches(open_source(np.zeros(8, np.int32)), Schedule(8, 4), None, 1, 9))), 'grain' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert run.stdout == "8 False\n"
+
+
 @pytest.mark.parametrize("kind,has_readers", [("arrays", False), ("list", True)])
 def test_only_data_that_is_read_gets_reader_threads(kind, has_readers):
     before = {thread.ident for thread in threading.enumerate()}
