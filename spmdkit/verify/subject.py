@@ -318,7 +318,7 @@ def _counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         loss, metrics, *state = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, {})
         if not isinstance(loss, Mean) or not isinstance(metrics, dict):
             return out  # spmdkit says what is wrong with it
-        return (loss, metrics | {COUNT: Mean(loss.count, jnp.zeros((), jnp.float32))}, *state)
+        return (loss, metrics | {COUNT: Mean(jnp.asarray(loss.count), jnp.zeros((), jnp.float32))}, *state)
 
     return counted
 
