@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import auto, data, layout, mesh, scope, state, step
+from spmdkit import auto, compile_log, data, layout, mesh, scope, state, step
 from spmdkit.checks import call_user, traces_in_form
 from spmdkit.config import Config, check_batch, choose_optimizer, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, nearest
@@ -43,10 +43,12 @@ class Program:
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.forms`).
         notes: remarks for the user that are no errors.
+        compile_log: lines about rematerialization that XLA logged while it compiled the step.
     """
 
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device]):
         self.config, self.task, self.notes = config, task, list[str]()
+        self.compile_log: list[str] = []
         self._devices = devices
         _check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
@@ -266,7 +268,9 @@ class Program:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
-        return self.traced.lower().compile()
+        lowered = self.traced.lower()
+        with compile_log.collected() as self.compile_log:
+            return lowered.compile()
 
     def with_config(self, changes: Mapping[str, Any]) -> Program:
         """Returns the program of the same task and devices with dotted keys of the config changed."""

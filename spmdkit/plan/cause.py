@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spmdkit.plan.collectives import Found
 from spmdkit.plan.hlo import Instruction, Module
 from spmdkit.plan.loops import Visit
-from spmdkit.plan.source import is_ours
+from spmdkit.plan.source import is_ours, stack_of
 
 if TYPE_CHECKING:
     from spmdkit.program import Program
@@ -85,7 +85,7 @@ def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf])
     axes, op, name = set(found.spans), found.stands_for or found.op, found.op_name
     if all(not shape.dims or shape.size == 1 for shape in found.shapes):
         return "metrics"
-    files = [f.file.rsplit("/", 2)[-2:] for f in module.frames(visit.instruction) if is_ours(f)]
+    files = [f.file.rsplit("/", 2)[-2:] for f in stack_of(module, visit.instruction) if is_ours(f)]
     for folder, file in (pair for pair in files if len(pair) == 2):
         if folder == "ops":
             for word, cause in _BY_FILE.items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from spmdkit.plan.groups import Groups, axes_of, replica_groups, source_target_pairs
 from spmdkit.plan.hlo import Instruction, Module, Shape
 from spmdkit.plan.loops import Visit
+from spmdkit.plan.parts import is_padded_shard, only_parts_read
 from spmdkit.plan.source import op_name_of, source_of
 
 OPCODES = {
@@ -123,8 +124,6 @@ def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int
 
 # ---- what an all-reduce is for ----------------------------------------------------------------------------------------
 
-_SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
-
 
 def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:
     """Returns the cheaper op that an all-reduce does the work of, or None.
@@ -132,62 +131,9 @@ def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group
     `all_gather`: each device puts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size` of the
     sum. The TPU compiler does this where it finds no way for the cheaper one (jax 0.10.2, v5p, a group over the whole torus).
     """
+    if group_size < 2:
+        return None
     large = [operand for operand in put_in if operand.bytes * 4 >= sum(o.bytes for o in put_in)]
-    if large and all(_is_padded_shard(module, operand, group_size) for operand in large):
+    if large and all(is_padded_shard(module, operand, group_size) for operand in large):
         return "all_gather"
-    return "reduce_scatter" if group_size > 1 and _only_parts_read(module, i, group_size) else None
-
-
-def _is_padded_shard(module: Module, i: Instruction, group_size: int) -> bool:
-    computation = module.computations[i.computation]
-    steps = 0
-    while i.opcode in _SAME and steps < 16 and (source := computation.operand(i)):
-        i, steps = source, steps + 1
-    if i.opcode == "fusion":
-        inner = module.computations[i.called["calls"][0]]
-        root = inner.root
-        if root.opcode != "dynamic-update-slice":
-            return False
-        base, update = inner.operand(root, 0), inner.operand(root, 1)
-        if base is not None and base.opcode == "parameter":
-            base = computation.operand(i, int(base.text))
-        return _is_zero(base) and update is not None and update.shapes[0].size * group_size == root.shapes[0].size
-    if i.opcode != "dynamic-update-slice":
-        return False
-    base, update = computation.operand(i, 0), computation.operand(i, 1)
-    return _is_zero(base) and update is not None and update.shapes[0].size * group_size == i.shapes[0].size
-
-
-def _is_zero(i: Instruction | None) -> bool:
-    return i is not None and i.opcode in ("broadcast", "constant")
-
-
-def _only_parts_read(module: Module, i: Instruction, group_size: int) -> bool:
-    """Returns whether every large array of a result is read only in parts, directly or inside fusions."""
-    computation = module.computations[i.computation]
-    large = max((shape.size for shape in i.shapes), default=0)
-    if large < group_size:
-        return False
-    arrays = [i] if len(i.shapes) == 1 else [u for u in computation.users[i.name] if u.opcode == "get-tuple-element"]
-    arrays = [a for a in arrays if a.shapes[0].size * 4 >= large]
-    return bool(arrays) and all(_parts_only(module, a, a.shapes[0].size, group_size, 8) for a in arrays)
-
-
-def _parts_only(module: Module, i: Instruction, whole: int, group_size: int, steps: int) -> bool:
-    computation = module.computations[i.computation]
-    users = computation.users[i.name]
-    if not users or not steps or i.is_root:
-        return False
-    for user in users:
-        if user.opcode == "dynamic-slice":
-            if user.shapes[0].size * group_size != whole:
-                return False
-        elif user.opcode == "fusion":
-            inner = module.computations[user.called["calls"][0]]
-            numbers = [n for n, name in enumerate(user.operands) if name == i.name]
-            parameters = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
-            if not all(_parts_only(module, p, whole, group_size, steps - 1) for p in parameters):
-                return False
-        elif user.opcode not in _SAME or not _parts_only(module, user, whole, group_size, steps - 1):
-            return False
-    return True
+    return "reduce_scatter" if only_parts_read(module, i, group_size) else None

@@ -62,7 +62,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
                 "as train would run it. Try another mesh, or report it with the config."
             ) from error
         return _without_program(program, target, arithmetic, model, str(error))
-    reading = read_program(program)
+    reading = read_program(program, target)
     devices = list(program.mesh.devices.flat)
     time = predict_time(target, reading.module, reading.bill, devices, reading.memory.host_bytes, call_s)
     return _document(program, target, arithmetic, model, reading, time)

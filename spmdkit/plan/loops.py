@@ -51,7 +51,7 @@ def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Vis
     more than its body.
 
     Args:
-        scans: op_name -> length, from `scan_lengths`.
+        scans: op_name -> length, from `jaxprs.scan_lengths`.
     """
     scans = scans or {}
 

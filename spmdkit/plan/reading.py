@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from spmdkit.plan.bill import Bill, read_bill
 from spmdkit.plan.cause import leaves_of
 from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject, find_all
 from spmdkit.plan.hlo import Module, parse
+from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.plan.memory import Memory, read_memory
 
 if TYPE_CHECKING:
+    from spmdkit.plan.target import Target
     from spmdkit.program import Program
 
 
@@ -32,10 +35,16 @@ class Reading:
     findings: tuple[Finding, ...]
 
 
-def read_program(program: Program) -> Reading:
-    """Returns what the compiled step of a program costs. Compiles it where that has not been done."""
+def read_program(program: Program, target: Target | None = None) -> Reading:
+    """Returns what the compiled step of a program costs. Compiles it where that has not been done.
+
+    Args:
+        target: the machine; without it, findings about links and about the size of the batch are not looked for.
+    """
     text = program.compiled.as_text()
     assert text is not None, "this backend does not show its programs"
     module = parse(text)
-    bill = read_bill(module, program.sizes, leaves_of(program))
-    return Reading(module, bill, read_memory(program, module), ())
+    scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
+    bill = read_bill(module, program.sizes, leaves_of(program), scans)
+    memory = read_memory(program, module)
+    return Reading(module, bill, memory, find_all(Subject(program, module, bill, memory, target)))

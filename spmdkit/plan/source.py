@@ -18,8 +18,13 @@ def source_of(module: Module, instruction: Instruction) -> str | None:
     The innermost line of the user's inside the step; else (the reducer's sum, the optimizer's update) the innermost of
     spmdkit's, as `spmdkit/reducers/sum.py:17`. Where XLA made the instruction, the nearest one that feeds it or reads it speaks.
     """
+    return line_of(stack_of(module, instruction))
+
+
+def stack_of(module: Module, instruction: Instruction) -> tuple[Frame, ...]:
+    """Returns the frames of an instruction, innermost first, or of the nearest one that has any."""
     near = _nearest(module, instruction, lambda i: bool(module.frames(i)))
-    return None if near is None else line_of(module.frames(near))
+    return () if near is None else module.frames(near)
 
 
 def op_name_of(module: Module, instruction: Instruction) -> str:
@@ -29,7 +34,7 @@ def op_name_of(module: Module, instruction: Instruction) -> str:
 
 
 def line_of(frames: tuple[Frame, ...]) -> str | None:
-    """Returns the line to show for a stack (innermost first)."""
+    """Returns the line to show for a stack (innermost first), or None for an empty one."""
     inside = []
     for frame in frames:
         if frame.file.startswith(_PACKAGE) and frame.function in _STEP:

@@ -1,0 +1,60 @@
+"""What XLA writes to the error stream while it compiles: the partitioner's warnings are log lines and nothing else.
+
+"[SPMD] Involuntary full rematerialization" is the one that a user most needs to be told: an array is gathered whole on
+every device because the partitioner found no other way between two shardings. The lines are written by C++ to file
+descriptor 2, so that is where they are read; everything still goes on to the stream, at once, also if the process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+MARK = b"ematerialization"
+MOST_LINES = 64
+MOST_BYTES = 4096
+"""Of one line: bounds, so that a compiler that logs without end costs no memory."""
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[str]]:
+    """Yields a list that holds, after the block, the lines about rematerialization that were logged in it.
+
+    A stream that cannot be duplicated (closed, no descriptor) leaves the list empty: a log is no reason to fail.
+    """
+    lines: list[str] = []
+    try:
+        sys.stderr.flush()
+        real = os.dup(2)
+    except (OSError, ValueError, AttributeError):
+        yield lines
+        return
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(writer)
+    thread = threading.Thread(target=_forward, args=(reader, real, lines), daemon=True, name="compile-log")
+    thread.start()
+    try:
+        yield lines
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os.dup2(real, 2)  # closes the only writer: the thread reads to the end and stops
+        thread.join(timeout=10)
+        os.close(real)
+
+
+def _forward(reader: int, real: int, lines: list[str]) -> None:
+    rest = b""
+    with os.fdopen(reader, "rb", buffering=0) as stream:
+        while chunk := stream.read(65536):
+            with contextlib.suppress(OSError):
+                os.write(real, chunk)
+            *whole, rest = (rest + chunk).split(b"\n")
+            rest = rest[-MOST_BYTES:]
+            for line in whole:
+                if MARK in line and len(lines) < MOST_LINES:
+                    lines.append(line[:MOST_BYTES].decode(errors="replace"))

@@ -1,0 +1,62 @@
+"""What costs more than it needs to: one detector for each finding, a file each, found by its name.
+
+A detector is a module with `find(subject) -> iterable of Finding`. It reads the compiled program, its jaxpr and the layout;
+it runs nothing. A bound on the size keeps small arrays out: a finding is something that is worth an hour of work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spmdkit.plan.bill import Bill, Collective
+from spmdkit.plan.finding import SEVERITIES, Finding
+from spmdkit.plan.hlo import Module
+from spmdkit.plan.memory import Memory
+
+if TYPE_CHECKING:
+    from spmdkit.plan.target import Target
+    from spmdkit.program import Program
+
+MIN_WIRE_BYTES = 2**16
+"""Bytes per step below which a collective is not worth a finding."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What detectors look at. `target` is None where the machine is not known: what depends on it is not looked for."""
+
+    program: Program
+    module: Module
+    bill: Bill
+    memory: Memory
+    target: Target | None = None
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the step."""
+        return self.program.traced.jaxpr
+
+    def config_line(self, key: str) -> str | None:
+        """Returns `configs/gpt.yaml:12`, the line of a key of the config; None where the config is not of a file."""
+        place = self.program.config.where(key).rpartition(": ")[0]
+        return place or None
+
+    def matters(self, collective: Collective) -> bool:
+        """Returns whether a collective is large in itself and within its program."""
+        return collective.bytes_at_least >= max(MIN_WIRE_BYTES, self.bill.bytes_at_least // 50)
+
+
+def names() -> list[str]:
+    """Returns the names of the detectors."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find_all(subject: Subject) -> tuple[Finding, ...]:
+    """Returns what all detectors find, most severe first, each thing once."""
+    found: dict[Finding, None] = {}
+    for name in names():
+        found |= dict.fromkeys(importlib.import_module(f"{__name__}.{name}").find(subject))
+    return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))

@@ -1,0 +1,46 @@
+"""`donation-not-used`: a leaf of the state is donated, and the new one still gets memory of its own.
+
+The step then holds the leaf twice. It happens where a leaf is written but never read (the compiler drops the argument and
+has nothing to reuse), and where the new leaf is laid out in another way than the old one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from spmdkit.errors import format_bytes
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject
+from spmdkit.plan.source import source_of
+
+MIN_BYTES = 2**16
+
+
+def find(subject: Subject) -> Iterator[Finding]:
+    """Yields one finding for each field of the state with leaves that lie twice on a device."""
+    module, program = subject.module, subject.program
+    reused = {int(n) for n in re.findall(r"\{(\d+)\}: \(\d+,", module.header)}
+    root = module.entry.root
+    twice: dict[str, list[tuple[str, int, str | None]]] = {}
+    for number, leaf in enumerate(program.layout):
+        if number in reused or leaf.memory_kind != "device":
+            continue
+        shard = leaf.sharding(program.mesh).shard_shape(tuple(leaf.shape))
+        size = int(np.prod(shard, dtype=np.int64)) * getattr(leaf.dtype, "itemsize", 4)
+        made = module.entry.operand(root, number) if root.opcode == "tuple" else root
+        if size >= MIN_BYTES:
+            source = None if made is None else source_of(module, made)
+            twice.setdefault(leaf.path.split("/")[0], []).append((leaf.path, size, source))
+    for leaves in twice.values():
+        total = sum(size for _, size, _ in leaves)
+        yield Finding(
+            "warning",
+            "donation-not-used",
+            f"{leaves[0][0]}{f' and {len(leaves) - 1} more' if len(leaves) > 1 else ''} ({format_bytes(total)} of each device) lie there "
+            "twice during a step: the old array is not reused for the new one",
+            leaves[0][2],
+            "Read the old leaf in the step, or leave out of the state what is never read.",
+        )

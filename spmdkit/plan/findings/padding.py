@@ -1,0 +1,59 @@
+"""`padding-waste`: an array takes several times its bytes, since a TPU stores the two minor dims in whole tiles.
+
+A tile is 8 x 128 of 32 bits (16 x 128 of bfloat16): f32[8192, 4, 2] takes 128 times what it holds, f32[2, 4, 8192] the same as it
+holds. Only large arrays in the device's main memory are looked at.
+
+Source: "How to Scale Your Model", chapter on TPUs (vector registers of 8 x 128, padding of small dims).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdkit.errors import format_bytes
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject
+from spmdkit.plan.source import source_of
+
+MIN_BYTES = 2**24
+MIN_FACTOR = 2.0
+MOST = 3
+_NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant")
+
+
+def find(subject: Subject) -> Iterator[Finding]:
+    """Yields the arrays that waste most, one for each line."""
+    module = subject.module
+    inside = {
+        name
+        for i in module.instructions()
+        if i.opcode in ("fusion", "async-start")
+        for name in i.called.get("calls", ())
+    }
+    found: dict[str | None, tuple[int, Finding]] = {}
+    for i in module.instructions():
+        if (
+            i.computation in inside
+            or i.opcode in _NO_BUFFER
+            or (i.opcode == "parameter" and i.computation != module.entry.name)
+        ):
+            continue
+        for shape in i.shapes:
+            waste = shape.padded_bytes - shape.bytes
+            if shape.space or waste < max(MIN_BYTES, subject.memory.peak_bytes // 50):
+                continue
+            if shape.padded_bytes < MIN_FACTOR * shape.bytes:
+                continue
+            source = source_of(module, i)
+            finding = Finding(
+                "warning",
+                "padding-waste",
+                f"{shape} holds {format_bytes(shape.bytes)} and takes {format_bytes(shape.padded_bytes)} of each device: its minor dims are "
+                "padded to whole tiles",
+                source,
+                "Put a long dim last (a multiple of 128) and one of at least 8 before it: transpose, or merge small dims into one.",
+            )
+            if source not in found or found[source][0] < waste:
+                found[source] = waste, finding
+    worst = sorted(found.values(), key=lambda item: -item[0])[:MOST]
+    yield from (finding for _, finding in worst)

@@ -1,0 +1,82 @@
+"""`full-rematerialization`: an array is gathered whole on every device, because XLA found no other way between two shardings.
+
+XLA says it in a log line only ("Involuntary full rematerialization"); that line is read where this process compiled the step.
+Structurally it is an all_gather of which each device reads one part: the whole array was made in order to be cut again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from spmdkit.errors import format_bytes
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject
+from spmdkit.plan.hlo import Frame, Shape
+from spmdkit.plan.jaxprs import lines_of
+from spmdkit.plan.parts import only_parts_read
+from spmdkit.plan.source import line_of
+
+MIN_BYTES = 2**16
+_FIX = "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the consumer along the same dim."
+
+
+def find(subject: Subject) -> Iterator[Finding]:
+    """Yields a finding for each array that the log names, and for each gather whose result is read in parts."""
+    seen: set[str | None] = set()
+    for line in subject.program.compile_log:
+        array = re.search(r"%?([\w.\-]+) = (\w+)\[([\d,]*)\]", line)
+        name = re.search(r'op_name="([^"]*)"', line)
+        source = _source(subject, line, name[1] if name else "")
+        size = 0
+        if array is not None:
+            size = _global_size(array, line)
+        if source in seen or (array is not None and size < MIN_BYTES):
+            continue
+        seen.add(source)
+        shardings = re.search(r"from sharding (\{.*?\}) to (\{.*?\})", line)
+        ways = f", from {shardings[1]} to {shardings[2]}" if shardings else ""
+        what = f"an array of {format_bytes(size)}" if array else "an array"
+        yield Finding(
+            "warning",
+            "full-rematerialization",
+            f"{what} is made whole on every device to be cut in another way (the partitioner's involuntary rematerialization{ways})",
+            source,
+            _FIX,
+        )
+    for c in subject.bill.collectives:
+        if c.op != "all_gather" or c.source in seen or not subject.matters(c):
+            continue
+        gather = next(i for i in subject.module.instructions() if i.name == c.names[0])
+        if only_parts_read(subject.module, gather, c.group_size):
+            seen.add(c.source)
+            yield Finding(
+                "warning",
+                "full-rematerialization",
+                f"{', '.join(map(str, c.shapes[:1]))} is gathered over {' x '.join(c.axes)} ({format_bytes(c.size)}), and each device reads "
+                f"one part in {c.group_size} of it",
+                c.source,
+                _FIX,
+            )
+
+
+def _source(subject: Subject, line: str, op_name: str) -> str | None:
+    """Returns the user's line of a log line: its own metadata, or the equation of the jaxpr with its name.
+
+    Several equations can have one name; the log's stack frame then decides, where the compiled program's table has it.
+    """
+    if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
+        return line_of((Frame(found[1], int(found[2]), ""),))
+    candidates = lines_of(subject.jaxpr, subject.program.traced.fun_name, op_name)
+    found = re.search(r"stack_frame_id=(\d+)", line)
+    framed = line_of(subject.module.stacks.get(int(found[1]), ())) if found else None
+    return framed if framed in candidates else next(iter(candidates), framed)
+
+
+def _global_size(array: re.Match[str], line: str) -> int:
+    """Returns the bytes of the whole array: the log shows one device's part of it, and how it is cut."""
+    size = Shape(array[2], tuple(int(n) for n in array[3].split(",") if n)).bytes
+    cut = re.search(r"from sharding \{devices=\[([\d,]+)\]", line)
+    tiles = [int(n) for n in cut[1].split(",")] if cut else []
+    return size * math.prod(tiles[: len(array[3].split(","))])

@@ -1,0 +1,83 @@
+"""`silent-replication`: a large array is whole on every device of a mesh axis, and nobody asked for it.
+
+A parameter that no rule cuts, on a mesh whose model axes could; or an activation that depends on the batch and is as large on
+one device as in the whole program, because a constraint is missing or names no axis. The bound is `layout.replicate_above_bytes`.
+Weights that fsdp gathers before use are whole on purpose and are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import jax
+
+from spmdkit.errors import format_bytes
+from spmdkit.mesh import MODEL_AXES
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject
+from spmdkit.plan.jaxprs import depending, first_use, line
+from spmdkit.plan.source import source_of
+
+_NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant", "parameter", "copy-start", "copy-done")
+
+
+def find(subject: Subject) -> Iterator[Finding]:
+    """Yields the parameters and the activations that are whole on every device."""
+    yield from _parameters(subject)
+    yield from _activations(subject)
+
+
+def _parameters(subject: Subject) -> Iterator[Finding]:
+    program = subject.program
+    axes = [a for a in MODEL_AXES if program.sizes[a] > 1 and a not in program.data_axes]
+    bound = program.config.layout.replicate_above_bytes
+    for leaf, var in zip(program.layout, subject.jaxpr.jaxpr.invars, strict=False):
+        if not axes or not leaf.path.startswith(("params", "model_state")) or leaf.num_bytes <= bound or len(leaf.spec):
+            continue
+        if "rule" in leaf.reason or "metadata" in leaf.reason:
+            continue
+        yield Finding(
+            "warning",
+            "silent-replication",
+            f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is whole on every device of {' x '.join(axes)}: {leaf.reason}",
+            first_use(subject.jaxpr.jaxpr, var),
+            f"Add a rule that cuts it: layout.rules: [['{leaf.path.removeprefix('params/')}', [...]]], or one of nulls to ask for the copy.",
+        )
+
+
+def _activations(subject: Subject) -> Iterator[Finding]:
+    program, module = subject.program, subject.module
+    if program.form == "manual" or program.mesh.size == 1:
+        return
+    bound = program.config.layout.replicate_above_bytes
+    num_state = len(jax.tree.leaves(program.abstract_state))
+    jaxpr = subject.jaxpr.jaxpr
+    whole: dict[tuple[str, int], tuple[int, ...]] = {}
+    for eqn, out in depending(jaxpr, [n >= num_state for n in range(len(jaxpr.invars))]):
+        shape = getattr(out.aval, "shape", ())
+        if math.prod(shape) * getattr(getattr(out.aval, "dtype", None), "itemsize", 4) > bound and (at := line(eqn)):
+            whole[at, math.prod(shape)] = tuple(shape)
+    if not whole:
+        return
+    weights = {n for leaf in program.layout for n in (math.prod(leaf.shape), math.prod(leaf.shape[1:]))}
+    inside = {name for i in module.instructions() if i.opcode == "fusion" for name in i.called.get("calls", ())}
+    seen: set[str] = set()
+    for i in module.instructions():
+        if i.computation in inside or i.opcode in _NO_BUFFER:
+            continue
+        for shape in i.shapes:
+            if shape.bytes <= bound or shape.size in weights or shape.space:
+                continue
+            source = source_of(module, i)
+            if source is None or source in seen or (source, shape.size) not in whole:
+                continue
+            seen.add(source)
+            yield Finding(
+                "warning",
+                "silent-replication",
+                f"{shape} ({format_bytes(shape.bytes)}) depends on the batch and is as large on each of the {program.mesh.size} devices as in "
+                "the whole program",
+                source,
+                'Say how it is cut: sk.shard(x, "batch", ...) on it or on what it is made from.',
+            )

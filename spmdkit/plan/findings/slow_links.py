@@ -1,0 +1,46 @@
+"""`axis-crosses-slow-links`: a model axis spans several hosts (GPU) or slices (TPU), though it could stay inside of one.
+
+Between hosts and slices bytes move some ten times more slowly than inside. A replica axis has to cross, once a step, with the gradient alone; gathers
+of ZeRO 3 or sums of tensor parallelism there are paid in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdkit.errors import format_bytes
+from spmdkit.mesh import MODEL_AXES
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject
+from spmdkit.plan.links import way_of
+
+
+def find(subject: Subject) -> Iterator[Finding]:
+    """Yields one finding for each model axis that crosses and whose size the number of hosts or slices divides."""
+    target = subject.target
+    if target is None or target.hosts_or_slices < 2:
+        return
+    devices, parts, sizes = list(subject.program.mesh.devices.flat), target.hosts_or_slices, subject.program.sizes
+    crossing: dict[str, list] = {}
+    for c in subject.bill.rows:
+        if subject.matters(c) and way_of(target, devices, c).crosses:
+            for axis in set(c.axes) & set(MODEL_AXES):
+                crossing.setdefault(axis, []).append(c)
+    for axis, rows in crossing.items():
+        around = sizes["replica"] * sizes["data"]
+        if around % parts == 0:  # replicas alone could cross, the order of the devices does not let them
+            fix = f"Reorder the mesh so that replica ({parts}) is the axis between hosts or slices: replica: {parts}, data: {around // parts}."
+        elif sizes[axis] % parts == 0:
+            fix = f"mesh: {{replica: {parts * sizes['replica']}, {axis}: {sizes[axis] // parts}}}, if it fits: only the gradient crosses then."
+        else:
+            continue
+        sent = sum(c.bytes_at_least for c in rows)
+        kind = "hosts" if target.chip.kind == "gpu" else "slices"
+        yield Finding(
+            "warning",
+            "axis-crosses-slow-links",
+            f"{axis} ({sizes[axis]}) spans {kind}: {format_bytes(sent)} a step and device over {target.chip.outer.name}, "
+            f"{target.chip.outer.bytes_per_s / 1e9:.3g} GB/s instead of {target.chip.inner.bytes_per_s / 1e9:.3g}",
+            subject.config_line(f"mesh.{axis}") or max(rows, key=lambda c: c.bytes_at_least).source,
+            fix,
+        )

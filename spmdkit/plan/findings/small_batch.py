@@ -1,0 +1,58 @@
+"""`batch-too-small`: the devices wait for weights and gradients, because each has too few examples to compute meanwhile.
+
+What data parallelism and fsdp send does not depend on the batch, what a device computes does. Below some number of tokens on a device the wire
+takes longer than the arithmetic, however well they overlap.
+
+    tokens per device  <  peak FLOP/s / (bytes/s of the link) * (bytes sent / FLOPs per token)
+
+Source: "How to Scale Your Model", chapter on training (data parallelism and FSDP become bound by communication).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdkit.mesh import BATCH_AXES
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject
+from spmdkit.plan.flops import count
+from spmdkit.plan.links import way_of
+
+_CAUSES = {"gradient reduction", "gradient scatter", "parameter gather", "update gather"}
+FACTOR = 1.5
+"""How much longer than the arithmetic the wire has to take: both are estimates."""
+
+
+def find(subject: Subject) -> Iterator[Finding]:
+    """Yields at most one finding."""
+    target, program = subject.target, subject.program
+    if target is None or target.chip.kind == "cpu" or program.batch_shards < 2:
+        return
+    arithmetic = count(subject.jaxpr)
+    chip = target.chip
+    computing = sum(
+        flops / (chip.peak(dtype) * chip.reached.matmul) for dtype, flops in arithmetic.by_dtype.items()
+    ) / len(target.devices or program.mesh.devices.flat)
+    devices = list(program.mesh.devices.flat)
+    sending, largest = 0.0, None
+    for c in subject.bill.rows:
+        if c.counted and c.cause in _CAUSES and set(c.axes) <= set(BATCH_AXES):
+            way = way_of(target, devices, c)
+            sending += c.bytes_at_least / (way.bytes_per_s * way.reached)
+            largest = largest if largest and largest.bytes_at_least >= c.bytes_at_least else c
+    if not computing or largest is None or sending < FACTOR * computing or sending < 1e-3:
+        return
+    rows = program.config.batch_size / program.batch_shards
+    yield Finding(
+        "warning",
+        "batch-too-small",
+        f"{program.config.batch_size} examples on {program.batch_shards} shards are {rows:g} for each: {computing * 1e3:.3g} ms of "
+        f"arithmetic a step, while weights and gradients take {sending * 1e3:.3g} ms on the wire",
+        subject.config_line("batch_size") or largest.source,
+        f"batch_size: {_round_up(program.config.batch_size * sending / computing, program.config.batch_size)} would balance both; or use "
+        "fewer devices, or give some of them to tensor or context.",
+    )
+
+
+def _round_up(wanted: float, unit: int) -> int:
+    return -(-int(wanted) // unit) * unit

@@ -1,0 +1,57 @@
+"""`float32-on-the-wire`: data moves as float32 and is cast to bfloat16 by all who receive it: twice the bytes for the same bits.
+
+Looked for where `precision.compute` is bfloat16, in what only moves (gathers, exchanges, permutations). Sums are left alone: adding up in
+float32 is what `precision.reduce` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdkit.errors import format_bytes
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Subject
+from spmdkit.plan.hlo import Instruction, Module
+
+_MOVES = ("all_gather", "all_to_all", "collective_permute")
+_RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "get-tuple-element", "all-gather-done",
+            "collective-permute-done", "slice", "dynamic-slice")  # fmt: skip
+
+
+def find(subject: Subject) -> Iterator[Finding]:
+    """Yields a finding for each movement of float32 of which only the bfloat16 cast is read."""
+    if subject.program.config.precision.compute != "bfloat16":
+        return
+    instructions = {i.name: i for i in subject.module.instructions()}
+    for c in subject.bill.collectives:
+        if (c.stands_for or c.op) not in _MOVES or c.dtype != "f32" or not subject.matters(c):
+            continue
+        if _only_cast(subject.module, instructions[c.names[0]], 12):
+            yield Finding(
+                "warning",
+                "float32-on-the-wire",
+                f"{c.op} over {' x '.join(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all its readers cast it to "
+                f"bfloat16: {format_bytes(c.bytes_at_least)} sent a step, {format_bytes(c.bytes_at_least / 2)} would do",
+                c.source,
+                "Cast before it moves: x.astype(jnp.bfloat16) in front of sk.shard or of the collective.",
+            )
+
+
+def _only_cast(module: Module, i: Instruction, steps: int) -> bool:
+    """Returns whether all that reads an array casts it to bfloat16."""
+    users = module.computations[i.computation].users[i.name]
+    if not users or not steps or i.is_root:
+        return False
+    for user in users:
+        if user.opcode == "convert":
+            if user.shapes[0].dtype != "bf16":
+                return False
+        elif user.opcode == "fusion":
+            inner = module.computations[user.called["calls"][0]]
+            numbers = [n for n, name in enumerate(user.operands) if name == i.name]
+            parameters = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
+            if not all(_only_cast(module, p, steps - 1) for p in parameters):
+                return False
+        elif user.opcode not in _RENAMES or not _only_cast(module, user, steps - 1):
+            return False
+    return True

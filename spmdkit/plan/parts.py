@@ -1,0 +1,57 @@
+"""Who reads an array of the program: all of it, or one part on each device; and whether it is zeros around a shard."""
+
+from __future__ import annotations
+
+from spmdkit.plan.hlo import Instruction, Module
+
+SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
+"""Operations that hand an array on, in another form."""
+
+
+def only_parts_read(module: Module, i: Instruction, group_size: int) -> bool:
+    """Returns whether every large array of a result is read only in parts, one in `group_size`, directly or inside fusions."""
+    computation = module.computations[i.computation]
+    large = max((shape.size for shape in i.shapes), default=0)
+    if large < group_size:
+        return False
+    arrays = [i] if len(i.shapes) == 1 else [u for u in computation.users[i.name] if u.opcode == "get-tuple-element"]
+    arrays = [a for a in arrays if a.shapes[0].size * 4 >= large]
+    return bool(arrays) and all(_parts_only(module, a, a.shapes[0].size, group_size, 8) for a in arrays)
+
+
+def _parts_only(module: Module, i: Instruction, whole: int, group_size: int, steps: int) -> bool:
+    users = module.computations[i.computation].users[i.name]
+    if not users or not steps or i.is_root:
+        return False
+    for user in users:
+        if user.opcode == "dynamic-slice":
+            if user.shapes[0].size * group_size > whole:
+                return False
+        elif user.opcode == "fusion":
+            inner = module.computations[user.called["calls"][0]]
+            numbers = [n for n, name in enumerate(user.operands) if name == i.name]
+            parameters = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
+            if not all(_parts_only(module, p, whole, group_size, steps - 1) for p in parameters):
+                return False
+        elif user.opcode not in (*SAME, "pad") or not _parts_only(module, user, whole, group_size, steps - 1):
+            return False
+    return True
+
+
+def is_padded_shard(module: Module, i: Instruction, group_size: int) -> bool:
+    """Returns whether an array is zeros with one part in `group_size` put in."""
+    computation = module.computations[i.computation]
+    steps = 0
+    while i.opcode in SAME and steps < 16 and (source := computation.operand(i)):
+        i, steps = source, steps + 1
+    root, base_of = i, computation
+    if i.opcode == "fusion":
+        base_of = module.computations[i.called["calls"][0]]
+        root = base_of.root
+    if root.opcode != "dynamic-update-slice":
+        return False
+    base, update = base_of.operand(root, 0), base_of.operand(root, 1)
+    if base is not None and base.opcode == "parameter" and i.opcode == "fusion":
+        base = computation.operand(i, int(base.text))
+    zero = base is not None and base.opcode in ("broadcast", "constant")
+    return zero and update is not None and update.shapes[0].size * group_size == root.shapes[0].size

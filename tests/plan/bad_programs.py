@@ -1,0 +1,146 @@
+"""One deliberately bad program for each finding. The line that is to blame ends with `# bad: <code>`."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import spmdkit as sk
+from spmdkit.scope import current_step
+
+BOUND = {"replicate_above_bytes": 2**16}
+TABLE = np.linspace(0, 1, 256 * 256, dtype=np.float32).reshape(256, 256)
+
+
+def lines_to_blame(code):
+    """Returns `file:line` of the lines of this file that are marked with a code."""
+    file = Path(__file__)
+    return [f"{file}:{n}" for n, text in enumerate(file.read_text().splitlines(), 1) if text.endswith(f"# bad: {code}")]
+
+
+def data(rows=512, width=256, **more):
+    x = np.zeros((rows, width), np.float32)
+    return {"x": x, "y": x} | more
+
+
+def task(loss, params=None, **changes):
+    shapes = params or {"up": (256, 512), "down": (512, 256)}
+    arguments = {
+        "init": lambda key: {name: jnp.zeros(shape) for name, shape in shapes.items()},
+        "loss_fn": loss,
+        "optimizer": optax.sgd(0.1),
+        "train_data": data(),
+    }
+    return sk.Task(**(arguments | changes))
+
+
+def error(y, batch):
+    return sk.mean(((y - batch["y"]) ** 2).mean(-1))
+
+
+def good_loss(params, batch, key):
+    h = jnp.tanh(sk.shard(batch["x"] @ params["up"], "batch", "mlp"))
+    return error(h @ params["down"], batch)
+
+
+def silent_replication_of_a_parameter():
+    def loss(params, batch, key):
+        h = batch["x"] @ params["large"]  # bad: silent-replication
+        return error(jnp.tanh(h) @ params["up"] @ params["down"], batch)
+
+    shapes = {"large": (256, 256), "up": (256, 512), "down": (512, 256)}
+    rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
+    return task(loss, shapes, rules=rules), {"mesh": {"data": 4, "tensor": 2}, "layout": BOUND}
+
+
+def silent_replication_of_an_activation():
+    def loss(params, batch, key):
+        h = jnp.tanh(sk.shard(batch["x"] @ params["up"], None, None))  # bad: silent-replication
+        return error(h @ params["down"], batch)
+
+    return task(loss), {"mesh": {"fsdp": 8}, "layout": BOUND | {"min_shard_bytes": 1}, "batch_size": 512}
+
+
+def full_rematerialization():
+    def cut(*dims):
+        return NamedSharding(current_step().mesh, PartitionSpec(*dims))
+
+    def loss(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["up"]).reshape(-1, 4, 128)
+        h = lax.with_sharding_constraint(h, cut(None, "expert", "tensor"))  # bad: full-rematerialization
+        h = lax.with_sharding_constraint(jnp.sin(h), cut(None, ("fsdp", "tensor", "expert"), None))
+        return error(jnp.tanh(h).reshape(-1, 512) @ params["down"], batch)
+
+    rules = [("up", ["fsdp", "tensor"]), ("down", ["tensor", "fsdp"])]
+    return task(loss, rules=rules), {"mesh": {"fsdp": 2, "expert": 2, "tensor": 2}, "batch_size": 512}
+
+
+def collective_in_accumulation_loop():
+    def train_step(state, batch):
+        def one(total, rows):
+            grads = jax.grad(lambda p: good_loss(p, rows, None).sum / 32)(state.params)
+            grads = lax.psum(grads, ("replica", "data"))  # bad: collective-in-accumulation-loop
+            return jax.tree.map(jnp.add, total, grads), None
+
+        rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+        grads, _ = lax.scan(one, {name: jnp.zeros(x.shape) for name, x in state.params.items()}, rows)
+        return state.apply_gradients(grads), {}
+
+    return task(None, train_step=train_step, view="replica"), {"mesh": {"data": 8}}
+
+
+def gather_of_unsharded():
+    def loss(params, batch, key):
+        table = sk.shard(batch["table"], None, None)  # bad: gather-of-unsharded
+        h = jnp.tanh(batch["x"] @ params["up"])
+        return error(h @ params["down"] + (table @ params["up"]).sum(), batch)
+
+    return task(loss, train_data=data(table=np.zeros((512, 256), np.float32))), {"mesh": {"fsdp": 8}, "batch_size": 512}
+
+
+def float32_on_the_wire():
+    def loss(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["up"])
+        others = lax.all_gather(h.astype(jnp.float32), "data", tiled=True)  # bad: float32-on-the-wire
+        return error(h @ params["down"], batch) + (h @ others.astype(jnp.bfloat16).T).mean().astype(jnp.float32)
+
+    return task(loss), {"mesh": {"data": 8}, "precision": "bfloat16", "batch_size": 512}
+
+
+def recompilation_risk():
+    def loss(params, batch, key):
+        x = batch["x"] @ jnp.asarray(TABLE)  # bad: recompilation-risk
+        return error(jnp.tanh(x @ params["up"]) @ params["down"], batch)
+
+    return task(loss), {"mesh": {"data": 8}}
+
+
+def donation_not_used():
+    def update(grads, state, params=None):
+        return grads, jax.tree.map(lambda g: g * 2, grads)  # bad: donation-not-used
+
+    keep = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    return task(good_loss, optimizer=optax.chain(keep, optax.sgd(0.1))), {"mesh": {"data": 8}}
+
+
+def axis_crosses_slow_links():
+    def loss(params, batch, key):
+        h = sk.shard(jnp.tanh(batch["x"] @ params["up"]), "batch", None)  # bad: axis-crosses-slow-links
+        return error(sk.shard(h @ params["down"], "batch", None), batch)  # bad: axis-crosses-slow-links
+
+    return task(loss, {"up": (256, 1024), "down": (1024, 256)}), {"mesh": {"fsdp": 8}, "batch_size": 512}
+
+
+def batch_too_small():
+    """At the size of a real layer: 64 Mi parameters on two hosts, 8 examples. Compiled, never run."""
+
+    def loss(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["up"])
+        return error(h @ params["down"], batch)
+
+    wide = {"up": (4096, 8192), "down": (8192, 4096)}
+    return task(loss, wide, train_data=data(rows=8, width=4096)), {"mesh": {"data": 8}, "batch_size": 8}

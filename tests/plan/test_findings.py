@@ -1,0 +1,159 @@
+"""Each deliberately bad program is found, at the right line; good programs have no findings."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import bad_programs
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from bad_programs import good_loss, lines_to_blame, task
+from core_runs import program_of
+
+from spmdkit.config import load_config
+from spmdkit.plan import findings
+from spmdkit.plan.findings import padding
+from spmdkit.plan.hlo import parse
+from spmdkit.plan.reading import read_program
+from spmdkit.plan.target import parse_target
+from spmdkit.program import Program
+
+TWO_HOSTS = parse_target("gpu:h100:2x4")
+IN_PROCESS = {
+    "silent_replication_of_a_parameter": "silent-replication",
+    "silent_replication_of_an_activation": "silent-replication",
+    "collective_in_accumulation_loop": "collective-in-accumulation-loop",
+    "gather_of_unsharded": "gather-of-unsharded",
+    "float32_on_the_wire": "float32-on-the-wire",
+    "recompilation_risk": "recompilation-risk",
+    "donation_not_used": "donation-not-used",
+    "axis_crosses_slow_links": "axis-crosses-slow-links",
+}
+
+
+def findings_of(name, target=TWO_HOSTS):
+    made, settings = getattr(bad_programs, name)()
+    return read_program(program_of(made, **settings), target).findings
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_a_bad_program_is_found_at_its_line(name):
+    code = IN_PROCESS[name]
+    found = [f for f in findings_of(name) if f.code == code]
+    assert found, name
+    assert {f.source for f in found} & set(lines_to_blame(code)), found
+    for f in found:
+        assert f.severity in ("error", "warning", "note") and f.message and f.fix
+
+
+GOOD = {
+    "mirrored": {"mesh": {"data": 8}},
+    "accumulation": {"mesh": {"data": 8}, "microbatches": 4, "batch_size": 512},
+    "fsdp": {"mesh": {"fsdp": 8}, "batch_size": 512},
+    "zero 1": {"mesh": {"fsdp": 8}, "layout": {"zero": 1}, "batch_size": 512},
+    "zero 2": {"mesh": {"fsdp": 8}, "layout": {"zero": 2}, "batch_size": 512, "microbatches": 2},
+    "hybrid": {"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}, "microbatches": 2, "batch_size": 512},
+    "bfloat16": {"mesh": {"data": 8}, "precision": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_program_has_no_findings(name):
+    rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
+    program = program_of(task(careful_loss, rules=rules), **GOOD[name])
+    assert read_program(program, parse_target("gpu:h100:8")).findings == ()
+
+
+def careful_loss(params, batch, key):
+    import spmdkit as sk
+
+    x = sk.shard(batch["x"], "batch", None)
+    h = jnp.tanh(sk.shard(x @ params["up"], "batch", "mlp"))
+    return bad_programs.error(sk.shard(h @ params["down"], "batch", None), batch)
+
+
+def test_every_detector_has_a_bad_program():
+    codes = {
+        *IN_PROCESS.values(),
+        "batch-too-small",
+        "full-rematerialization",
+        "padding-waste",
+        "all-reduce-for-gather",
+    }
+    files = {Path(findings.__file__).with_name(f"{name}.py").read_text() for name in findings.names()}
+    assert len(files) == len(codes)
+    for code in codes:
+        assert any(f'"{code}"' in text for text in files), code
+
+
+REMATERIALIZE = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import bad_programs
+from core_runs import program_of
+from spmdkit.plan.reading import read_program
+made, settings = bad_programs.full_rematerialization()
+program = program_of(made, **settings)
+found = read_program(program).findings
+assert program.compile_log, "XLA logged nothing"
+print(*[f.source for f in found if "involuntary" in f.message], sep="\\n")
+"""
+
+
+def test_involuntary_rematerialization_is_read_from_the_log_of_xla():
+    """In a process of its own: the tests keep XLA's warnings out of their output, and its log level is read once."""
+    folders = [Path(__file__).parent, Path(__file__).parents[1] / "core", Path(__file__).parents[2]]
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(
+        [sys.executable, "-c", REMATERIALIZE], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(lines_to_blame("full-rematerialization")) & set(done.stdout.split())
+    assert "Involuntary full rematerialization" in done.stderr, "the log still reaches the user's terminal"
+
+
+def test_what_is_gathered_to_be_cut_again_is_found_without_the_log():
+    made, settings = bad_programs.full_rematerialization()
+    program = program_of(made, **settings)
+    program.compiled  # noqa: B018
+    program.compile_log.clear()
+    assert "full-rematerialization" in {f.code for f in read_program(program).findings}
+
+
+PADDED = """HloModule padded, is_scheduled=true, num_partitions=1
+
+ENTRY %main (x: f32[65536,4,2]) -> f32[65536,4,2] {
+  %x = f32[65536,4,2]{2,1,0:T(8,128)} parameter(0), metadata={op_name="state.params['x']"}
+  %y = f32[65536,8]{1,0:T(8,128)} bitcast(%x)
+  ROOT %sin.1 = f32[65536,4,2]{2,1,0:T(8,128)} sine(%x), metadata={op_name="jit(f)/sin" source_file="model.py" source_line=7}
+}
+"""
+
+
+def test_an_array_with_a_short_last_dim_is_padding():
+    """65536 x 4 x 2 float32 are 2 MiB; in tiles of 8 x 128 they take 65536 x 8 x 128 x 4 bytes = 256 MiB."""
+    module = parse(PADDED)
+    assert module.entry.root.shapes[0].padded_bytes == 2**28
+    subject = SimpleNamespace(module=module, memory=SimpleNamespace(peak_bytes=2**30))
+    found = list(padding.find(subject))
+    assert [f.source for f in found][-1] == "model.py:7" or found[0].source == "model.py:7"
+    assert all("2.0 MiB and takes 256.0 MiB" in f.message for f in found)
+
+
+def test_a_python_number_in_the_state_is_a_note():
+    count = optax.GradientTransformation(init=lambda params: {"scale": 0.5}, update=lambda g, s, p=None: (g, s))
+    made = task(good_loss, optimizer=optax.chain(optax.sgd(0.1), count))
+    found = [f for f in read_program(program_of(made, mesh={"data": 8})).findings if f.code == "recompilation-risk"]
+    assert [f.severity for f in found] == ["note"] and "opt_state/1/scale" in found[0].message
+
+
+def test_a_finding_about_the_config_points_at_its_line(tmp_path):
+    (tmp_path / "small.yaml").write_text("task: t.py:t\nsteps: 5\nbatch_size: 8\nmesh: {data: 8}\n")
+    made, _ = bad_programs.batch_too_small()
+    program = Program(load_config(tmp_path / "small.yaml"), made, jax.devices())
+    found = [f for f in read_program(program, TWO_HOSTS).findings if f.code == "batch-too-small"]
+    assert [f.source for f in found] == [f"{tmp_path}/small.yaml:3"]
