@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spmdkit import testing
     from spmdkit.config import Config, load_config
     from spmdkit.errors import SpmdkitError
     from spmdkit.gradient import value_and_grad
@@ -58,10 +59,14 @@ _HOME = {
     "value_and_grad": "gradient",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+_MODULES = ("testing",)
+
+__all__ = ["__version__", *sorted((*_HOME, *_MODULES))]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"spmdkit.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'spmdkit' has no attribute '{name}'")
     value = getattr(importlib.import_module(f"spmdkit.{_HOME[name]}"), name)

@@ -21,7 +21,7 @@ FLOORS = {
     8: ["data", "checkpoint", "metrics", "faults"],
     9: ["auto", "state_layout", "feed", "evaluation", "program"],
     10: ["run", "verify", "plan", "loop", "doctor"],
-    11: ["launch", "cli", "__main__"],
+    11: ["launch", "cli", "testing", "__main__"],
 }
 """The table of ARCHITECTURE.md, with the modules that exist."""
 

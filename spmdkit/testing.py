@@ -1,0 +1,87 @@
+"""For a user's own tests: what a step sends over the wire, as an assertion.
+
+    def test_my_model_reduces_once():
+        program = sk.build("my_task.yaml")
+        sk.testing.assert_collectives(program, all_reduce=1, in_loop=0)
+
+What is counted are operations of the compiled program, as `spmdkit plan` lists them. Compiles the step where that has not been
+done; runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from spmdkit.errors import ConfigError, format_bytes, nearest
+from spmdkit.plan.bill import OPS, Bill, read_bill
+from spmdkit.plan.cause import leaves_of
+from spmdkit.plan.hlo import parse
+from spmdkit.plan.jaxprs import scan_lengths
+from spmdkit.program import Program
+
+
+def bill_of(program: Program) -> Bill:
+    """Returns the collectives of a program's compiled step."""
+    text = program.compiled.as_text()
+    assert text is not None, "this backend does not show its programs"
+    scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
+    return read_bill(parse(text), program.sizes, leaves_of(program), scans)
+
+
+def assert_collectives(
+    program: Program,
+    *,
+    in_loop: int | None = None,
+    total: int | None = None,
+    max_bytes: int | None = None,
+    axes: tuple[str, ...] | None = None,
+    **ops: int,
+) -> None:
+    """Asserts how many collectives the step of a program holds.
+
+    Args:
+        in_loop: operations inside of loops.
+        total: operations in all.
+        max_bytes: upper bound on the bytes that one device sends in a step; fails too where a trip count is unknown.
+        axes: count only operations that join devices along one of these mesh axes.
+        ops: operations by name (`all_reduce=1`, `all_gather=0`); a name that is not given may occur any number of times.
+
+    Raises:
+        AssertionError: another number; the message lists every operation with its line.
+        ConfigError: a name that is no collective, or an axis that the mesh does not have.
+    """
+    for name in ops:
+        if name not in OPS:
+            raise ConfigError(
+                f"assert_collectives: '{name}' is no collective. Known: {', '.join(OPS)}.{nearest(name, OPS)}"
+            )
+    for axis in axes or ():
+        if axis not in program.sizes:
+            known = list(program.sizes)
+            raise ConfigError(
+                f"assert_collectives: '{axis}' is no mesh axis. Known: {', '.join(known)}.{nearest(axis, known)}"
+            )
+    bill = bill_of(program)
+    chosen = [c for c in bill.collectives if axes is None or set(axes) & set(c.axes)]
+    found = Counter(c.op for c in chosen)
+    wrong = [f"{name} {found[name]} times, expected {number}" for name, number in ops.items() if found[name] != number]
+    inside = sum(c.in_loop for c in chosen)
+    if in_loop is not None and inside != in_loop:
+        wrong.append(f"{inside} inside of loops, expected {in_loop}")
+    if total is not None and len(chosen) != total:
+        wrong.append(f"{len(chosen)} in all, expected {total}")
+    if max_bytes is not None:
+        sent = sum(c.bytes_at_least for c in chosen if c.counted)
+        if any(c.bytes is None for c in chosen if c.counted):
+            wrong.append(f"an unknown number of bytes (at least {sent}), expected at most {max_bytes}")
+        elif sent > max_bytes:
+            wrong.append(
+                f"{sent} bytes ({format_bytes(sent)}) sent by a device in a step, expected at most {max_bytes}"
+            )
+    if wrong:
+        rows = [
+            f"  {c.op} over {' x '.join(c.axes)}, {c.dtype}, {c.bytes if c.bytes is not None else 'unknown'} bytes, "
+            f"{'in a loop, ' if c.in_loop else ''}{c.cause}, {c.source or 'no line'}"
+            for c in chosen
+        ]
+        raise AssertionError("\n".join([f"the step has {'; '.join(wrong)}. It holds:", *(rows or ["  nothing"])]))
