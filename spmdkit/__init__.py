@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from spmdkit.gradient import value_and_grad
     from spmdkit.loop import train
     from spmdkit.means import Mean, example_keys, example_mask, examples, mean
+    from spmdkit.ops.attention import attention
+    from spmdkit.ops.context import context_order, context_positions, context_restore
     from spmdkit.ops.manual import manual
     from spmdkit.ops.moe import moe
     from spmdkit.ops.pipeline import pipeline
@@ -39,8 +41,12 @@ _HOME = {
     "Task": "task",
     "TrainState": "state",
     "Variables": "state",
+    "attention": "ops.attention",
     "build": "program",
     "column_row": "ops.tensor",
+    "context_order": "ops.context",
+    "context_positions": "ops.context",
+    "context_restore": "ops.context",
     "cross_entropy": "ops.vocab",
     "embed": "ops.vocab",
     "example_keys": "means",

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 T = TypeVar("T")
 
@@ -20,6 +21,38 @@ def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))
+
+
+def varying_axes_of(aval: Any) -> frozenset[str]:
+    """Returns the manual mesh axes of an abstract value."""
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def varying_aval(shape: Sequence[int], dtype: Any, axes: frozenset[str]) -> Any:
+    """Returns the abstract value of an array that differs along `axes` (empty outside `shard_map`)."""
+    from jax._src import core
+
+    if not axes:
+        return core.ShapedArray(shape, dtype)
+    whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    return core.ShapedArray(shape, dtype, sharding=whole, manual_axis_type=core.ManualAxisType(varying=axes))
+
+
+@contextlib.contextmanager
+def untyped_axes() -> Iterator[None]:
+    """While the body traces, arrays carry no mesh axes along which they differ: `check_vma=False` for one kernel."""
+    from jax._src import config
+
+    with config._check_vma(False):
+        yield
+
+
+def without_axes(ctx: Any) -> Any:
+    """Returns the context of a lowering rule with operands and results that carry no mesh axes."""
+    from jax._src import core
+
+    plain = lambda avals: [core.ShapedArray(a.shape, a.dtype) for a in avals]
+    return ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
 
 
 def as_varying(tree: T, axes: Sequence[str]) -> T:
@@ -70,3 +103,72 @@ def backends_initialized() -> bool:
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
+
+
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, H], logsumexp float32[B, N, T]) of cuDNN's flash attention.
+
+    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` (jax 0.10.2), so the rule of its
+    gradient is called instead.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    none, options = _cudnn_options(cudnn, q, causal, scale)
+    (out, stats), _ = cudnn._dot_product_attention_fwd_rule(q, k, v, *none, **options, return_residual=True)
+    return out, stats
+
+
+def cudnn_attention_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    dout: jax.Array,
+    causal: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (dq, dk, dv) of cuDNN's flash attention; `out` and `logsumexp` may cover more keys than `k`."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    none, options = _cudnn_options(cudnn, q, causal, scale)
+    del options["cudnn_version"]
+    residuals = (q, k, v, *none, logsumexp, out)
+    grads = cudnn._dot_product_attention_bwd_rule(
+        **options, is_training=True, return_residual=False, res=residuals, grad_output=dout
+    )
+    return grads[0], grads[1], grads[2]
+
+
+def _cudnn_options(cudnn: Any, q: jax.Array, causal: bool, scale: float) -> tuple[list[jax.Array], dict[str, Any]]:
+    options = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+        "cudnn_version": cudnn.check_cudnn_version(),
+    }
+    return [jnp.zeros(0, q.dtype)] * 7, options
+
+
+def splash_attention_gradient(
+    kernel: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    dout: jax.Array,
+    segments: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (dq, dk, dv) of a splash attention kernel; `out` and `logsumexp` may cover more keys than `k`."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    residuals = (q, k, v, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+    _, _, _, dq, dk, dv, _, _ = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=dout)
+    return dq, dk, dv

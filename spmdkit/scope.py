@@ -47,6 +47,15 @@ class PipelineSettings:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """How `sk.attention` runs; the fields are those of the config's `attention`."""
+
+    context: Literal["ring", "all_to_all"] = "ring"
+    implementation: str = "auto"
+    order: Literal["zigzag", "contiguous"] = "zigzag"
+
+
+@dataclass(frozen=True)
 class Step:
     """How the step that is being traced is cut and compiled.
 
@@ -58,6 +67,7 @@ class Step:
         inner_axes: the mesh axes over which one replica's examples are cut.
         mask: bool[global batch] or None; False marks padding rows.
         inside: True while a per-replica step is traced, inside `shard_map`.
+        attention: how `sk.attention` runs.
         in_manual: True inside of `sk.manual`, where arrays are shards.
         pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
@@ -80,6 +90,7 @@ class Step:
     state_groups: int | None = None
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mask: jax.Array | None = None
+    attention: Attention = field(default_factory=Attention)
     inside: bool = False
     in_manual: bool = False
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

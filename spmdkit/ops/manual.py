@@ -51,7 +51,8 @@ def manual(
     Args:
         fn: `fn(*shards) -> shards`, pytrees of arrays. It closes over no traced array: pass it as an argument.
         in_dims: for each argument a pytree prefix of dims. Dims are a tuple with, for each dim, a logical name (`layout.axes`),
-            a mesh axis, or None; names that are missing at the end are None.
+            a mesh axis, several of them joined by `+` (cut over the first, then over the next), or None; names that are
+            missing at the end are None.
         out_dims: the same for the result. Along an axis that they do not name, a result has to be the same.
         name: what messages call it; default the function's own.
 
@@ -112,7 +113,7 @@ def _flat_specs(step: scope.Step, dims: Any, values: Any) -> tuple[PartitionSpec
     """Returns the spec of each leaf of `values`, of which `dims` is a prefix."""
 
     def specs(dims: Dims, value: Any) -> list[PartitionSpec]:
-        cut = [axes(d) if d is not None else () for d in dims]
+        cut = [axes(*d.split("+")) if d is not None else () for d in dims]
         spec = PartitionSpec(*(None if not a else a[0] if len(a) == 1 else a for a in cut))
         for leaf in jax.tree.leaves(value):
             if len(dims) > jnp.ndim(leaf):

@@ -1,0 +1,69 @@
+"""Attention over a sequence that is cut, by trading the cut: before it heads for sequence, after it sequence for heads.
+
+    q, k, v [B, T_c, N, H]  -- all-to-all -->  [B, T, N_c, H]  -- attention -->  [B, T, N_c, H]  -- all-to-all -->  [B, T_c, N, H]
+
+Each device attends over whole sequences for its share of the heads, so masks, segments and kernels are those of one device, and the
+work is the same on each. What is saved for the backward pass is cut by heads and never sent again.
+
+Wire, per device and call, with |x| the bytes of a shard of x and C devices:
+
+    forward    (C-1)/C (|q| + |k| + |v| + |out|) + (C-1) |ids|
+    backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, of segments and of positions where given
+
+When: heads enough (N a multiple of tensor x context); C times less on the wire than a ring for large C. When not: few key heads, which
+have to be repeated up to one per device.
+Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from spmdkit.ops.attention_blocks import Implementation, Keys, Mask
+from spmdkit.ops.collectives import all_gather, all_to_all
+
+
+class ByHeads(NamedTuple):
+    """What the backward pass needs, of whole sequences and this device's heads."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out: jax.Array
+    lse: jax.Array
+
+
+def forward(
+    implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
+) -> tuple[jax.Array, ByHeads]:
+    """Returns (out [B, T/C, N, H], what the backward pass needs)."""
+    q, k, v = (_to_heads(x) for x in (q, own.k, own.v))
+    out, lse = implementation.forward(q, k, v, _mask(causal, own), scale)
+    out = out.astype(q.dtype)
+    return _to_sequence(out), ByHeads(q, k, v, out, lse)
+
+
+def backward(
+    implementation: Implementation, causal: bool, scale: float, kept: ByHeads, own: Keys, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (dq, dk, dv) of this device's part of the sequence; `own` gives only segments and positions."""
+    grads = implementation.backward(*kept, _to_heads(dout), _mask(causal, own), scale)
+    dq, dk, dv = (_to_sequence(g.astype(x.dtype)) for g, x in zip(grads, kept[:3], strict=True))
+    return dq, dk, dv
+
+
+def _to_heads(x: jax.Array) -> jax.Array:
+    return all_to_all(x, "sequence", split_dim=2, join_dim=1)
+
+
+def _to_sequence(x: jax.Array) -> jax.Array:
+    return all_to_all(x, "sequence", split_dim=1, join_dim=2)
+
+
+def _mask(causal: bool, own: Keys) -> Mask:
+    segments, positions = (
+        None if x is None else all_gather(x, "sequence", dim=1) for x in (own.segments, own.positions)
+    )
+    return Mask(causal, segments, segments, positions, positions)

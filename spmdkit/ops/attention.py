@@ -1,0 +1,287 @@
+"""`sk.attention`: softmax attention on every mesh, in the form and by the implementation that the config and the devices say.
+
+    out[B_x, T_c, N_t, H] = softmax(scale q[B_x, T_c, N_t, H] . k[B_x, S_c, K_t, H]^T) v[B_x, S_c, K_t, H]
+
+x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / K neighbours one.
+
+    context = 1                      each device its own heads and examples; nothing is sent
+    attention.context: ring          ring_attention.py
+    attention.context: all_to_all    all_to_all_attention.py
+
+    implementation    where               chosen by auto
+    xla               everywhere          where no other can; attention_blocks.py
+    cudnn             NVIDIA GPU          attention_cudnn.py
+    splash            TPU                 attention_splash.py
+
+The forward pass keeps q, k, v, `out` and `lse` (named "attention", so that `remat: {save: [attention]}` does not compute it again); the
+backward pass is written by hand, and computes the scores again block by block. So no array of T^2 values outlives a block.
+
+Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice. Inside of
+`sk.manual` the arguments are shards, and it runs as it is; there the surrounding part computes the forward pass a second time.
+Wire: as in the files of the two forms. Key heads fewer than the tensor axis are repeated, with an all-reduce of dk and dv over it.
+Source: Vaswani et al. (2017); Ainslie et al., "GQA" (2023), for the grouped heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from spmdkit import compat, scope
+from spmdkit.errors import ConfigError, nearest
+from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
+from spmdkit.ops.all_to_all_attention import ByHeads
+from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
+from spmdkit.ops.collectives import axes, axis_size
+from spmdkit.ops.context import chunks, order
+from spmdkit.ops.manual import cuts, manual
+
+IMPLEMENTATIONS = {"xla": XLA, "cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH}
+
+HEADS = ("batch", "sequence", "heads", None)
+ROWS = ("batch", "sequence")
+BY_HEADS = ByHeads(*[("batch", None, "heads+sequence", None)] * 4, ("batch", None, "heads+sequence"))
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    causal: bool = True,
+    positions_BT: jax.Array | None = None,
+    segment_ids_BT: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the attention of each query over the keys that it sees, [B, T, N, H] in the dtype of `q`.
+
+    On a mesh with a context axis the tokens are in its order: put them there with `sk.context_order`, once.
+
+    Args:
+        causal: a query sees the keys of its own position and of earlier ones.
+        positions_BT: int32[B, T] or [T], where tokens stand for the causal mask; default: as `sk.context_positions` says, which is
+            cheaper: blocks that are hidden are then known and left out.
+        segment_ids_BT: int32[B, T], of packed sequences: tokens see their own segment alone. A negative id is padding: zeros come out.
+        scale: of the scores; default `1 / sqrt(H)`.
+        implementation: instead of the config's `attention.implementation`.
+
+    Layout: q, k, v and the result as `batch`, `sequence`, `heads`; ids as `batch`, `sequence`.
+
+    Raises:
+        ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not run here;
+            tokens that were not put into the order of the mesh.
+    """
+    step = scope.current_step()
+    step.uses.add("attention")
+    _check_shapes(q_BTNH, k_BSKH, v_BSKH, causal, positions_BT, segment_ids_BT)
+    _check_mesh(step, q_BTNH, causal, positions_BT)
+    call = _Call(
+        step,
+        _implementation(step, implementation, q_BTNH, k_BSKH, segment_ids_BT is not None, positions_BT is not None),
+        causal,
+        1 / math.sqrt(q_BTNH.shape[3]) if scale is None else float(scale),
+        step.attention.context == "all_to_all" and axis_size("sequence") > 1,
+    )
+    positions = positions_BT[None] if positions_BT is not None and positions_BT.ndim == 1 else positions_BT
+    k_BSKH, v_BSKH = (_repeated(step, x) for x in (k_BSKH, v_BSKH))
+    operands = _alike(step, (q_BTNH, Keys(k_BSKH, v_BSKH, segment_ids_BT, positions)))
+    out_BTNH = _differentiable(call)(*operands)
+    if segment_ids_BT is not None:
+        out_BTNH = jnp.where(segment_ids_BT[:, :, None, None] < 0, 0, out_BTNH)
+    return out_BTNH
+
+
+# ---- two parts, forward and backward ------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """What is fixed while one call of `attention` is traced."""
+
+    step: scope.Step
+    implementation: Implementation
+    causal: bool
+    scale: float
+    by_heads: bool
+
+    @property
+    def fixed(self) -> tuple[Implementation, bool, float]:
+        return self.implementation, self.causal, self.scale
+
+
+def _differentiable(call: _Call) -> Any:
+    """Returns `(q, keys) -> out` with the gradient of its form; both passes see the step of the call."""
+    out_dims = (HEADS, BY_HEADS if call.by_heads else ROWS + ("heads",))
+
+    @jax.custom_vjp
+    def run(q: jax.Array, keys: Keys) -> jax.Array:
+        return forward(q, keys)[0]
+
+    def forward(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
+        with scope.tracing(call.step):
+            part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims)
+            out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
+        ids = keys._replace(k=None, v=None)
+        return out, (kept, ids) if call.by_heads else (ByHeads(q, keys.k, keys.v, out, kept), ids)
+
+    def backward(residuals: tuple[ByHeads, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
+        kept, ids = residuals
+        kept_dims = BY_HEADS if call.by_heads else ByHeads(HEADS, HEADS, HEADS, HEADS, (*ROWS, "heads"))
+        with scope.tracing(call.step):
+            in_dims = [kept_dims, _keys_dims(ids), HEADS]
+            dq, dk, dv = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS))(kept, ids, dout)
+        return dq, Keys(dk, dv, None, None)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _forward(call: _Call) -> Any:
+    def attention(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
+        if call.by_heads:
+            return all_to_all_attention.forward(*call.fixed, q, keys)
+        if axis_size("sequence") > 1:
+            out, lse = ring_attention.forward(*call.fixed, q, keys)
+        else:
+            mask = keys.seen_by(keys, call.causal)
+            out, lse = call.implementation.forward(q, keys.k, keys.v, mask, call.scale)
+        return out.astype(q.dtype), lse
+
+    return attention
+
+
+def _backward(call: _Call) -> Any:
+    def attention_gradient(kept: ByHeads, ids: Keys, dout: jax.Array) -> tuple[jax.Array, ...]:
+        if call.by_heads:
+            return all_to_all_attention.backward(*call.fixed, kept, ids, dout)
+        q, k, v, out, lse = kept
+        if axis_size("sequence") > 1:
+            grads = ring_attention.backward(*call.fixed, q, ids._replace(k=k, v=v), out, lse, dout)
+        else:
+            mask = ids.seen_by(ids, call.causal)
+            grads = call.implementation.backward(q, k, v, out, lse, dout, mask, call.scale)
+        return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+
+    return attention_gradient
+
+
+def _keys_dims(keys: Keys) -> Any:
+    one_row = keys.positions is not None and keys.positions.shape[0] == 1
+    return Keys(HEADS, HEADS, ROWS, (None, "sequence") if one_row else ROWS)
+
+
+def _alike(step: scope.Step, operands: Any) -> Any:
+    """Inside of `shard_map`: returns all operands typed as differing where one of them, or a device's part of the sequence, does."""
+    found = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
+    if step.in_manual:
+        found |= set(axes("sequence"))
+    return compat.as_varying(operands, sorted(found))
+
+
+def _repeated(step: scope.Step, x_BSKH: jax.Array) -> jax.Array:
+    """Returns key heads repeated as often as it takes to cut them like the query heads."""
+    tensor = 1 if step.in_manual else axis_size("heads")
+    cut = tensor * (axis_size("sequence") if step.attention.context == "all_to_all" else 1)
+    num = x_BSKH.shape[2]
+    return x_BSKH if num % cut == 0 else jnp.repeat(x_BSKH, math.lcm(num, cut) // num, axis=2)
+
+
+# ---- the choice ----------------------------------------------------------------------------------------------------------
+
+
+def _implementation(
+    step: scope.Step, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
+) -> Implementation:
+    """Returns the implementation asked for, or with `auto` the best one that takes the operands on the mesh's devices.
+
+    Outside of a program no devices are known: `auto` is xla there, and a name is taken at its word.
+    """
+    name, key = (asked, "implementation") if asked else (step.attention.implementation, "attention.implementation")
+    known = ("auto", *IMPLEMENTATIONS)
+    if name not in known:
+        raise ConfigError(f"sk.attention: {key} is {name!r}.{nearest(name, known)} Known are {', '.join(known)}.")
+    device = None if step.mesh is None else step.mesh.devices.flat[0]
+    ids = tuple(what for what, given in (("segment ids", segments), ("positions", positions)) if given)
+    lengths = _block_lengths(step, q.shape[1], k.shape[1])
+    why = {
+        "cudnn": attention_cudnn.missing(device, q, lengths, ids),
+        "splash": attention_splash.missing(device, q, lengths, ids),
+        "xla": None,
+    }
+    if name == "auto":
+        return XLA if device is None else next(IMPLEMENTATIONS[n] for n, lacks in why.items() if lacks is None)
+    if why[name]:
+        raise ConfigError(f"sk.attention: {key} is {name}, but {why[name]}. Use auto, which takes what fits, or xla.")
+    return IMPLEMENTATIONS[name]
+
+
+def _block_lengths(step: scope.Step, *lengths: int) -> tuple[int, ...]:
+    """Returns the numbers of queries and keys that one call of an implementation sees."""
+    num = axis_size("sequence")
+    if step.attention.context == "all_to_all":
+        return tuple(length * (num if step.in_manual else 1) for length in lengths)
+    own = [length // (1 if step.in_manual or not cuts(step) else num) for length in lengths]
+    return tuple(own) if order() == "contiguous" else tuple(length // 2 for length in own)
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------------
+
+
+def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_ids: Any) -> None:
+    shapes = f"q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)}, v {v.dtype}{list(v.shape)}"
+    if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
+        raise ConfigError(
+            f"sk.attention: {shapes}. They are q [B, T, N, H] and k, v [B, S, K, H], with the same B and H. Reshape them."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"sk.attention: {shapes}. They have one dtype. Cast them, for example k.astype(q.dtype).")
+    if q.shape[2] % k.shape[2]:
+        raise ConfigError(
+            f"sk.attention: {shapes}. Each key head serves the same number of query heads, and {q.shape[2]} is not divisible by "
+            f"{k.shape[2]}. Change the number of heads."
+        )
+    same_tokens = causal or positions is not None or segment_ids is not None
+    if same_tokens and q.shape[1] != k.shape[1]:
+        raise ConfigError(
+            f"sk.attention: {shapes}. A causal mask, positions and segment ids are those of the same tokens, found {q.shape[1]} queries and "
+            f"{k.shape[1]} keys. Use causal=False without ids for keys of other tokens."
+        )
+    for name, ids, fits in (
+        ("segment_ids_BT", segment_ids, (q.shape[:2],)),
+        ("positions_BT", positions, (q.shape[:2], q.shape[1:2])),
+    ):
+        if ids is not None and (ids.shape not in fits or not jnp.issubdtype(ids.dtype, jnp.integer)):
+            raise ConfigError(
+                f"sk.attention: {name} is {ids.dtype}{list(ids.shape)}, and q has {q.shape[0]} x {q.shape[1]} tokens. It is one whole number "
+                f"for each, int32{list(fits[0])}. Reshape or cast it."
+            )
+    if positions is not None and not causal:
+        raise ConfigError("sk.attention: positions_BT has no effect with causal=False. Remove it.")
+
+
+def _check_mesh(step: scope.Step, q: jax.Array, causal: bool, positions: Any) -> None:
+    num, tensor = axis_size("sequence"), 1 if step.in_manual else axis_size("heads")
+    if num > 1 and causal and positions is None and order() == "zigzag" and "context_order" not in step.uses:
+        raise ConfigError(
+            f"sk.attention: mesh.context is {num}, in zigzag order, and the model has not put its tokens into that order. A causal mask would "
+            "hide the wrong keys. Call sk.context_order on tokens, targets, masks and segment ids first, and take positions from "
+            "sk.context_positions; or set attention: {order: contiguous}."
+        )
+    unit = 1 if num == 1 else chunks(num) // (num if step.in_manual else 1)
+    if q.shape[1] % unit:
+        raise ConfigError(
+            f"sk.attention: q has {q.shape[1]} tokens; mesh.context {num} in {order()} order cuts them into {unit} chunks. The number of "
+            f"tokens is a multiple of {unit}. Try {-(-q.shape[1] // unit) * unit}."
+        )
+    cut = tensor * (num if step.attention.context == "all_to_all" else 1)
+    if q.shape[2] % cut:
+        ring = ", or attention: {context: ring}" if cut > tensor and q.shape[2] % tensor == 0 else ""
+        by = f"mesh.tensor {tensor} x mesh.context {num}" if cut > tensor else f"mesh.tensor {tensor}"
+        raise ConfigError(
+            f"sk.attention: {q.shape[2]} query heads are cut over {by} = {cut} devices, and {q.shape[2]} is not divisible by {cut}. "
+            f"Change the number of heads to a multiple of {cut}{ring}, or use a smaller axis."
+        )

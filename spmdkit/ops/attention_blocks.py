@@ -1,0 +1,238 @@
+"""Attention of some queries over some keys in plain XLA, block by block, and what joins two such results.
+
+    s = scale Q[T, H] . K[S, H]^T    out = softmax(s) V    lse = log sum_S exp(s)
+
+Softmax, sums and the result are in float32; products have operands in the dtype of `q`. Forward keeps `out` and `lse` only; backward computes
+the scores again. Beyond BLOCK queries or keys the scores exist for one pair of blocks at a time (online softmax), in one loop
+over the pairs that the mask leaves: with `causal` the n (n + 1) / 2 lower ones of n^2.
+
+A query that sees no key has out = 0, lse = -inf and a gradient of zero.
+
+Every implementation of attention has this pair of functions, so that the ring can join the results of any of them:
+
+    forward(q_BTNH, k_BSKH, v_BSKH, mask, scale) -> out_BTNH, lse_BTN (float32)
+    backward(q, k, v, out, lse, dout_BTNH, mask, scale) -> dq, dk, dv      `out` and `lse` over all keys, also those of other blocks
+
+Shape suffixes: B examples, T queries, S keys, N query heads, K key heads, G = N / K, H width of a head, t and s inside one block.
+
+Memory: temporaries of 3 x 4 B N BLOCK^2 bytes at most, and float32 copies of what is returned.
+Source: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao, "FlashAttention-2" (2023), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmdkit import compat
+
+BLOCK = 512
+WHOLE = 1024
+"""Up to so many queries and keys the scores are made at once."""
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees: all of these that are given must hold.
+
+    Attributes:
+        causal: key index <= query index, both counted from zero; with positions, key position <= query position.
+        q_segments, k_segments: int32[B, T], int32[B, S]; equal.
+        q_positions, k_positions: int32[B or 1, T], int32[B or 1, S].
+    """
+
+    causal: bool = False
+    q_segments: jax.Array | None = None
+    k_segments: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    k_positions: jax.Array | None = None
+
+    @property
+    def by_index(self) -> bool:
+        """Whether blocks above the diagonal are known to be empty."""
+        return self.causal and self.q_positions is None
+
+
+class Keys(NamedTuple):
+    """Keys and values, with the segments and positions of their tokens where these are given."""
+
+    k: jax.Array
+    v: jax.Array
+    segments: jax.Array | None = None
+    positions: jax.Array | None = None
+
+    def seen_by(self, queries: Keys, causal: bool) -> Mask:
+        """Returns the mask of the tokens of `queries` over these."""
+        return Mask(causal, queries.segments, self.segments, queries.positions, self.positions)
+
+
+class Implementation(NamedTuple):
+    """One way to compute attention on one device."""
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out float32[B, T, N, H], lse float32[B, T, N])."""
+    cut = _Cut(q_BTNH, k_BSKH, mask)
+    q_nBKGtH, k_nBKsH, v_nBKsH = cut.queries(q_BTNH), cut.keys(k_BSKH), cut.keys(v_BSKH)
+    lead = q_nBKGtH.shape[:-1]
+    start = (jnp.zeros(q_nBKGtH.shape, jnp.float32), jnp.full(lead, -jnp.inf), jnp.zeros(lead, jnp.float32))
+
+    def step(carry: tuple[jax.Array, ...], i: jax.Array | int, j: jax.Array | int) -> tuple[jax.Array, ...]:
+        acc, top, total = (_at(x, i) for x in carry)
+        s = cut.scores(_at(q_nBKGtH, i), _at(k_nBKsH, j), i, j, scale)
+        new_top = jnp.maximum(top, s.max(-1))
+        shift = _finite(new_top)
+        p = jnp.exp(s - shift[..., None])
+        keep = jnp.exp(top - shift)
+        v = _at(v_nBKsH, j)
+        acc = acc * keep[..., None] + _product("bkgts,bksh->bkgth", p.astype(v.dtype), v)
+        new = (acc, new_top, total * keep + p.sum(-1))
+        return tuple(_put(x, y, i) for x, y in zip(carry, new, strict=True))
+
+    acc, top, total = cut.over_pairs(step, start, (q_BTNH, k_BSKH, v_BSKH, mask))
+    out = acc / jnp.where(total == 0, 1, total)[..., None]
+    lse = jnp.where(total == 0, -jnp.inf, _finite(top) + jnp.log(jnp.where(total == 0, 1, total)))
+    return cut.restore_queries(out), cut.restore_queries(lse[..., None])[..., 0]
+
+
+def backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    out_BTNH: jax.Array,
+    lse_BTN: jax.Array,
+    dout_BTNH: jax.Array,
+    mask: Mask,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (dq, dk, dv) in float32; `lse` and `out` may cover more keys than these."""
+    cut = _Cut(q_BTNH, k_BSKH, mask)
+    delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(-1)
+    q_nBKGtH, k_nBKsH, v_nBKsH = cut.queries(q_BTNH), cut.keys(k_BSKH), cut.keys(v_BSKH)
+    dout_nBKGtH = cut.queries(dout_BTNH.astype(q_BTNH.dtype))
+    lse, delta = (cut.queries(x[..., None]) for x in (_finite(lse_BTN), delta_BTN))
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_nBKGtH, k_nBKsH, v_nBKsH))
+
+    def step(carry: tuple[jax.Array, ...], i: jax.Array | int, j: jax.Array | int) -> tuple[jax.Array, ...]:
+        dq, dk, dv = carry
+        q, k, v, dout = _at(q_nBKGtH, i), _at(k_nBKsH, j), _at(v_nBKsH, j), _at(dout_nBKGtH, i)
+        p = jnp.exp(cut.scores(q, k, i, j, scale) - _at(lse, i))
+        dp = _product("bkgth,bksh->bkgts", dout, v)
+        ds = (p * (dp - _at(delta, i)) * scale).astype(q.dtype)
+        dq = _put(dq, _at(dq, i) + _product("bkgts,bksh->bkgth", ds, k), i)
+        dk = _put(dk, _at(dk, j) + _product("bkgts,bkgth->bksh", ds, q), j)
+        dv = _put(dv, _at(dv, j) + _product("bkgts,bkgth->bksh", p.astype(dout.dtype), dout), j)
+        return dq, dk, dv
+
+    operands = (q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BTN, dout_BTNH, mask)
+    dq, dk, dv = cut.over_pairs(step, start, operands)
+    return cut.restore_queries(dq), cut.restore_keys(dk), cut.restore_keys(dv)
+
+
+XLA = Implementation(forward, backward)
+
+
+def merge(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) over the keys of both results: float32[..., H] and float32[...]."""
+    top = _finite(jnp.maximum(lse, other_lse))
+    weight, other_weight = jnp.exp(lse - top), jnp.exp(other_lse - top)
+    total = weight + other_weight
+    divisor = jnp.where(total == 0, 1, total)
+    joined = out * (weight / divisor)[..., None] + other.astype(jnp.float32) * (other_weight / divisor)[..., None]
+    return joined, jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor))
+
+
+class _Cut:
+    """Queries and keys cut into blocks, the short last one filled up with zeros."""
+
+    def __init__(self, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask):
+        self.T, self.S, self.mask = q_BTNH.shape[1], k_BSKH.shape[1], mask
+        self.num_kv_heads = k_BSKH.shape[2]
+        whole = max(self.T, self.S) <= WHOLE
+        self.t, self.s = (self.T, self.S) if whole else (min(BLOCK, self.T), min(BLOCK, self.S))
+        self.num_q, self.num_k = -(-self.T // self.t), -(-self.S // self.s)
+
+    def queries(self, x_BTNH: jax.Array) -> jax.Array:
+        """Returns [n, B, K, G, t, H]."""
+        x = _fill(x_BTNH, self.num_q * self.t)
+        B, _, N, H = x.shape
+        x = x.reshape(B, self.num_q, self.t, self.num_kv_heads, N // self.num_kv_heads, H)
+        return x.transpose(1, 0, 3, 4, 2, 5)
+
+    def keys(self, x_BSKH: jax.Array) -> jax.Array:
+        """Returns [n, B, K, s, H]."""
+        x = _fill(x_BSKH, self.num_k * self.s)
+        B, _, K, H = x.shape
+        return x.reshape(B, self.num_k, self.s, K, H).transpose(1, 0, 3, 2, 4)
+
+    def restore_queries(self, x: jax.Array) -> jax.Array:
+        num, B, K, G, t, H = x.shape
+        return x.transpose(1, 0, 4, 2, 3, 5).reshape(B, num * t, K * G, H)[:, : self.T]
+
+    def restore_keys(self, x: jax.Array) -> jax.Array:
+        num, B, K, s, H = x.shape
+        return x.transpose(1, 0, 3, 2, 4).reshape(B, num * s, K, H)[:, : self.S]
+
+    def over_pairs(self, step: Callable[..., tuple[jax.Array, ...]], start: tuple[jax.Array, ...], operands: object):
+        """Returns the carry of `step(carry, i, j)` after all pairs of a query block and a key block that may meet."""
+        axes = sorted(set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands) if hasattr(x, "dtype"))))
+        start = compat.as_varying(start, axes)
+        pairs = [(i, j) for i in range(self.num_q) for j in range(self.num_k)]
+        if self.mask.by_index:
+            pairs = [(i, j) for i, j in pairs if j * self.s < (i + 1) * self.t]
+        if len(pairs) == 1:
+            return step(start, 0, 0)
+        return lax.scan(lambda carry, ij: (step(carry, ij[0], ij[1]), None), start, np.array(pairs, np.int32))[0]
+
+    def scores(self, q_BKGtH: jax.Array, k_BKsH: jax.Array, i, j, scale: float) -> jax.Array:
+        """Returns float32[B, K, G, t, s], -inf where the mask hides the key."""
+        s_BKGts = _product("bkgth,bksh->bkgts", q_BKGtH, k_BKsH) * scale
+        q_index, k_index = i * self.t + jnp.arange(self.t), j * self.s + jnp.arange(self.s)
+        mask, seen = self.mask, []
+        if mask.causal and mask.q_positions is None:
+            seen.append((q_index[:, None] >= k_index)[None])
+        elif mask.causal:
+            seen.append(self._rows(mask.q_positions, i)[:, :, None] >= self._columns(mask.k_positions, j)[:, None])
+        if mask.q_segments is not None:
+            seen.append(self._rows(mask.q_segments, i)[:, :, None] == self._columns(mask.k_segments, j)[:, None])
+        if self.num_k * self.s > self.S:
+            seen.append((k_index < self.S)[None, None])
+        for is_seen in seen:
+            s_BKGts = jnp.where(is_seen[:, None, None], s_BKGts, -jnp.inf)
+        return s_BKGts
+
+    def _rows(self, x_BT: jax.Array, i) -> jax.Array:
+        return lax.dynamic_slice_in_dim(_fill(x_BT, self.num_q * self.t), i * self.t, self.t, axis=1)
+
+    def _columns(self, x_BS: jax.Array, j) -> jax.Array:
+        return lax.dynamic_slice_in_dim(_fill(x_BS, self.num_k * self.s), j * self.s, self.s, axis=1)
+
+
+def _product(how: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(how, x, y, preferred_element_type=jnp.float32)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(x == -jnp.inf, 0, x)
+
+
+def _fill(x: jax.Array, length: int) -> jax.Array:
+    missing = length - x.shape[1]
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
+
+
+def _at(x: jax.Array, i) -> jax.Array:
+    return x[0] if isinstance(i, int) else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _put(x: jax.Array, value: jax.Array, i) -> jax.Array:
+    return value[None] if isinstance(i, int) else lax.dynamic_update_index_in_dim(x, value, i, 0)

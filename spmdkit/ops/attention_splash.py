@@ -1,0 +1,97 @@
+"""Splash attention, a Pallas kernel of JAX for TPUs: skips blocks that a causal mask hides, takes segment ids and grouped heads.
+
+Keeps `out` and `lse`, and computes the scores again in the backward pass. Lengths are multiples of 128; heads narrower than a
+multiple of 128 are filled up with zeros, which changes no score (the matrix unit is 128 wide anyway).
+Source: jax 0.10.2, `jax.experimental.pallas.ops.tpu.splash_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdkit import compat
+from spmdkit.ops.attention_blocks import Implementation, Mask
+from spmdkit.ops.kernel import kernel
+
+LANES = 128
+BLOCKS = (512, 256, 128)
+"""Queries and keys of a tile, the largest that divides."""
+
+
+def splash(interpret: bool = False) -> Implementation:
+    """Returns splash attention; with `interpret` the kernel's program runs on any device, slowly, for tests."""
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array]:
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array]:
+            attend = _kernel(q, k, mask.causal, interpret)
+            out, (lse,) = jax.vmap(attend)(_scaled(q, scale), _heads_first(k), _heads_first(v), segments)
+            return out, lse
+
+        out_BNTH, lse_BNT = kernel(run)(q, k, v, _ids(mask))
+        return out_BNTH.swapaxes(1, 2)[..., : q.shape[3]], lse_BNT.swapaxes(1, 2)
+
+    def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, mask: Mask, scale: float) -> Any:
+        def run(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
+            attend = _kernel(q, k, mask.causal, interpret)
+            k, v, out, dout = (_heads_first(x) for x in (k, v, out, dout))
+            gradient = jax.vmap(lambda *xs: compat.splash_attention_gradient(attend, *xs))
+            return gradient(_scaled(q, scale), k, v, out, lse.swapaxes(1, 2), dout, segments)
+
+        grads = kernel(run)(q, k, v, out.astype(q.dtype), lse, dout.astype(q.dtype), _ids(mask))
+        dq, dk, dv = (g.swapaxes(1, 2)[..., : q.shape[3]] for g in grads)
+        return dq.astype(jnp.float32) * scale, dk, dv
+
+    return Implementation(forward, backward)
+
+
+SPLASH = splash()
+
+
+def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str, ...]) -> str | None:
+    """Returns why splash attention cannot take blocks of `lengths` tokens on `device` (None: any TPU), or None when it can."""
+    if device is not None and device.platform != "tpu":
+        return f"it runs on TPUs, and the mesh has {device.platform} devices ({device.device_kind})"
+    if "positions" in ids:
+        return "it takes no positions"
+    if short := [length for length in lengths if length % LANES]:
+        return f"it takes blocks of a multiple of {LANES} tokens, and a device attends to blocks of {short[0]}"
+    return None
+
+
+def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, interpret: bool) -> Any:
+    """Returns the kernel of one example: q [N, T, H], k, v [K, S, H], ids -> (out [N, T, H], (lse float32[N, T],))."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    T, N, S = q_BTNH.shape[1], q_BTNH.shape[2], k_BSKH.shape[1]
+    t, s = (next(b for b in BLOCKS if length % b == 0) for length in (T, S))
+    return splash_kernel.make_splash_mha(
+        masks.MultiHeadMask([(masks.CausalMask if causal else masks.FullMask)((T, S))] * N),
+        block_sizes=splash_kernel.BlockSizes(
+            block_q=t, block_kv=s, block_q_dkv=t, block_kv_dkv=s, block_q_dq=t, block_kv_dq=s
+        ),
+        save_residuals=True,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+
+
+def _ids(mask: Mask) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+
+    if mask.q_segments is None or mask.k_segments is None:
+        return None
+    return splash_kernel.SegmentIds(mask.q_segments, mask.k_segments)
+
+
+def _heads_first(x_BTNH: jax.Array) -> jax.Array:
+    """Returns [B, N, T, H] with H filled up to a multiple of 128."""
+    return jnp.pad(x_BTNH.swapaxes(1, 2), [(0, 0)] * 3 + [(0, -x_BTNH.shape[3] % LANES)])
+
+
+def _scaled(q_BTNH: jax.Array, scale: float) -> jax.Array:
+    return _heads_first((q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype))

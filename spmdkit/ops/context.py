@@ -1,0 +1,135 @@
+"""The order in which a mesh with a context axis holds a sequence, and the way into it and back.
+
+A sequence of T tokens is cut over the C devices of the context axis. Under a causal mask token t needs t + 1 keys, so that with
+neighbouring parts the last device works C times as long as the first. The zig-zag order cuts 2 C chunks and gives device i
+the chunks i and 2C-1-i: an early and a late one, the same work for each.
+
+    zigzag       C = 2, chunks 0 1 2 3:   device 0 holds 0 3, device 1 holds 1 2
+    contiguous   device 0 holds 0 1, device 1 holds 2 3
+
+A model puts what runs along the sequence (inputs, targets shifted before, loss masks, segment ids) into this order once:
+
+    inputs_BT, targets_BT = sk.context_order((tokens_BT[:, :-1], tokens_BT[:, 1:]))
+    positions_T = sk.context_positions(inputs_BT.shape[1])            # for rotary and learned positions
+
+After that everything is per token, and `sk.attention` knows the order. A mean over tokens does not depend on it. Without a context
+axis these functions return what they are given.
+
+Wire: into the order nothing (each device slices the whole sequence that it has); back (C-1)/C to 1 times the shard's bytes.
+Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2 (chunks i and 2C-1-i).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import scope
+from spmdkit.errors import ConfigError
+from spmdkit.ops.collectives import axes, axis_index, axis_size
+from spmdkit.ops.manual import manual
+from spmdkit.tree import named_leaves
+
+Order = Literal["zigzag", "contiguous"]
+
+
+def order() -> Order:
+    """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours together."""
+    choice = scope.current_step().attention
+    return "zigzag" if choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1 else "contiguous"
+
+
+def context_order(tree: Any, dim: int = 1) -> Any:
+    """Returns the arrays of `tree` with their `dim`, a whole sequence, in the order of the mesh and cut over its context axis.
+
+    Layout: in, dim 0 as `batch` and `dim` whole; out, `dim` as `sequence`. With `dim=0` there is no batch dim.
+
+    Raises:
+        ConfigError: the length is not divisible by twice the context axis (contiguous: by the axis).
+    """
+    scope.current_step().uses.add("context_order")
+    num, unit = _parts(tree, dim, "sk.context_order")
+    if num == 1:
+        return tree
+
+    def context_order(tree: Any) -> Any:
+        index = axis_index("sequence")
+
+        def own(x: jax.Array) -> jax.Array:
+            chunk = x.shape[dim] // unit
+            take = lambda i: lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=dim)
+            return jnp.concatenate([take(index), take(unit - 1 - index)], dim) if unit > num else take(index)
+
+        return jax.tree.map(own, tree)
+
+    return manual(context_order, [_dims(dim, None)], _dims(dim, "sequence"))(tree)
+
+
+def context_positions(length: int) -> jax.Array:
+    """Returns int32[length], the position in the sequence of each place in the order of the mesh, cut over its context axis.
+
+    Inside of `sk.manual`: int32[length / C], those of this device.
+    """
+    return context_order(jnp.arange(length, dtype=jnp.int32), dim=0)
+
+
+def context_restore(tree: Any, dim: int = 1) -> Any:
+    """Returns the arrays of `tree`, whose `dim` is in the order of the mesh, in the order of the sequence; still cut.
+
+    For what leaves a model one value per token, in an evaluation say. A loss needs it not.
+
+    Wire: each half of a shard goes to one device, two permutations in all.
+    """
+    num, unit = _parts(tree, dim, "sk.context_restore")
+    if unit == num:
+        return tree
+    chunks = [(i, unit - 1 - i) for i in range(num)]  # one is even, the other odd
+    even = [(i, (a if a % 2 == 0 else b) // 2) for i, (a, b) in enumerate(chunks)]
+    odd = [(i, (a if a % 2 else b) // 2) for i, (a, b) in enumerate(chunks)]
+
+    def context_restore(tree: Any) -> Any:
+        is_even, (axis,) = axis_index("sequence") % 2 == 0, axes("sequence")
+
+        def restore(x: jax.Array) -> jax.Array:
+            early, late = jnp.split(x, 2, dim)
+            to_even = lax.ppermute(jnp.where(is_even, early, late), axis, even)
+            return jnp.concatenate([to_even, lax.ppermute(jnp.where(is_even, late, early), axis, odd)], dim)
+
+        return jax.tree.map(restore, tree)
+
+    return manual(context_restore, [_dims(dim, "sequence")], _dims(dim, "sequence"))(tree)
+
+
+def chunks(num: int) -> int:
+    """Returns the number of chunks of a sequence on `num` devices in the order of the mesh in scope."""
+    return 2 * num if order() == "zigzag" else num
+
+
+def _parts(tree: Any, dim: int, what: str) -> tuple[int, int]:
+    """Returns (devices along the context axis, chunks of a sequence)."""
+    num = axis_size("sequence")
+    unit = chunks(num)
+    if num == 1:
+        return 1, 1
+    if len(found := axes("sequence")) > 1:
+        raise ConfigError(
+            f"{what}: layout.axes.sequence means the mesh axes {list(found)}. A sequence runs along one axis. Name context alone."
+        )
+    for path, leaf in named_leaves(tree):
+        length = jnp.shape(leaf)[dim] if jnp.ndim(leaf) > dim else None
+        if length is None or (what == "sk.context_order" and length % unit):
+            shape = tuple(jnp.shape(leaf))
+            at = f" '{path}'" if path else ""
+            raise ConfigError(
+                f"{what}(dim={dim}): the array{at} has shape {shape}; mesh.context {num} in {order()} order cuts dim {dim} into "
+                f"{unit} chunks. The dim exists and is a multiple of {unit}. Try a length of "
+                f"{-(-(length or 1) // unit) * unit}."
+            )
+    return num, unit
+
+
+def _dims(dim: int, name: str | None) -> tuple[str | None, ...]:
+    return (*(("batch", *[None] * (dim - 1)) if dim else ()), name)

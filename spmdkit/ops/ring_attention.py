@@ -1,0 +1,192 @@
+"""Attention over a sequence that is cut over a ring of devices: keys and values go round, queries stay.
+
+    out[B, T_c, N, H] = softmax(q[B, T_c, N, H] . k[B, S_c, K, H]^T) v[B, S_c, K, H]          c: context, C devices
+
+Each device holds the queries, keys and values of its own part. In turn s = 1 .. C-1 it has those of the device s places before it,
+adds what its queries see there (online softmax in float32), and passes them on meanwhile. The backward pass goes round once
+more, from `out` and `lse` alone; the gradients of k and v travel behind them, in float32, and come home.
+
+In zig-zag order (context.py) the device of chunks i and 2C-1-i sees of chunks j and 2C-1-j: for j < i chunk j with both its own
+chunks, for j > i both chunks with its later one. Always two full blocks of (T/2C)^2 out of four, so the program has no branch and every
+device the same work: (C+1) T^2 / 2 C^2 scores, of which C T^2 / 2 C^2 are seen. In contiguous order device i has i full blocks in
+C-1 turns, and the last one sets the time: about twice as long.
+
+Wire, per device and call, with |x| the bytes of a shard of x:
+
+    forward    (C-1) (|k| + |v| + |ids|)
+    backward   (C-1) (|k| + |v| + |dk| + |dv| + |ids|)       dk and dv in float32; ids: int32, of segments and of positions where given
+
+When: sequences too long for one device, any number of heads. When not: fewer than about 10^3 tokens per device, where a turn is too
+short to hide the transfer.
+Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Llama 3 (2024), section 3.3.2, for the balanced order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import compat
+from spmdkit.ops.attention_blocks import Implementation, Keys, Mask, merge
+from spmdkit.ops.collectives import axis_index, axis_size, ring_shift
+from spmdkit.ops.context import order
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+def forward(
+    implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out float32[B, T/C, N, H], lse float32[B, T/C, N]) of this device's queries over all keys."""
+    num, index = axis_size("sequence"), axis_index("sequence")
+    is_full = _is_full(causal, own)
+
+    def add(state: Pair, passed: Keys, turn: Any) -> Pair:
+        source = (index - turn) % num
+
+        def whole() -> Pair:
+            mask = passed.seen_by(own, causal and not is_full)
+            return merge(*state, *implementation.forward(q, passed.k, passed.v, mask, scale))
+
+        if not causal or not is_full:
+            return whole()
+        if order() == "contiguous":
+            return lax.cond(source < index, whole, lambda: state)
+        two = _Two(source < index)
+        mask = Mask(False, *two.segments(own, passed))
+        out, lse = implementation.forward(two.queries(q), two.keys(passed.k), two.keys(passed.v), mask, scale)
+        return two.merge(state, (out, lse))
+
+    def turn(carry: tuple[Keys, Pair], number: jax.Array) -> tuple[tuple[Keys, Pair], None]:
+        passed, state = carry
+        return (_shift(passed), add(state, passed, number)), None
+
+    passed = _shift(own)
+    out, lse = implementation.forward(q, own.k, own.v, own.seen_by(own, causal), scale)
+    state = (out.astype(jnp.float32), lse)
+    if num > 2:
+        (passed, state), _ = lax.scan(turn, (passed, state), jnp.arange(1, num - 1))
+    return add(state, passed, num - 1)
+
+
+def backward(
+    implementation: Implementation,
+    causal: bool,
+    scale: float,
+    q: jax.Array,
+    own: Keys,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (dq, dk, dv), float32, of this device's queries, keys and values."""
+    num, index = axis_size("sequence"), axis_index("sequence")
+    is_full = _is_full(causal, own)
+
+    def add(dq: jax.Array, passed: Keys, turn: Any) -> tuple[jax.Array, Pair]:
+        """Returns (dq with what this device's queries see of `passed`, their part of the gradient of its k and v)."""
+        source = (index - turn) % num
+
+        def whole() -> tuple[jax.Array, Pair]:
+            mask = passed.seen_by(own, causal and not is_full)
+            new, dk, dv = _float32(implementation.backward(q, passed.k, passed.v, out, lse, dout, mask, scale))
+            return dq + new, (dk, dv)
+
+        if not causal or not is_full:
+            return whole()
+        if order() == "contiguous":
+            return lax.cond(source < index, whole, lambda: (dq, (_zeros(passed.k), _zeros(passed.v))))
+        two = _Two(source < index)
+        mask = Mask(False, *two.segments(own, passed))
+        k, v = two.keys(passed.k), two.keys(passed.v)
+        found = implementation.backward(*(two.queries(q), k, v), *map(two.queries, (out, lse, dout)), mask, scale)
+        new, dk, dv = _float32(found)
+        return dq + two.queries_back(new), (two.keys_back(dk), two.keys_back(dv))
+
+    def turn(carry: tuple[Keys, Pair, jax.Array], number: jax.Array) -> Any:
+        passed, moving, dq = carry
+        following, arrived = _shift(passed), _shift(moving)
+        dq, new = add(dq, passed, number)
+        return (following, jax.tree.map(jnp.add, arrived, new), dq), None
+
+    passed = _shift(own)
+    dq, dk, dv = _float32(implementation.backward(q, own.k, own.v, out, lse, dout, own.seen_by(own, causal), scale))
+    following = _shift(passed) if num > 2 else passed
+    dq, moving = add(dq, passed, 1)
+    passed = following
+    if num > 3:
+        (passed, moving, dq), _ = lax.scan(turn, (passed, moving, dq), jnp.arange(2, num - 1))
+    if num > 2:
+        arrived = _shift(moving)
+        dq, new = add(dq, passed, num - 1)
+        moving = jax.tree.map(jnp.add, arrived, new)
+    home_k, home_v = _shift(moving)
+    return dq, dk + home_k, dv + home_v
+
+
+def _shift(tree: Any) -> Any:
+    return jax.tree.map(lambda x: ring_shift(x, "sequence"), tree)
+
+
+def _float32(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(x.astype(jnp.float32) for x in arrays)
+
+
+def _zeros(like: jax.Array) -> jax.Array:
+    return compat.as_varying(jnp.zeros(like.shape, jnp.float32), sorted(compat.varying_axes(like)))
+
+
+def _is_full(causal: bool, own: Keys) -> bool:
+    """Whether the order alone says which blocks a causal mask leaves: then those blocks are full."""
+    return causal and own.positions is None
+
+
+class _Two:
+    """The two full blocks that a device in zig-zag order has with another one, stacked along the examples.
+
+    The first is the later half of its queries with the earlier half of the keys. The second is both earlier halves when the
+    keys' device stands before it, else both later ones.
+    """
+
+    def __init__(self, is_before: jax.Array):
+        self.is_before = is_before
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        early, late = jnp.split(x, 2, 1)
+        return jnp.concatenate([late, jnp.where(self.is_before, early, late)])
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        early, late = jnp.split(x, 2, 1)
+        return jnp.concatenate([early, jnp.where(self.is_before, early, late)])
+
+    def segments(self, own: Keys, passed: Keys) -> tuple[jax.Array | None, jax.Array | None]:
+        if own.segments is None or passed.segments is None:
+            return None, None
+        return self.queries(own.segments), self.keys(passed.segments)
+
+    def merge(self, state: Pair, found: Pair) -> Pair:
+        """Returns the state of all queries with both blocks added."""
+        early, late = (tuple(jnp.split(x, 2, 1)[i] for x in state) for i in (0, 1))
+        first, second = (tuple(jnp.split(x, 2)[i] for x in found) for i in (0, 1))
+        late = merge(*late, *first)
+        pick = lambda x, y: jnp.where(self.is_before, x, y)
+        joined = merge(*map(pick, early, late), *second)
+        out, lse = (
+            jnp.concatenate([pick(j, e), pick(l, j)], 1) for j, e, l in zip(joined, early, late, strict=True)
+        )
+        return out, lse
+
+    def queries_back(self, x: jax.Array) -> jax.Array:
+        """Returns the sum of both blocks' values at their places among all queries."""
+        first, second = jnp.split(x, 2)
+        return jnp.concatenate([self._if(second), first + self._if(second, False)], 1)
+
+    def keys_back(self, x: jax.Array) -> jax.Array:
+        first, second = jnp.split(x, 2)
+        return jnp.concatenate([first + self._if(second), self._if(second, False)], 1)
+
+    def _if(self, x: jax.Array, is_before: bool = True) -> jax.Array:
+        return jnp.where(self.is_before, x, 0) if is_before else jnp.where(self.is_before, 0, x)
