@@ -207,6 +207,20 @@ def _without_effect(config: Config) -> Iterator[Problem]:
             ("layout", "min_shard_bytes"),
             f"is {layout.min_shard_bytes}, and layout.fsdp is off, so it has no effect. Remove it, or set fsdp: auto.",
         )
+    if config.mesh.context in (None, 1):
+        for key in ("context", "order"):
+            if (value := getattr(config.attention, key)) != getattr(type(config.attention)(), key):
+                yield Problem(
+                    ("attention", key),
+                    f"is {value}, and the mesh has no context axis, so it has no effect. "
+                    "Remove it, or name the axis, for example mesh: {context: 2}.",
+                )
+    elif config.attention.context == "all_to_all" and config.attention.order != "zigzag":
+        yield Problem(
+            ("attention", "order"),
+            "is contiguous, and attention.context is all_to_all, which always keeps neighbours together, so it has no effect. "
+            "Remove it, or set context: ring.",
+        )
     if config.eval.params == "ema" and config.ema is None:
         yield Problem(
             ("eval", "params"), "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."

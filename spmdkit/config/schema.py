@@ -112,6 +112,26 @@ class Pipeline(Section):
     )
 
 
+class Attention(Section):
+    """How sk.attention runs."""
+
+    context: Literal["ring", "all_to_all"] = Field(
+        default="ring",
+        description="With mesh.context: ring passes keys and values round; all_to_all trades the cut of the sequence for one "
+        "of the heads, whose number it then has to divide.",
+    )
+    implementation: Literal["auto", "xla", "cudnn", "splash"] = Field(
+        default="auto",
+        description="auto: the best that takes the operands on the mesh's devices; xla: everywhere; cudnn: NVIDIA GPUs; "
+        "splash: TPUs.",
+    )
+    order: Literal["zigzag", "contiguous"] = Field(
+        default="zigzag",
+        description="Order of a sequence on the ring: zigzag gives each device an early and a late part, the same work under a "
+        "causal mask; contiguous: neighbours, the last device works longest.",
+    )
+
+
 class RematSave(Section):
     """Rematerialisation that keeps only what the model has named."""
 
@@ -268,6 +288,7 @@ class Config(Section):
         description="What sk.remat keeps for the backward pass: all, nothing, matrix products, or named values. auto: the "
         "most that fits the device's memory.",
     )
+    attention: Attention = Field(default_factory=Attention, description="How sk.attention runs.")
     optimizer: fields.Optimizer | None = Field(
         default=None, description="name of an optax optimizer and its keyword arguments; null: the task's own."
     )

@@ -89,7 +89,7 @@ def manual(
 
         shapes = _trace_once(step, body, leaves, in_specs)
         treedef_out, out_specs = seen
-        part = _Part(body, step.mesh, in_specs, tuple(out_specs), tuple(shapes))
+        part = _Part(body, inner, step.mesh, in_specs, tuple(out_specs), tuple(shapes))
         return jax.tree.unflatten(treedef_out, _differentiable(part)(*leaves))
 
     return run
@@ -191,9 +191,10 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """A body with its specs; `local_shapes` of the results, and the vmaps around it, the outermost first."""
+    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first."""
 
     body: Callable[..., tuple[jax.Array, ...]]
+    step: scope.Step
     mesh: Mesh
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
@@ -271,11 +272,13 @@ def _differentiable(part: _Part) -> Callable[..., Any]:
                 out = part.body(*given)
                 return tuple(out[i] for i in out_floats)
 
-            _, vjp = jax.vjp(of_floats, *(values[i] for i in floats))
-            return vjp(cts)
+            with scope.tracing(part.step):  # a gradient that the body brings itself asks for its axes too
+                _, vjp = jax.vjp(of_floats, *(values[i] for i in floats))
+                return vjp(cts)
 
         gradient = _Part(
             body,
+            part.step,
             part.mesh,
             (*part.in_specs, *(part.out_specs[i] for i in out_floats)),
             tuple(part.in_specs[i] for i in floats),

@@ -65,6 +65,13 @@ BAD = {
         ":5: batch_size: is 32; the mesh cuts a batch into data(2) = 2 and microbatches into 2 and pipeline.microbatches into 3, found a rest of 8. batch_size is a multiple of 12. Try batch_size: 24 or 36.",
     ),
     "stages' microbatches alone": ("mesh: {pipeline: 2}\npipeline: {microbatches: 3}\nbatch_size: 32", "the mesh cuts a batch into 1 and pipeline.microbatches into 3"),
+    "attention misspelt": ("attention: {implementation: cudn}", ":2: attention.implementation: needs auto, xla, cudnn or splash, found 'cudn' (text). Did you mean 'cudnn'?"),
+    "all-to-all without context": ("attention: {context: all_to_all}", ":2: attention.context: is all_to_all, and the mesh has no context axis, so it has no effect."),
+    "order without context": ("mesh: {tensor: 2}\nattention: {order: contiguous}", ":3: attention.order: is contiguous, and the mesh has no context axis, so it has no effect."),
+    "order of the all-to-all form": (
+        "mesh: {context: 2}\nattention: {context: all_to_all, order: contiguous}",
+        ":3: attention.order: is contiguous, and attention.context is all_to_all, which always keeps neighbours together",
+    ),
     "placement": ("placement: {optimizer: cpu}", ":2: placement.optimizer: needs device or host, found 'cpu' (text). Try optimizer: device."),
     "unknown reducer": ("reducer: sums", ":2: reducer: needs one of sum, found 'sums' (text). Did you mean 'sum'?"),
     "reducer with options": ("reducer: {sum: {bits: 8}}", ":2: reducer.sum: takes no options, found {'bits': 8} (a mapping). Write reducer: sum."),

@@ -1,4 +1,6 @@
-"""An op alone on a mesh of eight devices, without a program around it: its numbers, and its compiled text."""
+"""An op alone on a mesh of at most eight devices, without a program around it: its numbers, and its compiled text."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +11,16 @@ from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 
 
-def step(**asked):
+def step(attention=scope.Attention(), **asked):
     """Returns the record of a step on a mesh, as the program puts it in place."""
-    sizes = mesh.resolve(asked, 8)
+    num = math.prod(asked.values())
+    sizes = mesh.resolve(asked, num)
     return scope.Step(
-        mesh=mesh.make_mesh(sizes, jax.devices()),
+        mesh=mesh.make_mesh(sizes, jax.devices()[:num]),
         sizes=sizes,
         inner_axes=("fsdp", "expert"),
         logical_axes=layout.logical_axes({}),
+        attention=attention,
     )
 
 
