@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -106,18 +107,16 @@ def backends_initialized() -> bool:
 
 
 def cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, H], logsumexp float32[B, N, T]) of cuDNN's flash attention.
 
-    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` (jax 0.10.2), so the rule of its
-    gradient is called instead.
+    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` and gives no gradient from one over
+    more keys (jax 0.10.2), so the operation below it is bound. It is not partitioned: use it where arrays are shards.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    none, options = _cudnn_options(cudnn, q, causal, scale)
-    (out, stats), _ = cudnn._dot_product_attention_fwd_rule(q, k, v, *none, **options, return_residual=True)
-    return out, stats
+    cudnn, none, options = _cudnn(q, causal, scale)
+    out, logsumexp = cudnn._dot_product_attention_fwd_p.bind(q, k, v, *none, is_training=True, **options)
+    return out, logsumexp
 
 
 def cudnn_attention_gradient(
@@ -127,22 +126,19 @@ def cudnn_attention_gradient(
     out: jax.Array,
     logsumexp: jax.Array,
     dout: jax.Array,
+    *,
     causal: bool,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq, dk, dv) of cuDNN's flash attention; `out` and `logsumexp` may cover more keys than `k`."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    none, options = _cudnn_options(cudnn, q, causal, scale)
-    del options["cudnn_version"]
-    residuals = (q, k, v, *none, logsumexp, out)
-    grads = cudnn._dot_product_attention_bwd_rule(
-        **options, is_training=True, return_residual=False, res=residuals, grad_output=dout
-    )
-    return grads[0], grads[1], grads[2]
+    cudnn, none, options = _cudnn(q, causal, scale)
+    dq, dk, dv = cudnn._dot_product_attention_bwd_p.bind(q, k, v, *none, logsumexp, out, dout, **options)
+    return dq, dk, dv
 
 
-def _cudnn_options(cudnn: Any, q: jax.Array, causal: bool, scale: float) -> tuple[list[jax.Array], dict[str, Any]]:
+def _cudnn(q: jax.Array, causal: bool, scale: float) -> tuple[Any, list[jax.Array], dict[str, Any]]:
+    """Returns (the module, the operands that are absent: bias, lengths, offsets, page tables; the options)."""
+    cudnn: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     options = {
         "scale": scale,
         "seed": 42,
@@ -151,9 +147,8 @@ def _cudnn_options(cudnn: Any, q: jax.Array, causal: bool, scale: float) -> tupl
         "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
         "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
-        "cudnn_version": cudnn.check_cudnn_version(),
     }
-    return [jnp.zeros(0, q.dtype)] * 7, options
+    return cudnn, [jnp.zeros(0, q.dtype)] * 7, options
 
 
 def splash_attention_gradient(

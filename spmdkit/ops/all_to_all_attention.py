@@ -17,7 +17,7 @@ Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,28 +25,28 @@ from spmdkit.ops.attention_blocks import Implementation, Keys, Mask
 from spmdkit.ops.collectives import all_gather, all_to_all
 
 
-class ByHeads(NamedTuple):
-    """What the backward pass needs, of whole sequences and this device's heads."""
+class Kept(NamedTuple):
+    """What the backward pass needs; here of whole sequences and this device's heads."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    out: jax.Array
-    lse: jax.Array
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
 
 
 def forward(
     implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
-) -> tuple[jax.Array, ByHeads]:
+) -> tuple[jax.Array, Kept]:
     """Returns (out [B, T/C, N, H], what the backward pass needs)."""
     q, k, v = (_to_heads(x) for x in (q, own.k, own.v))
     out, lse = implementation.forward(q, k, v, _mask(causal, own), scale)
     out = out.astype(q.dtype)
-    return _to_sequence(out), ByHeads(q, k, v, out, lse)
+    return _to_sequence(out), Kept(q, k, v, out, lse)
 
 
 def backward(
-    implementation: Implementation, causal: bool, scale: float, kept: ByHeads, own: Keys, dout: jax.Array
+    implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq, dk, dv) of this device's part of the sequence; `own` gives only segments and positions."""
     grads = implementation.backward(*kept, _to_heads(dout), _mask(causal, own), scale)

@@ -17,7 +17,8 @@ The forward pass keeps q, k, v, `out` and `lse` (named "attention", so that `rem
 backward pass is written by hand, and computes the scores again block by block. So no array of T^2 values outlives a block.
 
 Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice. Inside of
-`sk.manual` the arguments are shards, and it runs as it is; there the surrounding part computes the forward pass a second time.
+`sk.manual` the arguments are shards, key heads those of the device's query heads (`own_kv_heads`), and it runs as it is; there the
+surrounding part computes the forward pass a second time.
 Wire: as in the files of the two forms. Key heads fewer than the tensor axis are repeated, with an all-reduce of dk and dv over it.
 Source: Vaswani et al. (2017); Ainslie et al., "GQA" (2023), for the grouped heads.
 """
@@ -29,14 +30,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from spmdkit import compat, scope
 from spmdkit.errors import ConfigError, nearest
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
-from spmdkit.ops.all_to_all_attention import ByHeads
+from spmdkit.ops.all_to_all_attention import Kept
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
-from spmdkit.ops.collectives import axes, axis_size
+from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
 from spmdkit.ops.manual import cuts, manual
 
@@ -44,7 +46,9 @@ IMPLEMENTATIONS = {"xla": XLA, "cudnn": attention_cudnn.CUDNN, "splash": attenti
 
 HEADS = ("batch", "sequence", "heads", None)
 ROWS = ("batch", "sequence")
-BY_HEADS = ByHeads(*[("batch", None, "heads+sequence", None)] * 4, ("batch", None, "heads+sequence"))
+HEADS_CUT = ("batch", None, "heads+sequence", None)
+KEPT = Kept(HEADS, HEADS, HEADS, HEADS, (*ROWS, "heads"))
+KEPT_BY_HEADS = Kept(HEADS_CUT, HEADS_CUT, HEADS_CUT, HEADS_CUT, HEADS_CUT[:3])
 
 
 def attention(
@@ -96,6 +100,17 @@ def attention(
     return out_BTNH
 
 
+def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
+    """Inside of `sk.manual`: returns, of all K key heads, those that this device's query heads share.
+
+    For key heads fewer than the tensor axis, which a part therefore holds whole: cut ones are right as they are.
+    """
+    num, tensor = x_BSKH.shape[2], axis_size("heads")
+    repeated = jnp.repeat(x_BSKH, math.lcm(num, tensor) // num, axis=2)
+    own = repeated.shape[2] // tensor
+    return lax.dynamic_slice_in_dim(repeated, axis_index("heads") * own, own, axis=2)
+
+
 # ---- two parts, forward and backward ------------------------------------------------------------------------------------
 
 
@@ -115,7 +130,8 @@ class _Call(NamedTuple):
 
 def _differentiable(call: _Call) -> Any:
     """Returns `(q, keys) -> out` with the gradient of its form; both passes see the step of the call."""
-    out_dims = (HEADS, BY_HEADS if call.by_heads else ROWS + ("heads",))
+    kept_dims = KEPT_BY_HEADS if call.by_heads else KEPT
+    out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
 
     @jax.custom_vjp
     def run(q: jax.Array, keys: Keys) -> jax.Array:
@@ -126,11 +142,10 @@ def _differentiable(call: _Call) -> Any:
             part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims)
             out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
         ids = keys._replace(k=None, v=None)
-        return out, (kept, ids) if call.by_heads else (ByHeads(q, keys.k, keys.v, out, kept), ids)
+        return out, (kept, ids) if call.by_heads else (Kept(q, keys.k, keys.v, out, kept), ids)
 
-    def backward(residuals: tuple[ByHeads, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
+    def backward(residuals: tuple[Kept, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
         kept, ids = residuals
-        kept_dims = BY_HEADS if call.by_heads else ByHeads(HEADS, HEADS, HEADS, HEADS, (*ROWS, "heads"))
         with scope.tracing(call.step):
             in_dims = [kept_dims, _keys_dims(ids), HEADS]
             dq, dk, dv = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS))(kept, ids, dout)
@@ -155,7 +170,7 @@ def _forward(call: _Call) -> Any:
 
 
 def _backward(call: _Call) -> Any:
-    def attention_gradient(kept: ByHeads, ids: Keys, dout: jax.Array) -> tuple[jax.Array, ...]:
+    def attention_gradient(kept: Kept, ids: Keys, dout: jax.Array) -> tuple[jax.Array, ...]:
         if call.by_heads:
             return all_to_all_attention.backward(*call.fixed, kept, ids, dout)
         q, k, v, out, lse = kept
@@ -204,7 +219,7 @@ def _implementation(
     known = ("auto", *IMPLEMENTATIONS)
     if name not in known:
         raise ConfigError(f"sk.attention: {key} is {name!r}.{nearest(name, known)} Known are {', '.join(known)}.")
-    device = None if step.mesh is None else step.mesh.devices.flat[0]
+    device = _device(step)
     ids = tuple(what for what, given in (("segment ids", segments), ("positions", positions)) if given)
     lengths = _block_lengths(step, q.shape[1], k.shape[1])
     why = {
@@ -217,6 +232,11 @@ def _implementation(
     if why[name]:
         raise ConfigError(f"sk.attention: {key} is {name}, but {why[name]}. Use auto, which takes what fits, or xla.")
     return IMPLEMENTATIONS[name]
+
+
+def _device(step: scope.Step) -> Any:
+    """Returns one of the mesh's devices, also where the mesh is that of a topology and not of this machine."""
+    return None if step.mesh is None else step.mesh.devices.flat[0]
 
 
 def _block_lengths(step: scope.Step, *lengths: int) -> tuple[int, ...]:

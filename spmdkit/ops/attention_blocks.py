@@ -22,7 +22,7 @@ Source: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Da
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +46,10 @@ class Mask(NamedTuple):
     """
 
     causal: bool = False
-    q_segments: jax.Array | None = None
-    k_segments: jax.Array | None = None
-    q_positions: jax.Array | None = None
-    k_positions: jax.Array | None = None
+    q_segments: Any = None
+    k_segments: Any = None
+    q_positions: Any = None
+    k_positions: Any = None
 
     @property
     def by_index(self) -> bool:
@@ -60,10 +60,10 @@ class Mask(NamedTuple):
 class Keys(NamedTuple):
     """Keys and values, with the segments and positions of their tokens where these are given."""
 
-    k: jax.Array
-    v: jax.Array
-    segments: jax.Array | None = None
-    positions: jax.Array | None = None
+    k: Any
+    v: Any
+    segments: Any = None
+    positions: Any = None
 
     def seen_by(self, queries: Keys, causal: bool) -> Mask:
         """Returns the mask of the tokens of `queries` over these."""

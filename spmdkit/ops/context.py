@@ -39,7 +39,11 @@ Order = Literal["zigzag", "contiguous"]
 def order() -> Order:
     """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours together."""
     choice = scope.current_step().attention
-    return "zigzag" if choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1 else "contiguous"
+    return (
+        "zigzag"
+        if choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1
+        else "contiguous"
+    )
 
 
 def context_order(tree: Any, dim: int = 1) -> Any:

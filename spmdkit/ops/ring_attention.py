@@ -85,6 +85,8 @@ def backward(
     """Returns (dq, dk, dv), float32, of this device's queries, keys and values."""
     num, index = axis_size("sequence"), axis_index("sequence")
     is_full = _is_full(causal, own)
+    # Else XLA takes the first turn of both passes for one, and keeps its keys and values from one pass to the other.
+    own, dout = lax.optimization_barrier((own, dout))
 
     def add(dq: jax.Array, passed: Keys, turn: Any) -> tuple[jax.Array, Pair]:
         """Returns (dq with what this device's queries see of `passed`, their part of the gradient of its k and v)."""
@@ -174,9 +176,7 @@ class _Two:
         late = merge(*late, *first)
         pick = lambda x, y: jnp.where(self.is_before, x, y)
         joined = merge(*map(pick, early, late), *second)
-        out, lse = (
-            jnp.concatenate([pick(j, e), pick(l, j)], 1) for j, e, l in zip(joined, early, late, strict=True)
-        )
+        out, lse = (jnp.concatenate([pick(j, e), pick(l, j)], 1) for j, e, l in zip(joined, early, late, strict=True))
         return out, lse
 
     def queries_back(self, x: jax.Array) -> jax.Array:

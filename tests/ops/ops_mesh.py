@@ -11,7 +11,7 @@ from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 
 
-def step(attention=scope.Attention(), **asked):
+def step(attention=None, **asked):
     """Returns the record of a step on a mesh, as the program puts it in place."""
     num = math.prod(asked.values())
     sizes = mesh.resolve(asked, num)
@@ -20,7 +20,7 @@ def step(attention=scope.Attention(), **asked):
         sizes=sizes,
         inner_axes=("fsdp", "expert"),
         logical_axes=layout.logical_axes({}),
-        attention=attention,
+        attention=attention or scope.Attention(),
     )
 
 

@@ -1,6 +1,5 @@
 """`sk.attention` alone: every form, implementation and mask gives the numbers of the plain formula, and what is wrong is said."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,6 +12,7 @@ import spmdkit as sk
 from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops import attention_blocks
+from spmdkit.ops.attention import own_kv_heads
 from spmdkit.ops.attention_blocks import XLA, Mask, merge
 from spmdkit.ops.attention_splash import splash
 
@@ -94,9 +94,7 @@ def forms(*default):
     )
 
 
-@pytest.mark.parametrize(
-    "form, case", cases(*[(form, "packed") for form in FORMS], ("ring", "whole packed"))
-)
+@pytest.mark.parametrize("form, case", cases(*[(form, "packed") for form in FORMS], ("ring", "whole packed")))
 def test_a_cut_sequence_gives_the_plain_formula(form, case):
     options = dict(CASES[case])
     segments, causal = options.pop("segments", None), options.pop("causal", True)
@@ -106,7 +104,9 @@ def test_a_cut_sequence_gives_the_plain_formula(form, case):
 
 
 @forms("ring", "all to all")
-@pytest.mark.parametrize("kv_heads, asked", [(1, {"context": 2, "tensor": 4}), (4, {"context": 2, "tensor": 2, "fsdp": 2})])
+@pytest.mark.parametrize(
+    "kv_heads, asked", [(1, {"context": 2, "tensor": 4}), (4, {"context": 2, "tensor": 2, "fsdp": 2})]
+)
 def test_grouped_heads_are_cut_or_repeated(kv_heads, asked, form):
     op = lambda q, k, v, ids: sk.attention(q, k, v)
     assert_equal(on_mesh(op, *qkv(kv_heads), attention=FORMS[form], **asked), numbers(plain, *qkv(kv_heads)))
@@ -153,6 +153,15 @@ def test_inside_of_a_manual_part_shards_go_in():
         assert_equal(numbers(in_order, *args, **asked), expected, 4e-6)
 
 
+def test_inside_of_a_manual_part_few_key_heads_are_taken_by_their_queries():
+    part = sk.manual(
+        lambda q, k, v: sk.attention(q, own_kv_heads(k), own_kv_heads(v)),
+        [("batch", None, "heads"), ("batch",), ("batch",)],
+        ("batch", None, "heads"),
+    )
+    assert_equal(numbers(part, *qkv(2), fsdp=2, tensor=4), numbers(plain, *qkv(2)))
+
+
 # ---- the order ------------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +173,7 @@ def global_of(fn, *args, **asked):
 def test_each_device_holds_an_early_and_a_late_chunk():
     x_T = jnp.arange(16)
     ordered = global_of(lambda x: sk.context_order(x, dim=0), x_T, context=4)
-    assert [list(s.data) for s in sorted(ordered.addressable_shards, key=lambda s: s.index[0].start)][:: 1] == [
+    assert [list(s.data) for s in sorted(ordered.addressable_shards, key=lambda s: s.index[0].start)][::1] == [
         [0, 1, 14, 15],
         [2, 3, 12, 13],
         [4, 5, 10, 11],
@@ -188,7 +197,9 @@ def test_targets_stay_with_their_inputs_across_the_seams():
 def test_without_a_context_axis_nothing_happens():
     x_BT = jnp.arange(10).reshape(2, 5)
     for asked in ({"tensor": 4}, {"fsdp": 8}):
-        found = global_of(lambda x: (sk.context_order(x), sk.context_restore(x), sk.context_positions(5)), x_BT, **asked)
+        found = global_of(
+            lambda x: (sk.context_order(x), sk.context_restore(x), sk.context_positions(5)), x_BT, **asked
+        )
         assert (found[0] == x_BT).all() and (found[1] == x_BT).all() and list(found[2]) == [0, 1, 2, 3, 4]
     assert sk.context_order(x_BT) is x_BT
 
@@ -264,3 +275,38 @@ def test_the_splash_kernel_gives_the_plain_formula(causal, segments):
     assert_equal((out, *grads), expected_pair(q, k, v, weights, causal=causal, segments=ids), 1e-5)
     expected_lse = jax.jit(functools.partial(XLA.forward, mask=mask, scale=1 / np.sqrt(40)))(q, k, v)[1]
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+# ---- what cannot be -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked, change, message",
+    [
+        (
+            {"tensor": 8},
+            lambda q, k, v: (q[:, :, :4], k[:, :, :4], v[:, :, :4]),
+            r"4 query heads are cut over mesh.tensor 8 = 8",
+        ),
+        ({}, lambda q, k, v: (q, k[:, :, :3], v[:, :, :3]), "8 is not divisible by 3"),
+        ({}, lambda q, k, v: (q[:, :5], k, v), "found 5 queries and 32 keys"),
+        ({}, lambda q, k, v: (q.astype(jnp.bfloat16), k, v), "They have one dtype"),
+        ({}, lambda q, k, v: (q[0], k, v), r"They are q \[B, T, N, H\]"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(asked, change, message):
+    with scope.tracing(step(**asked)), pytest.raises(ConfigError, match=message):
+        sk.attention(*change(*qkv()))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"segment_ids_BT": jnp.zeros((B, T))}, r"segment_ids_BT is float32\[4, 32\]"),
+        ({"positions_BT": jnp.zeros((T,), jnp.int32), "causal": False}, "has no effect with causal=False"),
+        ({"implementation": "splsh"}, "implementation is 'splsh'. Did you mean 'splash'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        sk.attention(*qkv(), **options)

@@ -1,0 +1,118 @@
+"""The kernels of other devices are lowered here, alone and in every form: what each device would run, without the device."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ops_mesh import step
+
+import spmdkit as sk
+from spmdkit import scope
+from spmdkit.errors import ConfigError
+from spmdkit.ops import attention as op
+from spmdkit.ops import attention_cudnn, attention_splash
+from spmdkit.ops.attention_blocks import XLA
+
+CUDNN = ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward(")
+SPLASH = ("splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq")
+
+
+def device(platform, kind="", **more):
+    return types.SimpleNamespace(platform=platform, device_kind=kind, **more)
+
+
+def lowered(platform, implementation, segments=False, attention=None, **asked):
+    """Returns the text of the gradient of `sk.attention` for a platform, on a mesh or on one device."""
+    shape = lambda heads: jax.ShapeDtypeStruct((2, 1024, heads, 64), jnp.bfloat16)
+
+    def loss(q, k, v):
+        q, k, v, ids = sk.context_order((q, k, v, jnp.zeros((2, 1024), jnp.int32) if segments else None))
+        return sk.attention(q, k, v, segment_ids_BT=ids, implementation=implementation).astype(jnp.float32).sum()
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2)))
+    if not asked:
+        return run.trace(shape(4), shape(2), shape(2)).lower(lowering_platforms=(platform,)).as_text()
+    record = step(attention=scope.Attention(**(attention or {})), **asked)
+    whole = jax.sharding.NamedSharding(record.mesh, jax.sharding.PartitionSpec())
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (shape(4), shape(2), shape(2))]
+    with scope.tracing(record):
+        return run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
+
+
+def devices_are(monkeypatch, one):
+    monkeypatch.setattr(op, "_device", lambda step: one)
+
+
+@pytest.mark.parametrize("form", [{}, {"context": "all_to_all"}])
+def test_cudnn_is_called_in_both_passes_of_each_form(form, monkeypatch):
+    devices_are(monkeypatch, device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"))
+    asked = {"context": 2, "tensor": 2} if form else {"context": 4, "tensor": 2}
+    text = lowered("cuda", "auto", attention=form, **asked)
+    assert all(name in text for name in CUDNN)
+
+
+def test_cudnn_is_called_on_one_device():
+    text = lowered("cuda", "cudnn")
+    assert all(text.count(name) == 1 for name in CUDNN)
+    assert "CAUSAL" in text
+
+
+@pytest.mark.parametrize("form", [{}, {"context": "all_to_all"}])
+def test_splash_is_called_in_both_passes_of_each_form(form, monkeypatch):
+    devices_are(monkeypatch, device("tpu", "TPU v5p"))
+    asked = {"context": 2, "tensor": 2} if form else {"context": 4, "tensor": 2}
+    text = lowered("tpu", "auto", segments=True, attention=form, **asked)
+    assert all(name + "_segmented" in text for name in SPLASH)
+
+
+def test_splash_is_called_on_one_device():
+    text = lowered("tpu", "splash")
+    assert all(name in text for name in SPLASH)
+
+
+A100 = device("gpu", "NVIDIA A100-SXM4-40GB", compute_capability="8.0")
+H100 = device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0")
+TPU = device("tpu", "TPU v5 lite")
+CASES = {
+    "cudnn": [(A100, {}), (H100, {"width": 256})],
+    "splash": [(TPU, {}), (TPU, {"dtype": jnp.float32}), (TPU, {"segments": True})],
+    "xla": [
+        (device("cpu", "cpu"), {}),
+        (None, {}),
+        (A100, {"dtype": jnp.float32}),
+        (A100, {"segments": True}),
+        (A100, {"width": 256}),
+        (device("gpu", "Tesla V100-SXM2-16GB", compute_capability="7.0"), {}),
+        (device("gpu", "AMD Instinct MI300X"), {}),
+        (TPU, {"tokens": 100}),
+        (TPU, {"positions": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name, one, change", [(name, *case) for name, cases in CASES.items() for case in cases])
+def test_auto_takes_what_fits_the_device_and_the_operands(name, one, change, monkeypatch):
+    devices_are(monkeypatch, one)
+    shape = (2, change.get("tokens", 256), 4, change.get("width", 64))
+    q = jax.ShapeDtypeStruct(shape, change.get("dtype", jnp.bfloat16))
+    found = op._implementation(scope.Step(), None, q, q, change.get("segments", False), change.get("positions", False))
+    expected = {"cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH, "xla": XLA}
+    assert found is expected[name]
+
+
+@pytest.mark.parametrize(
+    "name, one, shape, message",
+    [
+        ("cudnn", TPU, (2, 256, 4, 64), "cudnn, but it runs on NVIDIA GPUs, and the mesh has tpu devices"),
+        ("splash", A100, (2, 256, 4, 64), "splash, but it runs on TPUs, and the mesh has gpu devices"),
+        ("cudnn", A100, (2, 256, 4, 256), "a multiple of 8 up to 128, and q has 256"),
+        ("splash", TPU, (2, 200, 4, 64), "blocks of a multiple of 128 tokens, and a device attends to blocks of 200"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(name, one, shape, message, monkeypatch):
+    devices_are(monkeypatch, one)
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with pytest.raises(ConfigError, match=message):
+        jax.eval_shape(functools.partial(sk.attention, implementation=name), q, q, q)

@@ -1,0 +1,138 @@
+"""What the forms of `sk.attention` send, read from the compiled program, is what their docstrings say; and who does how much."""
+
+import dataclasses
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from ops_mesh import step, wire
+
+import spmdkit as sk
+from spmdkit import scope
+from spmdkit.mesh import canonical
+from spmdkit.plan.bill import read_bill
+from spmdkit.plan.flops import count
+from spmdkit.plan.hlo import parse
+
+B, T, N, K, H = 4, 64, 8, 4, 16
+HEADS = ("batch", "sequence", "heads", None)
+MESHES = [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"context": 8}]
+mesh = pytest.mark.parametrize("asked", MESHES, ids=str)
+
+
+def attend(segments):
+    def op(q, k, v, ids=None):
+        scope.current_step().uses.add("context_order")
+        return sk.attention(q, k, v, segment_ids_BT=ids)
+
+    ids = [((B, T), ("batch", "sequence"), "int32")] if segments else []
+    return op, [((B, T, N, H), HEADS), ((B, T, K, H), HEADS), ((B, T, K, H), HEADS), *ids]
+
+
+def bytes_of(asked, heads):
+    shards = asked["context"] * asked.get("fsdp", 1) * asked.get("tensor", 1)
+    return 4 * B * T * heads * H // shards
+
+
+def sent(compiled, record):
+    found = {}
+    for c in read_bill(parse(compiled.as_text()), record.sizes).collectives:
+        found[c.op, *c.axes] = found.get((c.op, *c.axes), 0) + c.bytes
+    return found
+
+
+def passes(op, args, **asked):
+    """Returns what the forward pass sends, and what the backward pass does: two programs, the residuals between them."""
+    record = step(**asked)
+    cut = lambda dims: NamedSharding(
+        record.mesh,
+        canonical(
+            [record.inner_axes if d == "batch" else record.logical_axes[d] if d else () for d in dims], record.sizes
+        ),
+    )
+    given = [jax.ShapeDtypeStruct(shape, *dtype or [jnp.float32], sharding=cut(dims)) for shape, dims, *dtype in args]
+    qkv, ids = given[:3], given[3:]
+    with scope.tracing(record):
+        lowered = jax.jit(lambda qkv, ids: jax.vjp(lambda *qkv: op(*qkv, *ids), *qkv)).lower(qkv, ids)
+        forward = lowered.compile()
+        shapes, treedef = jax.tree.flatten(lowered.out_info)
+        places = jax.tree.leaves(forward.output_shardings)
+        place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        out, pull = jax.tree.unflatten(treedef, map(place, shapes, places))
+        run = jax.jit(lambda pull, dout: pull(dout), out_shardings=tuple(x.sharding for x in qkv))
+        backward = run.lower(pull, place(out, cut(HEADS))).compile()
+    return sent(forward, record), sent(backward, record)
+
+
+@mesh
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_ring_passes_keys_values_and_their_gradients(segments, asked):
+    turns, kv = asked["context"] - 1, 2 * bytes_of(asked, K)
+    ids = 4 * B * T // (asked["context"] * asked.get("fsdp", 1)) if segments else 0
+    forward, backward = passes(*attend(segments), **asked)
+    assert forward == {("collective_permute", "context"): turns * (kv + ids)}
+    assert backward == {("collective_permute", "context"): turns * (kv + kv + ids)}
+
+
+@pytest.mark.parametrize("asked", [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("segments", [False, True])
+def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, asked):
+    num, q, kv = asked["context"], bytes_of(asked, N), 2 * bytes_of(asked, K)
+    ids = 4 * B * T // (num * asked["fsdp"]) if segments else 0
+    gathered = {("all_gather", "context"): (num - 1) * ids} if segments else {}
+    expected = {("all_to_all", "context"): (num - 1) * (q + kv + q) // num} | gathered
+    forward, backward = passes(*attend(segments), **asked, attention=scope.Attention(context="all_to_all"))
+    assert forward == expected and backward == expected
+
+
+def test_few_key_heads_are_summed_over_tensor_and_nothing_else():
+    op, args = attend(False)
+    whole = ("batch", "sequence", None, None)
+    args = [args[0], ((B, T, 1, H), whole), ((B, T, 1, H), whole)]
+    kv = 2 * 4 * B * T * H // 2  # one head, as each device holds it
+    forward, backward = passes(op, args, context=2, tensor=4)
+    assert forward == {("collective_permute", "context"): kv}
+    assert backward == {("collective_permute", "context"): 2 * kv, ("all_reduce", "tensor"): 2 * 3 * kv // 4}
+
+
+def test_putting_tokens_into_order_sends_nothing():
+    into = lambda tokens: sk.context_order(tokens)
+    tokens = ((B, T), ("batch", None), "int32")
+    assert wire(into, ("batch", "sequence"), tokens, context=4, fsdp=2) == {}
+    back = lambda x: sk.context_restore(x)
+    found = wire(back, ("batch", "sequence"), ((B, T), ("batch", "sequence")), context=4, fsdp=2)
+    assert found == {("collective_permute", "context"): 4 * B * T // 8}
+
+
+# ---- who does how much ----------------------------------------------------------------------------------------------------
+
+
+def branches(jaxpr):
+    """Returns at how many places of a program a device may go its own way."""
+    inner = [b for e in jaxpr.eqns for b in jax.extend.core.jaxprs_in_params(e.params)]
+    return sum(e.primitive.name == "cond" for e in jaxpr.eqns) + sum(map(branches, inner))
+
+
+def scores(context, order, backward):
+    """Returns (scores that the busiest device computes in a causal pass over T tokens, branches of the program)."""
+    record = dataclasses.replace(step(context=context, attention=scope.Attention(order=order)), in_manual=True)
+    op, _ = attend(False)
+    run = jax.grad(lambda *qkv: op(*qkv).sum(), (0, 1, 2)) if backward else op
+    spec = PartitionSpec(None, "context")
+    q = jax.ShapeDtypeStruct((1, T, 1, H), jnp.float32)
+    with scope.tracing(record):
+        jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=record.mesh, in_specs=spec, out_specs=spec))(q, q, q)
+    products = 2 + 5 if backward else 2  # forward: q k and p v; backward: again q k, and four gradients
+    return count(jaxpr).products / (context * products * 2 * H), branches(jaxpr.jaxpr)
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+@pytest.mark.parametrize("backward", [False, True])
+def test_in_zigzag_order_no_device_works_longer_than_another(context, backward):
+    own = (T // context) ** 2
+    # No branch: what is counted is what each device does. The own block is a square, of which half is seen.
+    assert scores(context, "zigzag", backward) == (own + (context - 1) * own / 2, 0)
+    longest, places = scores(context, "contiguous", backward)
+    assert longest == context * own and places > 0  # the last device; the first one has one block
