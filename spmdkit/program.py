@@ -171,7 +171,7 @@ class Program:
             state_groups=self._state_groups,
             logical_axes=layout.logical_axes(config.layout.axes),
             pipeline=self._pipeline_settings(),
-            attention=scope.Attention(**config.attention.model_dump()),
+            attention=scope.AttentionSettings(**config.attention.model_dump()),
         )
         if self.task.view == "replica":
             if model_axes:
@@ -228,8 +228,10 @@ class Program:
                 "repeat each other's work. Run its layers through sk.pipeline(embed, layer, head), or use another axis of the mesh "
                 f"(data: {self.sizes['pipeline']})."
             )
-        if record.attention != scope.Attention() and "attention" not in record.uses:
-            changed = [k for k, v in dataclasses.asdict(record.attention).items() if v != getattr(scope.Attention(), k)]
+        if record.attention != scope.AttentionSettings() and "attention" not in record.uses:
+            changed = [
+                k for k, v in dataclasses.asdict(record.attention).items() if v != getattr(scope.AttentionSettings(), k)
+            ]
             raise ConfigError(
                 f"attention.{changed[0]} is {getattr(record.attention, changed[0])}, but {self._what()} never calls sk.attention, so it has "
                 "no effect. Use sk.attention in the model, or remove the section attention."

@@ -47,7 +47,7 @@ class PipelineSettings:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSettings:
     """How `sk.attention` runs; the fields are those of the config's `attention`."""
 
     context: Literal["ring", "all_to_all"] = "ring"
@@ -90,7 +90,7 @@ class Step:
     state_groups: int | None = None
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mask: jax.Array | None = None
-    attention: Attention = field(default_factory=Attention)
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
     inside: bool = False
     in_manual: bool = False
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

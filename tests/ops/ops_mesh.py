@@ -20,7 +20,7 @@ def step(attention=None, **asked):
         sizes=sizes,
         inner_axes=("fsdp", "expert"),
         logical_axes=layout.logical_axes({}),
-        attention=attention or scope.Attention(),
+        attention=attention or scope.AttentionSettings(),
     )
 
 

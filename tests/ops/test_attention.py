@@ -66,7 +66,7 @@ def on_mesh(op, *args, segments=None, attention=None, **asked):
         *args, ids = sk.context_order((*args, segments))
         return sk.context_restore(op(*args, ids))
 
-    settings = scope.Attention(**(attention or {}))
+    settings = scope.AttentionSettings(**(attention or {}))
     return numbers(in_order, *args, attention=settings, **asked)
 
 
@@ -149,7 +149,7 @@ def test_inside_of_a_manual_part_shards_go_in():
     expected = numbers(lambda x, *w: plain(*(jnp.einsum("BTD,DNH->BTNH", x, a) for a in w)), *args)
     in_order = lambda x, *w: sk.context_restore(part(sk.context_order(x), *w))
     for form in ({}, {"context": "all_to_all"}):
-        asked = {"fsdp": 2, "context": 2, "tensor": 2, "attention": scope.Attention(**form)}
+        asked = {"fsdp": 2, "context": 2, "tensor": 2, "attention": scope.AttentionSettings(**form)}
         assert_equal(numbers(in_order, *args, **asked), expected, 4e-6)
 
 
@@ -180,7 +180,7 @@ def test_each_device_holds_an_early_and_a_late_chunk():
         [6, 7, 8, 9],
     ]
     assert (global_of(lambda x: sk.context_restore(sk.context_order(x, dim=0), dim=0), x_T, context=4) == x_T).all()
-    contiguous = scope.Attention(order="contiguous")
+    contiguous = scope.AttentionSettings(order="contiguous")
     assert (global_of(lambda x: sk.context_order(x, dim=0), x_T, context=4, attention=contiguous) == x_T).all()
 
 

@@ -34,7 +34,7 @@ def lowered(platform, implementation, segments=False, attention=None, **asked):
     run = jax.jit(jax.grad(loss, (0, 1, 2)))
     if not asked:
         return run.trace(shape(4), shape(2), shape(2)).lower(lowering_platforms=(platform,)).as_text()
-    record = step(attention=scope.Attention(**(attention or {})), **asked)
+    record = step(attention=scope.AttentionSettings(**(attention or {})), **asked)
     whole = jax.sharding.NamedSharding(record.mesh, jax.sharding.PartitionSpec())
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (shape(4), shape(2), shape(2))]
     with scope.tracing(record):

@@ -83,7 +83,7 @@ def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, 
     ids = 4 * B * T // (num * asked["fsdp"]) if segments else 0
     gathered = {("all_gather", "context"): (num - 1) * ids} if segments else {}
     expected = {("all_to_all", "context"): (num - 1) * (q + kv + q) // num} | gathered
-    forward, backward = passes(*attend(segments), **asked, attention=scope.Attention(context="all_to_all"))
+    forward, backward = passes(*attend(segments), **asked, attention=scope.AttentionSettings(context="all_to_all"))
     assert forward == expected and backward == expected
 
 
@@ -117,7 +117,7 @@ def branches(jaxpr):
 
 def scores(context, order, backward):
     """Returns (scores that the busiest device computes in a causal pass over T tokens, branches of the program)."""
-    record = dataclasses.replace(step(context=context, attention=scope.Attention(order=order)), in_manual=True)
+    record = dataclasses.replace(step(context=context, attention=scope.AttentionSettings(order=order)), in_manual=True)
     op, _ = attend(False)
     run = jax.grad(lambda *qkv: op(*qkv).sum(), (0, 1, 2)) if backward else op
     spec = PartitionSpec(None, "context")
