@@ -6,12 +6,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test thorough verify lint types bench constraints versions clean
+.PHONY: demo test thorough verify lint types bench constraints versions browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
 
-test: $(VENV)/.test versions lint types
+test: $(VENV)/.test versions lint types browser
 	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # What the default suite leaves out: the long forms of its tests.
@@ -32,8 +32,16 @@ types: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py
 
+# The TPU compiler is installed for `plan`; where there is no TPU it would say so at length.
 versions: $(VENV)/.test
-	@$(BIN)/python -m spmdkit doctor
+	@TPU_SKIP_MDS_QUERY=1 TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost \
+		TPU_WORKER_ID=0 $(BIN)/python -m spmdkit doctor
+
+# Pages are looked at in headless Chromium. Where it cannot be installed, that one test is skipped and says why.
+browser:
+	@command -v chromium >/dev/null || (command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && \
+		$(BOUND) 300 sh -c 'apt-get update -qq && apt-get install -y -qq chromium' >/dev/null 2>&1) || \
+		echo "no chromium: the test of a plan's page in a browser will be skipped"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("spmdkit needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'

@@ -1,0 +1,50 @@
+"""Plans by the real TPU compiler, on a machine without a TPU. Each in a process of its own: libtpu is loaded once."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from plan_files import write
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"),
+]
+
+
+def plan(tmp_path, target, *arguments, code=0, **changes):
+    """Returns (JSON, error output) of `spmdkit plan` for a target."""
+    command = [sys.executable, "-m", "spmdkit", "plan", str(write(tmp_path, **changes)), "--target", target, "--json"]
+    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stderr
+    return json.loads(ended.stdout) if ended.stdout else None, ended.stderr
+
+
+def test_a_slice_of_v5e_is_planned_by_its_own_compiler(tmp_path):
+    found, errors = plan(tmp_path, "tpu:v5e:2x4")
+    assert (found["compiler"], found["num_devices"], found["fits"]) == ("tpu", 8, True)
+    assert found["memory"]["limit_bytes"] == int(15.75 * 2**30)
+    assert {row["link"] for row in found["collectives"]} == {"ici"}
+    assert found["time"]["hlo_flops"] == pytest.approx(found["flops"], rel=0.2)
+    assert {tuple(place["coords"]) for place in found["places"]} == {(x, y, 0) for x in range(2) for y in range(4)}
+    assert "Traceback" not in errors
+
+
+def test_two_slices_are_joined_by_the_network_on_the_replica_axis_alone(tmp_path):
+    found, _ = plan(tmp_path, "tpu:v5e:2x2*2", mesh={"replica": 2, "fsdp": 4})
+    assert found["hosts_or_slices"] == 2
+    assert {place["part"] for place in found["places"][:4]} == {0}
+    crossing = {tuple(row["axes"]) for row in found["collectives"] if row["crosses"]}
+    assert ("replica",) in crossing
+    assert not any(row["crosses"] for row in found["collectives"] if row["axes"] == ["fsdp"])
+
+
+def test_a_step_that_is_too_large_is_planned_and_fails_with_78(tmp_path):
+    wide = {"width": 32768, "layers": 2}
+    found, errors = plan(tmp_path, "tpu:v5e:2x2", code=78, task_args=wide, mesh={"data": 4})
+    assert not found["fits"]
+    assert found["memory"]["peak_bytes"] > found["memory"]["limit_bytes"]
+    assert found["findings"][0]["code"] == "does-not-fit"
+    assert "a step needs" in errors and "Traceback" not in errors
