@@ -108,7 +108,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Also write the plan as a page.", metavar="FILE")] = None,
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest mesh that fits.")] = False,
     vary: Annotated[str, typer.Option(help="What a search varies: mesh, microbatches, remat, zero.")] = "mesh",
-    compile: Annotated[int, typer.Option(help="How many of a search's candidates are compiled.")] = 24,
+    compile: Annotated[int, typer.Option(help="How many of a search's candidates are compiled.")] = 8,
     write: Annotated[Path | None, typer.Option(help="Write the winning config.", metavar="FILE")] = None,
     diff: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ result is sliced in one fusion). Everything is read from opcodes, operands and g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from spmdkit.plan.hlo import Instruction, Module, Shape
 from spmdkit.plan.loops import Visit
 from spmdkit.plan.parts import is_padded_shard, only_parts_read
 from spmdkit.plan.source import op_name_of, source_of
+from spmdkit.plan.tpu_guises import between_slices, is_continued, is_spread
 
 OPCODES = {
     "all-reduce": "all_reduce",
@@ -55,12 +57,17 @@ def found_collectives(
     for visit in visits:
         i = visit.instruction
         base = i.opcode.removesuffix("-start")
-        if base not in OPCODES:
+        sliced = between_slices(i, math.prod(sizes.values()))
+        if (base not in OPCODES and sliced is None) or is_continued(module, i):
             continue
         caller = visit.site.caller if visit.site is not None else None
         key = (id(i), id(caller))
         if key not in read:
-            read[key] = _read(module, i, OPCODES[base], caller, sizes)
+            read[key] = (
+                _read(module, i, OPCODES[base], caller, sizes)
+                if sliced is None
+                else _read_between_slices(module, i, *sliced, sizes)
+            )
         yield visit, read[key]
 
 
@@ -106,11 +113,34 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, s
         groups=groups,
         spans=axes_of(groups, sizes),
         group_size=group_size,
-        is_async=i.opcode.endswith("-start") or (caller is not None and caller.opcode == "async-start"),
+        is_async=is_spread(i) or i.opcode.endswith("-start") or (caller is not None and caller.opcode == "async-start"),
         source=source_of(module, named),
         op_name=op_name_of(module, named),
         algorithm=config.get("emitter"),
         stands_for=stands_for,
+    )
+
+
+def _read_between_slices(module: Module, i: Instruction, op: str, groups: Groups, sizes: Mapping[str, int]) -> Found:
+    """Returns a collective between slices; what is sent is its first operand."""
+    put_in = module.computations[i.computation].operand(i)
+    shapes = put_in.shapes if put_in is not None else i.shapes[:1]
+    size = sum(shape.bytes for shape in shapes)
+    group_size = len(groups[0]) if groups else 1
+    return Found(
+        instruction=i,
+        op=op,
+        size=size * group_size if op == "all_gather" else size,
+        dtype=shapes[0].dtype if shapes else "token",
+        shapes=shapes,
+        groups=groups,
+        spans=axes_of(groups, sizes),
+        group_size=group_size,
+        is_async=True,
+        source=source_of(module, i),
+        op_name=op_name_of(module, i),
+        algorithm="megascale",
+        stands_for=None,
     )
 
 

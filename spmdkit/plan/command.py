@@ -41,7 +41,7 @@ class Options:
     calibrate: bool = False
     search: bool = False
     vary: str = "mesh"
-    compile: int = 24
+    compile: int = 8
     write: Path | None = None
     diff: Path | None = None
 

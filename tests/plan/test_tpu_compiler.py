@@ -10,7 +10,9 @@ from plan_files import write
 
 pytestmark = [
     pytest.mark.tpu,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
+    ),
 ]
 
 

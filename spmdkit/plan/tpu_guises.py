@@ -1,0 +1,64 @@
+"""Two forms in which the TPU compiler alone writes collectives.
+
+*Spread over fusions* (async collective fusion): one collective that goes on while products run is written into each of the
+fusions it overlaps with, every time with the same channel and an `async_collective_fusion_config`: in the first beside a custom
+call `AsyncCollectiveStart`, in the last beside `AsyncCollectiveDone`. It is sent once: the first counts.
+
+*Between slices* (megascale): a `send` to the host with `_xla_megascale_transfer_type="ALL_REDUCE"` and its `recv`. Each device
+talks to the devices that stand at its place in the other slices (`_xla_megascale_target="{1,2}x{0:3}"`: slices x devices).
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from spmdkit.plan.groups import Groups
+from spmdkit.plan.hlo import Instruction, Module
+
+_TRANSFERS = {
+    "ALL_REDUCE": "all_reduce",
+    "ALL_GATHER": "all_gather",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "ALL_TO_ALL": "all_to_all",
+}
+
+
+def is_spread(i: Instruction) -> bool:
+    """Returns whether a collective is one of the places of one that is spread over fusions."""
+    return "async_collective_fusion_config" in i.backend_config
+
+
+def is_continued(module: Module, i: Instruction) -> bool:
+    """Returns whether a collective only goes on here: it has been started, and counted, in an earlier fusion."""
+    if not is_spread(i):
+        return False
+    return not any(_starts(other) for other in module.computations[i.computation].instructions)
+
+
+def _starts(i: Instruction) -> bool:
+    return i.opcode == "custom-call" and 'custom_call_target="AsyncCollectiveStart"' in i.attributes
+
+
+def between_slices(i: Instruction, num_devices: int) -> tuple[str, Groups] | None:
+    """Returns (op, groups) of a `send` that is a collective between slices, or None."""
+    if i.opcode != "send" or "_xla_megascale_transfer_type" not in i.attributes:
+        return None
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
+    target = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', i.attributes)
+    num_slices = _number_of(target[1]) if target else 2
+    twins = np.arange(num_devices).reshape(num_slices, -1).T
+    op = _TRANSFERS.get(transfer[1] if transfer else "", "collective_permute")
+    if op == "collective_permute":
+        return op, tuple((int(row[0]), int(row[1])) for row in twins)
+    return op, tuple(tuple(int(n) for n in row) for row in twins)
+
+
+def _number_of(ids: str) -> int:
+    """Returns how many slices `1,2` or `0:3` (both ends included) names."""
+    total = 0
+    for part in ids.split(","):
+        first, _, last = part.partition(":")
+        total += int(last) - int(first) + 1 if last else 1
+    return max(total, 2)
