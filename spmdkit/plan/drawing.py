@@ -76,7 +76,8 @@ def _planes(
     keys = sorted({(p["part"], c[2]) for p, c in zip(places, coords, strict=True)})
     shared: dict[tuple[int, ...], int] = {}
     cores = max(1, round(len(places) / len({(p["part"], *c) for p, c in zip(places, coords, strict=True)})))
-    across = max(1, min(len(keys), 20 // (width * cores + 1)))
+    wide = max(20, round(math.sqrt(2.2 * len(places))))
+    across = max(1, min(len(keys), wide // (width * cores + 1)))
     at = []
     for p, c in zip(places, coords, strict=True):
         key = (p["part"], *c)

@@ -196,7 +196,9 @@ def _table(*columns: str, right: Sequence[int] = (1, 2)) -> Any:
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns), header_style="dim")
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number in right else "left", no_wrap=name in ("collective", "bytes", "ops"))
+        table.add_column(
+            name, justify="right" if number in right else "left", no_wrap=name in ("collective", "bytes", "ops")
+        )
     return table
 
 
