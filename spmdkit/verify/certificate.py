@@ -143,7 +143,7 @@ def require(config: Config, sizes: Mapping[str, int]) -> None:
         return
     path = (config.folder / config.certificate).resolve()
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
-    again = f"Make it anew: spmdkit verify {config.source or 'CONFIG'} --certificate {config.certificate}."
+    again = f"Make it anew: spmdkit verify {config.source or 'CONFIG'} --certificate {path}."
     found = _read(path, f"{config.where('certificate')}: {path}", again)
     if objection := _objection(found, config, mesh):
         raise ConfigError(f"{config.where('certificate')}: {path} {objection} {again}")

@@ -17,10 +17,11 @@ import numpy as np
 
 from spmdkit import gradient
 from spmdkit.errors import ConfigError, SpmdkitError
-from spmdkit.verify import compare, mutants
+from spmdkit.verify import compare, mistakes, mutants
 from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import find
-from spmdkit.verify.subject import Record, Setting, Subject, one_ulp, working_dtype
+from spmdkit.verify.instruments import one_ulp, working_dtype
+from spmdkit.verify.subject import Record, Setting, Subject
 
 
 class Reference(NamedTuple):
@@ -135,7 +136,7 @@ class Judge:
             return loss_key(key, replica + 1, micro)
 
         setting = Setting({}, plain=True)
-        with mutants.seam(gradient, "_loss_key", other)(setting) as used:
+        with mistakes.seam(gradient, "_loss_key", other)(setting) as used:
             return self._differs(setting) and bool(used)
 
     @functools.cached_property

@@ -92,7 +92,7 @@ def verify(config: Config, options: Options, say: Say = lambda text: None) -> Re
         certificate.digest([spec, certificate.identity(config), certificate.package_digest()]),
         say,
     )
-    with Pool(spec, options.jobs) as pool:
+    with Pool(spec | {"jobs": options.jobs}, options.jobs) as pool:
         reference = pool.ask({"kind": "reference"})
         if "error" in reference:
             raise _raised(reference["error"])
@@ -102,9 +102,8 @@ def verify(config: Config, options: Options, say: Say = lambda text: None) -> Re
         )
         pool.run(results.missing, results.add)
     report = _report(results.in_order(), known, spec | {"microbatches": microbatches, "all": options.all_meshes})
-    own = [s for s in report["skipped"] if s["mesh"] == meshes[0]]
-    if not options.all_meshes and own and meshes[0]:
-        raise ConfigError(own[0]["reason"])
+    if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
+        raise ConfigError(report["skipped"][-1]["reason"])
     return report | {"seconds": round(time.perf_counter() - begin, 1)} | certificate.identity(config)
 
 

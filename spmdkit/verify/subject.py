@@ -8,44 +8,29 @@ the computation is in float32 or float64, since what is compared is the mathemat
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from spmdkit import data
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.checks import call_user
 from spmdkit.config import Config, replace_keys
 from spmdkit.data.source import ArraySource
-from spmdkit.means import Mean
 from spmdkit.mesh import count
 from spmdkit.program import Program, make_optimizer
 from spmdkit.state import TrainState
 from spmdkit.task import Task
 from spmdkit.tree import named_leaves
-
-COUNT = "verify_count"
-"""Name of the metric that carries the count of the loss; taken out before anybody sees it."""
+from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants
 
 NUM_BATCHES = 2
 """Batches on which gradient and update are compared, each from the initial parameters. The second is short where batches may be."""
 
 Tree = dict[str, np.ndarray]
-
-
-class Kept(NamedTuple):
-    """Optimizer state around the user's own: the last gradient before it, the last update after it."""
-
-    gradient: Any
-    inner: Any
-    update: Any
 
 
 @dataclasses.dataclass
@@ -113,7 +98,7 @@ class Subject:
 
     def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
         self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
-        self._task = _with_constants(task, config.seed)
+        self._task = with_constants(task, config.seed)
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
 
@@ -170,7 +155,7 @@ class Subject:
             train_data=self._rows("train_data", self._num_train(setting)),
             eval_data=self._rows("eval_data", self._num_eval()),
         )
-        return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=_counting(task.loss_fn))
+        return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=counting(task.loss_fn))
 
     def _num_train(self, setting: Setting) -> int:
         if setting.short or self.short:
@@ -292,77 +277,3 @@ def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:
 def flat(tree: Any) -> Tree:
     """Returns path -> array of every leaf, on the host; integers too."""
     return {path: np.asarray(x) for path, x in named_leaves(jax.device_get(tree))}
-
-
-def keeping(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with its last gradient and its last update kept in the state."""
-    inner = optax.with_extra_args_support(optimizer)
-
-    def init(params: Any) -> Kept:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return Kept(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
-
-    def update(grads: Any, state: Kept, params: Any = None, **extra: Any) -> tuple[Any, Kept]:
-        updates, own = inner.update(grads, state.inner, params, **extra)
-        return updates, Kept(grads, own, updates)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the loss with one more metric: its count, summed over everything."""
-
-    @functools.wraps(loss_fn)
-    def counted(*args: Any) -> Any:
-        out = loss_fn(*args)
-        loss, metrics, *state = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, {})
-        if not isinstance(loss, Mean) or not isinstance(metrics, dict):
-            return out  # spmdkit says what is wrong with it
-        return (loss, metrics | {COUNT: Mean(jnp.asarray(loss.count), jnp.zeros((), jnp.float32))}, *state)
-
-    return counted
-
-
-def _with_constants(task: Task, seed: int) -> Task:
-    """Returns the task with the arrays of `init` as constants."""
-    with jax.default_device(jax.devices()[0]):
-        made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
-    return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, made))
-
-
-def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[Any], Any]:
-    """Returns a function that moves every floating point number of a tree by one ulp of `dtype`, up or down at random.
-
-    Numbers of a narrower type are left alone: they are widened exactly, so that an ulp of theirs is another input.
-    """
-
-    def move(x: Any) -> Any:
-        x = np.asarray(x)
-        if x.dtype not in (np.float32, np.float64) or x.dtype.itemsize < np.dtype(dtype).itemsize:
-            return x
-        towards = np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(dtype)
-        return np.nextafter(x.astype(dtype), towards).astype(x.dtype)
-
-    return lambda tree: jax.tree.map(move, tree)
-
-
-def working_dtype(program: Program) -> str:
-    """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
-
-    def rounds(jaxpr: Any) -> bool:
-        for eqn in jaxpr.eqns:
-            narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in (
-                np.float32,
-                jnp.bfloat16,
-            )
-            if narrows and eqn.invars[0].aval.dtype == np.float64:
-                return True
-            for inner in jax.tree.leaves(
-                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-            ):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns") and rounds(inner):
-                    return True
-        return False
-
-    return "float32" if rounds(program.traced.jaxpr.jaxpr) else "float64"

@@ -41,6 +41,7 @@ def _open(spec: dict[str, Any]) -> Any:
     from spmdkit.config import parse_config, task_reference
     from spmdkit.task import load_task
     from spmdkit.verify.judge import Judge
+    from spmdkit.verify.room import check_room
     from spmdkit.verify.subject import Subject
 
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
@@ -50,6 +51,7 @@ def _open(spec: dict[str, Any]) -> Any:
     config = parse_config(spec["config"], source=spec["source"], name=spec["name"])
     target, name = task_reference(config)
     task = load_task(target, name, config.folder, config.task_args)
+    check_room(task, spec["devices"], spec["jobs"])
     subject = Subject(config, task, spec["batch_size"], spec["steps"], spec["dtype"])
     return Judge(subject, Path(spec["folder"]))
 

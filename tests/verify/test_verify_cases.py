@@ -1,14 +1,17 @@
 """A right task is equal to one device; a wrong one is not, and is told which mistake it is."""
 
+import jax
 import numpy as np
 import pytest
 import verify_tasks as tasks
 from verify_tasks import judge
 
-from spmdkit.verify import compare
+import spmdkit as sk
+from spmdkit.verify import compare, room
 from spmdkit.verify.diagnosis import diagnose, pattern
 from spmdkit.verify.finding import Finding
-from spmdkit.verify.subject import Setting, one_ulp
+from spmdkit.verify.instruments import one_ulp
+from spmdkit.verify.subject import Setting
 
 
 @pytest.mark.parametrize("remainder", ["drop", "mask"])
@@ -64,6 +67,17 @@ def test_accumulation_on_one_device_is_a_case_of_its_own():
 def test_a_mesh_that_the_task_cannot_use_is_skipped_with_the_reason():
     found = judge(tasks.right).case({"pipeline": 2}, 1, whole=False)
     assert "pipeline" in found["skipped"] and "passed" not in found
+
+
+def test_a_task_too_large_for_this_machines_memory_is_refused_with_the_numbers(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1000 kB\n")
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    init = lambda key: {"w": jax.numpy.zeros((1000, 100))}
+    task = sk.Task(init, tasks.right, train_data=tasks.data())
+    with pytest.raises(sk.SpmdkitError, match=r"390.6 KiB need about 9.2 MiB, 1000.0 KiB are free"):
+        room.check_room(task, 4, 1)
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "none")
+    room.check_room(task, 4, 1)
 
 
 # ---- numbers and words ------------------------------------------------------------------------------------------------

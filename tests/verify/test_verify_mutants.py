@@ -5,7 +5,8 @@ import verify_tasks as tasks
 from verify_tasks import judge
 
 from spmdkit.verify.judge import Judge
-from spmdkit.verify.mutants import MUTANTS, patched
+from spmdkit.verify.mistakes import patched
+from spmdkit.verify.mutants import MUTANTS
 
 OF_OPS = {"vocabulary_offset"}
 """Mutants that act on an op of the model."""

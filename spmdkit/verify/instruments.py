@@ -1,0 +1,106 @@
+"""Instruments around a task: the gradient before its optimizer and the update after it, the count of its loss, an input moved by an ulp.
+
+They are outside of what the user wrote, and change no number of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmdkit.checks import call_user
+from spmdkit.means import Mean
+from spmdkit.program import Program
+from spmdkit.task import Task
+
+COUNT = "verify_count"
+"""Name of the metric that carries the count of the loss; taken out before anybody sees it."""
+
+
+class Kept(NamedTuple):
+    """Optimizer state around the user's own: the last gradient before it, the last update after it."""
+
+    gradient: Any
+    inner: Any
+    update: Any
+
+
+def keeping(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns `optimizer` with its last gradient and its last update kept in the state."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Kept:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Kept(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads: Any, state: Kept, params: Any = None, **extra: Any) -> tuple[Any, Kept]:
+        updates, own = inner.update(grads, state.inner, params, **extra)
+        return updates, Kept(grads, own, updates)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loss with one more metric: its count, summed over everything."""
+
+    @functools.wraps(loss_fn)
+    def counted(*args: Any) -> Any:
+        out = loss_fn(*args)
+        loss, metrics, *state = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, {})
+        if not isinstance(loss, Mean) or not isinstance(metrics, dict):
+            return out  # spmdkit says what is wrong with it
+        return (loss, metrics | {COUNT: Mean(jnp.asarray(loss.count), jnp.zeros((), jnp.float32))}, *state)
+
+    return counted
+
+
+def with_constants(task: Task, seed: int) -> Task:
+    """Returns the task with the arrays of `init` as constants."""
+    with jax.default_device(jax.devices()[0]):
+        made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
+    return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, made))
+
+
+def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[Any], Any]:
+    """Returns a function that moves every floating point number of a tree by one ulp of `dtype`, up or down at random.
+
+    Numbers of a narrower type are left alone: they are widened exactly, so that an ulp of theirs is another input.
+    """
+
+    def move(x: Any) -> Any:
+        x = np.asarray(x)
+        if x.dtype not in (np.float32, np.float64) or x.dtype.itemsize < np.dtype(dtype).itemsize:
+            return x
+        towards = np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(dtype)
+        return np.nextafter(x.astype(dtype), towards).astype(x.dtype)
+
+    return lambda tree: jax.tree.map(move, tree)
+
+
+def working_dtype(program: Program) -> str:
+    """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
+
+    def rounds(jaxpr: Any) -> bool:
+        for eqn in jaxpr.eqns:
+            narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in (
+                np.float32,
+                jnp.bfloat16,
+            )
+            if narrows and eqn.invars[0].aval.dtype == np.float64:
+                return True
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns") and rounds(inner):
+                    return True
+        return False
+
+    return "float32" if rounds(program.traced.jaxpr.jaxpr) else "float64"

@@ -1,0 +1,245 @@
+"""The mistakes that mutants make, and the seams through which they get into a program.
+
+Each replaces one well-named function of the package while a program is traced and run; nothing in the package knows of it.
+
+    seam                               what passes through it
+    reducers.get                       everything that is added over replicas: sums and counts, gradient, model state
+    gradient._positions                places of a replica's examples in the global batch, from which example keys are made
+    gradient._local_gradient           the user's loss on one replica
+    gradient._cut_microbatches         the parts of a batch
+    feed.Feed._place                   the mask of a short batch
+    optax.clip_by_global_norm          the clipping that `clip_norm` asks for
+    checkpoint.leaves.pick             each leaf that a checkpoint gives back
+    ops.vocab.axis_index               which part of the vocabulary a device holds
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from spmdkit import feed, gradient, reducers, scope
+from spmdkit.checkpoint import leaves
+from spmdkit.means import Mean
+from spmdkit.mesh import REPLICA_AXES
+from spmdkit.verify.subject import Setting
+
+Acting = contextlib.AbstractContextManager[list[Any]]
+"""A context with a mistake in the program. Gives a list that holds something once the seam was used."""
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces `owner.name` by `make(the original)` while the body runs.
+
+    Raises:
+        AttributeError: the seam is not there any more.
+    """
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
+    """Returns a mutant's `apply`: `wrong(original, *arguments)` instead of `owner.name(*arguments)`."""
+
+    @contextlib.contextmanager
+    def apply(setting: Setting) -> Iterator[list[Any]]:
+        acted: list[Any] = []
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def instead(*args: Any, **kwargs: Any) -> Any:
+                acted.append(name)
+                return wrong(original, *args, **kwargs)
+
+            return instead
+
+        with patched(owner, name, make):
+            yield acted
+
+    return apply
+
+
+# ---- reductions -------------------------------------------------------------------------------------------------------
+
+Reduce = Callable[[Any, tuple[str, ...]], Any]
+
+
+def reducing(mistake: Callable[[Reduce, Any, tuple[str, ...], Setting], Any]) -> Callable[[Setting], Acting]:
+    """Returns a mutant's `apply`: `mistake(reduce, tree, axes, setting)` instead of `reduce(tree, axes)`."""
+
+    @contextlib.contextmanager
+    def apply(setting: Setting) -> Iterator[list[Any]]:
+        acted: list[Any] = []
+
+        def make(get: Callable[..., Reduce]) -> Callable[..., Reduce]:
+            def instead(*asked: Any) -> Reduce:
+                reduce = get(*asked)
+
+                def wrong(tree: Any, axes: tuple[str, ...]) -> Any:
+                    acted.append(axes)
+                    return mistake(reduce, tree, axes, setting)
+
+                return wrong
+
+            return instead
+
+        with patched(reducers, "get", make):
+            yield acted
+
+    return apply
+
+
+def dropped(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+    return jax.tree.map(lambda x: _first_only(x, axes), tree)
+
+
+def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns what the first device along `axes` holds, on all of them: what is read of an array that was never reduced."""
+    return lax.psum(jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)
+
+
+def doubled(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+    return _on_gradient(lambda x: x * lax.axis_size(axes), reduce(tree, axes))
+
+
+def over_wrong_axis(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+    """Adds over the last of the replica axes alone; along the others the first device's part is what is read."""
+    partial = reduce(tree, axes[-1:])
+    return jax.tree.map(lambda x: _first_only(x, axes[:-1]), partial)
+
+
+def mean_of_means(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+    """Divides by each replica's own count, and then takes the plain mean of the replicas."""
+    if (sums := _gradient_sums(tree)) is None:
+        return reduce(tree, axes)
+    count = sums[0].count
+    factor = lax.psum(count, axes) / lax.axis_size(axes) / jnp.maximum(count, 1)
+    return reduce(_on_gradient(lambda x: x * factor, tree), axes)
+
+
+def clipped_by_replica(reduce: Reduce, tree: Any, axes: tuple[str, ...], setting: Setting) -> Any:
+    """Clips each replica's own mean gradient, before it is added."""
+    if (sums := _gradient_sums(tree)) is None:
+        return reduce(tree, axes)
+    assert setting.clip_norm is not None
+    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(sums[0].count, 1) / optax.tree.norm(sums[2]))
+    return reduce(_on_gradient(lambda x: x * scale, tree), axes)
+
+
+def _gradient_sums(tree: Any) -> tuple[Mean, Any, Any] | None:
+    """Returns `(loss, metrics, gradient)` of what a reducer is given: that alone, or with the model state; None in an evaluation."""
+    if isinstance(tree, tuple) and isinstance(tree[0], tuple):
+        return _gradient_sums(tree[0])
+    return tree if isinstance(tree, tuple) and isinstance(tree[0], Mean) else None
+
+
+def _on_gradient(change: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+    if (sums := _gradient_sums(tree)) is None:
+        return tree
+    changed = (*sums[:2], jax.tree.map(change, sums[2]))
+    return changed if sums is tree else (changed, *tree[1:])
+
+
+# ---- examples and their keys ------------------------------------------------------------------------------------------
+
+
+def shared_positions(positions: Any, step: Any, replica: Any, micro: Any, num: int) -> Any:
+    return positions(step, 0, micro, num)
+
+
+def folded_positions(positions: Any, step: Any, replica: Any, micro: Any, num: int) -> Any:
+    return positions(step, replica, micro, num) + jnp.asarray(replica, jnp.int32) * 2**16
+
+
+def without_mask(place: Any, own: feed.Feed, local: Any) -> Any:
+    return place(own, local._replace(mask=None))
+
+
+def first_microbatch_twice(cut: Any, step: Any, x: jax.Array) -> jax.Array:
+    parts = cut(step, x)
+    return jnp.concatenate([parts[:-1], parts[:1]])
+
+
+@contextlib.contextmanager
+def local_statistics(setting: Setting) -> Iterator[list[Any]]:
+    """Sums and means over replicas that the user's loss asks for give the replica's own value."""
+    acted: list[Any] = []
+
+    def alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(x: Any, axis_name: Any, **kwargs: Any) -> Any:
+            names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+            if not set(names) <= set(REPLICA_AXES):
+                return collective(x, axis_name, **kwargs)
+            acted.append(names)
+            return x
+
+        return instead
+
+    def make(local_gradient: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(loss_fn: Callable[..., Any], *rest: Any) -> Any:
+            def loss(*args: Any) -> Any:
+                with patched(lax, "psum", alone), patched(lax, "pmean", alone):
+                    return loss_fn(*args)
+
+            return local_gradient(loss, *rest)
+
+        return instead
+
+    with patched(gradient, "_local_gradient", make):
+        yield acted
+
+
+# ---- optimizer and checkpoint -----------------------------------------------------------------------------------------
+
+
+def clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
+    """Returns a clipping in which each device scales its shard of the gradient by the norm of that shard."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        step = scope.current_step()
+        assert step.placements is not None
+        specs = step.placements.update
+
+        def body(shards: Any) -> Any:
+            cut = [x for x, spec in zip(jax.tree.leaves(shards), jax.tree.leaves(specs), strict=True) if len(spec)]
+            scale = jnp.minimum(1.0, max_norm / optax.tree.norm(cut))
+            return jax.tree.map(lambda x, spec: x * scale if len(spec) else x, shards, specs)
+
+        return jax.shard_map(body, mesh=step.mesh, in_specs=(specs,), out_specs=specs)(grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@contextlib.contextmanager
+def losing_a_leaf(setting: Setting) -> Iterator[list[Any]]:
+    lost: list[Any] = []
+
+    def make(pick: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(tree: Any, path: str) -> Any:
+            leaf = pick(tree, path)
+            if not lost and path.startswith("params") and leaf.any():
+                lost.append(path)
+                return jnp.zeros_like(leaf)
+            return leaf
+
+        return instead
+
+    with patched(leaves, "pick", make):
+        yield lost
+
+
+# ---- ops --------------------------------------------------------------------------------------------------------------
+
+
+def first_part(axis_index: Any, names: Any) -> Any:
+    return 0 * axis_index(names)
