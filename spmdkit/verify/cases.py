@@ -64,7 +64,7 @@ def choose_batch_size(config: Config, given: bool, num_devices: int, microbatche
 
 
 def parse_microbatches(text: str | None, config: Config) -> list[int]:
-    """Returns the numbers of `1,2,4`; without them 1 and the config's own.
+    """Returns the numbers of `1,2,4`; without them 1 and the config's own, or 2 where that is `auto`.
 
     Raises:
         ConfigError: not a list of numbers of at least 1.

@@ -20,7 +20,7 @@ from spmdkit.config import Config, task_reference
 from spmdkit.errors import ConfigError
 
 FORMAT = 1
-MATHEMATICS = ("optimizer", "clip_norm", "ema", "reducer", "sync", "model_state", "remat", "placement")
+MATHEMATICS = ("optimizer", "clip_norm", "ema", "reducer", "sync", "model_state", "placement")
 """Keys of a config that decide what a step computes, and that a proof is about, whole."""
 
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy")

@@ -140,6 +140,8 @@ class Subject:
             changes["layout.min_shard_bytes"] = 1
         if self.config.remat == "auto":
             changes["remat"] = "full"
+        if self.config.remat == "auto":
+            changes["remat"] = "full"  # what a small model's memory would choose is nothing
         if setting.plain:
             changes |= {"remat": "none", "placement": {"params": "device", "optimizer": "device"}, "reducer": "sum"}
             changes |= {"model_state": "global"}
