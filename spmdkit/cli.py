@@ -135,6 +135,43 @@ def plan(
     run_plan(config, overrides or [], options)
 
 
+@app.command(epilog="Example: spmdkit verify configs/linear_regression.yaml --microbatches 1,2")
+def verify(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    all_meshes: Annotated[bool, typer.Option("--all", help="Try every mesh of the devices.")] = False,
+    microbatches: Annotated[
+        str | None, typer.Option(help="Numbers to try, as 1,2,4. Default: 1 and the config's.")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="Fake devices. Default: the config's, or 8.")] = None,
+    max_axis: Annotated[int, typer.Option(help="Largest axis of --all.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps after which parameters are compared.")] = 3,
+    float64: Annotated[bool, typer.Option("--float64", help="Compute in 64 bits.")] = False,
+    mutants: Annotated[bool, typer.Option(help="Also prove that mistakes are seen.")] = True,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+    certificate: Annotated[Path | None, typer.Option(help="File to write, which train can require.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="File of finished cases: they are not run again.")] = None,
+    json_: AsJson = False,
+) -> None:
+    """Prove that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
+    from spmdkit.verify import Options
+    from spmdkit.verify.command import gives_batch_size, run_verify
+
+    options = Options(
+        all_meshes=all_meshes,
+        devices=devices,
+        max_axis=max_axis,
+        microbatches=microbatches,
+        steps=steps,
+        float64=float64,
+        jobs=jobs,
+        mutants=mutants,
+        batch_size_given=gives_batch_size(overrides or []),
+        resume=resume,
+    )
+    raise SystemExit(run_verify(_load(config, overrides), options, certificate=certificate, as_json=json_))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: spmdkit launch -n 2 -- train configs/linear_regression.yaml devices=cpu:2",

@@ -5,7 +5,7 @@ compare.py      errors between two records, and how large they may be
 finding.py      where two records part, in numbers;  diagnosis.py  what that means, and the repair
 mutants.py      programs with one known mistake, which have to be caught
 judge.py        a case or a mutant -> its outcome, in this process;  worker.py, pool.py  in others
-cases.py        which meshes;  proof.py  all of them -> a report;  table.py  for people;  certificate.py  for `train`
+cases.py        which meshes;  proof.py  all of them -> a report;  table.py  for people;  certificate.py  for `train`;  command.py
 """
 
 from spmdkit.verify.proof import Options, verify
