@@ -11,6 +11,7 @@ Each replaces one well-named function of the package while a program is traced a
     optax.clip_by_global_norm          the clipping that `clip_norm` asks for
     checkpoint.leaves.pick             each leaf that a checkpoint gives back
     ops.vocab.axis_index               which part of the vocabulary a device holds
+    ops.ring_attention.ring_shift      keys and values on their way round, and their gradients
 """
 
 from __future__ import annotations
@@ -243,3 +244,7 @@ def losing_a_leaf(setting: Setting) -> Iterator[list[Any]]:
 
 def first_part(axis_index: Any, names: Any) -> Any:
     return 0 * axis_index(names)
+
+
+def one_step_too_far(ring_shift: Any, x: jax.Array, name: str) -> jax.Array:
+    return ring_shift(x, name, 2)

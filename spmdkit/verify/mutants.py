@@ -12,7 +12,7 @@ from collections.abc import Callable
 import optax
 
 from spmdkit import feed, gradient
-from spmdkit.ops import vocab
+from spmdkit.ops import ring_attention, vocab
 from spmdkit.verify import mistakes
 from spmdkit.verify.mistakes import Acting
 from spmdkit.verify.subject import Setting
@@ -171,6 +171,13 @@ MUTANTS = (
         _cut("tensor"),
         mistakes.seam(vocab, "axis_index", mistakes.first_part),
         unused="the loss uses neither sk.embed nor sk.cross_entropy",
+    ),
+    Mutant(
+        "wrong_ring_step",
+        "keys and values skip a device of the ring",
+        _cut("context"),
+        mistakes.seam(ring_attention, "ring_shift", mistakes.one_step_too_far),
+        unused="the loss uses no ring: sk.attention with attention.context: ring",
     ),
     Mutant(
         "checkpoint_loses_leaf",

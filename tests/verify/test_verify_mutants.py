@@ -8,7 +8,7 @@ from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched
 from spmdkit.verify.mutants import MUTANTS
 
-OF_OPS = {"vocabulary_offset"}
+OF_OPS = {"vocabulary_offset", "wrong_ring_step"}
 """Mutants that act on an op of the model."""
 
 
@@ -24,8 +24,9 @@ def test_a_mutant_of_an_op_is_caught(name):
     assert found.get("caught"), found
 
 
-def test_a_model_with_ops_is_equal_to_one_device():
-    found = tasks.language_judge().case({"data": 2, "tensor": 2}, 1, whole=False)
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_a_model_with_ops_is_equal_to_one_device(axis):
+    found = tasks.language_judge().case({"data": 2, axis: 2}, 1, whole=False)
     assert found["passed"], found
 
 
@@ -35,6 +36,7 @@ def test_a_model_with_ops_is_equal_to_one_device():
         ("key_shared_by_replicas", "sk.example_keys"),
         ("batch_statistics_per_replica", "no collective"),
         ("vocabulary_offset", "neither sk.embed"),
+        ("wrong_ring_step", "context"),
     ],
 )
 def test_a_mutant_that_cannot_act_says_why(name, reason):
@@ -66,9 +68,9 @@ def seams():
 
     from spmdkit import feed, gradient, reducers
     from spmdkit.checkpoint import leaves
-    from spmdkit.ops import vocab
+    from spmdkit.ops import ring_attention, vocab
 
     names = ["_positions", "_cut_microbatches", "_local_gradient", "_loss_key"]
     yield from ((gradient, name) for name in names)
     yield from ((reducers, "get"), (feed.Feed, "_place"), (optax, "clip_by_global_norm"), (leaves, "pick"))
-    yield from ((lax, "psum"), (lax, "pmean"), (vocab, "axis_index"))
+    yield from ((lax, "psum"), (lax, "pmean"), (vocab, "axis_index"), (ring_attention, "ring_shift"))

@@ -116,10 +116,12 @@ def language_init(key):
 
 
 def language(params, batch, key):
-    tokens = batch["tokens"]
-    x = sk.embed(tokens[:, :-1], params["embed"])
-    losses = sk.cross_entropy(x, params["head"], tokens[:, 1:])
-    return sk.mean(losses, where=tokens[:, 1:] > 2)
+    rows = sk.context_order({"tokens": batch["tokens"][:, :-1], "targets": batch["tokens"][:, 1:]})
+    x = sk.embed(rows["tokens"], params["embed"])
+    heads = x.reshape(*x.shape[:2], 2, -1)
+    x = x + sk.attention(heads, heads, heads).reshape(x.shape)
+    losses = sk.cross_entropy(x, params["head"], rows["targets"])
+    return sk.mean(losses, where=rows["targets"] > 2)
 
 
 def language_task():
