@@ -21,6 +21,7 @@ from spmdkit.metrics.events import parse_time
 from spmdkit.metrics.format import format_duration, format_rate, format_seconds, format_value
 from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines, write_text
 from spmdkit.metrics.report_page import cards, fact_table, page, section, table
+from spmdkit.metrics.report_plan import plan_section
 
 MAX_SMALL_CHARTS = 12
 MAX_EVENTS = 300
@@ -56,13 +57,24 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     events = read_lines(folder / "events.jsonl")
     path = folder / "report.html"
     write_text(
-        path, page(f"{name} - spmdkit", report_body(name, records, events, _config(folder), _environment(folder)))
+        path,
+        page(
+            f"{name} - spmdkit",
+            report_body(
+                name, records, events, _config(folder), _environment(folder), _json_object(folder / "plan.json")
+            ),
+        ),
     )
     return path
 
 
 def report_body(
-    name: str, records: Sequence[Record], events: Sequence[Record], config: str | None, environment: Record | None
+    name: str,
+    records: Sequence[Record],
+    events: Sequence[Record],
+    config: str | None,
+    environment: Record | None,
+    plan: Record | None = None,
 ) -> str:
     """Returns the HTML of all sections, from what the run's files hold."""
     train = [r for r in records if "split" not in r]
@@ -74,6 +86,7 @@ def report_body(
         _evaluations(evaluations),
         _other_metrics(train, evaluations),
         _throughput(train),
+        plan_section(plan, _finite(train, "step_time_s")) if plan else "",
         section("Config", f"<pre>{escape(config)}</pre>" if config else _none("No config.yaml was found.")),
         section("Environment", _environment_table(environment)),
         section("Events", _timeline(events)),
@@ -238,8 +251,12 @@ def _config(folder: Path) -> str | None:
 
 
 def _environment(folder: Path) -> Record | None:
+    return _json_object(folder / "environment.json")
+
+
+def _json_object(path: Path) -> Record | None:
     try:
-        value = json.loads((folder / "environment.json").read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

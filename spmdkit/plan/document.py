@@ -33,6 +33,7 @@ from spmdkit.plan.bill import Collective
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.flops import Arithmetic, count
+from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.plan.least import least_bytes
 from spmdkit.plan.links import way_of
 from spmdkit.plan.memory import shard_bytes
@@ -64,7 +65,15 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
         return _without_program(program, target, arithmetic, model, str(error))
     reading = read_program(program, target)
     devices = list(program.mesh.devices.flat)
-    time = predict_time(target, reading.module, reading.bill, devices, reading.memory.host_bytes, call_s)
+    time = predict_time(
+        target,
+        reading.module,
+        reading.bill,
+        devices,
+        scans=scan_lengths(program.traced.jaxpr, program.traced.fun_name),
+        host_bytes=reading.memory.host_bytes,
+        call_s=call_s,
+    )
     return _document(program, target, arithmetic, model, reading, time)
 
 

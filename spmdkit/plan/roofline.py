@@ -116,12 +116,20 @@ class _Region:
 
 
 def predict_time(
-    target: Target, module: Module, bill: Bill, devices: Sequence[Any], host_bytes: int = 0, call_s: float = 0.0
+    target: Target,
+    module: Module,
+    bill: Bill,
+    devices: Sequence[Any],
+    *,
+    scans: Mapping[str, int] | None = None,
+    host_bytes: int = 0,
+    call_s: float = 0.0,
 ) -> Time:
     """Returns the predicted time of one step.
 
     Args:
         devices: of the mesh, flattened.
+        scans: op_name -> length of the jaxpr's scans, for loops whose text does not tell.
         host_bytes: state of one device that lives in host memory between steps.
         call_s: what the host needs for one call of the step.
     """
@@ -131,7 +139,7 @@ def predict_time(
     products = traffic = 0.0
     guessed = set[str]()
     on_wire = {name for c in bill.collectives for name in c.names}
-    for visit in loops.walk(module):
+    for visit in loops.walk(module, scans):
         i = visit.instruction
         if visit.runs is None and visit.loops:
             guessed.add(visit.loops[-1].name)

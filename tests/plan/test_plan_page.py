@@ -100,3 +100,13 @@ def test_a_browser_shows_it_without_an_error_and_without_sideways_scrolling(plan
     data = picture.read_bytes()
     assert struct.unpack(">II", data[16:24]) == (1000, 1400)
     assert len(data) > 20_000  # not a blank page
+
+
+def test_the_report_of_a_run_sets_its_plan_beside_what_was_measured(plan):
+    from spmdkit.metrics.report_plan import plan_section
+
+    text = plan_section(plan, [0.002, 0.004, 0.003])
+    for part in ("memory of a device", "step, predicted", "3 ms", "bound by"):
+        assert part in text.replace("3.0 ms", "3 ms").replace("3.00 ms", "3 ms")
+    assert plan_section({"memory": 3}, []) == ""
+    assert "unknown" in plan_section({"memory": {"peak_bytes": 1, "limit_bytes": 2}, "time": [], "findings": 7}, [])

@@ -1,0 +1,109 @@
+"""The predicted time: its instructions, its links, its rates, against numbers worked out by hand."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plan_files import config
+
+from spmdkit.errors import ConfigError
+from spmdkit.hardware import CHIPS
+from spmdkit.plan.bill import Bill
+from spmdkit.plan.calibrate import calibrate, with_measured
+from spmdkit.plan.command import choose_target, make_plan
+from spmdkit.plan.hlo import parse
+from spmdkit.plan.links import Way, hops, way
+from spmdkit.plan.roofline import predict_time
+from spmdkit.plan.target import parse_target, target_of
+
+
+def predicted(fn, *shapes, chip="v5p", dtype=jnp.float32):
+    from dataclasses import replace
+
+    arguments = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    module = parse(jax.jit(fn).lower(*arguments).compile().as_text())
+    target = replace(target_of(jax.devices()[:1]), chip=CHIPS[chip])
+    return predict_time(target, module, Bill((), {}), jax.devices()[:1])
+
+
+def test_a_large_product_is_bound_by_arithmetic_and_takes_its_flops_over_the_rate():
+    n = 1024
+    time = predicted(lambda x, y: x @ y, (n, n), (n, n))
+    chip = CHIPS["v5p"]
+    assert time.hlo_flops == 2 * n**3
+    assert max(time.arithmetic_s, time.memory_s) == pytest.approx(
+        max(2 * n**3 / (chip.peak("float32") * 0.75), 3 * 4 * n * n / (chip.memory_bytes_per_s * 0.85))
+    )
+
+
+def test_a_scan_costs_its_length_and_reads_a_slice_of_what_is_stacked():
+    def layers(x, w):
+        return jax.lax.scan(lambda c, wl: (jnp.tanh(c @ wl), None), x, w)[0]
+
+    one, four = (predicted(layers, (256, 256), (n, 256, 256)) for n in (1, 4))
+    assert four.hlo_flops == 4 * 2 * 256**3
+    assert four.memory_bytes < 7 * one.memory_bytes  # reading all of the stack each time would be over 8 times
+
+
+def test_a_convolution_counts_what_meets_the_input():
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    time = predicted(conv, (2, 5, 5, 4), (3, 3, 4, 6))
+    assert time.hlo_flops == 2 * 2 * 6 * 4 * 13 * 13
+
+
+def test_a_group_inside_a_host_uses_its_links_and_one_across_hosts_the_network():
+    target = parse_target("gpu:h100:2x8")
+    devices = list(range(16))
+    inside, across = way(target, devices, range(8)), way(target, devices, range(16))
+    assert (inside.link, inside.bytes_per_s, inside.crosses) == ("nvlink", 450e9, False)
+    assert (across.link, across.bytes_per_s, across.crosses) == ("network", 400e9, True)
+    assert way(target, devices, [0, 8]).bytes_per_s == 50e9
+
+
+class Chip:
+    def __init__(self, x, y, z, slice_index=0):
+        self.coords, self.slice_index = (x, y, z), slice_index
+
+
+def test_on_a_torus_every_axis_adds_its_links_and_a_ring_has_two():
+    target = parse_target("tpu:v5p:4x4x4")
+    devices = [Chip(x, y, z) for z in range(4) for y in range(4) for x in range(4)]
+    assert way(target, devices, range(4)).bytes_per_s == 2 * 90e9  # x, a whole ring of four
+    assert way(target, devices, range(2)).bytes_per_s == 90e9  # half of it: a line
+    assert way(target, devices, range(16)).bytes_per_s == 4 * 90e9  # x and y
+    assert way(target, devices, range(64)).bytes_per_s == 6 * 90e9
+    two = parse_target("tpu:v5p:4x4x4*2")
+    crossing = way(two, [Chip(0, 0, 0), Chip(0, 0, 0, 1)], range(2))
+    assert (crossing.link, crossing.bytes_per_s, crossing.crosses) == ("dcn", 6.25e9, True)
+
+
+def test_a_collective_takes_its_bytes_and_its_hops():
+    assert (hops("all_reduce", 8), hops("all_gather", 8), hops("collective_permute", 8)) == (8, 4, 1)
+    assert Way("ici", 1e9, 0.5, 1e-6).seconds(1e9, "all_gather", 8, runs=3) == pytest.approx(2 + 3 * 4e-6)
+
+
+def test_what_the_machine_does_is_measured_kept_and_used(tmp_path, monkeypatch):
+    file = tmp_path / "rates.json"
+    monkeypatch.setenv("SPMDKIT_RATES", str(file))
+    before = make_plan(config())
+    monkeypatch.setattr("spmdkit.plan.calibrate._seconds", lambda run: 0.25)
+    rates = calibrate(jax.devices())
+    assert json.loads(file.read_text())["cpu 8"] == rates
+    assert rates["flops_per_s"]["float32"] == 2 * 512**3 * 8 / 0.25
+    target, call_s = with_measured(choose_target(config(), None))
+    assert target.calibrated == rates["date"]
+    assert (target.chip.peak("float32"), call_s) == (rates["flops_per_s"]["float32"], 0.0025)
+    after = make_plan(config())
+    assert after["time"]["calibrated"] == rates["date"] and before["time"]["calibrated"] is None
+    assert after["predicted_step_s"] > before["predicted_step_s"]  # a quarter of a second for everything is slow
+    half = with_measured(target_of(jax.devices()[:4]))[0]
+    assert half.chip.peak("float32") == 2 * target.chip.peak("float32")  # four devices share what eight shared
+
+
+def test_rates_that_cannot_be_read_are_refused_with_the_repair(tmp_path, monkeypatch):
+    file = tmp_path / "rates.json"
+    file.write_text("{")
+    monkeypatch.setenv("SPMDKIT_RATES", str(file))
+    with pytest.raises(ConfigError, match=r"rates.json cannot be read.*Remove it and measure again"):
+        make_plan(config())
