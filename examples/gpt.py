@@ -1,77 +1,100 @@
 """A byte-level GPT on the source files of Python's own standard library, with parameters that are a raw pytree.
 
-The mesh in the config is all that changes between one device, mirrored, HSDP, fsdp and tensor parallelism
-(configs/mirrored.yaml, hsdp.yaml, fsdp.yaml, tensor.yaml ...): the model names its dims once, in `rules` for the
-parameters and in `sk.shard` for the activations, and the layout table of the run says which mesh axis cuts them.
+The mesh in the config is all that changes between one device, mirrored, HSDP, fsdp, tensor, context, expert and pipeline
+parallelism (configs/mirrored.yaml, hsdp.yaml, fsdp.yaml, tensor.yaml ...). The model names its dims once: in `rules` for the
+parameters, in `BLOCK_DIMS` for what a block takes and gives. A block is one `sk.manual` part: on a mesh with model axes each
+device sees its own shards in it, weights are gathered when they are used, and the collectives stand where they happen; on one
+device, or mirrored, the same text runs as it is.
 
-Shape suffixes: B examples that one call of the loss sees, T positions, S positions attended to, D width, F hidden width of
-the MLP, N heads, K heads of keys and values, H width of a head, V the 256 bytes, L layers. Every product is written as 2-D x 2-D (`_product`):
+Shape suffixes: B examples that one call of the loss sees, T positions, D width, F hidden width of the MLP, N heads, K heads of
+keys and values, H width of a head, V the vocabulary, L layers, E experts. Every product is written as 2-D x 2-D (`_product`):
 on XLA's CPU backend that is about 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere it makes no difference.
 """
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
+import functools
 import math
-import sysconfig
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from stdlib_text import VOCAB, RandomTokens, read_files, unigram_loss, windows
 
 import spmdkit as sk
+from spmdkit.ops.collectives import all_gather, reduce_scatter
 
-VOCAB = 256
 HEAD_WIDTH = 32
 ROTARY_BASE = 10_000.0
-NOT_TRAINED_ON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-"""Folders that differ between installations, or that hold tables and not code."""
 
 Params = dict[str, Any]
+
+__all__ = ["Shape", "apply", "read_files", "sample", "task", "unigram_loss", "windows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of a model.
+
+    Attributes:
+        width: D.
+        layers: L.
+        heads: N.
+        kv_heads: K, divides N; fewer than N is grouped-query attention.
+        hidden: F.
+        vocab: V, at least 256.
+        gated: SwiGLU MLP (three matrices) instead of squared ReLU (two).
+        stacked: layers are stacked and scanned over (short compile time at any depth, right for an accelerator); else
+            separate arrays per layer (faster on CPU).
+    """
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4
+    hidden: int = 512
+    vocab: int = VOCAB
+    gated: bool = False
+    stacked: bool = True
 
 
 def task(
     width: int = 128,
     layers: int = 4,
     heads: int | None = None,
+    kv_heads: int | None = None,
+    hidden: int | None = None,
+    vocab: int = VOCAB,
+    gated: bool = False,
     context: int = 128,
     dropout: float = 0.0,
     scan_layers: bool = True,
     document_masks: bool = False,
     train_bytes: int = 4_000_000,
     eval_bytes: int = 65_536,
-    hidden: int | None = None,
-    kv_heads: int | None = None,
-    vocab: int = VOCAB,
     random_tokens: bool = False,
 ) -> sk.Task:
     """Returns the task; the arguments are the config's `task_args`.
 
     Args:
-        width: D; a multiple of `heads`.
+        width, layers, kv_heads, hidden, vocab, gated: see `Shape`; default of `hidden` is four times the width.
         heads: N; default `width / 32`.
         context: T, bytes that the model sees at once.
-        dropout: probability of dropping a value after attention and after the MLP, drawn per example.
-        scan_layers: True stacks the layers and scans over them (short compile time at any depth, right for an
-            accelerator); False keeps separate arrays per layer (faster on CPU).
+        dropout: probability of dropping a value after attention and after the MLP, drawn per example and position.
+        scan_layers: see `Shape.stacked`.
         document_masks: True cuts every file by itself; the rest of a file is padded, and padding has no loss. So
             examples carry unequal numbers of bytes. False cuts all files as one text.
         train_bytes, eval_bytes: upper bounds on the text, to bound time and memory.
-        hidden: F; default `4 * width`.
-        kv_heads: K, heads of keys and values, each shared by N / K queries (Ainslie et al., 2023); default `heads`.
-        vocab: V, at least 256; more than the text needs, for the shape of a model that is planned and not trained here.
         random_tokens: True draws endless tokens from all of V in place of the text; nothing is read, for plans and timings.
     """
     heads = heads or max(1, width // HEAD_WIDTH)
+    shape = Shape(width, layers, heads, kv_heads or heads, hidden or 4 * width, vocab, gated, scan_layers)
 
     def init(key: jax.Array) -> Params:
-        return init_params(
-            key, width, layers, heads, stacked=scan_layers, hidden=hidden, kv_heads=kv_heads, vocab=vocab
-        )
+        return init_params(key, shape)
 
     def loss_fn(
         params: Params, batch: dict[str, jax.Array], key: jax.Array | None
@@ -84,8 +107,7 @@ def task(
         return loss, {"bits_per_byte": loss * (1 / math.log(2))}
 
     if random_tokens:
-        data = RandomTokens(context, vocab)
-        return sk.Task(init, loss_fn, optimizer, train_data=data, rules=rules(stacked=scan_layers))
+        return sk.Task(init, loss_fn, optimizer, train_data=RandomTokens(context, vocab), rules=rules(shape))
     train_files, eval_files = read_files(train_bytes, eval_bytes)
     return sk.Task(
         init=init,
@@ -93,7 +115,7 @@ def task(
         optimizer=optimizer,
         train_data=windows(train_files, context, document_masks),
         eval_data=windows(eval_files, context, document_masks),
-        rules=rules(stacked=scan_layers),
+        rules=rules(shape),
     )
 
 
@@ -106,104 +128,36 @@ def optimizer(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransforma
     return optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=is_matrix)
 
 
-# --- the text -------------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+BLOCK_DIMS: dict[str, tuple[str | None, ...]] = {
+    "attention_norm": (None,),
+    "query": ("embed", "heads", None),
+    "key": ("embed", "kv_heads", None),
+    "value": ("embed", "kv_heads", None),
+    "out": ("heads", None, "embed"),
+    "mlp_norm": (None,),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+}
+"""Weight of a block -> logical name of each dim. Norm scales are small and stay whole."""
 
 
-def read_files(train_bytes: int, eval_bytes: int) -> tuple[list[bytes], list[bytes]]:
-    """Returns the files to train on and the files to evaluate on, each cut off at its number of bytes.
-
-    A file's place in the order and its side of the split come from a hash of its path: nothing depends on the order in
-    which the file system lists them, and both sides see all parts of the library.
-    """
-    library = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(library) for path in library.rglob("*.py")]
-    names = [name for name in names if not NOT_TRAINED_ON.intersection(name.parts)]
-    hashes = {name: hashlib.sha256(name.as_posix().encode()).digest() for name in names}
-    names.sort(key=hashes.__getitem__)
-    eval_names = [name for name in names if hashes[name][-1] < 26]  # a tenth of them
-    train_names = [name for name in names if hashes[name][-1] >= 26]
-    return _read(library, train_names, train_bytes), _read(library, eval_names, eval_bytes)
+def rules(shape: Shape) -> list[tuple[str, list[str | None]]]:
+    """Returns the layout rules: for each parameter, the logical name of every dim."""
+    path, layers = ("blocks/", ["layers"]) if shape.stacked else (r"blocks/\d+/", [])
+    names = [name for name in BLOCK_DIMS if "norm" not in name and (shape.gated or name != "gate")]
+    blocks: list[tuple[str, list[str | None]]] = [(path + name, [*layers, *BLOCK_DIMS[name]]) for name in names]
+    if shape.stacked:
+        blocks.append((path + ".*_norm", ["layers", None]))
+    return [("embed", ["vocab", "embed"]), *blocks, ("head", ["embed", "vocab"])]
 
 
-def _read(library: Path, names: Iterable[Path], max_bytes: int) -> list[bytes]:
-    files: list[bytes] = []
-    for name in names:
-        left = max_bytes - sum(map(len, files))
-        if left <= 1:
-            break
-        files.append((library / name).read_bytes()[:left])
-    return files
-
-
-def windows(files: list[bytes], context: int, document_masks: bool) -> dict[str, np.ndarray]:
-    """Returns the examples: `tokens` uint8[examples, context + 1] and `num_targets` int32[examples].
-
-    The first `num_targets` of the bytes `tokens[1:]` are to be predicted, the others are padding. Windows overlap by the one
-    byte that is the last target of one and the first input of the next.
-    """
-    if not document_masks:
-        text = np.frombuffer(b"".join(files), np.uint8)
-        tokens = np.lib.stride_tricks.sliding_window_view(text, context + 1)[::context]  # a view: no byte is copied
-        return {"tokens": tokens, "num_targets": np.full(len(tokens), context, np.int32)}
-    pieces = [file[i : i + context + 1] for file in files for i in range(0, len(file) - 1, context)]
-    tokens = np.frombuffer(b"".join(piece.ljust(context + 1, b"\0") for piece in pieces), np.uint8)
-    num_targets = np.array([len(piece) - 1 for piece in pieces], np.int32)
-    return {"tokens": tokens.reshape(-1, context + 1), "num_targets": num_targets}
-
-
-class RandomTokens:
-    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the whole vocabulary, no padding."""
-
-    def __init__(self, context: int, vocab: int):
-        self.context, self.vocab = context, vocab
-
-    def __len__(self) -> int:
-        return 2**30
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens = np.random.default_rng(index).integers(self.vocab, size=self.context + 1, dtype=np.int32)
-        return {"tokens": tokens, "num_targets": np.int32(self.context)}
-
-
-def unigram_loss(train_files: list[bytes], eval_files: list[bytes]) -> float:
-    """Returns the loss, in nats per byte, of predicting each evaluation byte by how often it occurs in training.
-
-    This is what a model without context can reach; counts start at one, so that no byte is impossible.
-    """
-    counts = 1 + np.bincount(np.frombuffer(b"".join(train_files), np.uint8), minlength=VOCAB)
-    log_probs = np.log(counts / counts.sum())
-    return float(-log_probs[np.frombuffer(b"".join(eval_files), np.uint8)].mean())
-
-
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
-def rules(stacked: bool) -> list[tuple[str, list[str | None]]]:
-    """Returns the layout rules: for each parameter, the logical name of every dim. Norm scales are small and stay whole."""
-    path, layers = ("blocks/", ["layers"]) if stacked else (r"blocks/\d+/", [])
-    return [
-        ("embed", ["vocab", "embed"]),
-        (path + "query", [*layers, "embed", "heads", None]),
-        (path + "(key|value)", [*layers, "embed", "kv_heads", None]),
-        (path + "out", [*layers, "heads", None, "embed"]),
-        (path + "up", [*layers, "embed", "mlp"]),
-        (path + "down", [*layers, "mlp", "embed"]),
-        ("head", ["embed", "vocab"]),
-    ]
-
-
-def init_params(
-    key: jax.Array,
-    width: int,
-    layers: int,
-    heads: int,
-    stacked: bool,
-    hidden: int | None = None,
-    kv_heads: int | None = None,
-    vocab: int = VOCAB,
-) -> Params:
+def init_params(key: jax.Array, shape: Shape) -> Params:
     """Returns the parameters; the same numbers whether the layers are stacked or not."""
-    D, F, N, H, K, V = width, hidden or 4 * width, heads, width // heads, kv_heads or heads, vocab
+    D, F, N, K, L = shape.width, shape.hidden, shape.heads, shape.kv_heads, shape.layers
+    H = D // N
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
 
     def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
@@ -211,41 +165,51 @@ def init_params(
 
     def init_block(key: jax.Array) -> Params:
         keys = jax.random.split(key, 6)
-        return {
+        weights = {
             "attention_norm": jnp.ones(D),
             "query": normal(keys[0], (D, N, H), D),
             "key": normal(keys[1], (D, K, H), D),
             "value": normal(keys[2], (D, K, H), D),
-            "out": normal(keys[3], (N, H, D), D * 2 * layers),  # 2L branches add up in the residual stream
+            "out": normal(keys[3], (N, H, D), D * 2 * L),  # 2L branches add up in the residual stream
             "mlp_norm": jnp.ones(D),
             "up": normal(keys[4], (D, F), D),
-            "down": normal(keys[5], (F, D), F * 2 * layers),
+            "down": normal(keys[5], (F, D), F * 2 * L),
         }
+        if shape.gated:
+            weights["gate"] = normal(jax.random.fold_in(keys[4], 1), (D, F), D)
+        return weights
 
-    block_keys = jax.random.split(blocks_key, layers)
+    block_keys = jax.random.split(blocks_key, L)
     return {
-        "embed": normal(embed_key, (V, D), 1),
-        "blocks": jax.vmap(init_block)(block_keys) if stacked else [init_block(k) for k in block_keys],
+        "embed": normal(embed_key, (shape.vocab, D), 1),
+        "blocks": jax.vmap(init_block)(block_keys) if shape.stacked else [init_block(k) for k in block_keys],
         "norm": jnp.ones(D),
-        "head": normal(head_key, (D, V), D),
+        "head": normal(head_key, (D, shape.vocab), D),
     }
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+STREAM = ("batch", "norm_sequence", None)
+"""Dims of the residual stream between blocks: positions are cut over the context and the tensor axes, D is whole."""
 
 
 def apply(params: Params, tokens_BT: jax.Array, dropout: float = 0.0, keys_B: jax.Array | None = None) -> jax.Array:
     """Returns the logits [B, T, V] of the byte after each position. Without `keys_B` nothing is dropped."""
+    positions_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    embed_VD = sk.shard(params["embed"], "vocab", None)  # D whole: looked up in a cut one, x would first be replicated
+    x_BTD = sk.shard(embed_VD[tokens_BT], *STREAM)
 
     def block(x_BTD: jax.Array, layer: jax.Array, weights: Params) -> jax.Array:
-        keys_2B = (None, None)
-        if keys_B is not None:
-            keys_2B = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, layer)), out_axes=1)(keys_B)
-        h_BTD = attention(rms_norm(x_BTD, weights["attention_norm"]), weights)
-        x_BTD = sk.shard(x_BTD + drop(h_BTD, dropout, keys_2B[0]), "batch", None, None)
-        h_BTD = mlp(rms_norm(x_BTD, weights["mlp_norm"]), weights)
-        return sk.shard(x_BTD + drop(h_BTD, dropout, keys_2B[1]), "batch", None, None)
+        dims = {name: BLOCK_DIMS[name] for name in weights}
+        part = sk.manual(
+            functools.partial(block_part, dropout=dropout),
+            in_dims=[STREAM, (), dims, ("sequence",), ("norm_sequence",), ("batch",)],
+            out_dims=STREAM,
+        )
+        return part(x_BTD, layer, weights, positions_T, positions_T, keys_B)
 
     block = sk.remat(block)
-    embed_VD = sk.shard(params["embed"], "vocab", None)  # D whole: looked up in a cut one, x would first be replicated
-    x_BTD = sk.shard(embed_VD[tokens_BT], "batch", None, None)
     if isinstance(params["blocks"], list):
         for layer, weights in enumerate(params["blocks"]):
             x_BTD = block(x_BTD, jnp.int32(layer), weights)
@@ -254,46 +218,75 @@ def apply(params: Params, tokens_BT: jax.Array, dropout: float = 0.0, keys_B: ja
         layers = (jnp.arange(num_layers), params["blocks"])
         x_BTD, _ = jax.lax.scan(lambda x_BTD, layer: (block(x_BTD, *layer), None), x_BTD, layers)
     logits_BTV = _product(rms_norm(x_BTD, params["norm"]), params["head"])
-    return sk.shard(logits_BTV, "batch", None, "vocab")
+    return sk.shard(logits_BTV, "batch", "sequence", "vocab")
 
 
-def attention(x_BTD: jax.Array, weights: Params) -> jax.Array:
-    """Returns causal self-attention with rotary positions, [B, T, D]. Softmax is in float32."""
-    q_BTNH, k_BTKH, v_BTKH = (
-        sk.shard(_product(x_BTD, weights[name]), "batch", None, heads, None)
-        for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
-    )
-    q_BTNH, k_BTKH = rotary(q_BTNH), rotary(k_BTKH)
-    k_BTNH, v_BTNH = (_shared(x_BTKH, q_BTNH.shape[2]) for x_BTKH in (k_BTKH, v_BTKH))
-    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) / math.sqrt(q_BTNH.shape[-1])
-    positions_T = jnp.arange(x_BTD.shape[1])
-    is_past_TS = positions_T[:, None] >= positions_T
-    scores_BNTS = jnp.where(is_past_TS, scores_BNTS.astype(jnp.float32), -jnp.inf)
-    probs_BNTS = jax.nn.softmax(scores_BNTS).astype(x_BTD.dtype)
-    mixed_BTNH = jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BTNH)
+def block_part(
+    x_BTD: jax.Array,
+    layer: jax.Array,
+    weights: Params,
+    positions_T: jax.Array,
+    own_positions_T: jax.Array,
+    keys_B: jax.Array | None,
+    *,
+    dropout: float,
+) -> jax.Array:
+    """Returns the residual stream after attention and MLP, on the shards of one device.
+
+    Wire: each branch gathers x over the tensor axis on its positions and scatters its sum back; each weight is gathered
+    over fsdp; attention as `sk.attention` says.
+    """
+    weights = {name: _whole(w, BLOCK_DIMS[name]) for name, w in weights.items()}
+    keys_2B = (None, None)
+    if keys_B is not None:
+        keys_2B = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, layer)), out_axes=1)(keys_B)
+    h_BTD = all_gather(rms_norm(x_BTD, weights["attention_norm"]), "heads", dim=1)
+    h_BTD = reduce_scatter(attention(h_BTD, weights, positions_T), "heads", dim=1)
+    x_BTD = x_BTD + drop(h_BTD, dropout, keys_2B[0], own_positions_T)
+    h_BTD = all_gather(rms_norm(x_BTD, weights["mlp_norm"]), "mlp", dim=1)
+    h_BTD = reduce_scatter(mlp(h_BTD, weights), "mlp", dim=1)
+    return x_BTD + drop(h_BTD, dropout, keys_2B[1], own_positions_T)
+
+
+def _whole(w: jax.Array, dims: tuple[str | None, ...]) -> jax.Array:
+    """Returns a weight gathered over what cuts its `embed` dim."""
+    return all_gather(w, "embed", dim=dims.index("embed")) if "embed" in dims else w
+
+
+def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array) -> jax.Array:
+    """Returns causal self-attention with rotary positions over this device's heads, [B, T, D], not yet summed over heads."""
+    q_BTNH, k_BTKH, v_BTKH = (_product(x_BTD, weights[name]) for name in ("query", "key", "value"))
+    mixed_BTNH = dense(rotary(q_BTNH, positions_T), rotary(k_BTKH, positions_T), v_BTKH, positions_T=positions_T)
     return _product(mixed_BTNH, weights["out"], num_contracted=2)
 
 
-def _shared(x_BTKH: jax.Array, heads: int) -> jax.Array:
-    """Returns [B, T, N, H]: each head of keys or values as often as queries share it."""
-    groups = heads // x_BTKH.shape[2]
-    return x_BTKH if groups == 1 else sk.shard(jnp.repeat(x_BTKH, groups, axis=2), "batch", None, "heads", None)
+def dense(q_BTNH, k_BTKH, v_BTKH, positions_T):
+    k_BTKH, v_BTKH = (jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in (k_BTKH, v_BTKH))
+    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTKH) / math.sqrt(q_BTNH.shape[-1])
+    is_past_TS = positions_T[:, None] >= positions_T
+    scores_BNTS = jnp.where(is_past_TS, scores_BNTS.astype(jnp.float32), -jnp.inf)
+    probs_BNTS = jax.nn.softmax(scores_BNTS).astype(q_BTNH.dtype)
+    return jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BTKH)
 
 
-def rotary(x_BTNH: jax.Array) -> jax.Array:
+def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
     """Returns `x` with each pair of channels turned by an angle that grows with the position (Su et al., 2021)."""
     half = x_BTNH.shape[-1] // 2
     frequencies = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_TH = jnp.arange(x_BTNH.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    angles_TH = positions_T.astype(jnp.float32)[:, None] * frequencies
     cos_TNH, sin_TNH = (f(angles_TH)[:, None, :].astype(x_BTNH.dtype) for f in (jnp.cos, jnp.sin))
     a, b = x_BTNH[..., :half], x_BTNH[..., half:]
     return jnp.concatenate([a * cos_TNH - b * sin_TNH, a * sin_TNH + b * cos_TNH], axis=-1)
 
 
 def mlp(x_BTD: jax.Array, weights: Params) -> jax.Array:
-    """Returns the two-layer MLP with squared ReLU, [B, T, D]."""
-    h_BTF = sk.shard(_product(x_BTD, weights["up"]), "batch", None, "mlp")
-    return _product(jnp.square(jax.nn.relu(h_BTF)), weights["down"])
+    """Returns the MLP with squared ReLU, or with SwiGLU where there is a gate, [B, T, D], not yet summed over F's shards."""
+    h_BTF = _product(x_BTD, weights["up"])
+    if "gate" in weights:
+        h_BTF = jax.nn.silu(_product(x_BTD, weights["gate"])) * h_BTF
+    else:
+        h_BTF = jnp.square(jax.nn.relu(h_BTF))
+    return _product(h_BTF, weights["down"])
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
@@ -302,11 +295,12 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
     return x_BTD * jax.lax.rsqrt(mean_square + 1e-6).astype(x_BTD.dtype) * scale_D
 
 
-def drop(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Returns `x` with values set to zero at `rate`, drawn from each example's own key: the same on every mesh."""
+def drop(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None, positions_T: jax.Array) -> jax.Array:
+    """Returns `x` with values set to zero at `rate`, drawn for each example and position: the same however both are cut."""
     if keys_B is None:
         return x_BTD
-    keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x_BTD.shape[1:]))(keys_B)
+    draw = lambda key, position: jax.random.bernoulli(jax.random.fold_in(key, position), 1 - rate, x_BTD.shape[2:])
+    keep_BTD = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(keys_B, positions_T)
     return jnp.where(keep_BTD, x_BTD / (1 - rate), 0)
 
 

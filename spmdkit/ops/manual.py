@@ -70,6 +70,7 @@ def manual(
         if not cuts(step):
             return fn(*args)
         assert step.mesh is not None
+        args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), args)
         leaves, treedef = jax.tree.flatten(args)
         in_specs = _flat_specs(step, tuple(in_dims), args)
         for spec, (path, leaf) in zip(in_specs, named_leaves(args), strict=True):
@@ -167,7 +168,7 @@ def _trace_once(step: scope.Step, body: Any, leaves: Sequence[Any], in_specs: An
         locals_[:] = body(*shards)
         return jnp.zeros(())
 
-    shaped = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves]
+    shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     mapped = jax.shard_map(probe, mesh=step.mesh, in_specs=tuple(in_specs), out_specs=PartitionSpec())
     closed = jax.make_jaxpr(mapped)(*shaped)
     if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
@@ -292,7 +293,7 @@ def _differentiable(part: _Part) -> Callable[..., Any]:
 
 
 def _local(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    shape = list(jnp.shape(x))
+    shape = list(x.shape)
     for i, names in enumerate(spec):
         for a in (names,) if isinstance(names, str) else names or ():
             shape[i] //= mesh.shape[a]

@@ -13,9 +13,13 @@ def gpt(load_example):
     return load_example("gpt")
 
 
+def shape(gpt, stacked=True):
+    return gpt.Shape(width=32, layers=2, heads=2, kv_heads=2, hidden=128, stacked=stacked)
+
+
 @pytest.fixture
 def params(gpt):
-    return gpt.init_params(jax.random.key(0), width=32, layers=2, heads=2, stacked=True)
+    return gpt.init_params(jax.random.key(0), shape(gpt))
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def test_document_masks_keep_padding_out_of_the_loss(gpt):
 
 
 def test_stacked_and_separate_layers_are_the_same_model(gpt, params, tokens):
-    separate = gpt.init_params(jax.random.key(0), width=32, layers=2, heads=2, stacked=False)
+    separate = gpt.init_params(jax.random.key(0), shape(gpt, stacked=False))
     np.testing.assert_array_equal(params["blocks"]["up"][1], separate["blocks"][1]["up"])
     np.testing.assert_allclose(gpt.apply(separate, tokens), gpt.apply(params, tokens), atol=1e-4)
 
@@ -77,7 +81,7 @@ def test_a_position_sees_nothing_of_what_comes_after(gpt, params, tokens):
 
 def test_rotary_scores_depend_on_distance_alone(gpt):
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
-    q, k = (gpt.rotary(jnp.broadcast_to(x, (1, 10, 1, 8)))[0, :, 0] for x in (q, k))
+    q, k = (gpt.rotary(jnp.broadcast_to(x, (1, 10, 1, 8)), jnp.arange(10))[0, :, 0] for x in (q, k))
     np.testing.assert_allclose(q[7] @ k[4], q[5] @ k[2], atol=1e-5)
     assert abs(float(q[7] @ k[4] - q[7] @ k[1])) > 1e-3
 
@@ -94,7 +98,7 @@ def test_dropout_draws_from_each_examples_own_key(gpt, params, tokens):
     np.testing.assert_allclose(gpt.apply(params, tokens[2:], 0.5, keys[2:]), dropped[2:], atol=1e-4)
     assert not np.allclose(dropped, gpt.apply(params, tokens))
     x = jnp.ones((4, 100, 100))
-    assert float(gpt.drop(x, 0.25, keys).mean()) == pytest.approx(1, abs=0.01)
+    assert float(gpt.drop(x, 0.25, keys, jnp.arange(100)).mean()) == pytest.approx(1, abs=0.01)
 
 
 def test_the_loss_is_in_nats_and_bits_per_byte(gpt):
