@@ -25,19 +25,20 @@ import optax
 from stdlib_text import VOCAB, RandomTokens, read_files, unigram_loss, windows
 
 import spmdkit as sk
-from spmdkit.ops.collectives import all_gather, reduce_scatter
+from spmdkit.ops.collectives import all_gather, axis_index, axis_size, reduce_scatter
+from spmdkit.ops.tensor import gather_weight, product
 
 HEAD_WIDTH = 32
 ROTARY_BASE = 10_000.0
 
 Params = dict[str, Any]
 
-__all__ = ["Shape", "apply", "read_files", "sample", "task", "unigram_loss", "windows"]
+__all__ = ["Options", "Shape", "logits", "losses", "read_files", "sample", "task", "unigram_loss", "windows"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a model.
+    """The sizes of a options.
 
     Attributes:
         width: D.
@@ -47,8 +48,9 @@ class Shape:
         hidden: F.
         vocab: V, at least 256.
         gated: SwiGLU MLP (three matrices) instead of squared ReLU (two).
-        stacked: layers are stacked and scanned over (short compile time at any depth, right for an accelerator); else
-            separate arrays per layer (faster on CPU).
+        experts: E experts in place of each MLP; 0 for none.
+        stacked: layers are stacked and scanned over (short compile time at any depth, right for an accelerator, and what a
+            pipeline cuts); else separate arrays per layer (faster on CPU).
     """
 
     width: int = 128
@@ -58,7 +60,20 @@ class Shape:
     hidden: int = 512
     vocab: int = VOCAB
     gated: bool = False
+    experts: int = 0
     stacked: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a model runs; what its parameters do not say. See `task`."""
+
+    dropout: float = 0.0
+    top_k: int = 2
+    capacity: float | None = None
+    balance_loss: float = 0.01
+    z_loss: float = 0.001
+    training: bool = False
 
 
 def task(
@@ -71,6 +86,7 @@ def task(
     gated: bool = False,
     context: int = 128,
     dropout: float = 0.0,
+    moe: dict[str, Any] | None = None,
     scan_layers: bool = True,
     document_masks: bool = False,
     train_bytes: int = 4_000_000,
@@ -84,6 +100,8 @@ def task(
         heads: N; default `width / 32`.
         context: T, bytes that the model sees at once.
         dropout: probability of dropping a value after attention and after the MLP, drawn per example and position.
+        moe: experts in place of each MLP: `{experts: 8, top_k: 2, capacity: 1.25, balance_loss: 0.01, z_loss: 0.001}`;
+            without a capacity nothing is dropped. See `sk.moe`.
         scan_layers: see `Shape.stacked`.
         document_masks: True cuts every file by itself; the rest of a file is padded, and padding has no loss. So
             examples carry unequal numbers of bytes. False cuts all files as one text.
@@ -91,7 +109,10 @@ def task(
         random_tokens: True draws endless tokens from all of V in place of the text; nothing is read, for plans and timings.
     """
     heads = heads or max(1, width // HEAD_WIDTH)
-    shape = Shape(width, layers, heads, kv_heads or heads, hidden or 4 * width, vocab, gated, scan_layers)
+    routing = dict(moe or {})
+    experts = routing.pop("experts", 0)
+    shape = Shape(width, layers, heads, kv_heads or heads, hidden or 4 * width, vocab, gated, experts, scan_layers)
+    options = Options(dropout, **routing)
 
     def init(key: jax.Array) -> Params:
         return init_params(key, shape)
@@ -100,11 +121,9 @@ def task(
         params: Params, batch: dict[str, jax.Array], key: jax.Array | None
     ) -> tuple[sk.Mean, dict[str, sk.Mean]]:
         tokens_BT = batch["tokens"].astype(jnp.int32)
-        keys_B = sk.example_keys() if dropout and key is not None else None
-        logits_BTV = apply(params, tokens_BT[:, :-1], dropout, keys_B)
-        is_text_BT = jnp.arange(context) < batch["num_targets"][:, None]
-        loss = sk.mean(cross_entropy(logits_BTV, tokens_BT[:, 1:]), where=is_text_BT)
-        return loss, {"bits_per_byte": loss * (1 / math.log(2))}
+        where_BT = jnp.arange(context) < batch["num_targets"][:, None]
+        trained = dataclasses.replace(options, training=key is not None)
+        return losses(params, tokens_BT[:, :-1], tokens_BT[:, 1:], where_BT, trained)
 
     if random_tokens:
         return sk.Task(init, loss_fn, optimizer, train_data=RandomTokens(context, vocab), rules=rules(shape))
@@ -140,6 +159,10 @@ BLOCK_DIMS: dict[str, tuple[str | None, ...]] = {
     "gate": ("embed", "mlp"),
     "up": ("embed", "mlp"),
     "down": ("mlp", "embed"),
+    "router": ("embed", None),
+    "expert_gate": ("expert", "embed", "mlp"),
+    "expert_up": ("expert", "embed", "mlp"),
+    "expert_down": ("expert", "mlp", "embed"),
 }
 """Weight of a block -> logical name of each dim. Norm scales are small and stay whole."""
 
@@ -147,45 +170,50 @@ BLOCK_DIMS: dict[str, tuple[str | None, ...]] = {
 def rules(shape: Shape) -> list[tuple[str, list[str | None]]]:
     """Returns the layout rules: for each parameter, the logical name of every dim."""
     path, layers = ("blocks/", ["layers"]) if shape.stacked else (r"blocks/\d+/", [])
-    names = [name for name in BLOCK_DIMS if "norm" not in name and (shape.gated or name != "gate")]
-    blocks: list[tuple[str, list[str | None]]] = [(path + name, [*layers, *BLOCK_DIMS[name]]) for name in names]
-    if shape.stacked:
-        blocks.append((path + ".*_norm", ["layers", None]))
+    weights = jax.eval_shape(lambda key: init_block(key, shape), jax.random.key(0))
+    blocks = [(path + name, [*layers, *BLOCK_DIMS[name]]) for name in weights]
     return [("embed", ["vocab", "embed"]), *blocks, ("head", ["embed", "vocab"])]
 
 
 def init_params(key: jax.Array, shape: Shape) -> Params:
     """Returns the parameters; the same numbers whether the layers are stacked or not."""
-    D, F, N, K, L = shape.width, shape.hidden, shape.heads, shape.kv_heads, shape.layers
-    H = D // N
+    D, V = shape.width, shape.vocab
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
-
-    def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
-        return jax.random.normal(key, shape) / math.sqrt(fan_in)
-
-    def init_block(key: jax.Array) -> Params:
-        keys = jax.random.split(key, 6)
-        weights = {
-            "attention_norm": jnp.ones(D),
-            "query": normal(keys[0], (D, N, H), D),
-            "key": normal(keys[1], (D, K, H), D),
-            "value": normal(keys[2], (D, K, H), D),
-            "out": normal(keys[3], (N, H, D), D * 2 * L),  # 2L branches add up in the residual stream
-            "mlp_norm": jnp.ones(D),
-            "up": normal(keys[4], (D, F), D),
-            "down": normal(keys[5], (F, D), F * 2 * L),
-        }
-        if shape.gated:
-            weights["gate"] = normal(jax.random.fold_in(keys[4], 1), (D, F), D)
-        return weights
-
-    block_keys = jax.random.split(blocks_key, L)
+    keys = jax.random.split(blocks_key, shape.layers)
+    one = functools.partial(init_block, shape=shape)
     return {
-        "embed": normal(embed_key, (shape.vocab, D), 1),
-        "blocks": jax.vmap(init_block)(block_keys) if shape.stacked else [init_block(k) for k in block_keys],
+        "embed": _normal(embed_key, (V, D), 1),
+        "blocks": jax.vmap(one)(keys) if shape.stacked else [one(key) for key in keys],
         "norm": jnp.ones(D),
-        "head": normal(head_key, (D, shape.vocab), D),
+        "head": _normal(head_key, (D, V), D),
     }
+
+
+def init_block(key: jax.Array, shape: Shape) -> Params:
+    """Returns the parameters of one layer. The 2 L branches add up in the residual stream, so each begins smaller."""
+    D, F, N, K, L, E = shape.width, shape.hidden, shape.heads, shape.kv_heads, shape.layers, shape.experts
+    H = D // N
+    keys = jax.random.split(key, 6)
+    weights = {
+        "attention_norm": jnp.ones(D),
+        "query": _normal(keys[0], (D, N, H), D),
+        "key": _normal(keys[1], (D, K, H), D),
+        "value": _normal(keys[2], (D, K, H), D),
+        "out": _normal(keys[3], (N, H, D), D * 2 * L),
+        "mlp_norm": jnp.ones(D),
+    }
+    if E:
+        weights["router"] = _normal(jax.random.fold_in(key, 1), (D, E), D)
+    prefix, experts = ("expert_", (E,)) if E else ("", ())
+    weights[prefix + "up"] = _normal(keys[4], (*experts, D, F), D)
+    weights[prefix + "down"] = _normal(keys[5], (*experts, F, D), F * 2 * L)
+    if shape.gated:
+        weights[prefix + "gate"] = _normal(jax.random.fold_in(keys[4], 1), (*experts, D, F), D)
+    return weights
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+    return jax.random.normal(key, shape) / math.sqrt(fan_in)
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
@@ -193,80 +221,144 @@ def init_params(key: jax.Array, shape: Shape) -> Params:
 STREAM = ("batch", "norm_sequence", None)
 """Dims of the residual stream between blocks: positions are cut over the context and the tensor axes, D is whole."""
 
-
-def apply(params: Params, tokens_BT: jax.Array, dropout: float = 0.0, keys_B: jax.Array | None = None) -> jax.Array:
-    """Returns the logits [B, T, V] of the byte after each position. Without `keys_B` nothing is dropped."""
-    positions_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-    embed_VD = sk.shard(params["embed"], "vocab", None)  # D whole: looked up in a cut one, x would first be replicated
-    x_BTD = sk.shard(embed_VD[tokens_BT], *STREAM)
-
-    def block(x_BTD: jax.Array, layer: jax.Array, weights: Params) -> jax.Array:
-        dims = {name: BLOCK_DIMS[name] for name in weights}
-        part = sk.manual(
-            functools.partial(block_part, dropout=dropout),
-            in_dims=[STREAM, (), dims, ("sequence",), ("norm_sequence",), ("batch",)],
-            out_dims=STREAM,
-        )
-        return part(x_BTD, layer, weights, positions_T, positions_T, keys_B)
-
-    block = sk.remat(block)
-    if isinstance(params["blocks"], list):
-        for layer, weights in enumerate(params["blocks"]):
-            x_BTD = block(x_BTD, jnp.int32(layer), weights)
-    else:
-        num_layers = params["blocks"]["mlp_norm"].shape[0]
-        layers = (jnp.arange(num_layers), params["blocks"])
-        x_BTD, _ = jax.lax.scan(lambda x_BTD, layer: (block(x_BTD, *layer), None), x_BTD, layers)
-    logits_BTV = _product(rms_norm(x_BTD, params["norm"]), params["head"])
-    return sk.shard(logits_BTV, "batch", "sequence", "vocab")
+State = dict[str, jax.Array]
+"""What flows from block to block: `x`, and with experts the sums over layers of their load, one value per example."""
 
 
-def block_part(
-    x_BTD: jax.Array,
-    layer: jax.Array,
-    weights: Params,
-    positions_T: jax.Array,
-    own_positions_T: jax.Array,
-    keys_B: jax.Array | None,
-    *,
-    dropout: float,
-) -> jax.Array:
-    """Returns the residual stream after attention and MLP, on the shards of one device.
+def losses(
+    params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, where_BT: jax.Array, options: Options
+) -> tuple[sk.Mean, dict[str, sk.Mean]]:
+    """Returns (loss in nats per byte, metrics). Every mean is over the bytes that are to be predicted."""
+    rows = sk.context_order({"tokens": tokens_BT, "targets": targets_BT, "where": where_BT})
+    num_layers, with_experts = count_layers(params["blocks"])
+    layers = (jnp.arange(num_layers, dtype=jnp.float32), params["blocks"])
+
+    def first(embed_VD: jax.Array, rows: Any) -> State:
+        return embed(embed_VD, rows["tokens"], with_experts)
+
+    def layer(state: State, weights: Any, rows: Any) -> State:
+        return block(state, *weights, options)
+
+    def last(state: State, weights: Any, rows: Any) -> Any:
+        h_BTD = rms_norm(state["x"], weights["norm"])
+        loss_BT = sk.cross_entropy(h_BTD, weights["head"], rows["targets"], where=rows["where"])
+        return means(loss_BT, rows["where"], state, num_layers, options)
+
+    ends = {name: params[name] for name in ("norm", "head")}
+    if not isinstance(params["blocks"], list):
+        return sk.pipeline(first, layer, last, head_per_token=not with_experts)(params["embed"], layers, ends, rows)
+    state = first(params["embed"], rows)
+    for i, weights in enumerate(params["blocks"]):
+        state = sk.remat(layer)(state, (jnp.float32(i), weights), rows)
+    return last(state, ends, rows)
+
+
+def means(
+    loss_BT: jax.Array, where_BT: jax.Array, state: State, num_layers: int, options: Options
+) -> tuple[sk.Mean, dict[str, sk.Mean]]:
+    """Returns the loss with the experts' balance losses, which count for an example as often as it has bytes, and metrics."""
+    plain = sk.mean(loss_BT, where=where_BT)
+    metrics = {"bits_per_byte": plain * (1 / math.log(2))}
+    if "balance" not in state:
+        return plain, metrics
+    load = {name: state[name] / num_layers for name in ("balance", "z", "dropped")}
+    extra_B = options.balance_loss * load["balance"] + options.z_loss * load["z"]
+    metrics |= {name: sk.mean(x_B) for name, x_B in load.items()}
+    return sk.mean(loss_BT + extra_B[:, None], where=where_BT), metrics
+
+
+def logits(params: Params, tokens_BT: jax.Array, options: Options) -> jax.Array:
+    """Returns the logits [B, T, V] of the byte after each position, on one device."""
+    blocks = params["blocks"]
+    num_layers, with_experts = count_layers(blocks)
+    state = embed(params["embed"], tokens_BT, with_experts)
+    for i in range(num_layers):
+        weights = blocks[i] if isinstance(blocks, list) else jax.tree.map(lambda w, i=i: w[i], blocks)
+        state = block(state, jnp.float32(i), weights, options)
+    return product(rms_norm(state["x"], params["norm"]), params["head"])
+
+
+def count_layers(blocks: Any) -> tuple[int, bool]:
+    """Returns (number of layers, whether they have experts)."""
+    if isinstance(blocks, list):
+        return len(blocks), "router" in blocks[0]
+    return blocks["mlp_norm"].shape[0], "router" in blocks
+
+
+def embed(embed_VD: jax.Array, tokens_BT: jax.Array, with_experts: bool) -> State:
+    """Returns what enters the first block."""
+    state = {"x": sk.embed(tokens_BT, embed_VD)}
+    if with_experts:
+        state |= {name: jnp.zeros(len(tokens_BT)) for name in ("balance", "z", "dropped")}
+    return state
+
+
+def block(state: State, layer: jax.Array, weights: Params, options: Options) -> State:
+    """Returns the state after one layer, attention and MLP: one part in which each device sees its shards.
+
+    Args:
+        layer: float32[], the number of the layer, from which dropout draws.
+    """
+    keys_B = sk.example_keys() if options.dropout and options.training else None
+    state_dims = {name: STREAM if name == "x" else ("batch",) for name in state}
+    dims = [state_dims, (), {name: BLOCK_DIMS[name] for name in weights}, ("batch",)]
+    part = sk.manual(functools.partial(block_part, options=options), in_dims=dims, out_dims=state_dims)
+    return part(state, layer, weights, keys_B)
+
+
+def block_part(state: State, layer: jax.Array, weights: Params, keys_B: jax.Array | None, *, options: Options) -> State:
+    """Returns the state after attention and MLP, on the shards of one device.
 
     Wire: each branch gathers x over the tensor axis on its positions and scatters its sum back; each weight is gathered
-    over fsdp; attention as `sk.attention` says.
+    over fsdp; attention and experts as `sk.attention` and `sk.moe` say.
     """
-    weights = {name: _whole(w, BLOCK_DIMS[name]) for name, w in weights.items()}
+    x_BTD = state["x"]
+    is_dense = lambda name: name != "router" and "expert" not in BLOCK_DIMS[name]
+    weights = {name: _whole(w, BLOCK_DIMS[name], x_BTD) if is_dense(name) else w for name, w in weights.items()}
+    positions_T = sk.context_positions(x_BTD.shape[1] * axis_size("norm_sequence"))
+    own_T = jax.lax.dynamic_slice_in_dim(positions_T, axis_index("heads") * x_BTD.shape[1], x_BTD.shape[1])
     keys_2B = (None, None)
     if keys_B is not None:
-        keys_2B = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, layer)), out_axes=1)(keys_B)
+        fold = lambda key: jax.random.split(jax.random.fold_in(key, layer.astype(jnp.int32)))
+        keys_2B = jax.vmap(fold, out_axes=1)(keys_B)
     h_BTD = all_gather(rms_norm(x_BTD, weights["attention_norm"]), "heads", dim=1)
     h_BTD = reduce_scatter(attention(h_BTD, weights, positions_T), "heads", dim=1)
-    x_BTD = x_BTD + drop(h_BTD, dropout, keys_2B[0], own_positions_T)
-    h_BTD = all_gather(rms_norm(x_BTD, weights["mlp_norm"]), "mlp", dim=1)
-    h_BTD = reduce_scatter(mlp(h_BTD, weights), "mlp", dim=1)
-    return x_BTD + drop(h_BTD, dropout, keys_2B[1], own_positions_T)
+    x_BTD = x_BTD + drop(h_BTD, options.dropout, keys_2B[0], own_T)
+    h_BTD = rms_norm(x_BTD, weights["mlp_norm"])
+    if "router" in weights:
+        h_BTD, state = mixture(h_BTD, weights, own_T, state, options)
+    else:
+        h_BTD = reduce_scatter(mlp(all_gather(h_BTD, "mlp", dim=1), weights), "mlp", dim=1)
+    return state | {"x": x_BTD + drop(h_BTD, options.dropout, keys_2B[1], own_T)}
 
 
-def _whole(w: jax.Array, dims: tuple[str | None, ...]) -> jax.Array:
+def _whole(w: jax.Array, dims: tuple[str | None, ...], x: jax.Array) -> jax.Array:
     """Returns a weight gathered over what cuts its `embed` dim."""
-    return all_gather(w, "embed", dim=dims.index("embed")) if "embed" in dims else w
+    return gather_weight(w, dims, STREAM, dims.index("embed"), x) if "embed" in dims else w
 
 
 def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array) -> jax.Array:
     """Returns causal self-attention with rotary positions over this device's heads, [B, T, D], not yet summed over heads."""
-    q_BTNH, k_BTKH, v_BTKH = (_product(x_BTD, weights[name]) for name in ("query", "key", "value"))
-    mixed_BTNH = dense(rotary(q_BTNH, positions_T), rotary(k_BTKH, positions_T), v_BTKH, positions_T=positions_T)
-    return _product(mixed_BTNH, weights["out"], num_contracted=2)
+    q_BTNH, k_BTKH, v_BTKH = (product(x_BTD, weights[name]) for name in ("query", "key", "value"))
+    mixed_BTNH = sk.attention(rotary(q_BTNH, positions_T), rotary(k_BTKH, positions_T), v_BTKH)
+    return product(mixed_BTNH, weights["out"], contracted=2)
 
 
-def dense(q_BTNH, k_BTKH, v_BTKH, positions_T):
-    k_BTKH, v_BTKH = (jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in (k_BTKH, v_BTKH))
-    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTKH) / math.sqrt(q_BTNH.shape[-1])
-    is_past_TS = positions_T[:, None] >= positions_T
-    scores_BNTS = jnp.where(is_past_TS, scores_BNTS.astype(jnp.float32), -jnp.inf)
-    probs_BNTS = jax.nn.softmax(scores_BNTS).astype(q_BTNH.dtype)
-    return jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BTKH)
+def mixture(
+    x_BTD: jax.Array, weights: Params, positions_T: jax.Array, state: State, options: Options
+) -> tuple[jax.Array, State]:
+    """Returns (the mixture of the experts' results, [B, T, D], the state with the load of this layer added)."""
+    experts = {name: weights[f"expert_{name}"] for name in ("gate", "up", "down") if f"expert_{name}" in weights}
+    y_BTD, load = sk.moe(
+        x_BTD,
+        weights["router"],
+        experts,
+        top_k=options.top_k,
+        capacity=options.capacity,
+        positions=positions_T,
+    )
+    added = {"balance": load.balance_B, "z": load.z_B, "dropped": load.dropped_B}
+    return y_BTD, state | {name: state[name] + x_B for name, x_B in added.items()}
 
 
 def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
@@ -281,12 +373,12 @@ def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
 
 def mlp(x_BTD: jax.Array, weights: Params) -> jax.Array:
     """Returns the MLP with squared ReLU, or with SwiGLU where there is a gate, [B, T, D], not yet summed over F's shards."""
-    h_BTF = _product(x_BTD, weights["up"])
+    h_BTF = product(x_BTD, weights["up"])
     if "gate" in weights:
-        h_BTF = jax.nn.silu(_product(x_BTD, weights["gate"])) * h_BTF
+        h_BTF = jax.nn.silu(product(x_BTD, weights["gate"])) * h_BTF
     else:
         h_BTF = jnp.square(jax.nn.relu(h_BTF))
-    return _product(h_BTF, weights["down"])
+    return product(h_BTF, weights["down"])
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
@@ -304,36 +396,21 @@ def drop(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None, positions_T: j
     return jnp.where(keep_BTD, x_BTD / (1 - rate), 0)
 
 
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Returns `-log softmax(logits)[target]`, [B, T], in float32, without the log-probabilities of the other bytes.
-
-    The target's logit is taken by a masked sum, not by indexing: it fuses, and works where V is cut over devices.
-    """
-    logits_BTV = logits_BTV.astype(jnp.float32)
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    return jax.nn.logsumexp(logits_BTV, axis=-1) - jnp.sum(logits_BTV, axis=-1, where=is_target_BTV)
-
-
-def _product(x: jax.Array, w: jax.Array, num_contracted: int = 1) -> jax.Array:
-    """Returns the product over the last `num_contracted` dims of `x` and the first of `w`, as one 2-D x 2-D product."""
-    x_dims, w_dims = x.shape[: x.ndim - num_contracted], w.shape[num_contracted:]
-    y = x.reshape(math.prod(x_dims), -1) @ w.reshape(-1, math.prod(w_dims))
-    return y.reshape(*x_dims, *w_dims)
-
-
 # --- the trained model ----------------------------------------------------------------------------------------------
 
 
-def sample(params: Params, prompt: str, num_bytes: int, context: int, temperature: float = 0.7, seed: int = 0) -> str:
+def sample(
+    params: Params, prompt: str, num_bytes: int, context: int, temperature: float = 0.7, options: Options = Options()
+) -> str:
     """Returns `prompt` and `num_bytes` more, drawn one at a time; the model sees the last `context` bytes each time."""
 
     @jax.jit
     def draw(params: Params, window_T: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
-        logits_V = apply(params, window_T[None])[0, last].astype(jnp.float32)
+        logits_V = logits(params, window_T[None], options)[0, last].astype(jnp.float32)
         return jax.random.categorical(key, logits_V / temperature)
 
     text = prompt.encode()
-    keys = jax.random.split(jax.random.key(seed), num_bytes)
+    keys = jax.random.split(jax.random.key(0), num_bytes)
     for key in keys:
         seen = text[-context:]
         window_T = np.frombuffer(seen.ljust(context, b"\0"), np.uint8).astype(np.int32)
