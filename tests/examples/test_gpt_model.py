@@ -69,12 +69,14 @@ def test_document_masks_keep_padding_out_of_the_loss(gpt):
 def test_stacked_and_separate_layers_are_the_same_model(gpt, params, tokens):
     separate = gpt.init_params(jax.random.key(0), shape(gpt, stacked=False))
     np.testing.assert_array_equal(params["blocks"]["up"][1], separate["blocks"][1]["up"])
-    np.testing.assert_allclose(gpt.apply(separate, tokens), gpt.apply(params, tokens), atol=1e-4)
+    np.testing.assert_allclose(
+        gpt.logits(separate, tokens, gpt.Options()), gpt.logits(params, tokens, gpt.Options()), atol=1e-4
+    )
 
 
 def test_a_position_sees_nothing_of_what_comes_after(gpt, params, tokens):
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 256)
-    before, after = gpt.apply(params, tokens), gpt.apply(params, changed)
+    before, after = (gpt.logits(params, x, gpt.Options()) for x in (tokens, changed))
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert not np.allclose(before[:, 10:], after[:, 10:])
 
@@ -86,19 +88,35 @@ def test_rotary_scores_depend_on_distance_alone(gpt):
     assert abs(float(q[7] @ k[4] - q[7] @ k[1])) > 1e-3
 
 
-def test_cross_entropy_is_the_log_probability_of_the_target(gpt, tokens):
-    logits = jax.random.normal(jax.random.key(1), (4, 16, 256))
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(gpt.cross_entropy(logits, tokens), expected, atol=1e-5)
-
-
-def test_dropout_draws_from_each_examples_own_key(gpt, params, tokens):
+def test_dropout_draws_for_each_example_and_position_from_the_examples_own_key(gpt):
     keys = jax.random.split(jax.random.key(0), 4)
-    dropped = gpt.apply(params, tokens, 0.5, keys)
-    np.testing.assert_allclose(gpt.apply(params, tokens[2:], 0.5, keys[2:]), dropped[2:], atol=1e-4)
-    assert not np.allclose(dropped, gpt.apply(params, tokens))
     x = jnp.ones((4, 100, 100))
-    assert float(gpt.drop(x, 0.25, keys, jnp.arange(100)).mean()) == pytest.approx(1, abs=0.01)
+    dropped = gpt.drop(x, 0.25, keys, jnp.arange(100))
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    np.testing.assert_array_equal(gpt.drop(x[2:, 60:], 0.25, keys[2:], jnp.arange(60, 100)), dropped[2:, 60:])
+    assert len({row.tobytes() for row in np.asarray(dropped).reshape(-1, 100)}) == 400
+
+
+def test_dropout_is_on_in_training_alone(gpt):
+    task = gpt.task(width=32, layers=1, context=16, dropout=0.5, train_bytes=20_000, eval_bytes=2_000)
+    params = task.init(jax.random.key(0))
+    batch = {name: array[:4] for name, array in task.train_data.items()}
+    values = []
+    for key in (None, None, jax.random.key(0)):
+        with sk.examples(4, key=jax.random.key(0)):
+            values.append(float(task.loss_fn(params, batch, key)[0].value))
+    assert values[0] == values[1] != values[2]
+
+
+def test_a_mixture_reports_its_load_and_adds_its_balance_loss(gpt):
+    args = {"width": 32, "layers": 2, "context": 16, "train_bytes": 20_000, "eval_bytes": 2_000}
+    task = gpt.task(**args, moe={"experts": 4, "top_k": 2, "capacity": 1.0, "balance_loss": 0.5, "z_loss": 0.0})
+    params = task.init(jax.random.key(0))
+    batch = {name: array[:4] for name, array in task.train_data.items()}
+    loss, metrics = task.loss_fn(params, batch, None)
+    assert float(metrics["balance"].value) >= 1 - 1e-5 and 0 < float(metrics["dropped"].value) < 1
+    expected = float(metrics["bits_per_byte"].value) * np.log(2) + 0.5 * float(metrics["balance"].value)
+    assert float(loss.value) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_loss_is_in_nats_and_bits_per_byte(gpt):
