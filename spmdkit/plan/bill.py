@@ -234,12 +234,12 @@ def read_bill(
 
 
 def _factor(op: str, n: int) -> Fraction:
-    """Returns bytes sent over `size` for a group of n devices; for collective_permute `size` is 0 where nobody sends."""
-    if op == "collective_permute":
-        return Fraction(1)
+    """Returns bytes sent over `size` for a group of n devices; a permutation that moves nothing has groups of one."""
     if n < 2:
         return Fraction(0)
-    return {"all_reduce": Fraction(2 * (n - 1), n), "broadcast": Fraction(1)}.get(op, Fraction(n - 1, n))
+    return {"all_reduce": Fraction(2 * (n - 1), n), "broadcast": Fraction(1), "collective_permute": Fraction(1)}.get(
+        op, Fraction(n - 1, n)
+    )
 
 
 def _dearest_branches(found: Sequence[tuple[Any, Collective]]) -> Iterable[Collective]:

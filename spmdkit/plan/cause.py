@@ -5,7 +5,7 @@ parameters, are they all scalars), and the axes with the op. What nothing explai
 
 | cause              | rule                                                                                              |
 | ------------------ | ------------------------------------------------------------------------------------------------- |
-| metrics            | every array is a scalar                                                                            |
+| metrics            | an all_reduce of scalars: losses, counts, norms                                                     |
 | gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or a reducer in the stack  |
 | gradient scatter   | reduce_scatter of such arrays, or over fsdp in the backward pass                                   |
 | parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter                       |
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spmdkit.plan.collectives import Found
 from spmdkit.plan.hlo import Instruction, Module
 from spmdkit.plan.loops import Visit
-from spmdkit.plan.source import is_ours, stack_of
+from spmdkit.plan.source import is_ours, package_path, stack_of
 
 if TYPE_CHECKING:
     from spmdkit.program import Program
@@ -48,13 +48,16 @@ CAUSES = (
 )
 
 _BY_FILE = {
-    "ring": "context ring",
-    "ulysses": "context exchange",
-    "all_to_all": "context exchange",
-    "moe": "expert dispatch",
-    "expert": "expert dispatch",
-    "pipeline": "pipeline transfer",
+    "ring": ("context", "context ring"),
+    "ulysses": ("context", "context exchange"),
+    "all_to_all": ("context", "context exchange"),
+    "exchange": ("context", "context exchange"),
+    "moe": ("expert", "expert dispatch"),
+    "pipeline": ("pipeline", "pipeline transfer"),
+    "tensor": ("tensor", "tensor activation"),
+    "vocab": ("tensor", "tensor activation"),
 }
+"""A word in the path of a file under `spmdkit/ops/` -> the axis that the op is about, cause."""
 
 
 class Leaf(NamedTuple):
@@ -83,17 +86,12 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
 def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf]) -> str:
     """Returns one of `CAUSES`."""
     axes, op, name = set(found.spans), found.stands_for or found.op, found.op_name
-    if all(not shape.dims or shape.size == 1 for shape in found.shapes):
+    if op == "all_reduce" and all(shape.size == 1 for shape in found.shapes):
         return "metrics"
-    files = [f.file.rsplit("/", 2)[-2:] for f in stack_of(module, visit.instruction) if is_ours(f)]
-    for folder, file in (pair for pair in files if len(pair) == 2):
-        if folder == "ops":
-            for word, cause in _BY_FILE.items():
-                if word in file:
-                    return cause
+    ours = [package_path(f) for f in stack_of(module, visit.instruction) if is_ours(f)]
     backward = "transpose(" in name
     forward = "jvp(" in name and not backward
-    if any(folder == "reducers" or file in ("forms.py", "replica.py") for folder, file in files[:2]):
+    if any(path.startswith("reducers/") or path in ("forms.py", "replica.py") for path in ours[:2]):
         return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
     like_parameters = _like_parameters(found, leaves)
     if (op == "all_gather" or forward) and from_parameter(module, visit):
@@ -104,6 +102,11 @@ def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf])
         return "gradient scatter"
     if op == "all_reduce" and like_parameters and not forward:
         return "gradient reduction"
+    for path in ours:
+        if path.startswith("ops/"):
+            for word, (axis, cause) in _BY_FILE.items():
+                if axis in axes and word in path.removeprefix("ops/"):
+                    return cause
     if op == "all_gather" and like_parameters and axes <= {"fsdp"}:
         return "parameter gather"
     return _by_axes(axes, op, forward or backward)

@@ -8,6 +8,7 @@ beyond its operands is added while it runs. Outputs of the step are not temporar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spmdkit.plan.hlo import HOST_SPACE, Computation, Instruction, Module
@@ -91,14 +92,36 @@ def _peak(
                 found = _peak(module, module.computations[name], known)
                 if found[0] > inner_bytes:
                     inner_bytes, inner = found
-        if now + inner_bytes > best:
-            best, at_best = now + inner_bytes, [*alive.values(), *inner]
+        needed = now + inner_bytes - _reused(i, dying.get(i.index, ()))
+        if needed > best:
+            best, at_best = needed, [*alive.values(), *inner]
         for j in dying.get(i.index, ()):
             if j.name in alive:
                 del alive[j.name]
                 now -= own_bytes(j)
     known[computation.name] = best, at_best
     return known[computation.name]
+
+
+def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
+    """Returns the bytes of an operand that nobody needs any more and whose place the result takes, element by element."""
+    if i.opcode in (
+        "dot",
+        "convolution",
+        "reduce",
+        "transpose",
+        "gather",
+        "scatter",
+        "sort",
+        "custom-call",
+        "while",
+        "conditional",
+    ):
+        return 0
+    if i.opcode == "fusion" and i.attribute("kind") not in ("kLoop", None):
+        return 0
+    own = own_bytes(i)
+    return own if any(j.name in i.operands and own_bytes(j) == own for j in dying) else 0
 
 
 def _makes(module: Module, i: Instruction) -> bool:

@@ -58,6 +58,11 @@ def is_ours(frame: Frame) -> bool:
     return frame.file.startswith(_PACKAGE)
 
 
+def package_path(frame: Frame) -> str:
+    """Returns the path of a frame's file inside this package: `ops/moe/rows.py`."""
+    return frame.file.removeprefix(_PACKAGE).replace(os.sep, "/")
+
+
 def _nearest(module: Module, start: Instruction, good) -> Instruction | None:  # type: ignore[no-untyped-def]
     """Returns the nearest instruction that is good: itself, what it calls, what feeds it, what reads it."""
     if good(start):

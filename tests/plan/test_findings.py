@@ -1,5 +1,6 @@
 """Each deliberately bad program is found, at the right line; good programs have no findings."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import bad_programs
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from bad_programs import good_loss, lines_to_blame, task
@@ -16,7 +18,8 @@ from core_runs import program_of
 
 from spmdkit.config import load_config
 from spmdkit.plan import findings
-from spmdkit.plan.findings import padding
+from spmdkit.plan.bill import read_bill
+from spmdkit.plan.findings import padding, stand_in
 from spmdkit.plan.hlo import parse
 from spmdkit.plan.reading import read_program
 from spmdkit.plan.target import parse_target
@@ -157,3 +160,15 @@ def test_a_finding_about_the_config_points_at_its_line(tmp_path):
     program = Program(load_config(tmp_path / "small.yaml"), made, jax.devices())
     found = [f for f in read_program(program, TWO_HOSTS).findings if f.code == "batch-too-small"]
     assert [f.source for f in found] == [f"{tmp_path}/small.yaml:3"]
+
+
+def test_a_gather_over_a_whole_torus_is_told_from_a_saved_text_of_the_tpu_compiler():
+    text = gzip.decompress((Path(__file__).with_name("texts") / "gather_over_a_torus.txt.gz").read_bytes()).decode()
+    bill = read_bill(parse(text), {"data": 1, "fsdp": 64})
+    on = lambda platform: SimpleNamespace(
+        program=SimpleNamespace(zero=3, mesh=SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))),
+        bill=bill,
+    )
+    (found,) = stand_in.find(on("tpu"))
+    assert found.code == "all-reduce-for-gather" and "63.0 MiB instead of 31.5 MiB" in found.message
+    assert list(stand_in.find(on("cpu"))) == []

@@ -1,0 +1,70 @@
+"""Saves what the TPU compiler makes of some programs with known traffic, so that reading it is tested without libtpu.
+
+    python tests/plan/save_texts.py      (with the extra tpu installed)
+
+Paths of files and the compiler's own notes are taken out; nothing that the parser reads is changed.
+"""
+
+import gzip
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from known_traffic import compiled
+
+from spmdkit.plan.target import open_target, parse_target
+
+TEXTS = Path(__file__).with_name("texts")
+SAVED = {
+    "ring_in_a_scan": "tpu:v5p:2x2x2",
+    "nested_scans": "tpu:v5p:2x2x2",
+    "zero_2": "tpu:v5e:2x4",
+    "conditional": "tpu:v5e:2x4",
+    "accumulation": "tpu:v5e:2x4",
+}
+
+
+def gather_over_a_torus():
+    """Returns the text of a gather over all 64 chips of a v5p 4x4x4: the compiler sends it as an all_reduce."""
+    return _moved(
+        "tpu:v5p:4x4x4",
+        (1, 64),
+        lambda w: lax.all_gather(w, "fsdp", tiled=True),
+        PartitionSpec("fsdp"),
+        PartitionSpec(),
+    )
+
+
+def scatter_in_a_fusion():
+    """Returns the text of a reduce_scatter over 8 chips: an all_reduce whose result is cut in the same fusion."""
+    scatter = lambda w: lax.psum_scatter(w, "fsdp", tiled=True)
+    return _moved("tpu:v5p:2x2x2", (2, 4), scatter, PartitionSpec(), PartitionSpec("fsdp"))
+
+
+def _moved(target, shape, function, before, after):
+    devices = np.array(open_target(parse_target(target)).devices)
+    mesh = Mesh(devices.reshape(shape), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    run = jax.shard_map(function, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
+    w = jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=NamedSharding(mesh, before))
+    return jax.jit(run).lower(w).compile().as_text()
+
+
+def save(name, text):
+    text = re.sub(r'^(\d+) ".*/([^/"]*)"$', r'\1 "/home/user/\2"', text, flags=re.M)
+    text = re.sub(r'"debug":"(?:[^"\\]|\\.)*"', '"debug":""', text)
+    TEXTS.mkdir(exist_ok=True)
+    (TEXTS / f"{name}.txt.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    for name, target in SAVED.items():
+        save(name, compiled(name, open_target(parse_target(target)).devices).as_text())
+    save("gather_over_a_torus", gather_over_a_torus())
+    save("scatter_in_a_fusion", scatter_in_a_fusion())

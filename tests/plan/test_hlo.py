@@ -1,0 +1,149 @@
+"""Reading compiled texts: saved ones of the TPU compiler, all spellings of groups, all guises of collectives, broken text."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+from known_traffic import PROGRAMS, SIZES, W
+
+from spmdkit.plan.bill import read_bill
+from spmdkit.plan.groups import axes_of, replica_groups
+from spmdkit.plan.hlo import Instruction, parse
+from spmdkit.plan.loops import walk
+
+TEXTS = Path(__file__).with_name("texts")
+
+
+def saved(name):
+    return parse(gzip.decompress((TEXTS / f"{name}.txt.gz").read_bytes()).decode())
+
+
+@pytest.mark.parametrize("name", ["ring_in_a_scan", "nested_scans", "zero_2", "conditional", "accumulation"])
+def test_a_saved_text_of_the_tpu_compiler_has_the_hand_computed_bytes(name):
+    found = {}
+    for c in read_bill(saved(name), SIZES).collectives:
+        if c.counted:
+            key = "_".join([c.op, *c.axes])
+            found[key] = found.get(key, 0) + c.bytes
+    assert found == PROGRAMS[name][1]["tpu"]
+
+
+def test_the_guises_of_the_saved_texts_are_those_that_they_were_saved_for():
+    """Else the test above would be about plain collectives only."""
+    names = ("ring_in_a_scan", "scatter_in_a_fusion", "conditional")
+    opcodes = {name: {i.opcode for i in saved(name).instructions()} for name in names}
+    assert {"collective-permute-start", "collective-permute-done", "while"} <= opcodes["ring_in_a_scan"]
+    assert "known_trip_count" not in gzip.decompress((TEXTS / "ring_in_a_scan.txt.gz").read_bytes()).decode()
+    assert "reduce-scatter" not in opcodes["scatter_in_a_fusion"] and "all-reduce" in opcodes["scatter_in_a_fusion"]
+    assert "conditional" in opcodes["conditional"]
+
+
+def test_a_gather_that_is_sent_as_an_all_reduce_is_billed_as_sent_and_says_what_it_stands_for():
+    """4096 x 4096 bfloat16 over 64 devices, zeros around each shard: 2 * 63/64 of all of it."""
+    (c,) = read_bill(saved("gather_over_a_torus"), {"data": 1, "fsdp": 64}).collectives
+    assert (c.op, c.stands_for, c.axes, c.bytes) == (
+        "all_reduce",
+        "all_gather",
+        ("fsdp",),
+        2 * 63 * 4096 * 4096 * 2 // 64,
+    )
+
+
+def test_an_all_reduce_that_is_cut_in_its_own_fusion_is_a_reduce_scatter():
+    """4096 rows over 4 devices are padded to 4480 by the compiler, which sends 288 of them on to realign the rest."""
+    bill = read_bill(saved("scatter_in_a_fusion"), {"data": 2, "fsdp": 4})
+    row = 4096 * 2
+    assert [(c.op, c.axes, c.bytes) for c in bill.collectives] == [
+        ("reduce_scatter", ("fsdp",), 3 * 4480 * row // 4),
+        ("collective_permute", ("fsdp",), 288 * row),
+    ]
+
+
+GUISES = """HloModule guises, is_scheduled=true, num_partitions=8
+
+%wrapped (p: f32[64,128]) -> f32[16,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  ROOT %rs = f32[16,128]{1,0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (w: f32[64,128]) -> f32[64,128] {
+  %w = f32[64,128]{1,0} parameter(0)
+  %start = ((f32[64,128]{1,0}), f32[16,128]{1,0}, u32[]) async-start(%w), calls=%wrapped
+  %update = ((f32[64,128]{1,0}), f32[16,128]{1,0}, u32[]) async-update(%start), calls=%wrapped
+  %done = f32[16,128]{1,0} async-done(%update), calls=%wrapped
+  %ag = (f32[16,128]{1,0}, f32[64,128]{1,0}) all-gather-start(%done), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+  %whole = f32[64,128]{1,0} all-gather-done(%ag)
+  %ar = f32[64,128]{1,0} all-reduce-start(%whole), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
+  %sum.1 = f32[64,128]{1,0} all-reduce-done(%ar)
+  %self = f32[64,128]{1,0} collective-permute(%sum.1), source_target_pairs={{0,0},{1,1}}
+  ROOT %sent = f32[64,128]{1,0} collective-broadcast(%self), replica_groups={{0,1,2,3,4,5,6,7}}, metadata={op_name="(a) b" source_file="x.py" source_line=3}
+}
+"""
+
+
+def test_split_and_wrapped_collectives_count_once():
+    bill = read_bill(parse(GUISES), SIZES)
+    assert [(c.op, c.axes, c.bytes, c.is_async) for c in bill.collectives] == [
+        ("reduce_scatter", ("fsdp",), 3 * W // 4, True),
+        ("all_gather", ("fsdp",), 3 * W // 4, True),
+        ("all_reduce", ("data",), W, True),
+        ("broadcast", ("data", "fsdp"), W, False),
+    ]
+    assert bill.collectives[-1].source == "x.py:3"
+
+
+SPELLINGS = {
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "replica_groups={}": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "replica_groups=[2,4]<=[8]": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "replica_groups=[4,2]<=[2,4]T(1,0)": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "replica_groups=[2,4]<=[2,2,2]T(1,0,2)": [[0, 1, 4, 5], [2, 3, 6, 7]],
+    "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    "replica_groups=mesh['a'=2,'b'=4] {'a','b'}": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "replica_groups=mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+}
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_every_spelling_of_groups_is_read(text):
+    instruction = Instruction("x", "all-reduce", (), (), "", f"channel_id=1, {text}, to_apply=%add", "main", 0, True)
+    assert sorted(sorted(group) for group in replica_groups(instruction, 8)) == SPELLINGS[text]
+
+
+def test_a_spelling_that_is_not_known_is_an_error_and_not_a_guess():
+    instruction = Instruction("x", "all-reduce", (), (), "", "replica_groups=@later<0>", "main", 0, True)
+    with pytest.raises(ValueError, match="not known"):
+        replica_groups(instruction, 8)
+
+
+def test_a_part_of_an_axis_and_several_axes_are_told_apart():
+    sizes = {"data": 2, "fsdp": 4}
+    assert axes_of(((0, 1), (2, 3), (4, 5), (6, 7)), sizes) == {"fsdp": 2}
+    assert axes_of(((0, 1, 2, 3), (4, 5, 6, 7)), sizes) == {"fsdp": 4}
+    assert axes_of(((0, 4),), sizes) == {"data": 2}
+    assert axes_of((tuple(range(8)),), sizes) == {"data": 2, "fsdp": 4}
+    assert axes_of(((0,), (1,)), sizes) == {}
+
+
+def test_stack_frames_give_the_line_and_a_text_without_entry_is_refused():
+    module = saved("nested_scans")
+    sources = {c.source for c in read_bill(module, SIZES).collectives}
+    assert all(source and source.startswith("/home/user/known_traffic.py:") for source in sources)
+    with pytest.raises(ValueError, match="ENTRY"):
+        parse("HloModule nothing")
+
+
+def test_loops_of_a_saved_text_multiply():
+    runs = {
+        v.instruction.opcode: v.runs
+        for v in walk(saved("nested_scans"))
+        if v.instruction.opcode.startswith(("all-red", "coll"))
+    }
+    assert runs["all-reduce"] == 15 and runs["collective-permute-start"] == 5

@@ -1,0 +1,73 @@
+"""What a plan says of memory adds up, agrees with the compiler, and is what a run allocates."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bad_programs import good_loss, task
+from core_runs import program_of
+
+from spmdkit.plan.liveness import peak_temporaries
+from spmdkit.plan.reading import read_program
+
+PARAMETERS = 2 * 256 * 512 * 4
+RULES = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
+CASES = {
+    "mirrored": ({"mesh": {"data": 8}}, 1),
+    "zero 3": ({"mesh": {"fsdp": 8}}, 8),
+    "zero 1, accumulated": ({"mesh": {"fsdp": 8}, "layout": {"zero": 1}, "microbatches": 2}, 1),
+    "tensor": ({"mesh": {"data": 2, "tensor": 4}}, 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_add_up_to_the_peak_that_the_compiler_reserves(case):
+    settings, parts = CASES[case]
+    program = program_of(task(good_loss, rules=RULES), batch_size=512, **settings)
+    reading = read_program(program)
+    memory, stats = reading.memory, program.compiled.memory_analysis()
+    assert sum(memory.parts.values()) == memory.peak_bytes
+    assert memory.parts["parameters"] == PARAMETERS // parts
+    assert memory.parts["inputs"] == 2 * 512 * 256 * 4 // (8 if case != "tensor" else 2)
+    assert (
+        memory.peak_bytes
+        == stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + (stats.temp_size_in_bytes + stats.generated_code_size_in_bytes)
+    )
+    assert 0.8 < peak_temporaries(reading.module) / memory.temp_bytes < 1.25
+    assert [b.bytes for b in memory.live] == sorted((b.bytes for b in memory.live), reverse=True)
+    assert any(b.source and "bad_programs.py" in b.source for b in memory.live)
+
+
+def test_what_lives_on_the_host_is_no_memory_of_the_device():
+    on_device = read_program(program_of(task(good_loss), mesh={"data": 8})).memory
+    settings = {"placement": {"params": "host", "optimizer": "host"}}
+    on_host = read_program(program_of(task(good_loss), mesh={"data": 8}, **settings)).memory
+    assert on_host.host_parts == {"parameters": PARAMETERS} and on_device.host_parts == {}
+    assert on_host.argument_bytes == on_device.argument_bytes - PARAMETERS
+    assert "parameters" not in on_host.parts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_predicted_peak_is_within_five_percent_of_what_a_run_allocates():
+    """Measured 2026-11-21: 1,449 MiB allocated, 1,440 predicted (batch of 4,096), on four fake devices of two cores."""
+    settings = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_ARENA_MAX": "1",
+        "NPROC": "20",
+    }
+    file = Path(__file__).with_name("memory_run.py")
+    folders = [Path(__file__).parents[2], file.parent, Path(__file__).parents[1] / "core"]
+    environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    predicted, allocated = map(int, done.stdout.split())
+    assert abs(predicted / allocated - 1) < 0.05, (predicted, allocated)
