@@ -134,12 +134,9 @@ class Subject:
             "clip_norm": None,
             "data.remainder": "mask" if setting.short else self.config.data.remainder,
         }
-        if setting.mesh.get("fsdp", 1) == 1:
-            changes |= {"layout.zero": 3, "layout.fsdp": "auto", "layout.min_shard_bytes": 2**14}
-        elif self.config.layout.fsdp == "auto":
+        changes |= _without_effect(self.config, setting.mesh)
+        if setting.mesh.get("fsdp", 1) > 1 and self.config.layout.fsdp == "auto":
             changes["layout.min_shard_bytes"] = 1
-        if self.config.remat == "auto":
-            changes["remat"] = "full"
         if self.config.remat == "auto":
             changes["remat"] = "full"  # what a small model's memory would choose is nothing
         if setting.plain:
@@ -256,6 +253,24 @@ class Subject:
             error = float(np.linalg.norm(after[path] - x) / max(float(np.linalg.norm(x)), 1e-30))
             worst = max(worst, (error, path)) if error > 0 or not worst[1] else worst
         return worst
+
+
+NEED_AXIS = {
+    "fsdp": ("layout.zero", "layout.fsdp", "layout.min_shard_bytes"),
+    "context": ("attention.context", "attention.order"),
+    "pipeline": ("pipeline.schedule", "pipeline.microbatches", "pipeline.chunks"),
+}
+"""Settings that are errors on a mesh without an axis, where they have no effect."""
+
+
+def _without_effect(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the settings that have no effect on a mesh, with their defaults."""
+    changes = {}
+    for path in (path for axis, paths in NEED_AXIS.items() if mesh.get(axis, 1) == 1 for path in paths):
+        section, key = path.split(".")
+        if hasattr(config, section):
+            changes[path] = getattr(type(getattr(config, section))(), key)
+    return changes
 
 
 def _of_all_groups(model_state: Any, program: Program) -> Any:
