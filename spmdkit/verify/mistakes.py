@@ -12,6 +12,7 @@ Each replaces one well-named function of the package while a program is traced a
     checkpoint.leaves.pick             each leaf that a checkpoint gives back
     ops.vocab.axis_index               which part of the vocabulary a device holds
     ops.ring_attention.ring_shift      keys and values on their way round, and their gradients
+    ops.pipeline.parts.Pipeline        the layers on their way to the stages (`chunks`), their gradients on the way back (`joined`)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spmdkit import feed, gradient, reducers, scope
 from spmdkit.checkpoint import leaves
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
+from spmdkit.ops.pipeline import parts
 from spmdkit.verify.subject import Setting
 
 Acting = contextlib.AbstractContextManager[list[Any]]
@@ -248,3 +250,22 @@ def first_part(axis_index: Any, names: Any) -> Any:
 
 def one_step_too_far(ring_shift: Any, x: jax.Array, name: str) -> jax.Array:
     return ring_shift(x, name, 2)
+
+
+@contextlib.contextmanager
+def last_stage_without_gradient(setting: Setting) -> Iterator[list[Any]]:
+    """The layers of the last stage get no gradient, in a loop that JAX differentiates and in one that does it by hand."""
+    acted: list[Any] = []
+
+    def stop(chunks: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(own: Any, layers: Any) -> Any:
+            acted.append("chunks")
+            return jax.tree.map(lambda w: w.at[-1].set(lax.stop_gradient(w[-1])), chunks(own, layers))
+
+        return instead
+
+    def drop(joined: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda own, chunks: joined(own, jax.tree.map(lambda g: g.at[-1].set(0), chunks))
+
+    with patched(parts.Pipeline, "chunks", stop), patched(parts.Pipeline, "joined", drop):
+        yield acted

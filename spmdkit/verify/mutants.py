@@ -180,6 +180,13 @@ MUTANTS = (
         unused="the loss uses no ring: sk.attention with attention.context: ring",
     ),
     Mutant(
+        "stage_gradient_dropped",
+        "the layers of the last stage get no gradient",
+        _cut("pipeline"),
+        mistakes.last_stage_without_gradient,
+        unused="the loss uses no sk.pipeline",
+    ),
+    Mutant(
         "checkpoint_loses_leaf",
         "one leaf comes back as zeros",
         lambda known: [Setting({"data": known.num_devices})],

@@ -8,7 +8,7 @@ from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched
 from spmdkit.verify.mutants import MUTANTS
 
-OF_OPS = {"vocabulary_offset", "wrong_ring_step"}
+OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
 """Mutants that act on an op of the model."""
 
 
@@ -24,7 +24,7 @@ def test_a_mutant_of_an_op_is_caught(name):
     assert found.get("caught"), found
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context"])
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_a_model_with_ops_is_equal_to_one_device(axis):
     found = tasks.language_judge().case({"data": 2, axis: 2}, 1, whole=False)
     assert found["passed"], found
@@ -37,6 +37,7 @@ def test_a_model_with_ops_is_equal_to_one_device(axis):
         ("batch_statistics_per_replica", "no collective"),
         ("vocabulary_offset", "neither sk.embed"),
         ("wrong_ring_step", "context"),
+        ("stage_gradient_dropped", "pipeline"),
     ],
 )
 def test_a_mutant_that_cannot_act_says_why(name, reason):
@@ -69,8 +70,10 @@ def seams():
     from spmdkit import feed, gradient, reducers
     from spmdkit.checkpoint import leaves
     from spmdkit.ops import ring_attention, vocab
+    from spmdkit.ops.pipeline.parts import Pipeline
 
     names = ["_positions", "_cut_microbatches", "_local_gradient", "_loss_key"]
     yield from ((gradient, name) for name in names)
     yield from ((reducers, "get"), (feed.Feed, "_place"), (optax, "clip_by_global_norm"), (leaves, "pick"))
     yield from ((lax, "psum"), (lax, "pmean"), (vocab, "axis_index"), (ring_attention, "ring_shift"))
+    yield from ((Pipeline, "chunks"), (Pipeline, "joined"))

@@ -112,21 +112,31 @@ VOCAB, WIDTH, LENGTH = 16, 8, 8
 def language_init(key):
     random = np.random.default_rng(2)
     normal = lambda *shape: jnp.asarray(random.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
-    return {"embed": normal(VOCAB, WIDTH), "head": normal(WIDTH, VOCAB)}
+    return {
+        "embed": normal(VOCAB, WIDTH),
+        "layers": normal(WIDTH, 4, WIDTH).swapaxes(0, 1),
+        "head": normal(WIDTH, VOCAB),
+    }
 
 
 def language(params, batch, key):
     rows = sk.context_order({"tokens": batch["tokens"][:, :-1], "targets": batch["tokens"][:, 1:]})
-    x = sk.embed(rows["tokens"], params["embed"])
-    heads = x.reshape(*x.shape[:2], 2, -1)
-    x = x + sk.attention(heads, heads, heads).reshape(x.shape)
-    losses = sk.cross_entropy(x, params["head"], rows["targets"])
-    return sk.mean(losses, where=rows["targets"] > 2)
+    run = sk.pipeline(lambda table, rows: sk.embed(rows["tokens"], table), language_layer, language_head)
+    return run(params["embed"], params["layers"], params["head"], rows)
+
+
+def language_layer(x, weight, rows):
+    heads = (x @ weight).reshape(*x.shape[:2], 2, -1)
+    return x + sk.attention(heads, heads, heads).reshape(x.shape)
+
+
+def language_head(x, head, rows):
+    return sk.mean(sk.cross_entropy(x, head, rows["targets"]), where=rows["targets"] > 2)
 
 
 def language_task():
     tokens = np.random.default_rng(3).integers(0, VOCAB, size=(NUM, LENGTH + 1)).astype(np.int32)
-    rules = [("embed", ["vocab", "embed"]), ("head", ["embed", "vocab"])]
+    rules = [("embed", ["vocab", "embed"]), ("head", ["embed", "vocab"]), ("layers", ["layers", None, None])]
     return sk.Task(language_init, language, optax.adam(1e-2), train_data={"tokens": tokens}, rules=rules)
 
 

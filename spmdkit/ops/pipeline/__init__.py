@@ -167,7 +167,7 @@ def _checked(
     model: Model, step: scope.Step, embed_params: Any, layers: Any, head_params: Any, rows: Rows
 ) -> tuple[Model, Any]:
     """Returns the model with rematerialised layers, and the shapes of the activation. `rows` may be abstract."""
-    own = dataclasses.replace(step, uses=set())
+    own = dataclasses.replace(step, uses=step.uses - {"remat"})
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         def on_rows(rows: Rows, *args: Any) -> Any:
