@@ -1,7 +1,6 @@
 """The table of chips: peak arithmetic, memory, links. What a plan's time and "does it fit" are computed from.
 
-All figures are of one *device*, as JAX counts devices: a TPU 7x chip is two devices, and so is a v4 chip to the
-ahead-of-time compiler; their figures are the chip's, halved. Rates are of one direction. Peak means peak: what a program
+All figures are of one *device*, as JAX counts devices: a TPU 7x chip is two devices, and its figures are the chip's, halved. Rates are of one direction. Peak means peak: what a program
 reaches of it is `Chip.reached`, a rule of thumb until `spmdkit plan --calibrate` measures it on the machine itself.
 
 | chip | bf16 FLOP/s | memory      | bytes/s | link, one way        | between hosts or slices |
@@ -191,7 +190,7 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, 3, (16, 16, 16), 15.25, 2),
+        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, 3, (16, 16, 16), 30.75),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, 2, (16, 16), 15.75),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, 3, (16, 16, 24), 95.74),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, 2, (16, 16), 31.25),

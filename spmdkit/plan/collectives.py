@@ -1,7 +1,7 @@
 """Finding the collectives of a compiled program in all their guises.
 
 Plain (`all-reduce`), split (`all-gather-start` and `-done`: counted at the start), wrapped (`async-start` that calls a
-computation with the collective in it), inside fusions (the TPU compiler makes a reduce-scatter of an all-reduce whose
+computation with the collective in it; `call-start` on the sparse cores of a TPU 7x), inside fusions (the TPU compiler makes a reduce-scatter of an all-reduce whose
 result is sliced in one fusion). Everything is read from opcodes, operands and groups, nothing from names.
 """
 
@@ -113,7 +113,9 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, s
         groups=groups,
         spans=axes_of(groups, sizes),
         group_size=group_size,
-        is_async=is_spread(i) or i.opcode.endswith("-start") or (caller is not None and caller.opcode == "async-start"),
+        is_async=is_spread(i)
+        or i.opcode.endswith("-start")
+        or (caller is not None and caller.opcode in ("async-start", "call-start")),
         source=source_of(module, named),
         op_name=op_name_of(module, named),
         algorithm=config.get("emitter"),

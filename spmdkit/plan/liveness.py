@@ -16,7 +16,7 @@ from spmdkit.plan.source import op_name_of, source_of
 
 _RENAMES = {
     "tuple", "get-tuple-element", "bitcast", "while", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",
-    "all-reduce-done", "collective-permute-done", "async-done", "async-update", "after-all", "dynamic-update-slice", "domain",
+    "all-reduce-done", "collective-permute-done", "async-done", "call-done", "async-update", "after-all", "dynamic-update-slice", "domain",
 }  # fmt: skip
 _ENTERED = {"while": ("body", "condition"), "call": ("to_apply",), "conditional": ("branch_computations",)}
 _FREE = {"parameter", "constant", "iota", "partition-id", "replica-id", "token"}

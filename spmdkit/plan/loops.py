@@ -14,7 +14,13 @@ from typing import NamedTuple
 from spmdkit.plan.hlo import Computation, Instruction, Module
 
 _SAME = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "opt-barrier", "optimization-barrier")
-_CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "custom-call": "called_computations"}
+_CALLS = {
+    "fusion": "calls",
+    "call": "to_apply",
+    "async-start": "calls",
+    "call-start": "to_apply",
+    "custom-call": "called_computations",
+}
 _DEPTH = 64
 
 

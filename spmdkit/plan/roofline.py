@@ -36,7 +36,7 @@ _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8",
 _COST_NOTHING = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all", "domain",
     "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done",
-    "async-done", "async-update", "iota", "add-dependency",
+    "async-start", "async-done", "async-update", "call-start", "call-done", "iota", "add-dependency",
 }  # fmt: skip
 _SLICES = ("dynamic-slice", "gather", "slice")
 OVERLAPPED_ON_GPU = frozenset({"parameter gather", "gradient reduction", "gradient scatter", "update gather"})

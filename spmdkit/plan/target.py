@@ -172,8 +172,8 @@ def _parse_tpu(text: str, rest: str) -> Target:
         notes.append(f"A 7x chip is two devices to JAX: {chips} chips are {2 * chips} devices.")
     if name == "v4":
         notes.append(
-            f"The ahead-of-time compiler takes each of a v4 chip's two cores for a device: {chips} chips are {2 * chips} devices here, "
-            f"and {chips} on the machine, where JAX joins them. Halve one axis of the mesh there."
+            "The ahead-of-time compiler knows a v4 chip as two cores, and the machine as one device: the step was compiled for one core "
+            "of each chip. Mesh and wire are the machine's; a step that needs more than a core's 15.25 GiB has no program to read."
         )
     if num_slices > 1:
         notes.append(
@@ -306,6 +306,8 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
     name = f"{'tpu7x' if target.chip.name == '7x' else target.chip.name}:{'x'.join(map(str, target.topology))}"
     try:
         found = topologies.get_topology_desc(name, platform="tpu", **options).devices
+        if target.chip.devices_per_chip == 1:  # v4, whose chip is one device only where it is really there
+            found = [d for d in found if not getattr(d, "core_on_chip", 0)]
     except Exception as error:
         raise ConfigError(
             f"target {target.name}: libtpu {_version('libtpu')} does not know the topology {name} ({str(error).splitlines()[0]}). "
