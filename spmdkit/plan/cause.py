@@ -7,7 +7,7 @@ parameters, are they all scalars), and the axes with the op. What nothing explai
 | ------------------ | ------------------------------------------------------------------------------------------------- |
 | metrics            | an all_reduce of scalars: losses, counts, norms                                                     |
 | gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or a reducer in the stack  |
-| gradient scatter   | reduce_scatter of such arrays, or over fsdp in the backward pass                                   |
+| gradient scatter   | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass                  |
 | parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter                       |
 | update gather      | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2                         |
 | context ring       | collective_permute over context; or ring attention in the stack                                    |
@@ -94,19 +94,19 @@ def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf])
     if any(path.startswith("reducers/") or path in ("forms.py", "replica.py") for path in ours[:2]):
         return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
     like_parameters = _like_parameters(found, leaves)
-    if (op == "all_gather" or forward) and from_parameter(module, visit):
-        return "parameter gather"
-    if op == "all_gather" and not forward and not backward and like_parameters:
-        return "update gather"
-    if op == "reduce_scatter" and (like_parameters or (backward and axes == {"fsdp"})):
-        return "gradient scatter"
-    if op == "all_reduce" and like_parameters and not forward:
+    if op == "all_reduce" and like_parameters and (not forward or "pipeline" in axes):  # 1f1b goes backward by hand
         return "gradient reduction"
     for path in ours:
         if path.startswith("ops/"):
             for word, (axis, cause) in _BY_FILE.items():
                 if axis in axes and word in path.removeprefix("ops/"):
                     return cause
+    if (op == "all_gather" or forward) and from_parameter(module, visit):
+        return "parameter gather"
+    if op == "all_gather" and not forward and not backward and like_parameters:
+        return "update gather"
+    if op == "reduce_scatter" and "tensor" not in axes and (like_parameters or (backward and axes == {"fsdp"})):
+        return "gradient scatter"
     if op == "all_gather" and like_parameters and axes <= {"fsdp"}:
         return "parameter gather"
     return _by_axes(axes, op, forward or backward)

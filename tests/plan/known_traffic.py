@@ -4,6 +4,8 @@ Written with explicit collectives in `shard_map`, on a mesh data 2 x fsdp 4 of e
 formula is the answer and no partitioner decides. F32[64, 128] is 32 KiB, called W.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,8 +98,9 @@ def zero_3():
 @program(all_reduce_fsdp=2 * 2 * 3 * (16 * 64 * 4) // 4)  # the products of both pairs, forward; x[32 / 2, 64]
 def tensor_pair():
     def run(x, up, down):
+        times = functools.partial(jnp.matmul, precision="highest")  # else a TPU multiplies, and sends, bfloat16
         for _ in range(2):
-            x = lax.psum(jnp.tanh(x @ up) @ down, "fsdp")
+            x = lax.psum(times(jnp.tanh(times(x, up)), down), "fsdp")
         return x
 
     return (
