@@ -141,6 +141,11 @@ def backward(
 XLA = Implementation(forward, backward)
 
 
+def product_flops(q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask) -> float:
+    """Returns the arithmetic of one product over all scores that a causal mask leaves; a pass has two, a gradient five or more."""
+    return 2.0 * q_BTNH.size * k_BSKH.shape[1] * (0.5 if mask.causal else 1)
+
+
 def merge(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) over the keys of both results: float32[..., H] and float32[...]."""
     top = _finite(jnp.maximum(lse, other_lse))

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from spmdkit import compat
-from spmdkit.ops.attention_blocks import Implementation, Mask
+from spmdkit.ops.attention_blocks import Implementation, Mask, product_flops
 from spmdkit.ops.kernel import kernel
 
 
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, H], lse float32[B, T, N])."""
-    out, lse_BNT = kernel(lambda q, k, v: compat.cudnn_attention(q, k, v, causal=mask.causal, scale=scale))(q, k, v)
+    flops = 2 * product_flops(q, k, mask)
+    out, lse_BNT = kernel(lambda q, k, v: compat.cudnn_attention(q, k, v, causal=mask.causal, scale=scale), flops)(q, k, v)
     return out, lse_BNT.swapaxes(1, 2)
 
 
@@ -33,7 +34,8 @@ def backward(
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq, dk, dv) in the dtype of the operands."""
-    run = kernel(lambda *xs: compat.cudnn_attention_gradient(*xs, causal=mask.causal, scale=scale))
+    flops = 5 * product_flops(q, k, mask)
+    run = kernel(lambda *xs: compat.cudnn_attention_gradient(*xs, causal=mask.causal, scale=scale), flops)
     dq, dk, dv = run(q, k, v, out.astype(q.dtype), lse.swapaxes(1, 2), dout.astype(q.dtype))
     return dq, dk, dv
 

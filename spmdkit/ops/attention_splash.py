@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdkit import compat
-from spmdkit.ops.attention_blocks import Implementation, Mask
+from spmdkit.ops.attention_blocks import Implementation, Mask, product_flops
 from spmdkit.ops.kernel import kernel
 
 LANES = 128
@@ -30,7 +30,7 @@ def splash(interpret: bool = False) -> Implementation:
             out, (lse,) = jax.vmap(attend)(_scaled(q, scale), _heads_first(k), _heads_first(v), segments)
             return out, lse
 
-        out_BNTH, lse_BNT = kernel(run)(q, k, v, _ids(mask))
+        out_BNTH, lse_BNT = kernel(run, 2 * product_flops(q, k, mask))(q, k, v, _ids(mask))
         return out_BNTH.swapaxes(1, 2)[..., : q.shape[3]], lse_BNT.swapaxes(1, 2)
 
     def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, mask: Mask, scale: float) -> Any:
@@ -40,7 +40,8 @@ def splash(interpret: bool = False) -> Implementation:
             gradient = jax.vmap(lambda *xs: compat.splash_attention_gradient(attend, *xs))
             return gradient(_scaled(q, scale), k, v, out, lse.swapaxes(1, 2), dout, segments)
 
-        grads = kernel(run)(q, k, v, out.astype(q.dtype), lse, dout.astype(q.dtype), _ids(mask))
+        flops = 7 * product_flops(q, k, mask)  # two kernels, each with the scores and their gradient again
+        grads = kernel(run, flops)(q, k, v, out.astype(q.dtype), lse, dout.astype(q.dtype), _ids(mask))
         dq, dk, dv = (g.swapaxes(1, 2)[..., : q.shape[3]] for g in grads)
         return dq.astype(jnp.float32) * scale, dk, dv
 

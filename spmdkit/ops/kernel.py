@@ -1,9 +1,12 @@
-"""`kernel(fn)`: a hand-written kernel inside of `sk.manual`, where arrays carry the mesh axes along which they differ.
+"""`kernel(fn, flops)`: a hand-written kernel inside of `sk.manual`, where arrays carry the mesh axes along which they differ.
 
 `pallas_call` wants those axes written into the shapes of its results, and kernels that others maintain do not write them
 (splash attention of jax 0.10.2: "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"). So `fn` becomes one
 operation whose results differ along every axis along which an operand does, and which is traced without these types. That is
 right for whatever sends nothing to other devices. It has no gradient of its own: use it inside a `jax.custom_vjp`.
+
+Where a kernel does not say what it costs, XLA takes it to be free, and its scheduler finds no work to hide a transfer behind:
+on v5p every turn of the ring waited for its keys (TPU compiler of libtpu 0.0.42, 2026-11-21). So the cost is written in here.
 """
 
 from __future__ import annotations
@@ -19,19 +22,53 @@ from jax.interpreters import batching, mlir
 from spmdkit import compat
 
 
-def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn(*arrays) -> arrays`, traced without the types of `shard_map`; `fn` sends nothing to other devices."""
+def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
+    """Returns `fn(*arrays) -> arrays`, traced without the types of `shard_map`; `fn` sends nothing to other devices.
+
+    Args:
+        flops: of `fn`, for XLA's scheduler (split over the `pallas_call` in it that name no cost of their own) and for `plan`.
+    """
 
     def run(*args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(args)
-        flat = lambda *xs: tuple(jax.tree.leaves(fn(*jax.tree.unflatten(treedef, xs))))
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         with compat.untyped_axes():
-            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-            out = jax.eval_shape(lambda *xs: fn(*jax.tree.unflatten(treedef, xs)), *shapes)
-        results = _kernel_p.bind(*leaves, fn=flat, shapes=tuple((x.shape, x.dtype) for x in jax.tree.leaves(out)))
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+            flat = lambda *xs: fn(*jax.tree.unflatten(treedef, xs))
+            jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*shapes)
+        num_calls = _count(jaxpr.jaxpr)
+        if num_calls:
+            jaxpr = jaxpr.replace(jaxpr=_with_cost(jaxpr.jaxpr, int(flops / num_calls)))
+        return jax.tree.unflatten(jax.tree.structure(out), _kernel_p.bind(*leaves, jaxpr=jaxpr, flops=flops))
 
     return run
+
+
+def _count(jaxpr: Any) -> int:
+    calls = sum(eqn.primitive.name == "pallas_call" for eqn in jaxpr.eqns)
+    return calls + sum(_count(inner) for eqn in jaxpr.eqns for inner in _inner(eqn))
+
+
+def _inner(eqn: Any) -> list[Any]:
+    return [] if eqn.primitive.name == "pallas_call" else list(jax.extend.core.jaxprs_in_params(eqn.params))
+
+
+def _with_cost(jaxpr: Any, flops: int) -> Any:
+    """Returns the jaxpr with the cost of every `pallas_call` that names none: arithmetic, and each operand and result once."""
+
+    def changed(eqn: Any) -> Any:
+        if eqn.primitive.name == "pallas_call":
+            if eqn.params["cost_estimate"] is not None:
+                return eqn
+            moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
+            return eqn.replace(params=eqn.params | {"cost_estimate": compat.kernel_cost(flops, moved)})
+        return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()}) if _inner(eqn) else eqn
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, jax.extend.core.ClosedJaxpr):
+            return value.replace(jaxpr=_with_cost(value.jaxpr, flops))
+        return _with_cost(value, flops) if isinstance(value, jax.extend.core.Jaxpr) else value
+
+    return jaxpr.replace(eqns=[changed(eqn) for eqn in jaxpr.eqns])
 
 
 _kernel_p = jax.extend.core.Primitive("spmdkit_kernel")
@@ -39,28 +76,30 @@ _kernel_p.multiple_results = True
 
 
 @_kernel_p.def_impl
-def _impl(*args: Any, fn: Callable[..., Any], shapes: Any) -> Any:
-    return jax.jit(fn)(*args)
+def _impl(*args: Any, jaxpr: Any, flops: float) -> Any:
+    return jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*args)
 
 
 @_kernel_p.def_abstract_eval
-def _abstract(*avals: Any, fn: Callable[..., Any], shapes: Any) -> list[Any]:
+def _abstract(*avals: Any, jaxpr: Any, flops: float) -> list[Any]:
     axes = frozenset().union(*(compat.varying_axes_of(a) for a in avals))
-    return [compat.varying_aval(shape, dtype, axes) for shape, dtype in shapes]
+    return [compat.varying_aval(a.shape, a.dtype, axes) for a in jaxpr.out_avals]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[int | None], *, fn: Callable[..., Any], shapes: Any) -> Any:
-    num = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+def _batch(args: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any, flops: float) -> Any:
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-    mapped = jax.vmap(fn, in_axes=tuple(None if d is None else 0 for d in dims))
-    out = _kernel_p.bind(*moved, fn=mapped, shapes=tuple(((num, *shape), dtype) for shape, dtype in shapes))
+    mapped = jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr), in_axes=tuple(None if d is None else 0 for d in dims))
+    with compat.untyped_axes():
+        batched = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in moved))
+    num = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    out = _kernel_p.bind(*moved, jaxpr=batched, flops=num * flops)
     return out, [0] * len(out)
 
 
-def _lower(ctx: Any, *args: Any, fn: Callable[..., Any], shapes: Any) -> Any:
-    del shapes
+def _lower(ctx: Any, *args: Any, jaxpr: Any, flops: float) -> Any:
     with compat.untyped_axes():
-        return mlir.lower_fun(fn, multiple_results=True)(compat.without_axes(ctx), *args)
+        run = mlir.lower_fun(jax.extend.core.jaxpr_as_fun(jaxpr), multiple_results=True)
+        return run(compat.without_axes(ctx), *args)
 
 
 batching.primitive_batchers[_kernel_p] = _batch
