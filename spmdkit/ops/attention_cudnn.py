@@ -19,7 +19,9 @@ from spmdkit.ops.kernel import kernel
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, H], lse float32[B, T, N])."""
     flops = 2 * product_flops(q, k, mask)
-    out, lse_BNT = kernel(lambda q, k, v: compat.cudnn_attention(q, k, v, causal=mask.causal, scale=scale), flops)(q, k, v)
+    out, lse_BNT = kernel(lambda q, k, v: compat.cudnn_attention(q, k, v, causal=mask.causal, scale=scale), flops)(
+        q, k, v
+    )
     return out, lse_BNT.swapaxes(1, 2)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.extend.core
 import numpy as np
 
@@ -74,6 +75,11 @@ def _add(jaxpr: Any, times: float, total: defaultdict[str, float]) -> None:
             _add(max((b.jaxpr for b in eqn.params["branches"]), key=_weight), times, total)
         elif name == "shard_map":
             _add(_inner(eqn.params["jaxpr"]), times * _mapped_devices(eqn.params), total)
+        elif name == "spmdkit_manual":  # what sk.manual wraps: one shard_map
+            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+            _add(_inner(jax.make_jaxpr(eqn.params["part"].run)(*shapes)), times, total)
+        elif name == "spmdkit_kernel":
+            total[f"product {_dtype(eqn)}"] += times * eqn.params["flops"]
         elif name == "pallas_call" and eqn.params.get("cost_estimate") is not None:
             total[f"product {_dtype(eqn)}"] += times * eqn.params["cost_estimate"].flops
         elif inner := list(_sub_jaxprs(eqn)):

@@ -1,6 +1,7 @@
 """The kernels of other devices are lowered here, alone and in every form: what each device would run, without the device."""
 
 import functools
+import re
 import types
 
 import jax
@@ -14,6 +15,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.ops import attention as op
 from spmdkit.ops import attention_cudnn, attention_splash
 from spmdkit.ops.attention_blocks import XLA
+from spmdkit.plan.flops import count
 
 CUDNN = ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward(")
 SPLASH = ("splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq")
@@ -70,6 +72,34 @@ def test_splash_is_called_in_both_passes_of_each_form(form, monkeypatch):
 def test_splash_is_called_on_one_device():
     text = lowered("tpu", "splash")
     assert all(name in text for name in SPLASH)
+
+
+def test_a_kernel_says_what_it_costs():
+    """XLA takes a kernel without cost to be free, and finds nothing to do while keys travel."""
+    text = lowered("tpu", "splash").replace("\\22", '"')
+    per_product = 2 * 2 * 4 * 64 * 1024 * 1024 // 2
+    costs = sorted(int(flops) for flops in re.findall(r'"cost_estimate"[^}]*"flops": *"?([0-9]+)', text))
+    assert costs == [2 * per_product, 7 * per_product // 2, 7 * per_product // 2]
+
+
+def test_a_plan_counts_kernels():
+    q = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
+    for name in ("splash", "cudnn"):
+        found = count(jax.make_jaxpr(functools.partial(sk.attention, implementation=name))(q, q, q))
+        assert found.products == 2 * (2 * 2 * 4 * 64 * 1024 * 1024 // 2)
+
+
+def test_cudnn_is_asked_for_what_jax_asks_for(monkeypatch):
+    """The operation below `jax.nn.dot_product_attention` is bound with the options that it would have."""
+    library = types.SimpleNamespace(cudnn_get_version=lambda: 91300)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", library)
+    shape = lambda heads: jax.ShapeDtypeStruct((2, 1024, heads, 64), jnp.bfloat16)
+    public = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    loss = lambda q, k, v: public(q, k, v).astype(jnp.float32).sum()
+    run = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape(4), shape(2), shape(2))
+    options = lambda text: sorted(re.findall(r'backend_config = "({.*?})"', text))
+    expected = options(run.lower(lowering_platforms=("cuda",)).as_text())
+    assert len(expected) == 2 and options(lowered("cuda", "cudnn")) == expected
 
 
 A100 = device("gpu", "NVIDIA A100-SXM4-40GB", compute_capability="8.0")

@@ -87,14 +87,17 @@ def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, 
     assert forward == expected and backward == expected
 
 
-def test_few_key_heads_are_summed_over_tensor_and_nothing_else():
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_few_key_heads_are_added_up_over_their_copies_and_gathered(kv_heads):
     op, args = attend(False)
     whole = ("batch", "sequence", None, None)
-    args = [args[0], ((B, T, 1, H), whole), ((B, T, 1, H), whole)]
-    kv = 2 * 4 * B * T * H // 2  # one head, as each device holds it
+    args = [args[0], *[((B, T, kv_heads, H), whole)] * 2]
+    kv, copies = 2 * 4 * B * T * H // 2, 4 // kv_heads  # one head, as each device holds it
     forward, backward = passes(op, args, context=2, tensor=4)
     assert forward == {("collective_permute", "context"): kv}
-    assert backward == {("collective_permute", "context"): 2 * kv, ("all_reduce", "tensor"): 2 * 3 * kv // 4}
+    gathered = {("all_gather", "tensor"): (kv_heads - 1) * kv} if kv_heads > 1 else {}
+    added = {("all_reduce", "tensor"): 2 * (copies - 1) * kv // copies}
+    assert backward == {("collective_permute", "context"): 2 * kv} | added | gathered
 
 
 def test_putting_tokens_into_order_sends_nothing():
@@ -136,3 +139,12 @@ def test_in_zigzag_order_no_device_works_longer_than_another(context, backward):
     assert scores(context, "zigzag", backward) == (own + (context - 1) * own / 2, 0)
     longest, places = scores(context, "contiguous", backward)
     assert longest == context * own and places > 0  # the last device; the first one has one block
+
+
+def test_a_plan_counts_what_the_devices_of_a_part_do():
+    op, args = attend(False)
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in args]
+    with scope.tracing(step(context=4, fsdp=2)):
+        found = count(jax.make_jaxpr(op)(*given)).products
+    own = (T // 4) ** 2
+    assert found == 8 * (B // 2) * N * (own + 3 * own / 2) * 2 * 2 * H

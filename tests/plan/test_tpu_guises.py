@@ -46,3 +46,15 @@ def test_what_goes_between_slices_is_a_collective_over_the_replica_axis():
     (crossing,) = read_bill(parse(TEXT), SIZES).over("replica")
     assert (crossing.op, crossing.bytes, crossing.group_size) == ("all_reduce", 5 * 8 * 128 * 4, 2)
     assert crossing.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_a_kernels_metadata_on_lines_of_its_own_ends_no_computation():
+    kernel = (
+        '  %k = f32[5,8,128]{2,1,0} custom-call(%g), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
+        '"xprof_metadata":"{}"\n'
+        '}}, metadata={op_name="jit(f)/pallas_call"}\n'
+    )
+    text = TEXT.replace("  %after-all = token[]", kernel + "  %after-all = token[]")
+    assert text != TEXT
+    assert read_bill(parse(text), SIZES) == read_bill(parse(TEXT), SIZES)
+    assert "k" in [i.name for i in parse(text).entry.instructions]
