@@ -42,6 +42,7 @@ class Evaluator:
         which: str,
         seed: int,
         to_device: Callable[[TrainState], TrainState],
+        compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
     ):
         self._feed = feed
         stateful = abstract_state.model_state is not None
@@ -67,12 +68,12 @@ class Evaluator:
         def trace() -> Any:
             return jax.eval_shape(lambda s, b: run(None, s, b), abstract_state, abstract_batch)
 
-        def compile() -> jax.stages.Compiled:
+        def compiled() -> jax.stages.Compiled:
             placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
-            return jax.jit(run, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch).compile()
+            return compile(jax.jit(run, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch))
 
         self._totals = call_user(trace, "eval_fn" if task.eval_fn else "loss_fn in evaluation")
-        self._compile = compile
+        self._compile = compiled
         self.names = tuple(self._totals)
 
     @functools.cached_property

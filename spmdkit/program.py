@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import auto, compile_log, data, layout, mesh, scope, state, step
+from spmdkit import auto, compile_log, compiler, data, layout, mesh, scope, state, step
 from spmdkit.checks import call_user, traces_in_form
 from spmdkit.config import Config, check_batch, choose_optimizer, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, nearest
@@ -279,7 +279,10 @@ class Program:
         """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
         lowered = self.traced.lower()
         with compile_log.collected() as self.compile_log:
-            return lowered.compile()
+            return self._compile(lowered)
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        return compiler.compile(lowered, self._devices, self.config.compiler_options)
 
     def with_config(self, changes: Mapping[str, Any]) -> Program:
         """Returns the program of the same task and devices with dotted keys of the config changed."""
@@ -353,6 +356,7 @@ class Program:
             which=self.config.eval.params,
             seed=self.config.seed,
             to_device=self._to_device,
+            compile=self._compile,
         )
 
     def eval(self, current: TrainState) -> dict[str, float]:

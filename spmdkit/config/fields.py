@@ -252,6 +252,20 @@ LearningRate = Annotated[
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _NAMED]}),
     Expects("a number of at least 0, or a mapping {name: <optax schedule>, ...}", "1e-3"),
 ]
+def _compiler_options(value: Any) -> Any:
+    if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError
+    if not all(x is None or isinstance(x, bool | int | float | str) for x in value.values()):
+        raise ValueError("Each value is a number, text, true, false or null.")
+    return value
+
+
+CompilerOptions = Annotated[
+    dict[str, bool | int | float | str | None],
+    PlainValidator(_compiler_options),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["boolean", "number", "string", "null"]}}),
+    Expects("a mapping of names of XLA's options to values", "{xla_tpu_scoped_vmem_limit_kib: 65536}"),
+]
 Optimizer = Annotated[
     dict[str, Any],
     WithJsonSchema(_NAMED),

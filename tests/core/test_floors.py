@@ -13,7 +13,7 @@ FLOORS = {
     0: ["errors", "compat", "compile_log", "tree"],
     1: ["config", "hardware"],
     2: ["cluster"],
-    3: ["mesh"],
+    3: ["mesh", "compiler"],
     4: ["scope", "layout", "reducers"],
     5: ["ops", "means"],
     6: ["returned", "forms", "gradient", "replica"],

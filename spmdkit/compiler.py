@@ -1,0 +1,94 @@
+"""What spmdkit asks of the compiler, in one place: options of XLA for each platform, each with its measured reason.
+
+TPU. By default (libtpu 0.0.42) the compiler decomposes an all_gather over a whole wrapped torus (v5p 4x4x4, fsdp 64) into an all_reduce
+of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice, of which it fuses back those that it has not
+combined: twice the bytes of ZeRO 3. In time that is right there, since its all_reduce drives all six links of a chip, and the
+TensorCore's own all_gather one ring. Cutting the gather into stages in the program gives the bytes, and one ring.
+The options send both to the SparseCores (v5p, v6e, 7x), which drive several rings and leave the TensorCore to the arithmetic; on v5e
+they stay on the TensorCore, native.
+
+| bytes over the formula, layers of `column_row` | default           | with the options      |
+| ---------------------------------------------- | ----------------- | --------------------- |
+| v5p 4x4x4, fsdp 64                             | 2.00              | 1.00, asynchronous    |
+| v5p 4x4x4, fsdp 16 x tensor 4                  | 1.00              | 1.00, asynchronous    |
+| v5p 2x2x2, fsdp 8                              | 1.33              | 1.00, asynchronous    |
+| v5p 8x8x16, data 2 x fsdp 128 x tensor 4       | 1.00              | 1.00, asynchronous    |
+| v5e 8x8, fsdp 64                               | 2.00              | 1.00, half of the gathers asynchronous |
+| v6e 8x8, fsdp 64                               | 2.00              | 1.00, asynchronous    |
+
+Ahead-of-time compilations, 2026-11-21 (`make tpu` compiles the first again); no TPU has run them. `compiler_options` of the config overrules each.
+Source: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (the same options, for v6e and 7x).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from spmdkit.errors import ConfigError, nearest
+from spmdkit.hardware import chip_of_device_kind
+
+Value = bool | int | float | str
+
+_TPU: Mapping[str, Value] = {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # v5e has no SparseCore, and keeps it native
+}
+_SPARSE_CORE: Mapping[str, Value] = {
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # it would keep all_gathers on the TensorCore
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+}
+_WITH_SPARSE_CORE = ("v5p", "v6e", "7x")
+
+
+def own_options(device: Any) -> Mapping[str, Value]:
+    """Returns the options that spmdkit gives a program on devices of this kind."""
+    if device.platform != "tpu":
+        return {}
+    chip = chip_of_device_kind(device.device_kind, device.platform)
+    return {**_TPU, **_SPARSE_CORE} if chip is not None and chip.name in _WITH_SPARSE_CORE else _TPU
+
+
+def options(devices: Sequence[Any], own: Mapping[str, Value | None]) -> dict[str, Value]:
+    """Returns the options of a program on `devices`: spmdkit's for their platform, then the config's; null removes one.
+
+    Raises:
+        ConfigError: null for an option that spmdkit sets nowhere.
+    """
+    known = {**_TPU, **_SPARSE_CORE}
+    for name, value in own.items():
+        if value is None and name not in known:
+            raise ConfigError(
+                f"compiler_options.{name} is null, and spmdkit does not set it, so that has no effect. null removes one of spmdkit's own "
+                f"options.{nearest(name, known)} Remove the line, or give a value."
+            )
+    merged = {**own_options(devices[0]), **own}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def compile(lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None]) -> jax.stages.Compiled:
+    """Returns the compiled program.
+
+    Raises:
+        ConfigError: the compiler does not know one of the config's options, or refuses its value.
+    """
+    try:
+        return lowered.compile(compiler_options=options(devices, own) or None)
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error).splitlines()[0]
+        named = [name for name in own if name in text]
+        if not named:
+            raise
+        raise ConfigError(
+            f"compiler_options.{named[0]}: {own[named[0]]!r}, and the compiler of {devices[0].platform} answers: {text}. It is "
+            "an option of XLA on that platform, with a value of its type. Remove it, or mend its name or value."
+        ) from None

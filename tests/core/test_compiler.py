@@ -1,0 +1,44 @@
+"""The options that go to the compiler: spmdkit's own for a platform, the config's over them, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+from core_models import regression
+from core_runs import program_of
+
+from spmdkit import compiler
+from spmdkit.errors import ConfigError
+
+CPU, V5E, V5P = (
+    [SimpleNamespace(platform=platform, device_kind=kind)]
+    for platform, kind in (("cpu", "cpu"), ("tpu", "TPU v5 lite"), ("tpu", "TPU v5"))
+)
+OURS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+
+
+def test_the_config_overrules_what_spmdkit_asks_of_a_platform():
+    assert compiler.options(CPU, {}) == {}
+    assert compiler.options(V5P, {})[OURS] is True
+    assert OURS not in compiler.options(V5E, {}) != {}
+    assert compiler.options(V5P, {OURS: False, "xla_other": 3})[OURS] is False
+    assert OURS not in compiler.options(V5P, {OURS: None})
+
+
+def test_an_option_reaches_the_compiler():
+    dumped = program_of(regression(), compiler_options={"xla_cpu_enable_fast_math": True})
+    assert dumped.compiled is not None
+    assert dumped.eval(dumped.init())["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"xla_cpu_enable_fast_maths": True}, r"compiler of cpu answers: .*No such compile option.* Remove it"),
+        ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool value"),
+        ({OURS + "s": None}, f"has no effect. null removes one .* Did you mean '{OURS}'?"),
+        ({"xla_x": [1]}, "needs a mapping of names of XLA's options to values"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(own, message):
+    with pytest.raises(ConfigError, match=message):
+        _ = program_of(regression(), compiler_options=own).compiled
