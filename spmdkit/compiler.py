@@ -16,7 +16,7 @@ they stay on the TensorCore, native.
 | v5e 8x8, fsdp 64                               | 2.00              | 1.00, half of the gathers asynchronous |
 | v6e 8x8, fsdp 64                               | 2.00              | 1.00, asynchronous    |
 
-Ahead-of-time compilations, 2026-11-21 (`make tpu` compiles the first again); no TPU has run them. `compiler_options` of the config overrules each.
+Ahead-of-time compilations, 2026-11-21 (the first again in tests/ops/test_tensor_tpu.py); no TPU has run them. `compiler_options` of the config overrules each.
 Source: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (the same options, for v6e and 7x).
 """
 
@@ -75,14 +75,17 @@ def options(devices: Sequence[Any], own: Mapping[str, Value | None]) -> dict[str
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def compile(lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None]) -> jax.stages.Compiled:
+def compile(
+    lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None]
+) -> jax.stages.Compiled:
     """Returns the compiled program.
 
     Raises:
         ConfigError: the compiler does not know one of the config's options, or refuses its value.
     """
+    chosen: Any = options(devices, own) or None  # JAX's type says text and flags, and takes numbers too
     try:
-        return lowered.compile(compiler_options=options(devices, own) or None)
+        return lowered.compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError as error:
         text = str(error).splitlines()[0]
         named = [name for name in own if name in text]

@@ -252,6 +252,8 @@ LearningRate = Annotated[
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _NAMED]}),
     Expects("a number of at least 0, or a mapping {name: <optax schedule>, ...}", "1e-3"),
 ]
+
+
 def _compiler_options(value: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
         raise ValueError

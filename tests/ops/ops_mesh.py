@@ -11,12 +11,12 @@ from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 
 
-def step(attention=None, **asked):
+def step(attention=None, devices=None, **asked):
     """Returns the record of a step on a mesh, as the program puts it in place."""
     num = math.prod(asked.values())
     sizes = mesh.resolve(asked, num)
     return scope.Step(
-        mesh=mesh.make_mesh(sizes, jax.devices()[:num]),
+        mesh=mesh.make_mesh(sizes, (devices or jax.devices())[:num]),
         sizes=sizes,
         inner_axes=("fsdp", "expert"),
         logical_axes=layout.logical_axes({}),
@@ -39,14 +39,15 @@ def value_and_grad(fn, *args, **asked):
         return run(*jax.device_put(args, _on(record, PartitionSpec())))
 
 
-def wire(fn, out, *args, backward=False, **asked):
+def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
     """Returns (op, axes) -> bytes that one device sends for `fn(*args)`, or for the gradients of its float arguments.
 
     Args:
         out: dims of the result; with `backward` those of its cotangent.
         args: (shape, dims) of each argument; of an integer one (shape, dims, "int32").
+        devices: instead of the eight of this process, with `options` for their compiler.
     """
-    record = step(**asked)
+    record = step(devices=devices, **asked)
 
     def abstract(shape, dims, dtype="float32"):
         cut = [record.inner_axes if d == "batch" else record.logical_axes[d] if d else () for d in dims]
@@ -64,7 +65,7 @@ def wire(fn, out, *args, backward=False, **asked):
         result = abstract(result.shape, out, result.dtype)
         outs = tuple(given[i].sharding for i in floats) if backward else result.sharding
         run = jax.jit(pulled if backward else fn, out_shardings=outs)
-        compiled = run.lower(*([result] if backward else []), *given).compile()
+        compiled = run.lower(*([result] if backward else []), *given).compile(options)
     found = {}
     for c in read_bill(parse(compiled.as_text()), record.sizes).collectives:
         found[c.op, *c.axes] = found.get((c.op, *c.axes), 0) + c.bytes

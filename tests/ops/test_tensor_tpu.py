@@ -1,0 +1,49 @@
+"""Pairs compiled by the real TPU compiler for a whole torus: the formula's bytes. In a process of its own: libtpu is loaded once."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
+    ),
+]
+
+CODE = """
+import json, sys
+import jax, jax.numpy as jnp
+from ops_mesh import wire
+import spmdkit as sk
+from spmdkit import compiler
+from spmdkit.plan.target import open_target, parse_target
+
+devices = open_target(parse_target("tpu:v5p:4x4x4")).devices
+rows, D, F, T = ("batch", "norm_sequence", None), 512, 1024, 128
+pair = lambda x, up, down: sk.column_row(x, [up], jnp.square, down)
+half = "bfloat16"
+args = [((64, T, D), rows, half), ((D, F), ("embed", "mlp"), half), ((F, D), ("mlp", "embed"), half)]
+for own in (compiler.own_options(devices[0]), {}):
+    found = wire(pair, rows, *args, backward=True, devices=devices, options=own, fsdp=64)
+    print(json.dumps({" ".join(name): num for name, num in found.items()}))
+"""
+
+
+def test_weights_over_a_whole_torus_cross_the_wire_once_a_pass():
+    root = Path(__file__).parents[2]
+    paths = [str(root), str(root / "tests" / "ops"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=environment, cwd=root
+    )
+    assert ended.returncode == 0, ended.stderr
+    ours, default = map(json.loads, ended.stdout.splitlines())
+    weights = 63 / 64 * 2 * 2 * 512 * 1024
+    assert ours == {"all_gather fsdp": weights, "reduce_scatter fsdp": weights}
+    assert set(default) == {"all_reduce fsdp"}, "the compiler's default has improved: see spmdkit/compiler.py"
