@@ -6,6 +6,7 @@
     full            keep only the inputs of each wrapped block           least memory, about one more forward pass
     save: [names]   keep what `jax.ad_checkpoint.checkpoint_name` marks with one of these names
 
+Wire: what a block sends that is computed again is sent again, once more in the backward pass.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); `jax.checkpoint_policies`.
 """
 

@@ -124,6 +124,22 @@ def moe_by_hand(
     return (y, *(np.array(s) for s in zip(*stats, strict=True)))
 
 
+def dense(x_BTD, router_DE, experts, top_k, slots):
+    """Returns (y, balance): every expert for every token, and a mask. Plain enough for JAX's own gradient; GShard's cumulative sum."""
+    probs_BTE = jax.nn.softmax(x_BTD @ router_DE)
+    weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, top_k)
+    chosen_BKTE = jax.nn.one_hot(chosen_BTK, router_DE.shape[1]).swapaxes(1, 2)
+    rank_BKTE = jnp.cumsum(chosen_BKTE.reshape(len(x_BTD), -1, router_DE.shape[1]), 1).reshape(chosen_BKTE.shape)
+    kept_BKTE = chosen_BKTE if slots is None else chosen_BKTE * (rank_BKTE <= slots)
+    weights_BTK /= weights_BTK.sum(-1, keepdims=True)
+    gates_BTE = jnp.einsum("BKTE,BTK->BTE", kept_BKTE, weights_BTK)
+    h_BTEF = jax.nn.silu(jnp.einsum("BTD,EDF->BTEF", x_BTD, experts["gate"])) * jnp.einsum(
+        "BTD,EDF->BTEF", x_BTD, experts["up"]
+    )
+    y_BTD = jnp.einsum("BTEF,EFD,BTE->BTD", h_BTEF, experts["down"], gates_BTE)
+    return y_BTD, router_DE.shape[1] * (chosen_BKTE.mean((1, 2)) * probs_BTE.mean(1)).sum(-1)
+
+
 def mlp_by_hand(x, w):
     if "gate" in w:
         gate = x @ w["gate"]
