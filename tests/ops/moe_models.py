@@ -160,3 +160,29 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         sent_RD = rows_sRD[s][jnp.clip(number_R + begin_sd[s, me], 0, operand.shape[0] - 1)]
         output = jnp.where(is_sent_R[:, None], sent_RD, output)
     return jnp.where((recv_sizes == size_sd[:, me]).all(), output, jnp.nan)
+
+
+def pipelined_task(**options):
+    """Returns the task with its layers as stages of `sk.pipeline`; the losses of the layers travel with the tokens."""
+    base = task(**options)
+
+    def embed(_, rows):
+        x_BTD = sk.shard(rows["x"], *TOKENS)
+        return {"x": x_BTD, "aux": jnp.zeros(x_BTD.shape[0], jnp.float32)}
+
+    def layer(carry, weights, rows):
+        y_BTD, load = sk.moe(
+            carry["x"], weights["router"], weights["experts"], **{"top_k": 2, "capacity": 1.0} | options
+        )
+        aux_B = carry["aux"] + 0.1 * load.balance_B + 0.01 * load.z_B
+        return {"x": sk.shard(carry["x"] + y_BTD, *TOKENS), "aux": aux_B}
+
+    def head(carry, params, rows):
+        logits_BC = carry["x"].mean(1) @ params
+        return sk.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BC, rows["y"]) + carry["aux"])
+
+    def loss_fn(params, batch, key):
+        return sk.pipeline(embed, layer, head)({}, params["layers"], params["head"], batch)
+
+    rules = [(pattern, ["layers", *dims[1:]]) for pattern, dims in RULES]
+    return sk.Task(base.init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=data(), rules=rules)

@@ -18,6 +18,7 @@ from moe_models import (
     data,
     dense,
     moe_by_hand,
+    pipelined_task,
     ragged_all_to_all,
     task,
 )
@@ -271,6 +272,18 @@ def products(jaxpr):
                 products(value.jaxpr) if hasattr(value, "jaxpr") else products(value) if hasattr(value, "eqns") else []
             )
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("capacity", [1.0, None])
+def test_stages_of_a_pipeline_hold_experts(capacity, schedule):
+    settings = {
+        "mesh": {"data": 2, "pipeline": 2, "expert": 2},
+        "pipeline": {"schedule": schedule, "microbatches": 4},
+    }
+    found = train(program_of(pipelined_task(capacity=capacity), **settings), evaluate=False)
+    assert_same_run(found, train(program_of(pipelined_task(capacity=capacity)), evaluate=False))
 
 
 def balanced_task():
