@@ -23,7 +23,8 @@ def task(num_experts=E, noise=0.0, remat=False, order=None, padded=False, **opti
     """Returns a classifier of sequences: LAYERS residual mixtures of experts, both auxiliary losses, all statistics as metrics.
 
     Args:
-        order: a permutation of T: tokens stand in this order in the array, and say so by `positions`.
+        order: a permutation of T: tokens stand in this order in the array, and say so by `positions`. Or "context_order": the
+            order is that of the mesh, and nothing says so.
         padded: tokens at positions after each example's own length are padding.
     """
     options = {"top_k": 2, "capacity": 1.0} | options
@@ -46,14 +47,15 @@ def task(num_experts=E, noise=0.0, remat=False, order=None, padded=False, **opti
     def loss_fn(params, batch, key):
         drawn = noise > 0 and key is not None
         keys_B = sk.example_keys() if drawn else None
-        positions_T = jnp.arange(T) if order is None else jnp.asarray(order)
+        by_mesh = order == "context_order"
+        positions_T = sk.context_positions(T) if by_mesh else jnp.arange(T) if order is None else jnp.asarray(order)
 
         def block(x_BTD, layer):
             y_BTD, load = sk.moe(
                 x_BTD,
                 layer["router"],
                 layer["experts"],
-                positions=None if order is None else positions_T,
+                positions=None if order is None or by_mesh else positions_T,
                 where_BT=positions_T < batch["length"][:, None] if padded else None,
                 noise=noise if drawn else 0.0,
                 keys_B=keys_B,
@@ -62,7 +64,7 @@ def task(num_experts=E, noise=0.0, remat=False, order=None, padded=False, **opti
             return sk.shard(x_BTD + y_BTD, *TOKENS), load
 
         one = jax.checkpoint(block) if remat else block
-        x_BTD = batch["x"] if order is None else batch["x"][:, positions_T]
+        x_BTD = sk.context_order(batch["x"]) if by_mesh else batch["x"] if order is None else batch["x"][:, positions_T]
         x_BTD, load = jax.lax.scan(one, sk.shard(x_BTD.astype(params["head"].dtype), *TOKENS), params["layers"])
         logits_BC = (x_BTD.mean(1) @ params["head"]).astype(jnp.float32)
         losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, batch["y"])

@@ -92,7 +92,7 @@ CASES = {
     ),
     "fsdp 2 x expert 2 x context 2, zig-zag, noise, padding": (
         {"mesh": {"fsdp": 2, "expert": 2, "context": 2}},
-        {"order": ZIG_ZAG, "noise": 0.5, "padded": True},
+        {"order": "context_order", "noise": 0.5, "padded": True},
     ),
     "replica 2 x data 2 x expert 2, twice as many experts, sigmoid": (
         {"mesh": {"replica": 2, "data": 2, "expert": 2}, "microbatches": 2},
@@ -102,6 +102,14 @@ CASES = {
 LONG_CASES = {
     "data 2 x expert 2 x tensor 2": ({"mesh": {"data": 2, "expert": 2, "tensor": 2}}, {}),
     "expert 8": ({"mesh": {"expert": 8}}, {}),
+    "fsdp 2 x expert 2 x context 2, an order that positions tell": (
+        {"mesh": {"fsdp": 2, "expert": 2, "context": 2}, "microbatches": 2},
+        {"order": (5, 0, 3, 1, 6, 2, 7, 4), "noise": 0.5},
+    ),
+    "expert 2 x context 2 x tensor 2, the order of the mesh": (
+        {"mesh": {"expert": 2, "context": 2, "tensor": 2}},
+        {"order": "context_order", "noise": 0.5},
+    ),
     "expert 8, bfloat16": ({"mesh": {"expert": 8}, "precision": "bfloat16"}, {}),
     "data 2 x fsdp 2 x expert 2": ({"mesh": {"data": 2, "fsdp": 2, "expert": 2}, "microbatches": 2}, {"remat": True}),
     "data 2 x fsdp 2 x expert 2, zero 1": (

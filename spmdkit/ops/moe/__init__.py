@@ -45,9 +45,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from spmdkit import compat, scope
 from spmdkit.errors import ConfigError, nearest
+from spmdkit.ops import context
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, axis_index, axis_size, reduce_scatter
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.ops.moe.capacity import num_slots, through_slots
@@ -97,8 +100,8 @@ def moe(
         dims: names of the dims of `experts`, a tree prefix like it; known for `mlp`. `embed` dims arrive whole, others as shards.
         router_dims: names of the dims of the router. Write (None, None) where it is whole already, inside of `sk.manual`.
         sequence: the name of what cuts T: `norm_sequence` (context and tensor), `sequence` (context) or None.
-        positions: int32 [B, T] or [T], each token's place in its example, each once; default 0 .. T - 1 in order. Needed where
-            the order of T is another one (zig-zag).
+        positions: int32 [B, T] or [T], each token's place in its example, each once; default 0 .. T - 1 in the order of T, or in
+            that of `sk.context_order` if the model has called it, which costs no wire.
         where_BT: bool, False for tokens that are padding: they go nowhere, take no place and are in no statistic.
         score: what the weights are made of. With `sigmoid`, experts are scored one by one (DeepSeek-V3).
         normalise: divide the weights of one token by their sum; default where `top_k` is above 1.
@@ -134,14 +137,15 @@ def moe(
     ) -> tuple[jax.Array, Load]:
         cut = () if sequence is None else axes(sequence)
         num_tokens = x_BTD.shape[1] * axis_size(cut)
+        order_T = _order(num_tokens, cut)
         if positions is not None:
             positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), x_BTD.shape[:2])
         noise_BTE = None
         if key_data is not None:
             at_BT = positions
             if at_BT is None:
-                at_T = axis_index(cut) * x_BTD.shape[1] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)
-                at_BT = jnp.broadcast_to(at_T, x_BTD.shape[:2])
+                own_T = lax.dynamic_slice_in_dim(order_T, axis_index(cut) * x_BTD.shape[1], x_BTD.shape[1])
+                at_BT = jnp.broadcast_to(own_T, x_BTD.shape[:2])
             noise_BTE = noise * token_noise(key_data, impl, at_BT, num_experts)
         differs = sorted(compat.varying_axes(x_BTD))
         routing = route(
@@ -160,7 +164,7 @@ def moe(
             y_BTD = through_slots(
                 x_BTD,
                 routing,
-                positions,
+                order_T if positions is None else all_gather(positions, cut, 1),
                 weights,
                 expert,
                 slots=slots,
@@ -204,6 +208,17 @@ def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
         if name == GATHERED:
             weight = all_gather(weight, name, i)
     return weight
+
+
+def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
+    """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model called that."""
+    positions_T = np.arange(num_tokens, dtype=np.int32)
+    num = axis_size("sequence")
+    is_reordered = "context_order" in scope.current_step().uses and set(axes("sequence")) <= set(cut)
+    if num > 1 and is_reordered and context.order() == "zigzag":
+        parts = np.split(positions_T, 2 * num)
+        positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])
+    return jnp.asarray(positions_T)
 
 
 def _own_axes(dims: Any) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def num_slots(capacity: float, top_k: int, num_tokens: int, num_experts: int) ->
 def through_slots(
     x_BTD: jax.Array,
     routing: Routing,
-    positions_BT: jax.Array | None,
+    positions: jax.Array,
     weights: Any,
     expert: Expert,
     *,
@@ -55,14 +55,14 @@ def through_slots(
     """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens of whole examples.
 
     Args:
-        x_BTD: shard of the tokens, and with it the routing and the positions.
+        x_BTD: shard of the tokens, and with it the routing.
+        positions: int32 [B, T] or [T], of the tokens of whole examples.
         weights: of this device's experts, dims of `embed` whole.
         slots: places of one expert for one example.
         sequence: what cuts the tokens.
         slot_axes: the mesh axes among them that cut the slots.
     """
     choices, chosen_weights = all_gather(routing.experts_BTK, sequence, 1), all_gather(routing.weights_BTK, sequence, 1)
-    positions = None if positions_BT is None else all_gather(positions_BT, sequence, 1)
     num_experts = routing.probs_BTE.shape[-1]
     places = _places(choices, chosen_weights if by_weight else None, positions, num_experts, slots, slot_axes)
 
@@ -87,7 +87,7 @@ class _Places(NamedTuple):
 def _places(
     experts_BTK: jax.Array,
     weights_BTK: jax.Array | None,
-    positions_BT: jax.Array | None,
+    positions: jax.Array,
     num_experts: int,
     slots: int,
     slot_axes: Names,
@@ -98,13 +98,11 @@ def _places(
     choice_K = jnp.arange(K, dtype=jnp.int32)
     own_slots = -(-slots // axis_size(slot_axes))
     first_slot = axis_index(slot_axes) * own_slots
-    if positions_BT is None:
-        positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
 
     keys = [flat(experts_BTK * K + choice_K)]
     if weights_BTK is not None:
         keys.append(flat(-lax.stop_gradient(weights_BTK)))
-    keys.append(flat(jnp.broadcast_to(positions_BT[..., None], (B, T, K))))
+    keys.append(flat(jnp.broadcast_to(positions[..., None], (B, T, K))))
     order_BN = lax.broadcasted_iota(jnp.int32, (B, T * K), 1)
     sorted_BN = lax.sort([*keys, order_BN], dimension=1, num_keys=len(keys), is_stable=True)[-1]
     rank_BN = jnp.argsort(sorted_BN, axis=1)
