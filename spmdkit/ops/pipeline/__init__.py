@@ -32,19 +32,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from spmdkit import scope
 from spmdkit.errors import ConfigError
-from spmdkit.means import Mean
+from spmdkit.ops.pipeline.checks import check_layers, checked, loss_and_metrics, without_gradient
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.one_f_one_b import one_f_one_b
-from spmdkit.ops.pipeline.parts import AXIS, Model, Pipeline, Rows, alone, working_on
+from spmdkit.ops.pipeline.parts import AXIS, Model, Pipeline, Rows
 from spmdkit.ops.pipeline.schedule import Schedule
-from spmdkit.ops.remat import remat
-from spmdkit.tree import abstract, describe, first_difference, named_leaves
+from spmdkit.tree import abstract
 
 __all__ = ["pipeline"]
 
@@ -53,7 +50,12 @@ MICROBATCHES_PER_STAGE = 4
 
 
 def pipeline(
-    embed: Callable[..., Any], layer: Callable[..., Any], head: Callable[..., Any], *, head_per_token: bool = False
+    embed: Callable[..., Any],
+    layer: Callable[..., Any],
+    head: Callable[..., Any],
+    *,
+    head_per_token: bool = False,
+    stacked_dims: int = 1,
 ) -> Callable[..., Any]:
     """Returns `run(embed_params, layers, head_params, rows) -> loss`, or `(loss, metrics)` where the head returns that.
 
@@ -66,6 +68,8 @@ def pipeline(
         head_per_token: the head treats every token, the second dim of `x`, by itself (norm, logits, cross-entropy). Where a microbatch has
             too few rows, its tokens are then cut over the stages instead of the head running on one stage while the others wait;
             arrays of `rows` with that second dim are cut with them.
+        stacked_dims: 2 where the layers are stacked as [v, L / v, ...], in the same order, with the second dim named `layers`: for the
+            interleaved schedule with v chunks, where parameters then do not move.
 
     The functions close over no traced array: what they need comes in their parameters or in `rows`, a pytree of arrays [examples, ...] without
     gradient. They may ask `sk.example_keys` and `sk.example_mask`, which answer for the rows that they are given.
@@ -85,18 +89,21 @@ def pipeline(
                 "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."
             )
         num_stages, settings = step.size(AXIS), step.pipeline
-        _check_layers(layers, num_stages, settings.chunks)
-        rows = jax.tree.map(_without_gradient, rows)
-        model = Model(embed, layer, lambda *args: _loss_and_metrics(head(*args)))
+        check_layers(layers, stacked_dims, num_stages, settings.chunks)
+        rows = without_gradient(rows)
+        model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args)))
         examples = scope.current_examples()
         own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
         if num_stages == 1:
-            model, _ = _checked(model, step, embed_params, layers, head_params, own)
+            stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stacked_dims:]), layers)
+            model, _ = checked(model, step, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
             x = embed(embed_params, rows)
-            x, _ = lax.scan(lambda x, weights: (model.layer(x, weights, rows), None), x, layers)
+            x, _ = lax.scan(lambda x, weights: (model.layer(x, weights, rows), None), x, stack)
             loss, metrics = model.head(x, head_params, rows)
         else:
-            pipe = _set_up(model, step, settings, head_per_token, embed_params, layers, head_params, own)
+            one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[stacked_dims:], w.dtype), layers)
+            pipe = _set_up(model, step, head_per_token, embed_params, one_layer, head_params, own)
+            pipe = dataclasses.replace(pipe, stacked_dims=stacked_dims)
             schedule = forward if settings.schedule == "gpipe" else one_f_one_b
             loss, metrics = schedule(pipe, embed_params, layers, head_params, own)
         return (loss, metrics) if metrics is not None else loss
@@ -107,21 +114,20 @@ def pipeline(
 def _set_up(
     model: Model,
     step: scope.Step,
-    settings: scope.PipelineSettings,
     head_per_token: bool,
     embed_params: Any,
-    layers: Any,
+    weights: Any,
     head_params: Any,
     rows: Rows,
 ) -> Pipeline:
-    """Returns the pipeline of one call."""
-    num_stages = step.size(AXIS)
+    """Returns the pipeline of one call; `weights` are those of one layer."""
+    num_stages, settings = step.size(AXIS), step.pipeline
     shards = step.size(*step.inner_axes)
     num = _num_microbatches(rows.num // shards, num_stages, settings.microbatches)
     size = rows.num // num
     inner = dataclasses.replace(step, mapped_axes=(*step.mapped_axes, AXIS))
     micro = jax.eval_shape(lambda: rows.map(lambda x: x[:size]))
-    model, x_shapes = _checked(model, inner, abstract(embed_params), abstract(layers), abstract(head_params), micro)
+    model, x_shapes = checked(model, inner, abstract(embed_params), weights, abstract(head_params), micro)
     parts = num_stages * step.size("context", "tensor")
     tokens = {s.shape[1] for s in jax.tree.leaves(x_shapes) if s.ndim > 1}
     head_dim = None
@@ -139,99 +145,3 @@ def _num_microbatches(num_rows: int, num_stages: int, asked: int | None) -> int:
     """
     most = min(asked or MICROBATCHES_PER_STAGE * num_stages, num_rows)
     return next(num for num in range(most, 0, -1) if num_rows % num == 0)
-
-
-# ---- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _check_layers(layers: Any, num_stages: int, num_chunks: int) -> None:
-    leaves = named_leaves(layers)
-    lengths = {path: jnp.shape(x)[0] if jnp.ndim(x) else 0 for path, x in leaves}
-    if not leaves or 0 in lengths.values() or len(set(lengths.values())) > 1:
-        found = ", ".join(f"{path} {describe(x)}" for path, x in leaves[:4]) or "no array"
-        raise ConfigError(
-            f"sk.pipeline: layers hold {found}. Every array has the layers as its first dim, all the same number. Stack the layers' "
-            "parameters: jax.vmap(init_layer)(keys)."
-        )
-    num, cut = next(iter(lengths.values())), num_stages * (num_chunks if num_stages > 1 else 1)
-    if num % cut:
-        chunks = f" x {num_chunks} chunks = {cut}" if cut > num_stages else ""
-        below = max((d for d in range(1, num_stages) if num % (d * cut // num_stages) == 0), default=1)
-        raise ConfigError(
-            f"sk.pipeline: {num} layers over {num_stages} stages{chunks}, found a rest of {num % cut}. Each holds the same number of "
-            f"layers. Try {num // cut * cut or cut} or {-(-num // cut) * cut} layers, or mesh.pipeline: {below}."
-        )
-
-
-def _checked(
-    model: Model, step: scope.Step, embed_params: Any, layers: Any, head_params: Any, rows: Rows
-) -> tuple[Model, Any]:
-    """Returns the model with rematerialised layers, and the shapes of the activation. `rows` may be abstract."""
-    own = dataclasses.replace(step, uses=step.uses - {"remat"})
-
-    def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
-        def on_rows(rows: Rows, *args: Any) -> Any:
-            with working_on(own, rows):
-                return alone(fn, *args, rows.data)
-
-        closed, out = jax.make_jaxpr(on_rows, return_shape=True)(rows, *args)
-        if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
-            raise ConfigError(
-                f"sk.pipeline: {name} closes over a traced array. It runs on one microbatch of one stage, and what comes from outside has no "
-                "place there. Pass it in the parameters or in rows, or compute it inside (sk.example_keys() too)."
-            )
-        return out
-
-    x = traced("embed", lambda params, rows: model.embed(params, rows), embed_params)
-    if wrong := [f"{path} {describe(s)}" for path, s in named_leaves(x) if not jnp.issubdtype(s.dtype, jnp.floating)]:
-        raise ConfigError(
-            f"sk.pipeline: embed returned {', '.join(wrong)}. The activation is floating point, since its gradient flows back. Leave what "
-            "does not change in rows, which every layer sees."
-        )
-    num = rows.num
-    if wrong := [f"{path} {describe(s)}" for path, s in named_leaves(x) if not s.shape or s.shape[0] != num]:
-        raise ConfigError(
-            f"sk.pipeline: embed returned {', '.join(wrong)} for {num} rows. The first dim of every array of the activation is the rows: they "
-            f"are cut into microbatches. Return [{num}, ...]."
-        )
-    weights = jax.tree.map(lambda w: jax.eval_shape(lambda w: w[0], w), layers)
-    y = traced("layer", lambda x, weights, rows: model.layer(x, weights, rows), x, weights)
-    if difference := first_difference(x, y):
-        raise ConfigError(
-            f"sk.pipeline: layer changes the activation: {difference}. Layers follow each other, so shapes and dtypes "
-            "stay the same. Cast or project inside the layer."
-        )
-    if "remat" not in own.uses:
-        model = model._replace(layer=remat(model.layer))
-    traced("head", lambda x, params, rows: model.head(x, params, rows), x, head_params)
-    step.uses.update(own.uses)
-    return model, x
-
-
-def _loss_and_metrics(out: Any) -> tuple[Mean, dict[str, Mean] | None]:
-    """Returns (loss, metrics or None) of what a head returned; of these only the loss's sum has a gradient."""
-    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    named = metrics if isinstance(metrics, dict) else {} if metrics is None else {"": None}
-    if not isinstance(loss, Mean) or not all(isinstance(m, Mean) for m in named.values()):
-        raise ConfigError(
-            f"sk.pipeline: head returned {describe(out)}. Its loss adds up over microbatches, so it returns sk.mean(...), or "
-            "(sk.mean(...), {name: sk.mean(...)})."
-        )
-    return Mean(loss.sum, lax.stop_gradient(loss.count)), lax.stop_gradient(metrics)
-
-
-@jax.custom_jvp
-def _without_gradient(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    if not isinstance(tangents[0], SymbolicZero):
-        raise ConfigError(
-            f"sk.pipeline: rows hold {describe(primals[0])} that depends on the parameters, and rows have no gradient. Compute it in embed, "
-            "which has parameters."
-        )
-    return primals[0], tangents[0]
-
-
-_without_gradient.defjvp(_refuse_gradient, symbolic_zeros=True)

@@ -184,7 +184,7 @@ def _both(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) ->
     carry = _run(pipe, tick, carry)
     embed_grads, layer_grads, head_grads = carry.grads
     added = lambda parts: [x.sum(0) for x in parts]
-    grads = [*added(embed_grads), *pipe.joined(layer_grads), *added(head_grads)]
+    grads = [*added(embed_grads), *pipe.joined(layer_grads, _floats(layers)[0]), *added(head_grads)]
     return jax.tree.map(lambda x: x.sum(0), carry.sums), grads
 
 

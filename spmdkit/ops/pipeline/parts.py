@@ -87,6 +87,8 @@ class Pipeline:
     """Shapes of one microbatch's activation, [b, ...]."""
     head_dim: int | None
     """The dim of the last stage's output that is cut over the stages for the head: 0 rows, 1 tokens, None neither."""
+    stacked_dims: int = 1
+    """The number of dims on which layers are stacked."""
 
     # ---- the user's functions, seeing the rows that they work on ---------------------------------------------------------
 
@@ -152,15 +154,19 @@ class Pipeline:
     # ---- layers ----------------------------------------------------------------------------------------------------------
 
     def chunks(self, layers: Any) -> Any:
-        """Returns [L, ...] as [P, v, K, ...]."""
-        P, v = self.num_stages, self.schedule.num_chunks
-        cut = jax.tree.map(lambda w: jnp.swapaxes(w.reshape(v, P, -1, *w.shape[1:]), 0, 1), layers)
-        return self.place(cut, AXIS)
+        """Returns [L, ...] as [P, v, K, ...].
 
-    def joined(self, chunks: Any) -> Any:
-        """Returns [P, v, K, ...] as [L, ...] in the order of the layers."""
-        joined = jax.tree.map(lambda w: jnp.swapaxes(w, 0, 1).reshape(-1, *w.shape[3:]), chunks)
-        return self.place(joined, AXIS)
+        Wire: nothing for one chunk, and for layers that are stacked as [v, L / v, ...]. Else the layers of a stage, W bytes, go to where
+        they are used: (2 v - 1) / v W where v divides P (an all_to_all among v stages, and a collective-permute of all).
+        """
+        P, v = self.num_stages, self.schedule.num_chunks
+        shape = lambda w: (v, P, -1, *w.shape[self.stacked_dims :])
+        return self.place(jax.tree.map(lambda w: jnp.swapaxes(w.reshape(shape(w)), 0, 1), layers), AXIS)
+
+    def joined(self, chunks: list[jax.Array], layers: list[jax.Array]) -> list[jax.Array]:
+        """Returns [P, v, K, ...] in the shapes of the layers. Wire: as `chunks`."""
+        joined = [jnp.swapaxes(c, 0, 1).reshape(w.shape) for c, w in zip(chunks, layers, strict=True)]
+        return self.place(joined, *(None for _ in range(self.stacked_dims - 1)), AXIS)
 
     # ---- rows ------------------------------------------------------------------------------------------------------------
 

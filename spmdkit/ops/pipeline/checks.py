@@ -1,0 +1,128 @@
+"""What `sk.pipeline` refuses, before anything runs: in the words of its user, on one device as on every mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from spmdkit import scope
+from spmdkit.errors import ConfigError
+from spmdkit.means import Mean
+from spmdkit.ops.pipeline.parts import Model, Rows, alone, working_on
+from spmdkit.ops.remat import remat
+from spmdkit.tree import describe, first_difference, named_leaves
+
+
+def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: int) -> None:
+    """Raises ConfigError unless all arrays stack the same number of layers, which stages and chunks divide."""
+    leaves = named_leaves(layers)
+    lengths = {path: math.prod(jnp.shape(x)[:stacked_dims]) if jnp.ndim(x) >= stacked_dims else 0 for path, x in leaves}
+    if not leaves or 0 in lengths.values() or len(set(lengths.values())) > 1:
+        found = ", ".join(f"{path} {describe(x)}" for path, x in leaves[:4]) or "no array"
+        raise ConfigError(
+            f"sk.pipeline: layers hold {found}. Every array has the layers as its first dim{'s' * (stacked_dims > 1)}, all the same number. Stack the layers' "
+            "parameters: jax.vmap(init_layer)(keys)."
+        )
+    num, cut = next(iter(lengths.values())), num_stages * (num_chunks if num_stages > 1 else 1)
+    if num % cut:
+        chunks = f" x {num_chunks} chunks = {cut}" if cut > num_stages else ""
+        below = max((d for d in range(1, num_stages) if num % (d * cut // num_stages) == 0), default=1)
+        raise ConfigError(
+            f"sk.pipeline: {num} layers over {num_stages} stages{chunks}, found a rest of {num % cut}. Each holds the same number of "
+            f"layers. Try {num // cut * cut or cut} or {-(-num // cut) * cut} layers, or mesh.pipeline: {below}."
+        )
+
+
+def checked(
+    model: Model, step: scope.Step, embed_params: Any, weights: Any, head_params: Any, rows: Rows
+) -> tuple[Model, Any]:
+    """Returns the model with rematerialised layers, and the shapes of the activation.
+
+    `weights` are those of one layer; they and `rows` may be abstract.
+
+    Raises:
+        ConfigError: a function returns something else than it must, or closes over a traced array.
+    """
+    own = dataclasses.replace(step, uses=step.uses - {"remat"})
+
+    def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
+        def on_rows(rows: Rows, *args: Any) -> Any:
+            with working_on(own, rows):
+                return alone(fn, *args, rows.data)
+
+        closed, out = jax.make_jaxpr(on_rows, return_shape=True)(rows, *args)
+        if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
+            raise ConfigError(
+                f"sk.pipeline: {name} closes over a traced array. It runs on one microbatch of one stage, and what comes from outside has no "
+                "place there. Pass it in the parameters or in rows, or compute it inside (sk.example_keys() too)."
+            )
+        return out
+
+    x = traced("embed", lambda params, rows: model.embed(params, rows), embed_params)
+    if wrong := [f"{path} {describe(s)}" for path, s in named_leaves(x) if not jnp.issubdtype(s.dtype, jnp.floating)]:
+        raise ConfigError(
+            f"sk.pipeline: embed returned {', '.join(wrong)}. The activation is floating point, since its gradient flows back. Leave what "
+            "does not change in rows, which every layer sees."
+        )
+    num = rows.num
+    if wrong := [f"{path} {describe(s)}" for path, s in named_leaves(x) if not s.shape or s.shape[0] != num]:
+        raise ConfigError(
+            f"sk.pipeline: embed returned {', '.join(wrong)} for {num} rows. The first dim of every array of the activation is the rows: they "
+            f"are cut into microbatches. Return [{num}, ...]."
+        )
+    y = traced("layer", lambda x, weights, rows: model.layer(x, weights, rows), x, weights)
+    if difference := first_difference(x, y):
+        raise ConfigError(
+            f"sk.pipeline: layer changes the activation: {difference}. Layers follow each other, so shapes and dtypes "
+            "stay the same. Cast or project inside the layer."
+        )
+    if "remat" not in own.uses:
+        model = model._replace(layer=remat(model.layer))
+    traced("head", lambda x, params, rows: model.head(x, params, rows), x, head_params)
+    step.uses.update(own.uses)
+    return model, x
+
+
+def loss_and_metrics(out: Any) -> tuple[Mean, dict[str, Mean] | None]:
+    """Returns (loss, metrics or None) of what a head returned; of these only the loss's sum has a gradient."""
+    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    named = metrics if isinstance(metrics, dict) else {} if metrics is None else {"": None}
+    if not isinstance(loss, Mean) or not all(isinstance(m, Mean) for m in named.values()):
+        raise ConfigError(
+            f"sk.pipeline: head returned {describe(out)}. Its loss adds up over microbatches, so it returns sk.mean(...), or "
+            "(sk.mean(...), {name: sk.mean(...)})."
+        )
+    return Mean(loss.sum, lax.stop_gradient(loss.count)), lax.stop_gradient(metrics)
+
+
+def without_gradient(rows: Any) -> Any:
+    """Returns `rows`.
+
+    Raises:
+        ConfigError: when they turn out to depend on the parameters.
+    """
+    return jax.tree.map(_without_gradient, rows)
+
+
+@jax.custom_jvp
+def _without_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    if not isinstance(tangents[0], SymbolicZero):
+        raise ConfigError(
+            f"sk.pipeline: rows hold {describe(primals[0])} that depends on the parameters, and rows have no gradient. Compute it in embed, "
+            "which has parameters."
+        )
+    return primals[0], tangents[0]
+
+
+_without_gradient.defjvp(_refuse_gradient, symbolic_zeros=True)
