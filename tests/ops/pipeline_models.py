@@ -46,7 +46,7 @@ def make_layer(mlp, dropout):
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(sk.example_keys(), index)
             keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, h_BTD.shape[1:]))(keys_B)
             h_BTD = jnp.where(keep_BTD, h_BTD / 0.9, 0)
-        # Divides by zero in a layer that is not the first and sees an embedding, as those of an idle stage do.
+        # One where activations come from the layer before; zero or infinite in a stage that is idle.
         h_BTD /= (1 + carry["depth"] - index)[:, None, None].astype(h_BTD.dtype)
         balance_B = carry["balance"] + (h_BTD.astype(jnp.float32) ** 2).mean((1, 2))
         return {"x": sk.shard(x_BTD + h_BTD, *ROWS), "balance": balance_B, "depth": carry["depth"] + 1}
@@ -112,4 +112,54 @@ def model(layers=8, manual=False, mlp=plain_mlp, dropout=True, head_per_token=Fa
         eval_data={k: x[:20] for k, x in data.items()},
         rules=rules,
     )
+    return made_once(task)
+
+
+@functools.cache
+def model_of_ops(layers=4):
+    """Returns a task whose functions are the other ops: lookup, column and row pair, mixture of experts, cross-entropy."""
+    num_experts = 4
+
+    def init(key):
+        keys = jax.random.split(key, 7)
+        normal = lambda i, *shape: jax.random.normal(keys[i], shape) / 4
+        return {
+            "table": normal(0, V, D) * 4,
+            "blocks": {
+                "up": normal(1, layers, D, F),
+                "down": normal(2, layers, F, D) / 2,
+                "router": normal(3, layers, D, num_experts),
+                "experts": {"up": normal(4, layers, num_experts, D, F), "down": normal(5, layers, num_experts, F, D)},
+            },
+            "head": normal(6, D, V),
+        }
+
+    def lookup(table_VD, rows):
+        x_BTD = sk.embed(rows["tokens"], table_VD)
+        return {"x": x_BTD, "balance": jnp.zeros(x_BTD.shape[0]), "dropped": jnp.zeros(x_BTD.shape[0])}
+
+    def layer(carry, w, rows):
+        x_BTD = carry["x"] + sk.column_row(norm(carry["x"], 1), [w["up"]], jax.nn.gelu, w["down"])
+        y_BTD, load = sk.moe(norm(x_BTD, 1), w["router"], w["experts"], top_k=2, capacity=1.0)
+        sums = {"balance": carry["balance"] + load.balance_B, "dropped": carry["dropped"] + load.dropped_B / layers}
+        return {"x": x_BTD + y_BTD, **sums}
+
+    def ends(carry, head_DV, rows):
+        losses_BT = sk.cross_entropy(norm(carry["x"], 1), head_DV, rows["targets"])
+        losses_BT += 0.01 * carry["balance"][:, None]
+        return sk.mean(losses_BT, where=rows["is_text"]), {"dropped": sk.mean(carry["dropped"])}
+
+    run = sk.pipeline(lookup, layer, ends)
+    rules = [
+        ("blocks/up", ["layers", "embed", "mlp"]),
+        ("blocks/down", ["layers", "mlp", "embed"]),
+        ("blocks/router", ["layers", "embed", None]),
+        ("blocks/experts/up", ["layers", "expert", "embed", "mlp"]),
+        ("blocks/experts/down", ["layers", "expert", "mlp", "embed"]),
+        ("table", ["vocab", "embed"]),
+        ("head", ["embed", "vocab"]),
+    ]
+    loss_fn = lambda params, batch, key: run(params["table"], params["blocks"], params["head"], batch)
+    other = model()
+    task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=other.train_data, rules=rules)
     return made_once(task)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from core_runs import assert_same_run, program_of, train
-from pipeline_models import embed, head, make_layer, model, plain_mlp
+from pipeline_models import embed, head, make_layer, model, model_of_ops, plain_mlp
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
@@ -20,9 +20,9 @@ def one_device():
     return train(program_of(model(), **SHORT_BATCHES))
 
 
-def assert_equal_to_one_device(one_device, mesh, schedule, task=None, tolerance=1e-5, **settings):
+def assert_equal_to_one_device(one_device, mesh, schedule, task=None, tolerance=1e-5, evaluate=True, **settings):
     program = program_of(task or model(), mesh=mesh, pipeline={"schedule": schedule}, **SHORT_BATCHES, **settings)
-    assert_same_run(train(program), one_device, tolerance)
+    assert_same_run(train(program, evaluate), one_device, tolerance)
 
 
 CASES = {
@@ -39,12 +39,12 @@ CASES = {
     "gpipe with zero 2 on pipeline 2 x data 2 x fsdp 2": (
         {"pipeline": 2, "data": 2, "fsdp": 2},
         "gpipe",
-        {"layout": {"zero": 2}},
+        {"layout": {"zero": 2}, "evaluate": False},
     ),
     "1f1b, the head cut by tokens, on pipeline 8": (
         {"pipeline": 8},
         "1f1b",
-        {"task": model(head_per_token=True), "microbatches": 2},
+        {"task": model(head_per_token=True), "microbatches": 2, "evaluate": False},
     ),
 }
 
@@ -101,6 +101,22 @@ def test_a_pipeline_in_bfloat16_is_one_device_in_bfloat16(schedule):
     reference = train(program_of(model(), precision="bfloat16", **SHORT_BATCHES))
     mesh = {"pipeline": 4, "data": 2}
     assert_equal_to_one_device(reference, mesh, schedule, tolerance=2e-2, precision="bfloat16")
+
+
+OPS = {
+    "pipeline 2 x expert 2 x tensor 2": {"pipeline": 2, "expert": 2, "tensor": 2},
+    "pipeline 2 x expert 2 x data 2": {"pipeline": 2, "expert": 2, "data": 2},
+    "pipeline 2 x context 2 x tensor 2": {"pipeline": 2, "context": 2, "tensor": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("mesh", OPS)
+def test_the_other_ops_work_inside_of_stages(mesh, schedule):
+    reference = train(program_of(model_of_ops()), evaluate=False)
+    program = program_of(model_of_ops(), mesh=OPS[mesh], pipeline={"schedule": schedule})
+    assert_same_run(train(program, evaluate=False), reference)
 
 
 # ---- the tables ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ this loop too, where nothing is kept.
 
 Work that a stage does without a microbatch (P - 1 of v M + P - 1 ticks) must not leave a trace: what comes out is not selected, and
 its cotangents pass a `gate`, which selects zeros and does not multiply by them: no NaN of an idle stage can get into a gradient.
-An idle stage computes on the embedding of a real microbatch, so that it does not make one in the first place.
 
 The parameters of embedding and head are copied along the stages first: their gradients add up on each device by itself in the
 loop, and are added over the stages once, by the transpose of that copy.
@@ -44,7 +43,7 @@ def forward(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) 
 
     def stages(inbox: Any, work: Work) -> Any:
         def one(stage: Any, valid: Any, micro: Any, chunk: Any, embedding: Any, chunks: Any, x: Any, rows: Rows) -> Any:
-            fresh = ~valid | ((stage == 0) & (chunk == 0))
+            fresh = (stage == 0) & (chunk == 0)
             embedding, weights, x = gate(valid, (embedding, pick(chunks, chunk), x))
             return pipe.stage(fresh, embedding, weights, x, rows.map(lambda a: pick(a, micro)))
 

@@ -29,11 +29,14 @@ Megatron-LM" (2021), section 2.2.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmdkit.ops.pipeline.gpipe import forward
@@ -57,6 +60,16 @@ class _Carry(NamedTuple):
     ring: Any
     grads: _Grads
     sums: Any
+
+
+class _Ticks(NamedTuple):
+    """What is done in each tick; arrays with a dim of ticks, None where a phase has none."""
+
+    slot: Any
+    forward: Any
+    leaves: Any
+    leaving: Any
+    backward: Any
 
 
 def one_f_one_b(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
@@ -87,27 +100,88 @@ def one_f_one_b(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Ro
 
 def _both(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
     """Returns (sums over microbatches, gradient of the loss's sum for each floating point leaf)."""
-    schedule = pipe.schedule
-    chunks, rows = pipe.chunks(layers), pipe.microbatches(rows)
-    dtype = lambda x: pipe.step.reduce_dtype or x.dtype
-    of_microbatch = lambda micro: rows.map(lambda a: pick(a, micro))
+    loop = _Loop(pipe, embedding, pipe.chunks(layers), head, pipe.microbatches(rows))
+    end = _run(loop)
+    added = lambda parts: [x.sum(0) for x in parts]
+    of_layers = pipe.joined(end.grads.layers, _floats(layers)[0])
+    grads = [*added(end.grads.embedding), *of_layers, *added(end.grads.head)]
+    return jax.tree.map(lambda x: x.sum(0), end.sums), grads
 
-    def stages(inbox: Any, work: Work) -> Any:
-        def one(stage: Any, valid: Any, micro: Any, chunk: Any, chunks: Any, x: Any) -> Any:
-            fresh = ~valid | ((stage == 0) & (chunk == 0))
-            return pipe.stage(fresh, embedding, pick(chunks, chunk), x, of_microbatch(micro))
 
-        mapped = pipe.over_stages(one, (0, 0, 0, 0, 0, 0))
-        return pipe.place(mapped(pipe.stages, work.valid, work.microbatch, work.chunk, chunks, inbox), AXIS, "rows")
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The body of the loop over ticks. Chunks are [P, v, K, ...], rows [M, b, ...]; every result has a dim of stages first."""
 
-    def losses(out: Any, valid: Any, micro: Any) -> tuple[Any, Any, Any]:
-        """Returns (sums of the parts [P], gradient of the head's parameters [P, ...], cotangents of `out`)."""
-        own, axes = pipe.rows_of_head(of_microbatch(micro))
-        floats, whole = _floats(head)
+    pipe: Pipeline
+    embedding: Any
+    chunks: Any
+    head: Any
+    rows: Rows
+
+    def start(self) -> _Carry:
+        """Returns the carry before the first tick: zeros, each where it will live."""
+        pipe, dtype = self.pipe, self.pipe.step.reduce_dtype
+        sums = jax.eval_shape(self.losses, pipe.zeros(pipe.x_shapes), jnp.bool_(True), jnp.int32(0))[0]
+        of_stage = lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype)
+        like = lambda tree: pipe.zeros([jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in _floats(tree)[0]])
+        arriving = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")
+        return _Carry(
+            arriving,
+            arriving,
+            pipe.place(pipe.zeros(pipe.x_shapes, pipe.schedule.num_slots), None, AXIS, "rows"),
+            _Grads(like(self.embedding), like(jax.tree.map(of_stage, self.chunks)), like(self.head)),
+            pipe.zeros(jax.tree.map(of_stage, sums)),
+        )
+
+    def tick(self, carry: _Carry, ticks: _Ticks, *, does_forward: bool, does_backward: bool) -> tuple[_Carry, None]:
+        """Returns the carry after one tick."""
+        pipe = self.pipe
+        inbox, cotangents, ring, grads, sums = carry
+        from_head = cotangents
+        if does_forward:
+            keep = lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, ticks.slot, 0)
+            ring = jax.tree.map(keep, ring, inbox)
+            out = self.stages(inbox, ticks.forward)
+            inbox = pipe.shift(out, 1)
+        if does_forward and does_backward:
+
+            def with_head(head_grads: Any, sums: Any) -> Any:
+                new_sums, new_grads, from_head = self.losses(out, ticks.leaves, ticks.leaving)
+                return _add(head_grads, new_grads), jax.tree.map(jnp.add, sums, new_sums), from_head
+
+            if pipe.schedule.num_chunks == 1:  # then a microbatch leaves in each of these ticks
+                head_grads, sums, from_head = with_head(grads.head, sums)
+            else:
+                without = lambda head_grads, sums: (head_grads, sums, cotangents)
+                head_grads, sums, from_head = lax.cond(ticks.leaves, with_head, without, grads.head, sums)
+            grads = grads._replace(head=head_grads)
+        if does_backward:
+            embed_grads, chunk_grads, ct = self.gradients(cotangents, from_head, ring, ticks.backward)
+            grads = grads._replace(
+                embedding=_add(grads.embedding, embed_grads),
+                layers=self._add_to_chunk(grads.layers, chunk_grads, ticks.backward.chunk),
+            )
+            cotangents = pipe.shift(pipe.place(ct, AXIS, "rows"), -1)
+        return _Carry(inbox, cotangents, ring, grads, sums), None
+
+    def stages(self, inbox: Any, work: Work) -> Any:
+        """Returns what leaves each stage."""
+
+        def one(stage: Any, micro: Any, chunk: Any, chunks: Any, x: Any) -> Any:
+            fresh = (stage == 0) & (chunk == 0)
+            return self.pipe.stage(fresh, self.embedding, pick(chunks, chunk), x, self._microbatch(micro))
+
+        out = self.pipe.over_stages(one, 0)(self.pipe.stages, work.microbatch, work.chunk, self.chunks, inbox)
+        return self.pipe.place(out, AXIS, "rows")
+
+    def losses(self, out: Any, valid: Any, micro: Any) -> tuple[Any, list[jax.Array], Any]:
+        """Returns (sums of the head's parts, gradients of its parameters, cotangents of `out`)."""
+        pipe, (floats, whole) = self.pipe, _floats(self.head)
+        own, axes = pipe.rows_of_head(self._microbatch(micro))
 
         def one(stage: Any, x: Any, rows: Rows) -> Any:
             def loss(floats: Any, x: Any) -> Any:
-                sums = pipe.head(whole(floats, _others(head)), x, rows)
+                sums = pipe.head(whole(floats, _others(self.head)), x, rows)
                 return sums[0].sum, sums
 
             (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, x)
@@ -116,113 +190,68 @@ def _both(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) ->
         sums, grads, parts = pipe.over_stages(one, (0, 0, axes))(pipe.stages, pipe.spread(out), own)
         return sums, grads, pipe.gather(parts)
 
-    def gradients(cotangents: Any, from_head: Any, ring: Any, work: Work) -> Any:
-        """Returns (gradients of embedding and of one chunk [P, ...], whether they count [P], cotangents of the inputs)."""
-        e_floats, e_whole = _floats(embedding)
+    def gradients(self, cotangents: Any, from_head: Any, ring: Any, work: Work) -> Any:
+        """Returns (gradients of the embedding's parameters, of one chunk, cotangents of the stages' inputs)."""
+        pipe, (e_floats, e_whole) = self.pipe, _floats(self.embedding)
 
         def one(stage: Any, work: Work, chunks: Any, ring: Any, ct: Any, from_head: Any) -> Any:
             is_first = (stage == 0) & (work.chunk == 0)
-            is_last = (stage == pipe.num_stages - 1) & (work.chunk == schedule.num_chunks - 1)
-            ct = masked(work.valid, select(is_last, from_head, ct))
-            w_floats, w_whole = _floats(pick(chunks, work.chunk))
-            w_others, own = _others(pick(chunks, work.chunk)), of_microbatch(work.microbatch)
+            is_last = (stage == pipe.num_stages - 1) & (work.chunk == pipe.schedule.num_chunks - 1)
+            chunk, rows = pick(chunks, work.chunk), self._microbatch(work.microbatch)
+            w_floats, w_whole = _floats(chunk)
 
             def run(e_floats: Any, w_floats: Any, x: Any) -> Any:
-                weights = w_whole(w_floats, w_others)
-                return pipe.stage(is_first | ~work.valid, e_whole(e_floats, _others(embedding)), weights, x, own)
+                embedding, weights = e_whole(e_floats, _others(self.embedding)), w_whole(w_floats, _others(chunk))
+                return pipe.stage(is_first, embedding, weights, x, rows)
 
             _, vjp = jax.vjp(run, e_floats, w_floats, pick(ring, work.slot))
-            embed_grads, grads, ct = vjp(ct)
-            return masked(work.valid & is_first, embed_grads), masked(work.valid, grads), ct
+            embed_grads, chunk_grads, ct = vjp(select(is_last, from_head, ct))
+            return masked(work.valid & is_first, embed_grads), masked(work.valid, chunk_grads), ct
 
         mapped = pipe.over_stages(one, (0, 0, 0, 1, 0, 0))
-        return mapped(pipe.stages, work, chunks, ring, cotangents, from_head)
+        return mapped(pipe.stages, work, self.chunks, ring, cotangents, from_head)
 
-    def tick(carry: _Carry, ticks: tuple[Any, ...], *, does_forward: bool, does_backward: bool) -> tuple[_Carry, None]:
-        slot, ahead, leaves, leaving, back = ticks
-        inbox, cotangents, ring, grads, sums = carry
-        from_head = cotangents
-        if does_forward:
-            ring = jax.tree.map(lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, slot, 0), ring, inbox)
-            out = stages(inbox, ahead)
-            inbox = pipe.shift(out, 1)
-        if does_forward and does_backward:
+    def _microbatch(self, micro: Any) -> Rows:
+        return self.rows.map(lambda a: pick(a, micro))
 
-            def with_losses(head_grads: Any, sums: Any) -> Any:
-                new_sums, new_grads, from_head = losses(out, leaves, leaving)
-                return _add(head_grads, new_grads), jax.tree.map(jnp.add, sums, new_sums), from_head
+    def _add_to_chunk(self, total: list[jax.Array], part: list[jax.Array], chunk: jax.Array) -> list[jax.Array]:
+        """Adds each stage's part [P, K, ...] to its own chunk of [P, v, K, ...]."""
+        if self.pipe.schedule.num_chunks == 1:
+            return [t + p[:, None].astype(t.dtype) for t, p in zip(total, part, strict=True)]
 
-            without = lambda head_grads, sums: (head_grads, sums, cotangents)
-            if schedule.num_chunks == 1:
-                head_grads, sums, from_head = with_losses(grads.head, sums)
-            else:
-                head_grads, sums, from_head = lax.cond(leaves, with_losses, without, grads.head, sums)
-            grads = grads._replace(head=head_grads)
-        if does_backward:
-            embed_grads, chunk_grads, ct = gradients(cotangents, from_head, ring, back)
-            grads = grads._replace(
-                embedding=_add(grads.embedding, embed_grads),
-                layers=_add_at(grads.layers, chunk_grads, back.chunk, pipe, schedule.num_chunks),
-            )
-            cotangents = pipe.shift(pipe.place(ct, AXIS, "rows"), -1)
-        return _Carry(inbox, cotangents, ring, grads, sums), None
+        def one(chunk: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
+            new = lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False) + part.astype(total.dtype)
+            return lax.dynamic_update_index_in_dim(total, new, chunk, 0)
 
-    inbox = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")
-    kept = lambda tree: pipe.zeros([jax.ShapeDtypeStruct(x.shape, dtype(x)) for x in _floats(tree)[0]])
-    carry = _Carry(
-        inbox,
-        inbox,
-        pipe.place(pipe.zeros(pipe.x_shapes, schedule.num_slots), None, AXIS, "rows"),
-        _Grads(kept(embedding), kept(jax.tree.map(lambda w: w[0], chunks)), kept(head)),
-        pipe.zeros(
-            jax.tree.map(
-                lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype),
-                jax.eval_shape(losses, inbox, jnp.bool_(True), jnp.int32(0))[0],
-            )
-        ),
-    )
-    carry = _run(pipe, tick, carry)
-    embed_grads, layer_grads, head_grads = carry.grads
-    added = lambda parts: [x.sum(0) for x in parts]
-    grads = [*added(embed_grads), *pipe.joined(layer_grads, _floats(layers)[0]), *added(head_grads)]
-    return jax.tree.map(lambda x: x.sum(0), carry.sums), grads
+        added = self.pipe.over_stages(one, 0)
+        return self.pipe.place([added(chunk, t, p) for t, p in zip(total, part, strict=True)], AXIS)
 
 
-def _run(pipe: Pipeline, tick: Callable[..., Any], carry: _Carry) -> _Carry:
+def _run(loop: _Loop) -> _Carry:
     """Returns the carry after all ticks: forward only, both, backward only."""
-    schedule = pipe.schedule
+    schedule = loop.pipe.schedule
     ahead, back, (leaves, leaving) = schedule.forward, schedule.backward, schedule.head
     first, middle, last = schedule.first_backward, len(ahead.valid), len(back.valid)
 
     def phase(carry: _Carry, start: int, stop: int, does_forward: bool, does_backward: bool) -> _Carry:
-        slots = jnp.arange(start, stop, dtype=jnp.int32) % schedule.num_slots
-        none = (None, None, None)
-        forward = (ahead.between(start, stop), leaves[start:stop], leaving[start:stop]) if does_forward else none
-        xs = pipe.table((slots, *forward, back.between(start, stop) if does_backward else None))
-        one = lambda carry, xs: tick(carry, xs, does_forward=does_forward, does_backward=does_backward)
-        return lax.scan(one, carry, xs)[0]
+        slots = np.arange(start, stop, dtype=np.int32) % schedule.num_slots
+        ticks = _Ticks(
+            slots,
+            ahead.between(start, stop) if does_forward else None,
+            leaves[start:stop] if does_forward else None,
+            leaving[start:stop] if does_forward else None,
+            back.between(start, stop) if does_backward else None,
+        )
+        tick = functools.partial(loop.tick, does_forward=does_forward, does_backward=does_backward)
+        return lax.scan(tick, carry, loop.pipe.table(ticks))[0]
 
-    carry = phase(carry, 0, first, True, False)
+    carry = phase(loop.start(), 0, first, True, False)
     carry = phase(carry, first, middle, True, True)
     return phase(carry, middle, last, False, True)
 
 
 def _add(total: list[jax.Array], part: list[jax.Array]) -> list[jax.Array]:
     return [t + p.astype(t.dtype) for t, p in zip(total, part, strict=True)]
-
-
-def _add_at(
-    total: list[jax.Array], part: list[jax.Array], chunk: jax.Array, pipe: Pipeline, num_chunks: int
-) -> list[jax.Array]:
-    """Adds each stage's part [P, K, ...] to its own chunk of [P, v, K, ...]."""
-    if num_chunks == 1:
-        return [t + p[:, None].astype(t.dtype) for t, p in zip(total, part, strict=True)]
-
-    def one(chunk: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
-        new = lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False) + part.astype(total.dtype)
-        return lax.dynamic_update_index_in_dim(total, new, chunk, 0)
-
-    return pipe.place([pipe.over_stages(one, 0)(chunk, t, p) for t, p in zip(total, part, strict=True)], AXIS)
 
 
 def _is_float(x: Any) -> bool:
