@@ -178,23 +178,28 @@ def executions(jaxpr, primitive):
     return total
 
 
+def executed_layers(schedule, microbatches, **settings):
+    """Returns how many layers a traced step of 4 stages and 8 layers executes; a layer is marked by a `sinh`."""
+    marked = lambda x_BTD, up_DF, down_FD: jnp.sinh(x_BTD @ up_DF) @ down_FD
+    task = model(dropout=False, mlp=marked)
+    staged = {"schedule": schedule, "microbatches": microbatches}
+    program = program_of(task, mesh={"pipeline": 4}, pipeline=staged, **settings)
+    step = jax.jit(program._step_function(program._step_record))
+    return executions(step.trace(program._abstract_state, program.abstract_batch).jaxpr.jaxpr, "sinh")
+
+
 @pytest.mark.parametrize("schedule, chunks, passes", [("gpipe", 1, 1), ("1f1b", 1, 2), ("interleaved", 2, 2)])
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_stages_idle_as_the_formula_says(schedule, chunks, passes, microbatches):
-    """Layers that are executed, in the traced step: all passes of all stages; a layer is marked by a `sinh`."""
-    num_stages, layers = 4, 8
-    marked = lambda x_BTD, up_DF, down_FD: jnp.sinh(x_BTD @ up_DF) @ down_FD
-    task = model(layers=layers, dropout=False, mlp=marked)
-    mesh = {"pipeline": num_stages}
-    program = program_of(task, mesh=mesh, pipeline={"schedule": schedule, "microbatches": microbatches})
-    traced = jax.jit(program._step_function(program._step_record)).trace(
-        program._abstract_state, program.abstract_batch
-    )
-    executed = executions(traced.jaxpr.jaxpr, "sinh")
-    useful = passes * layers * microbatches
-    bubble = (num_stages - 1) / (chunks * microbatches + num_stages - 1)
-    assert 1 - useful / executed == pytest.approx(bubble)
-    assert Schedule(num_stages, microbatches, chunks).bubble == pytest.approx(bubble)
+    useful = passes * 8 * microbatches
+    bubble = 3 / (chunks * microbatches + 3)
+    assert 1 - useful / executed_layers(schedule, microbatches) == pytest.approx(bubble)
+    assert Schedule(4, microbatches, chunks).bubble == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize("schedule, passes", [("gpipe", 1), ("1f1b", 2)])
+def test_layers_are_rematerialised_once_where_the_config_says_so(schedule, passes):
+    assert executed_layers(schedule, 4, remat="full") * passes == executed_layers(schedule, 4) * (passes + 1)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -206,7 +206,7 @@ class _Loop:
 
             _, vjp = jax.vjp(run, e_floats, w_floats, pick(ring, work.slot))
             embed_grads, chunk_grads, ct = vjp(select(is_last, from_head, ct))
-            return masked(work.valid & is_first, embed_grads), masked(work.valid, chunk_grads), ct
+            return *masked(work.valid, (embed_grads, chunk_grads)), ct
 
         mapped = pipe.over_stages(one, (0, 0, 0, 1, 0, 0))
         return mapped(pipe.stages, work, self.chunks, ring, cotangents, from_head)
