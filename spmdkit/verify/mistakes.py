@@ -265,7 +265,7 @@ def last_stage_without_gradient(setting: Setting) -> Iterator[list[Any]]:
         return instead
 
     def drop(joined: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda own, chunks: joined(own, jax.tree.map(lambda g: g.at[-1].set(0), chunks))
+        return lambda own, chunks, layers: joined(own, jax.tree.map(lambda g: g.at[-1].set(0), chunks), layers)
 
     with patched(parts.Pipeline, "chunks", stop), patched(parts.Pipeline, "joined", drop):
         yield acted
