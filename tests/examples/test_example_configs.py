@@ -12,10 +12,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 GPT_CONFIGS = [
     "accumulation",
     "central_storage",
+    "context",
     "data_fsdp_tensor",
     "fsdp",
     "hsdp",
     "mirrored",
+    "pipeline",
     "tensor",
     "zero1",
     "zero2",
@@ -90,6 +92,15 @@ def test_the_mesh_changes_nothing_but_where_the_gpt_lives(name, one_device):
     if name == "data_fsdp_tensor":  # evaluation compiles too: once, on the mesh with most axes
         reference = one_device[1].eval(one_device[2])["loss"]
         assert program.eval(state)["loss"] == pytest.approx(reference, rel=1e-4)
+
+
+def test_the_mesh_changes_nothing_of_the_mixture_of_experts():
+    on_eight, program, state = run("moe", *QUICK_GPT)
+    on_one, _, other_state = run("moe", *QUICK_GPT, "mesh={}")
+    np.testing.assert_allclose(on_eight, on_one, rtol=1e-4)
+    assert program.sizes["expert"] == 4
+    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(other_state.params), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-4)
 
 
 def test_bfloat16_stays_close_to_float32(one_device):
