@@ -27,7 +27,7 @@ def mixture(capacity, **options):
     return fn
 
 
-def formula(capacity, backward, positions=False, **asked):
+def formula(capacity, backward, positions=0, **asked):
     """Returns (op, axes) -> bytes: the table of `spmdkit.ops.moe`, line by line."""
     e, f, c, m = (asked.get(a, 1) for a in ("expert", "fsdp", "context", "tensor"))
     N, b = c * m, B // (e * f)
@@ -42,7 +42,7 @@ def formula(capacity, backward, positions=False, **asked):
 
     if capacity:
         slots = (e - 1) / e * b * E * C_n
-        add("all_gather", sequence, part * (token + 2 * choice + 4 * b * T * positions))
+        add("all_gather", sequence, part * (token + 2 * choice + 4 * positions))
         add("all_to_all", ("expert",), slots * (D * WIDTH + 4))
         if not backward:
             add("all_to_all", ("expert",), slots * D * WIDTH)
@@ -85,10 +85,12 @@ def test_tokens_weights_and_sums_cross_as_the_formula_says(asked, capacity):
         assert found == formula(capacity, backward, **asked)
 
 
-def test_positions_cost_four_bytes_a_token():
+@pytest.mark.parametrize("examples", [1, pytest.param(B, marks=pytest.mark.slow)])
+def test_positions_cost_four_bytes_each(examples):
     asked = CASES[0][0]
-    found = wire(mixture(1.0, positions=np.arange(T)[::-1].copy()), ROWS, *ARGUMENTS, **asked)
-    assert found == formula(1.0, False, positions=True, **asked)
+    positions = np.arange(T)[::-1].copy() if examples == 1 else np.tile(np.arange(T), (B, 1))
+    found = wire(mixture(1.0, positions=positions), ROWS, *ARGUMENTS, **asked)
+    assert found == formula(1.0, False, positions=T if examples == 1 else B // 4 * T, **asked)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

@@ -17,7 +17,7 @@ Equal to one device: whatever decides over tokens (capacity, losses, noise) does
 Wire: per device and forward pass, w bytes an element of x, b examples of this device, T tokens of a whole example, N devices
 that cut the sequence (n of them do not cut experts' weights), e along `expert`, K = top_k, C_n = ceil(C / n), f = fsdp:
 
-    capacity    sequence   (N-1)/N b T (D w + 8 K + 4 [positions])     all_gather   x, experts, weights
+    capacity    sequence   (N-1)/N (b T (D w + 8 K) + 4 P)            all_gather   x, experts, weights, and P given positions
                            (N-1)/N b T D w                             reduce_scatter   y
                 expert     (e-1)/e b E C_n (2 D w + 4)                 all_to_all   tokens there and back, weights there
     dropless    tensor m   (m-1) b T/N (2 D w + 8 K)                   all_gather, reduce_scatter   where tensor cuts both
@@ -116,6 +116,7 @@ def moe(
         ConfigError: arguments that do not fit each other, or experts that the mesh axis does not divide.
     """
     num_experts = router_DE.shape[-1]
+    positions = None if positions is None else jnp.asarray(positions, jnp.int32)
     if normalise is None:
         normalise = top_k > 1
     _check(x_BTD, router_DE, top_k, capacity, score, normalise, priority, noise, keys_B)
@@ -138,14 +139,12 @@ def moe(
         cut = () if sequence is None else axes(sequence)
         num_tokens = x_BTD.shape[1] * axis_size(cut)
         order_T = _order(num_tokens, cut)
-        if positions is not None:
-            positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), x_BTD.shape[:2])
         noise_BTE = None
         if key_data is not None:
-            at_BT = positions
-            if at_BT is None:
-                own_T = lax.dynamic_slice_in_dim(order_T, axis_index(cut) * x_BTD.shape[1], x_BTD.shape[1])
-                at_BT = jnp.broadcast_to(own_T, x_BTD.shape[:2])
+            at = positions
+            if at is None:
+                at = lax.dynamic_slice_in_dim(order_T, axis_index(cut) * x_BTD.shape[1], x_BTD.shape[1])
+            at_BT = jnp.broadcast_to(at, x_BTD.shape[:2])
             noise_BTE = noise * token_noise(key_data, impl, at_BT, num_experts)
         differs = sorted(compat.varying_axes(x_BTD))
         routing = route(
@@ -164,7 +163,7 @@ def moe(
             y_BTD = through_slots(
                 x_BTD,
                 routing,
-                order_T if positions is None else all_gather(positions, cut, 1),
+                order_T if positions is None else all_gather(positions, cut, positions.ndim - 1),
                 weights,
                 expert,
                 slots=slots,

@@ -1,0 +1,60 @@
+"""A mixture of experts compiled by the real TPU compiler. In a process of its own: libtpu is loaded once."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
+    ),
+]
+
+CODE = """
+import json
+import test_moe_wire as t
+from ops_mesh import wire
+from spmdkit import compiler
+from spmdkit.plan.target import open_target, parse_target
+
+devices = open_target(parse_target("tpu:v5p:2x2x2")).devices
+own = compiler.own_options(devices[0])
+t.T, t.D, t.F, t.WIDTH = 256, 256, 512, 2
+up, down = ((t.E, t.D, t.F), t.UP[1], "bfloat16"), ((t.E, t.F, t.D), t.DOWN[1], "bfloat16")
+arguments = [((t.B, t.T, t.D), t.ROWS, "bfloat16"), ((t.D, t.E), ("embed", None), "bfloat16"), up, up, down]
+for capacity, asked in ((1.25, {"fsdp": 2, "expert": 2, "context": 2}), (None, {"expert": 8})):
+    found = wire(t.mixture(capacity), t.ROWS, *arguments, backward=True, devices=devices, options=own, **asked)
+    formula = t.formula(capacity, True, **asked)
+    print(json.dumps([{" ".join(name): num for name, num in bill.items()} for bill in (found, formula)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def bills():
+    root = Path(__file__).parents[2]
+    paths = [str(root), *(str(root / "tests" / folder) for folder in ("ops", "core")), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=environment, cwd=root
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def test_with_a_capacity_the_formulas_bytes_cross_the_links(bills):
+    found, formula = bills[0]
+    assert found["all_to_all expert"] == formula["all_to_all expert"]
+    assert sum(found.values()) == pytest.approx(sum(formula.values()), rel=0.01)
+
+
+def test_dropless_rows_are_sent_and_not_gathered(bills):
+    found, gathered = bills[1]
+    assert "ragged_all_to_all expert" in found
+    assert not {"all_gather expert", "reduce_scatter expert"} & set(found)
+    assert found["all_reduce expert"] <= 1.1 * gathered["all_reduce expert"]  # the router's gradient, and the sizes
