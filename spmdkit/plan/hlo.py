@@ -241,7 +241,7 @@ def parse(text: str) -> Module:
         if line[0] != " ":
             if line.endswith("{") and (header := re.match(r"(ENTRY )?%?([\w.\-]+)", line)):
                 name, is_entry, body, table = header[2], bool(header[1]), [], ""
-            elif line.rstrip() == "}" and name:
+            elif line[0] == "}" and name:
                 computations[name] = Computation(name, is_entry, tuple(body))
                 name = ""
             elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
