@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.tpu,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
     ),
