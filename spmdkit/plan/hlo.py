@@ -25,6 +25,8 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_END = re.compile(r'\}(?:, execution_thread="[^"]*")?\s*$')
+"""The end of a computation. A kernel's metadata also brings lines that begin with a brace; they go on."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -241,7 +243,7 @@ def parse(text: str) -> Module:
         if line[0] != " ":
             if line.endswith("{") and (header := re.match(r"(ENTRY )?%?([\w.\-]+)", line)):
                 name, is_entry, body, table = header[2], bool(header[1]), [], ""
-            elif line[0] == "}" and name:
+            elif name and _END.match(line):
                 computations[name] = Computation(name, is_entry, tuple(body))
                 name = ""
             elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from known_traffic import PROGRAMS, SIZES, W
 
+from spmdkit.mesh import AXES
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.groups import axes_of, replica_groups
 from spmdkit.plan.hlo import Instruction, parse
@@ -147,3 +148,29 @@ def test_loops_of_a_saved_text_multiply():
         if v.instruction.opcode.startswith(("all-red", "coll"))
     }
     assert runs["all-reduce"] == 15 and runs["collective-permute-start"] == 5
+
+
+SPARSE_CORE = """HloModule m, num_partitions=4
+
+%gathers (p: bf16[2,8], t: token[]) -> bf16[8,8] {
+  %p = bf16[2,8]{1,0} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %all-gather.1 = bf16[8,8]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[2,8]) -> bf16[8,8] {
+  %x = bf16[2,8]{1,0} parameter(0)
+  %token = token[] custom-call(), custom_call_target="prepare"
+  %kernel = bf16[2,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="kernel"}
+  %start = ((bf16[2,8]{1,0}, token[]), bf16[8,8]{1,0}) call-start(%kernel, %token), to_apply=%gathers
+  ROOT %done = bf16[8,8]{1,0} call-done(%start)
+}
+"""
+
+
+def test_a_collective_on_sparse_cores_after_a_kernel_with_metadata_of_several_lines_is_billed():
+    sizes = {axis: 1 for axis in AXES} | {"fsdp": 4}
+    (row,) = read_bill(parse(SPARSE_CORE), sizes).collectives
+    assert (row.op, row.axes, row.bytes, row.count) == ("all_gather", ("fsdp",), 3 / 4 * 8 * 8 * 2, 1)
