@@ -171,6 +171,6 @@ ENTRY %main (x: bf16[2,8]) -> bf16[8,8] {
 
 
 def test_a_collective_on_sparse_cores_after_a_kernel_with_metadata_of_several_lines_is_billed():
-    sizes = {axis: 1 for axis in AXES} | {"fsdp": 4}
+    sizes = dict.fromkeys(AXES, 1) | {"fsdp": 4}
     (row,) = read_bill(parse(SPARSE_CORE), sizes).collectives
     assert (row.op, row.axes, row.bytes, row.count) == ("all_gather", ("fsdp",), 3 / 4 * 8 * 8 * 2, 1)
