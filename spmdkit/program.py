@@ -24,7 +24,7 @@ from spmdkit.config import Config, check_batch, choose_optimizer, load_config, r
 from spmdkit.errors import ConfigError, nearest
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
-from spmdkit.ops.remat import policy
+from spmdkit.ops.remat import check_names, policy, policy_of_names
 from spmdkit.replica import check_reductions
 from spmdkit.state import TrainState, Variables
 from spmdkit.state_layout import place_state
@@ -154,7 +154,6 @@ class Program:
         """Returns the record of the step, in the first form of the mesh's that the user's functions can be traced in."""
         config = self.config
         model_axes = [a for a in mesh.MODEL_AXES if self.sizes[a] > 1]
-        remat = config.remat if isinstance(config.remat, str) else tuple(config.remat.save)
         dtypes = config.precision
         record = scope.Step(
             form="plain",
@@ -166,7 +165,7 @@ class Program:
             compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
             reduce_dtype=jnp.dtype(dtypes.reduce),
             reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
-            remat=policy(remat),
+            remat=self._remat_policy(),
             placements=self._placements,
             state_groups=self._state_groups,
             logical_axes=layout.logical_axes(config.layout.axes),
@@ -236,7 +235,17 @@ class Program:
                 f"attention.{changed[0]} is {getattr(record.attention, changed[0])}, but {self._what()} never calls sk.attention, so it has "
                 "no effect. Use sk.attention in the model, or remove the section attention."
             )
-        return dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
+        record = dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
+        if not isinstance(self.config.remat, str):
+            if record.remat_whole:
+                self._trace(record)  # names are met only where something is computed again
+            for key, names in (("save", self.config.remat.save), ("offload", self.config.remat.offload)):
+                check_names(key, names, record.uses, self._what())
+        return record
+
+    def _remat_policy(self) -> Any:
+        remat = self.config.remat
+        return policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload)
 
     def _what(self) -> str:
         return "train_step" if self.task.train_step is not None else "loss_fn"

@@ -21,7 +21,7 @@ from spmdkit.config.schema import (
     Placement,
     Precision,
     Profile,
-    RematSave,
+    RematNames,
     StateGroup,
 )
 from spmdkit.config.show import json_schema, to_short_yaml, to_yaml
@@ -42,7 +42,7 @@ __all__ = [
     "Placement",
     "Precision",
     "Profile",
-    "RematSave",
+    "RematNames",
     "StateGroup",
     "build_optimizer",
     "build_schedule",

@@ -33,6 +33,7 @@ def check(config: Config) -> list[Problem]:
         *_layout(config),
         *_pipeline(config),
         *_choices(config),
+        *_remat(config),
         *_learning(config),
         *_without_effect(config),
     ]
@@ -177,6 +178,24 @@ def _choice_problems(path: KeyPath, value: Any, known: Mapping[str, Sequence[str
             if option not in known[name]:
                 hint = nearest(str(option), known[name])
                 yield Problem((*path, name, str(option)), f"unknown option.{hint} Known are {', '.join(known[name])}.")
+
+
+def _remat(config: Config) -> Iterator[Problem]:
+    if isinstance(config.remat, str):
+        return
+    save, offload = config.remat.save, config.remat.offload
+    if not save and not offload:
+        yield Problem(("remat",), "names nothing to keep, and is then full. Write remat: full, or save: [attention].")
+    for name in save:
+        if name in offload:
+            yield Problem(
+                ("remat", "offload", offload.index(name)),
+                f"is {name!r}, and remat.save has it too. A value is kept on the device or on the host. Remove one.",
+            )
+    for key, names in (("save", save), ("offload", offload)):
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                yield Problem(("remat", key, i), f"is {name!r} a second time. Remove it.")
 
 
 def _learning(config: Config) -> Iterator[Problem]:

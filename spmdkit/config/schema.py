@@ -132,11 +132,18 @@ class Attention(Section):
     )
 
 
-class RematSave(Section):
+class RematNames(Section):
     """Rematerialisation that keeps only what the model has named."""
 
     save: Annotated[list[fields.Name], Expects("a list of at least one name", "[attention]")] = Field(
-        min_length=1, description="Names given with jax.ad_checkpoint.checkpoint_name whose values are kept."
+        default_factory=list,
+        min_length=1,
+        description="Names given with jax.ad_checkpoint.checkpoint_name whose values are kept.",
+    )
+    offload: Annotated[list[fields.Name], Expects("a list of at least one name", "[block]")] = Field(
+        default_factory=list,
+        min_length=1,
+        description="Names whose values are kept in host memory until the backward pass needs them. Excludes the same name in save.",
     )
 
 
@@ -229,10 +236,10 @@ class Budget(Section):
 
 
 Remat = Annotated[
-    Literal["none", "full", "dots", "dots_no_batch", "auto"] | RematSave,
-    fields.names_or(("none", "full", "dots", "dots_no_batch", "auto"), RematSave),
+    Literal["none", "full", "dots", "dots_no_batch", "auto"] | RematNames,
+    fields.names_or(("none", "full", "dots", "dots_no_batch", "auto"), RematNames),
     Expects(
-        "none, full, dots, dots_no_batch, auto or a mapping {save: [names]}",
+        "none, full, dots, dots_no_batch, auto or a mapping {save: [names], offload: [names]}",
         "full",
         ("none", "full", "dots", "dots_no_batch", "auto"),
     ),
@@ -285,7 +292,7 @@ class Config(Section):
     ] = Field(default_factory=Precision, description="Dtype of the computation, or dtypes of compute, params, reduce.")
     remat: Remat = Field(
         default="none",
-        description="What sk.remat keeps for the backward pass: all, nothing, matrix products, or named values. auto: the "
+        description="What sk.remat keeps for the backward pass: all, nothing, matrix products, or named values, on the device or the host. auto: the "
         "most that fits the device's memory.",
     )
     attention: Attention = Field(default_factory=Attention, description="How sk.attention runs.")

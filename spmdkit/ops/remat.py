@@ -1,12 +1,19 @@
 """Rematerialisation by name: which intermediate values the backward pass keeps, and which it computes again.
 
-    none            keep everything                                     most memory, no recomputation
-    dots            keep the results of matrix products
-    dots_no_batch   keep products without batch dims (weights x activations, not attention scores)
-    full            keep only the inputs of each wrapped block           least memory, about one more forward pass
-    save: [names]   keep what `jax.ad_checkpoint.checkpoint_name` marks with one of these names
+    none              keep everything                                     most memory, no recomputation
+    dots              keep the results of matrix products
+    dots_no_batch     keep products without batch dims (weights x activations, not attention scores)
+    full              keep only the inputs of each wrapped block           least memory, about one more forward pass
+    {save: [names]}   keep what `jax.ad_checkpoint.checkpoint_name` marks with one of these names
+    {offload: [...]}  the same, in the host's memory: written there as the forward pass makes it, read back for the backward pass
 
-Wire: what a block sends that is computed again is sent again, once more in the backward pass.
+What a named value costs: a saved one its bytes of device memory for each block; an offloaded one as many of host memory (and of the link
+to the host, once each way, beside the arithmetic), and on the device only the block at hand. Names inside of `sk.manual` are its
+own: it keeps its inputs and computes the rest again. Mark what it returns.
+
+On XLA's CPU backend the host's memory is the device's: the program is the same and moves nothing. On TPU the offloaded bytes are
+`memory_analysis().host_temp_size_in_bytes` (read by the TPU compiler in tests/ops/test_remat_tpu.py).
+
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); `jax.checkpoint_policies`.
 """
 
@@ -19,20 +26,56 @@ from typing import Any
 import jax
 
 from spmdkit import scope
+from spmdkit.errors import ConfigError, nearest
 
 NAMES = ("none", "full", "dots", "dots_no_batch")
 
 
-def policy(remat: str | Sequence[str]) -> Any:
-    """Returns the `jax.checkpoint` policy of a name or of a list of saved names; None for `none`."""
-    if not isinstance(remat, str):
-        return jax.checkpoint_policies.save_only_these_names(*remat)
+def policy(remat: str) -> Any:
+    """Returns the `jax.checkpoint` policy of a name; None for `none`."""
     return {
         "none": None,
         "full": jax.checkpoint_policies.nothing_saveable,
         "dots": jax.checkpoint_policies.dots_saveable,
         "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }[remat]
+
+
+def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Any:
+    """Returns the policy that keeps the values of these names, on the device or on the host.
+
+    While a step is traced it notes every name that it meets, for `check_names`.
+    """
+    chosen = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(save),
+        names_which_can_be_offloaded=list(offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def noting(prim: Any, *args: Any, **params: Any) -> Any:
+        if prim.name == "name":
+            scope.current_step().uses.add(f"mark {params['name']}")
+        return chosen(prim, *args, **params)
+
+    return noting
+
+
+def check_names(key: str, names: Sequence[str], uses: set[str], what: str) -> None:
+    """Refuses a name that no rematerialised part of `what` marks.
+
+    Raises:
+        ConfigError: it would keep nothing.
+    """
+    marked = sorted(use.removeprefix("mark ") for use in uses if use.startswith("mark "))
+    for name in names:
+        if name not in marked:
+            found = f"the marks there are {', '.join(marked)}" if marked else "there are no marks"
+            raise ConfigError(
+                f"remat.{key} names '{name}', and no rematerialised part of {what} marks it ({found}), so it has no effect."
+                f"{nearest(name, marked)} Write jax.ad_checkpoint.checkpoint_name(x, '{name}') inside of sk.remat and outside of sk.manual, "
+                "or remove the name."
+            )
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,20 +1,8 @@
-"""Pairs compiled by the real TPU compiler for a whole torus: the formula's bytes. In a process of its own: libtpu is loaded once."""
+"""Pairs compiled by the real TPU compiler for a whole torus: the formula's bytes."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tpu_process import needs_tpu_compiler, printed_json
 
-import pytest
-
-pytestmark = [
-    pytest.mark.tpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
-    ),
-]
+pytestmark = needs_tpu_compiler
 
 CODE = """
 import json, sys
@@ -36,14 +24,7 @@ for own in (compiler.own_options(devices[0]), {}):
 
 
 def test_weights_over_a_whole_torus_cross_the_wire_once_a_pass():
-    root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "tests" / "ops"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=environment, cwd=root
-    )
-    assert ended.returncode == 0, ended.stderr
-    ours, default = map(json.loads, ended.stdout.splitlines())
+    ours, default = printed_json(CODE)
     weights = 63 / 64 * 2 * 2 * 512 * 1024
     assert ours == {"all_gather fsdp": weights, "reduce_scatter fsdp": weights}
     assert set(default) == {"all_reduce fsdp"}, "the compiler's default has improved: see spmdkit/compiler.py"

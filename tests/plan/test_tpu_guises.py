@@ -58,3 +58,23 @@ def test_a_kernels_metadata_on_lines_of_its_own_ends_no_computation():
     assert text != TEXT
     assert read_bill(parse(text), SIZES) == read_bill(parse(TEXT), SIZES)
     assert "k" in [i.name for i in parse(text).entry.instructions]
+
+
+def test_a_collective_on_a_sparse_core_is_counted_where_it_is_started():
+    text = """HloModule step, num_partitions=4
+
+%moved (p: bf16[16,64], t: token[]) -> bf16[64,64] {
+  %p = bf16[16,64]{1,0} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %all-gather = bf16[64,64]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, use_global_device_ids=true
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[16,64]) -> bf16[64,64] {
+  %x = bf16[16,64]{1,0} parameter(0)
+  %begin = token[] custom-call(), custom_call_target="PrepareAsyncCallDone"
+  %start = ((bf16[16,64]{1,0}, token[]), bf16[64,64]{1,0}) call-start(%x, %begin), async_execution_thread="sparsecore", to_apply=%moved
+  ROOT %done = bf16[64,64]{1,0} call-done(%start)
+}
+"""
+    (gather,) = read_bill(parse(text), dict.fromkeys(AXES, 1) | {"fsdp": 4}).collectives
+    assert (gather.op, gather.bytes, gather.is_async) == ("all_gather", 3 * 16 * 64 * 2, True)

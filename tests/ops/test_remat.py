@@ -1,0 +1,84 @@
+"""Named values: kept on the device or on the host, never another number; a name that keeps nothing is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import keep_gradient
+from core_runs import assert_same_run, program_of, train
+from jax.ad_checkpoint import checkpoint_name
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+
+D, F, LAYERS = 16, 32, 3
+
+
+@functools.cache
+def task(wraps=True, within_manual=False):
+    """Returns a task of pairs whose hidden values are marked `hidden` (inside of a manual part if asked), results `block`."""
+
+    def init(key):
+        up, down = jax.random.split(key)
+        return {
+            "up": jax.random.normal(up, (LAYERS, D, F)) / 16,
+            "down": jax.random.normal(down, (LAYERS, F, D)) / 16,
+        }
+
+    def block(x_BTD, w):
+        if within_manual:
+            square = lambda h: checkpoint_name(jnp.square(h), "inside")
+            return checkpoint_name(x_BTD + sk.column_row(x_BTD, [w["up"]], square, w["down"]), "block")
+        hidden = checkpoint_name(jnp.square(x_BTD @ w["up"]), "hidden")
+        return checkpoint_name(x_BTD + hidden @ w["down"], "block")
+
+    def loss_fn(params, batch, key):
+        one = sk.remat(block) if wraps else block
+        x_BTD, _ = jax.lax.scan(lambda x, w: (one(x, w), None), batch["x"], params)
+        return sk.mean((x_BTD**2).mean((1, 2)))
+
+    data = {"x": np.random.default_rng(0).normal(size=(64, 4, D)).astype(np.float32)}
+    rules = [("up", [None, "embed", "mlp"]), ("down", [None, "mlp", "embed"])]
+    return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=data, rules=rules)
+
+
+@functools.cache
+def reference():
+    return train(program_of(task()), evaluate=False, steps=2)
+
+
+@pytest.mark.parametrize("wraps", [True, False], ids=["sk.remat", "the whole loss"])
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "remat"),
+    [
+        ({}, 1, {"offload": ["hidden"]}),
+        ({"data": 8}, 2, {"offload": ["hidden"], "save": ["block"]}),
+        ({"fsdp": 4, "tensor": 2}, 1, {"offload": ["hidden", "block"]}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, {"offload": ["hidden"]}),
+    ],
+    ids=["one device", "manual", "plain", "mapped"],
+)
+def test_what_waits_on_the_host_comes_back_as_it_was(mesh, microbatches, remat, wraps):
+    program = program_of(task(wraps), mesh=mesh, microbatches=microbatches, remat=remat)
+    assert "Host" in str(program.traced.jaxpr)
+    assert_same_run(train(program, evaluate=False, steps=2), reference())
+
+
+@pytest.mark.parametrize(
+    ("settings", "remat", "message"),
+    [
+        (
+            {},
+            {"save": ["hiden"]},
+            r"remat.save names 'hiden'.*the marks there are block, hidden.* Did you mean 'hidden'\?",
+        ),
+        ({"wraps": False}, {"offload": ["x"]}, r"remat.offload names 'x'.*the marks there are block, hidden"),
+        ({"within_manual": True}, {"save": ["inside"]}, r"the marks there are block.*outside of sk.manual"),
+    ],
+)
+def test_a_name_that_keeps_nothing_is_refused(settings, remat, message):
+    with pytest.raises(ConfigError, match=message):
+        program_of(task(**settings), mesh={"fsdp": 2, "tensor": 4}, remat=remat)

@@ -1,0 +1,35 @@
+"""Offloaded values really are in the host's memory: as the TPU compiler allocates them."""
+
+from tpu_process import needs_tpu_compiler, printed_json
+
+pytestmark = needs_tpu_compiler
+
+CODE = """
+import json
+import jax, jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec as P
+from ops_mesh import step
+from spmdkit.ops.remat import policy_of_names
+from spmdkit.plan.target import open_target, parse_target
+
+record = step(devices=open_target(parse_target("tpu:v5e:2x2")).devices, fsdp=4)
+on = lambda *spec: NamedSharding(record.mesh, P(*spec))
+x = jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=on("fsdp"))
+w = jax.ShapeDtypeStruct((16, 512, 2048), jnp.float32, sharding=on())
+for names in ({"save": ["hidden"], "offload": []}, {"save": [], "offload": ["hidden"]}):
+    block = lambda x, w: (jnp.tanh(checkpoint_name(jnp.sin(x @ w), "hidden") @ w.T), None)
+    kept = jax.checkpoint(block, policy=policy_of_names(**names))
+    loss = lambda w, x: (jax.lax.scan(kept, x, w)[0] ** 2).sum()
+    memory = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
+    print(json.dumps([memory.temp_size_in_bytes, memory.host_temp_size_in_bytes]))
+"""
+
+
+def test_offloaded_values_take_host_memory_and_none_of_the_device():
+    (saved, none_on_host), (left, on_host) = printed_json(CODE)
+    hidden = 16 * (4096 // 4) * 2048 * 4
+    assert (none_on_host, on_host) == (0, hidden)
+    assert (
+        saved > 0.4 * hidden > 4 * left
+    )  # what is kept on the device only feeds products, and XLA keeps it in bfloat16
