@@ -1,5 +1,6 @@
 """Targets: what a name means, and what is said to one that means nothing."""
 
+import jax
 import pytest
 
 from spmdkit.errors import ConfigError
@@ -52,13 +53,12 @@ def test_a_target_that_does_not_exist_is_refused_with_those_that_do(text, said):
 
 
 def test_more_fake_devices_than_this_process_has_are_refused_with_the_way_out():
+    assert len(jax.devices()) == 8  # made once: the target would else make its own
     with pytest.raises(ConfigError, match=r"needs 64 fake CPU devices, found 8.*Start a new process"):
         open_target(parse_target("gpu:h100:64"))
 
 
 def test_the_devices_that_are_there_are_a_target_too():
-    import jax
-
     target = target_of(jax.devices())
     assert (target.num_devices, target.chip.name, target.is_here) == (8, "cpu", True)
     assert 0 < target.memory_limit_bytes < 2**45
