@@ -19,7 +19,6 @@ from spmdkit.plan.hlo import parse
 B, T, N, K, H = 4, 64, 8, 4, 16
 HEADS = ("batch", "sequence", "heads", None)
 MESHES = [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"context": 8}]
-mesh = pytest.mark.parametrize("asked", MESHES, ids=str)
 
 
 def attend(segments):
@@ -66,8 +65,14 @@ def passes(op, args, **asked):
     return sent(forward, record), sent(backward, record)
 
 
-@mesh
-@pytest.mark.parametrize("segments", [False, True])
+SLOW = {"marks": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "asked, segments",
+    [(MESHES[0], True), (MESHES[1], False), *(pytest.param(m, s, **SLOW) for m in MESHES for s in (True, False))],
+    ids=str,
+)
 def test_the_ring_passes_keys_values_and_their_gradients(segments, asked):
     turns, kv = asked["context"] - 1, 2 * bytes_of(asked, K)
     ids = 4 * B * T // (asked["context"] * asked.get("fsdp", 1)) if segments else 0
@@ -76,8 +81,7 @@ def test_the_ring_passes_keys_values_and_their_gradients(segments, asked):
     assert backward == {("collective_permute", "context"): turns * (kv + kv + ids)}
 
 
-@pytest.mark.parametrize("asked", [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}], ids=str)
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("asked, segments", [(MESHES[0], True), (MESHES[1], False)], ids=str)
 def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, asked):
     num, q, kv = asked["context"], bytes_of(asked, N), 2 * bytes_of(asked, K)
     ids = 4 * B * T // (num * asked["fsdp"]) if segments else 0
@@ -87,7 +91,7 @@ def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, 
     assert forward == expected and backward == expected
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [pytest.param(1, **SLOW), 2])
 def test_few_key_heads_are_added_up_over_their_copies_and_gathered(kv_heads):
     op, args = attend(False)
     whole = ("batch", "sequence", None, None)
@@ -131,7 +135,7 @@ def scores(context, order, backward):
     return count(jaxpr).products / (context * products * 2 * H), branches(jaxpr.jaxpr)
 
 
-@pytest.mark.parametrize("context", [2, 4, 8])
+@pytest.mark.parametrize("context", [2, 4, pytest.param(8, **SLOW)])
 @pytest.mark.parametrize("backward", [False, True])
 def test_in_zigzag_order_no_device_works_longer_than_another(context, backward):
     own = (T // context) ** 2

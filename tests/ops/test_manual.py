@@ -10,9 +10,10 @@ from core_models import keep_gradient
 from core_runs import assert_same_run, program_of, train
 
 import spmdkit as sk
+from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import resolve
-from spmdkit.ops.collectives import all_gather, all_reduce, reduce_scatter
+from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
 
 D, F, T, LAYERS, CLASSES = 16, 32, 8, 2, 4
 
@@ -132,3 +133,26 @@ def test_a_traced_array_that_is_closed_over_is_refused():
 
     with pytest.raises(ConfigError, match="closes over a traced array"):
         program_of(task(op), mesh={"fsdp": 4, "tensor": 2})
+
+
+@jax.custom_vjp
+def column_row_by_hand(x_BTD, up_DF, down_FD):
+    return column_row(x_BTD, up_DF, down_FD)
+
+
+def _by_hand(x_BTD, up_DF, down_FD):
+    return column_row(x_BTD, up_DF, down_FD), (x_BTD, up_DF, down_FD)
+
+
+def _gradient_by_hand(kept, dout):
+    assert scope.current_step().in_manual and axes("mlp") == ("tensor",)
+    return jax.vjp(column_row, *kept)[1](dout)
+
+
+column_row_by_hand.defvjp(_by_hand, _gradient_by_hand)
+
+
+def test_a_gradient_that_a_part_brings_itself_knows_its_axes():
+    op = sk.manual(column_row_by_hand, IN_DIMS, ROWS)
+    found = train(program_of(task(op), mesh={"fsdp": 4, "tensor": 2}), evaluate=False, steps=1)
+    assert_same_run(found, train(program_of(task()), evaluate=False, steps=1))
