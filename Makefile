@@ -1,4 +1,4 @@
-# make demo | test | thorough | verify | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
+# make demo | test | thorough | verify | tpu | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test thorough verify lint types bench constraints versions browser clean
+.PHONY: demo test thorough verify tpu lint types bench constraints versions browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -21,6 +21,10 @@ thorough: $(VENV)/.test
 # Every legal mesh, for every config in configs/verify. Hours of processor time; what is finished is kept in build/verify.
 verify: $(VENV)/.test
 	$(BOUND) 28800 $(BIN)/python benchmarks/verify_examples.py
+
+# What every strategy sends on every TPU, by the TPU compiler, against the golden file. `make tpu WRITE=--write` keeps what is found.
+tpu: $(VENV)/.test
+	$(BOUND) 3600 $(BIN)/python tests/plan/golden_collectives.py $(WRITE)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .

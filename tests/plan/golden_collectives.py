@@ -1,0 +1,309 @@
+"""The collectives of every strategy on every target, as a golden file, and the page docs/collectives.md that is made from it.
+
+    python tests/plan/golden_collectives.py                       # compile all of it and compare (make tpu)
+    python tests/plan/golden_collectives.py --write               # and keep what was found
+    python tests/plan/golden_collectives.py tpu:v5e:2x4/fsdp cpu:8    # some targets, or one strategy of a target
+
+The programs are those of configs/ as they are (GPT, width 64, eight devices), with little text to train on. TPU targets need the
+extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a difference, said line by line.
+
+Each target is compiled in a process of its own, since a compiler that aborts takes its process along; that is then what the file says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).with_name("tpu_collectives.json")
+PAGE = ROOT / "docs" / "collectives.md"
+
+STRATEGIES = (
+    "mirrored", "zero1", "zero2", "fsdp", "hsdp", "tensor", "data_fsdp_tensor", "context", "pipeline", "moe",
+)  # fmt: skip
+TWO_SLICES = "tpu:v5e:2x2*2"
+TARGETS = ("cpu:8", "tpu:v4:2x2x2", "tpu:v5e:2x4", "tpu:v5p:2x2x2", "tpu:v6e:2x4", "tpu:7x:2x2x1", TWO_SLICES)
+LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
+# Only `replica` or `data` may lie over slices: what is cut over all eight devices elsewhere is cut within a slice here.
+OVER_SLICES = {name: ["mesh.replica=2", "mesh.fsdp=4"] for name in ("zero1", "zero2", "fsdp")}
+
+Row = dict[str, Any]
+Entry = dict[str, Any]
+Golden = dict[str, dict[str, Entry]]
+"""target -> strategy -> {"mesh": axis -> size, "collectives": rows} or {"refused": reason}."""
+
+
+# ---- what a compiler makes of a strategy --------------------------------------------------------------------------------
+
+
+def entries(target_name: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry]]:
+    """Yields the entry of each strategy, compiled in this process."""
+    os.environ.setdefault("NPROC", "20")
+    from spmdkit.errors import SpmdkitError
+    from spmdkit.plan.target import open_target, parse_target
+
+    machine = open_target(parse_target(target_name))
+    for name in strategies:
+        try:
+            yield name, compiled_entry(name, machine)
+        except (SpmdkitError, RuntimeError, ValueError, NotImplementedError) as error:
+            yield name, {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+
+
+def compiled_entry(strategy: str, machine: Any) -> Entry:
+    """Returns the mesh and the rows of a strategy's compiled step on an opened target."""
+    from spmdkit.config import load_config
+    from spmdkit.program import open_program, task_of
+    from spmdkit.testing import bill_of
+
+    more = OVER_SLICES.get(strategy, []) if machine.name == TWO_SLICES else []
+    config = load_config(ROOT / "configs" / f"{strategy}.yaml", [*LITTLE_TEXT, *more])
+    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes)
+    return {"mesh": {axis: n for axis, n in program.sizes.items() if n > 1}, "collectives": rows_of(bill_of(program))}
+
+
+def rows_of(bill: Any) -> list[Row]:
+    """Returns (op, what it stands for, axes, in a loop) -> count and bytes, as rows; bytes None: a loop of unknown length."""
+    together = collections.defaultdict(list)
+    for c in bill.collectives:
+        if c.counted:
+            together[c.op, c.stands_for or "", "x".join(c.axes), c.in_loop].append(c)
+    return [
+        {
+            "op": op,
+            "for": stands_for,
+            "axes": axes,
+            "in_loop": in_loop,
+            "count": len(same),
+            "bytes": None if any(c.bytes is None for c in same) else sum(c.bytes for c in same),
+        }
+        for (op, stands_for, axes, in_loop), same in sorted(together.items())
+    ]
+
+
+# ---- processes ----------------------------------------------------------------------------------------------------------
+
+
+def measure(target: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry]]:
+    """Yields the entry of each strategy, compiled in a process of its own; one that dies leaves its last words as the reason."""
+    left = list(strategies)
+    while left:
+        command = [sys.executable, str(Path(__file__)), "--child", target, *left]
+        with tempfile.TemporaryFile("w+") as said:
+            child = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=said, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            )
+            try:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    name, entry = json.loads(line)
+                    left.remove(name)
+                    yield name, entry
+                code = child.wait(60)
+            finally:
+                child.kill()
+            said.seek(0)
+            words = said.read()
+        if left:
+            yield left.pop(0), {"refused": f"the process ended with code {code}: {_last_words(words)}"}
+
+
+def _last_words(text: str) -> str:
+    """Returns the line of a dead process's output that says why, without the time and place that a compiler writes before it."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "Check failed" in line or "Error" in line] or lines or ["nothing was said"]
+    return re.sub(r"^[FEWI][0-9]{4} .*?\] ", "", telling[-1])
+
+
+def _run_child(target: str, strategies: Sequence[str]) -> None:
+    for pair in entries(target, strategies):
+        print(json.dumps(pair), flush=True)
+
+
+# ---- the file -----------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path = GOLDEN) -> dict[str, Any]:
+    """Returns the golden file: `versions` and `targets`."""
+    return json.loads(path.read_text()) if path.exists() else {"versions": {}, "targets": {}}
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Writes the golden file, a row on a line, in the order of the tables above."""
+    lines = [f'{{\n"versions": {json.dumps(document["versions"])},\n"targets": {{']
+    targets = [t for t in TARGETS if t in document["targets"]]
+    for target in targets:
+        lines.append(f'"{target}": {{')
+        found = document["targets"][target]
+        for name in (names := [s for s in STRATEGIES if s in found]):
+            end = "" if name == names[-1] else ","
+            entry = found[name]
+            if "refused" in entry:
+                lines.append(f'"{name}": {json.dumps(entry)}{end}')
+                continue
+            rows = ",\n".join("  " + json.dumps(row) for row in entry["collectives"])
+            lines.append(f'"{name}": {{"mesh": {json.dumps(entry["mesh"])}, "collectives": [\n{rows}\n]}}{end}')
+        lines.append("}" if target == targets[-1] else "},")
+    path.write_text("\n".join([*lines, "}", "}"]) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that decide what a compiler makes of a program."""
+    found = {}
+    for package in ("jax", "libtpu"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def differences(expected: Entry | None, found: Entry) -> list[str]:
+    """Returns what differs between the file's entry and the one just compiled, a line for each."""
+    if expected is None:
+        return ["not in the file"]
+    if "refused" in expected or "refused" in found:
+        before, now = expected.get("refused", "compiled"), found.get("refused", "compiled")
+        return [] if before == now else [f"was: {before}", f"is:  {now}"]
+    lines = [] if expected["mesh"] == found["mesh"] else [f"mesh was {expected['mesh']}, is {found['mesh']}"]
+    before, now = ({_key(row): row for row in entry["collectives"]} for entry in (expected, found))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            lines.append(f"{key}: was {_amount(before.get(key))}, is {_amount(now.get(key))}")
+    return lines
+
+
+def _key(row: Row) -> str:
+    meant = f" (for {row['for']})" if row["for"] else ""
+    return f"{row['op']}{meant} over {row['axes']}{', in a loop' if row['in_loop'] else ''}"
+
+
+def _amount(row: Row | None) -> str:
+    return f"{row['count']} with {row['bytes']} bytes" if row else "none"
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------------
+
+
+def page(document: dict[str, Any]) -> str:
+    """Returns docs/collectives.md: what is written by hand (`collectives_page.md`), with the tables."""
+    text = Path(__file__).with_name("collectives_page.md").read_text()
+    targets = document["targets"]
+    found = {"TOTALS": _totals(targets), "DETAILS": "\n\n".join(_details(s, targets) for s in STRATEGIES)}
+    found["VERSIONS"] = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    for name, table in found.items():
+        text = text.replace(f"{{{{{name}}}}}", table)
+    return text
+
+
+def _totals(targets: Golden) -> str:
+    """Returns the table strategy x target of bytes that a device sends in a step; in brackets, over what the CPU sends."""
+    names = [t for t in TARGETS if t in targets]
+    lines = ["| strategy | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
+    for strategy in STRATEGIES:
+        cells = []
+        least = _bytes(targets.get("cpu:8", {}).get(strategy))
+        for target in names:
+            sent = _bytes(targets[target].get(strategy))
+            ratio = f" ({sent / least:.2f})" if sent is not None and least and target != "cpu:8" else ""
+            cells.append("refused" if sent is None else f"{sent:,}{ratio}")
+        lines.append(f"| {strategy} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _bytes(entry: Entry | None) -> int | None:
+    if entry is None or "refused" in entry or any(row["bytes"] is None for row in entry["collectives"]):
+        return None
+    return sum(row["bytes"] for row in entry["collectives"])
+
+
+def _details(strategy: str, targets: Golden) -> str:
+    names = [t for t in TARGETS if strategy in targets.get(t, {})]
+    lines = [f"### {strategy}", ""]
+    lines += [f"- {t}: {targets[t][strategy]['refused']}" for t in names if "refused" in targets[t][strategy]]
+    names = [t for t in names if "refused" not in targets[t][strategy]]
+    meshes = {t: " x ".join(f"{a} {n}" for a, n in targets[t][strategy]["mesh"].items()) for t in names}
+    common = meshes[names[0]] if names else ""
+    others = "".join(f"; on {t} {m}" for t, m in meshes.items() if m != common)
+    cells = {t: {_key(row): row for row in targets[t][strategy]["collectives"]} for t in names}
+    lines += [
+        f"Mesh {common}{others}.",
+        "",
+        "| collective | " + " | ".join(names) + " |",
+        "| --- |" + " ---: |" * len(names),
+    ]
+    for key in sorted({key for rows in cells.values() for key in rows}):
+        amounts = [f"{row['count']}: {row['bytes']:,}" if (row := cells[t].get(key)) else "" for t in names]
+        lines.append(f"| {key} | " + " | ".join(amounts) + " |")
+    return "\n".join(lines)
+
+
+# ---- command ------------------------------------------------------------------------------------------------------------
+
+
+def chosen(names: Sequence[str]) -> dict[str, list[str]]:
+    """Returns target -> strategies of arguments like `tpu:v5e:2x4/fsdp`, `cpu:8`; without any: all."""
+    found: dict[str, list[str]] = {}
+    for name in names or TARGETS:
+        target, _, strategy = name.partition("/")
+        if target not in TARGETS or strategy not in ("", *STRATEGIES):
+            sys.exit(f"{name} is not in the table. Targets: {', '.join(TARGETS)}; strategies: {', '.join(STRATEGIES)}.")
+        found.setdefault(target, []).extend([strategy] if strategy else STRATEGIES)
+    return found
+
+
+def main() -> int:
+    """Compiles, compares and says; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="TARGET[/STRATEGY]")
+    parser.add_argument("--write", action="store_true", help="keep what was found, and make the page")
+    parser.add_argument("--golden", type=Path, default=GOLDEN, help="another golden file")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        _run_child(options.names[0], options.names[1:])
+        return 0
+    document, wrong, asked = read(options.golden), 0, chosen(options.names)
+    if importlib.util.find_spec("libtpu") is None and any(target.startswith("tpu:") for target in asked):
+        sys.exit(
+            "libtpu is not installed, which compiles for TPUs on any x86 machine. pip install '.[tpu]', or name cpu:8 alone."
+        )
+    for target, strategies in asked.items():
+        start = time.monotonic()
+        for name, entry in measure(target, strategies):
+            lines = differences(document["targets"].get(target, {}).get(name), entry)
+            wrong += bool(lines)
+            seconds, start = time.monotonic() - start, time.monotonic()
+            print(f"{target}/{name}: {'differs' if lines else 'as in the file'} ({seconds:.0f} s)", flush=True)
+            print("".join(f"    {line}\n" for line in lines), end="", flush=True)
+            if options.write:
+                document["targets"].setdefault(target, {})[name] = entry
+                document["versions"] = versions()
+                write(options.golden, document)
+    if options.write:
+        PAGE.write_text(page(document))
+        return 0
+    if wrong:
+        made = ", ".join(f"{k} {v}" for k, v in document["versions"].items())
+        here = ", ".join(f"{k} {v}" for k, v in versions().items())
+        print(
+            f"{wrong} differ from {options.golden.name} (made with {made}; here {here}). If it is meant: --write, and say why."
+        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

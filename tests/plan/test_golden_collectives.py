@@ -1,0 +1,91 @@
+"""The golden file of collectives: a few of its programs compiled again (`make tpu`: all of them), and that a difference is told."""
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+
+import golden_collectives as golden
+import pytest
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
+)
+
+
+def compare(*arguments):
+    """Returns the ended process of the script."""
+    command = [sys.executable, golden.__file__, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.tpu
+@needs_libtpu
+def test_programs_send_on_a_tpu_what_the_golden_file_says():
+    ended = compare(
+        "tpu:v5e:2x4/zero2", "tpu:v5e:2x4/fsdp", "tpu:v5p:2x2x2/data_fsdp_tensor", f"{golden.TWO_SLICES}/hsdp"
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("as in the file") == 4
+
+
+def test_a_changed_count_is_told_with_its_collective(tmp_path):
+    document = golden.read()
+    row = next(row for row in document["targets"]["cpu:8"]["fsdp"]["collectives"] if row["op"] == "all_gather")
+    was = row["count"]
+    row["count"] += 1
+    changed = tmp_path / "changed.json"
+    golden.write(changed, document)
+    ended = compare("cpu:8/fsdp", "--golden", changed)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert f"all_gather over fsdp: was {was + 1} with {row['bytes']} bytes, is {was} with" in ended.stdout
+    assert ended.stdout.count(": was ") == 1
+
+
+def test_every_strategy_on_every_target_is_in_the_file_and_compiles():
+    targets = golden.read()["targets"]
+    assert {target: set(found) for target, found in targets.items()} == {
+        target: set(golden.STRATEGIES) for target in golden.TARGETS
+    }
+    refused = [(t, s) for t, found in targets.items() for s, entry in found.items() if "refused" in entry]
+    assert refused == []
+
+
+def test_only_replica_and_data_cross_slices():
+    mesh_of = {s: entry["mesh"] for s, entry in golden.read()["targets"][golden.TWO_SLICES].items()}
+    assert {s: next(iter(mesh)) for s, mesh in mesh_of.items()} == {
+        s: "replica" if s in ("hsdp", *golden.OVER_SLICES) else "data" for s in golden.STRATEGIES
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda e: e["collectives"].pop(0), "none"),
+        (lambda e: e["collectives"][0].update(bytes=1), "with 1 bytes"),
+        (lambda e: e["collectives"][0].update(axes="tensor"), "over tensor"),
+        (lambda e: e["collectives"][0].update(in_loop=True), "is none"),
+        (lambda e: e["mesh"].update(data=3), "mesh was"),
+        (lambda e: e.update(refused="no"), "is:  no"),
+    ],
+)
+def test_whatever_changes_in_an_entry_is_a_difference(change, said):
+    entry = golden.read()["targets"]["cpu:8"]["fsdp"]
+    other = copy.deepcopy(entry)
+    change(other)
+    assert golden.differences(entry, copy.deepcopy(entry)) == []
+    assert said in "\n".join(golden.differences(entry, other))
+
+
+def test_file_and_page_are_what_the_script_writes(tmp_path):
+    document = golden.read()
+    golden.write(tmp_path / "again.json", document)
+    assert (tmp_path / "again.json").read_text() == golden.GOLDEN.read_text()
+    assert json.loads(golden.GOLDEN.read_text()) == document
+    assert golden.page(document) == golden.PAGE.read_text()
+
+
+def test_a_compiler_that_dies_leaves_its_last_words_as_the_reason():
+    text = "F1121 10:00:00.123456  77 spmd.cc:7] Check failed: groups.has_value()\nlater\n"
+    assert golden._last_words(text) == "Check failed: groups.has_value()"
