@@ -192,7 +192,8 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first."""
+    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first;
+    `again`, of a gradient, is the part whose body it computes a second time."""
 
     body: Callable[..., tuple[jax.Array, ...]]
     step: scope.Step
@@ -201,6 +202,7 @@ class _Part:
     out_specs: tuple[PartitionSpec, ...]
     local_shapes: tuple[jax.ShapeDtypeStruct, ...]
     levels: tuple[_Level, ...] = ()
+    again: _Part | None = None
 
     def run(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         """Runs the part as a `shard_map`."""
@@ -224,6 +226,14 @@ class _Part:
             out_specs=tuple(PartitionSpec(*map(_one, spmd), *s) for s in self.out_specs),
         )
         return mapped(*args)
+
+    def computed_again(self, *args: Any) -> Any:
+        """Returns the jaxpr of what a gradient's part computes a second time, the forward pass; None for a forward pass."""
+        if self.again is None:
+            return None
+        num = len(self.again.in_specs)
+        levels = tuple(level._replace(mapped=level.mapped[:num]) for level in self.levels)
+        return jax.make_jaxpr(dataclasses.replace(self.again, levels=levels).run)(*args[:num])
 
     def bind(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(_manual_p.bind(*args, part=self))
@@ -284,6 +294,7 @@ def _differentiable(part: _Part) -> Callable[..., Any]:
             (*part.in_specs, *(part.out_specs[i] for i in out_floats)),
             tuple(part.in_specs[i] for i in floats),
             tuple(_local(part.mesh, args[i], part.in_specs[i]) for i in floats),
+            again=part,
         )
         grads = dict(zip(floats, gradient.bind(*args, *(cotangents[i] for i in out_floats)), strict=True))
         return tuple(grads.get(i) for i in range(len(args)))

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmdkit import compat
+import spmdkit as sk
+from spmdkit import compat, scope
+from spmdkit.layout import logical_axes
+from spmdkit.mesh import make_mesh, resolve
+from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.plan.flops import count
 
 
@@ -70,3 +74,21 @@ def test_a_loop_of_unknown_length_is_said_and_a_branch_counts_its_longer_side():
 def test_without_products_everything_counts():
     found = arithmetic(lambda x: (x * 2 + 1).sum(), (8,))
     assert (found.products, found.flops) == (0, 3 * 8)
+
+
+def test_what_a_parts_gradient_computes_a_second_time_is_not_the_models_own_arithmetic():
+    def fn(x, w):
+        return reduce_scatter(jax.nn.relu(all_gather(x, "mlp", 1) @ w) @ w.T, "mlp", 1)
+
+    def step(x, w):
+        part = sk.manual(fn, [("batch", "mlp", None), (None, "mlp")], ("batch", "mlp", None))
+        with scope.tracing(record):
+            return jax.grad(lambda x, w: part(x, w).sum(), (0, 1))(x, w)
+
+    sizes = resolve({"fsdp": 2, "tensor": 4}, 8)
+    mesh = make_mesh(sizes, jax.devices())
+    record = scope.Step(mesh=mesh, sizes=sizes, inner_axes=("fsdp",), logical_axes=logical_axes({}))
+    jaxpr = jax.make_jaxpr(step)(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))
+    forward = 2 * 2 * 4 * 8 * 16 * 32
+    assert count(jaxpr, once=True).products == 3 * forward
+    assert count(jaxpr).products == 4 * forward
