@@ -7,9 +7,9 @@
 The backward pass of a microbatch begins as soon as its forward pass has left the last stage, so a stage keeps at most 2 v P - 1 inputs
 of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline, and why JAX cannot make it by
 differentiating a loop: the gradient is computed here, in the forward rule of a `custom_vjp`, by `jax.vjp` inside of the tick, and the
-backward rule only scales it. One program, no send or receive of its own; others answer the wish for 1F1B in JAX with several programs
-(MaxText issue 752, "likely requires multiple programs multiple data"; openxla/shardy issues 297 and 586; JaxPP, whose automatic
-schedules failed on a mixture of experts in marin issue 7024), or not at all (axlearn issue 1366).
+backward rule only scales it. One program, with no send or receive of its own. Others answer the wish for 1F1B in JAX with several
+programs (MaxText issue 752; openxla/shardy issues 297 and 586; JaxPP, whose automatic schedules were still blocked in marin issue 7024
+when explicit ones ran), or not at all (axlearn issue 1366).
 
 Cost: a stage's forward pass is computed a second time, from its kept input (as with `remat: full` around a whole stage; a layer that
 is itself rematerialised pays once more). The first v P - 1 ticks are forward only and the last v P - 1 backward only, so that the
@@ -21,7 +21,9 @@ Wire, per device and call of the loss, A bytes of one microbatch's activation on
     transfers         2 (v M + P - 1) A       collective-permute
     last stage, head  2 M (P - 1)/P A         all-to-all; none when the head is not cut
     gradient of ends  2 (P - 1)/P H           all-reduce
-    order of layers   interleaved: a stage's parameters and gradients move once each way, since they are kept in the order of layers
+    order of layers   interleaved: parameters and gradients of a stage move, since they are kept in the order of layers (`Pipeline.chunks`);
+                      not where they are stacked on two dims
+Weight gradients over fsdp (ZeRO 3) and context are added up in every tick, as they are in every microbatch of an accumulation.
 Memory: (2 v P + 3) A, the gradients of the stage's layers and of both ends, and one chunk's own residuals.
 Source: Narayanan et al., "PipeDream" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM" (2021), section 2.2.
