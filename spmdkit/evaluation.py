@@ -22,6 +22,7 @@ from spmdkit.returned import checked_loss
 from spmdkit.state import TrainState
 from spmdkit.step import Batch
 from spmdkit.task import Task
+from spmdkit.tree import abstract
 
 
 class Evaluator:
@@ -104,7 +105,8 @@ def _function(
         one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
         model_state = (jax.tree.map(one, state.model_state),)
     key, note = None, None
-    if refuses_none_key(loss_fn, (state.params, *model_state, batch.examples)):
+    # Without placements: parameters on the host would be refused in a trace of the loss alone.
+    if refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples))):
         key = jax.random.key(seed)
         note = (
             "evaluation runs loss_fn with a fixed random key, since it does not accept key=None: dropout stays on. "

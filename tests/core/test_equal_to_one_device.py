@@ -196,6 +196,11 @@ def test_parameters_and_optimizer_state_on_the_host_give_the_same_numbers(mesh):
     assert_same_run(many, one)
 
 
+def test_an_evaluation_of_parameters_on_the_host_draws_nothing_either():
+    """The GPT has dropout, and none where its key is None: with a key after all, its evaluation would be another one."""
+    assert program_of(gpt(), placement={"params": "host"}, **MESHES["data 2 x fsdp 4"]).evaluator.note is None
+
+
 def test_only_one_of_parameters_and_optimizer_can_live_on_the_host():
     program = program_of(regression(), placement={"optimizer": "host"}, **MESHES["data 2 x fsdp 4"])
     kinds = {p.path.split("/")[0]: p.memory_kind for p in program.layout if p.shape}

