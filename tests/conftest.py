@@ -5,7 +5,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("NPROC", str(8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
+os.environ.setdefault("NPROC", str(4 * 8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
 
 import jax
 

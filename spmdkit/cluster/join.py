@@ -77,13 +77,21 @@ def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], nu
     return total // num_processes
 
 
+def num_threads(num_devices: int) -> int:
+    """Returns the size of XLA's thread pool (the environment's `NPROC`) that so many fake CPU devices need.
+
+    XLA runs CPU programs on max(cores, devices) threads, and a collective blocks one for each device that waits; a device
+    waits in several at once where the program does not order them. With no thread left, the one that they all wait for
+    never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2): two devices on two threads, minutes apart;
+    eight on ten at the first step of a pipeline with a cut sequence, and never on eighteen. Idle threads cost nothing.
+    """
+    return 4 * num_devices + (os.cpu_count() or 1)
+
+
 def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int) -> None:
     """Sets what JAX reads when it creates its devices. The settings are global to the process, as the devices are."""
     if num_cpu is not None and num_cpu > 1:
-        # XLA runs CPU programs on max(cores, devices) threads, and a collective blocks one for each device that waits: with
-        # none left, the device that they wait for never gets there ("Expected 2 threads to join the rendezvous"; two
-        # devices on two cores, minutes apart, jaxlib 0.10.2). XLA reads the number of threads from this variable only.
-        os.environ.setdefault("NPROC", str(num_cpu + (os.cpu_count() or 1)))
+        os.environ.setdefault("NPROC", str(num_threads(num_cpu)))
     if num_cpu is not None:
         jax.config.update("jax_platforms", "cpu")
         # More than asked for do no harm, fewer than somebody else in this process asked for would.

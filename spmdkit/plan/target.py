@@ -26,6 +26,7 @@ import jax
 
 from spmdkit import compat
 from spmdkit.auto import memory_limit
+from spmdkit.cluster.join import num_threads
 from spmdkit.errors import ConfigError, nearest
 from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
 
@@ -272,7 +273,7 @@ def _bounds(devices: Sequence[Any]) -> tuple[int, ...]:
 
 def _fake_devices(count: int, name: str) -> tuple[Any, ...]:
     if not compat.backends_initialized():
-        os.environ.setdefault("NPROC", str(count + (os.cpu_count() or 1)) if count <= 64 else "64")
+        os.environ.setdefault("NPROC", str(num_threads(min(count, 16))))
         jax.config.update("jax_platforms", "cpu")
         already: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", max(count, already))

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from spmdkit.cluster.join import num_threads
+
 JOB_TIMEOUT_S = 600.0
 SHOWN_LINES = 3
 
@@ -37,7 +39,7 @@ class Pool:
         self._spec.write_text(json.dumps({**spec, "folder": str(folder)}), encoding="utf-8")
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        environment["NPROC"] = str(spec["devices"] + (os.cpu_count() or 1))  # see spmdkit/cluster/join.py
+        environment["NPROC"] = str(num_threads(spec["devices"]))
         self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
 
     def ask(self, job: Job) -> Answer:

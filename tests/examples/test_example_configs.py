@@ -103,6 +103,24 @@ def test_the_mesh_changes_nothing_of_the_mixture_of_experts():
         np.testing.assert_allclose(leaf, other, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def recurrent_on_one_device():
+    return run("recurrent", *QUICK_GPT, "mesh={}")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "fsdp: 2, context: 2, tensor: 2",
+        "data: 2, context: 2, pipeline: 2",
+        pytest.param("replica: 2, expert: 2, tensor: 2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_mesh_changes_nothing_but_where_the_recurrent_model_lives(mesh, recurrent_on_one_device):
+    losses, _, _ = run("recurrent", *QUICK_GPT, f"mesh={{{mesh}}}")
+    np.testing.assert_allclose(losses, recurrent_on_one_device[0], rtol=1e-4)
+
+
 def test_bfloat16_stays_close_to_float32(one_device):
     losses, _, state = run("bfloat16", *QUICK_GPT)
     np.testing.assert_allclose(losses, one_device[0], rtol=0.02)

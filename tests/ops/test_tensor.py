@@ -1,6 +1,8 @@
 """Column and row pairs and the cut vocabulary: on every mesh the numbers of plain products and a plain softmax on one device."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 from core_models import keep_gradient
-from core_runs import assert_same_run, program_of, train
+from core_runs import assert_close, assert_same_run, program_of, train
+from ops_mesh import value_and_grad
 
 import spmdkit as sk
+from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.tensor import column, row
 
 D, F, T, N, H, V, LAYERS = 16, 32, 8, 4, 4, 24, 2
@@ -170,3 +174,21 @@ def test_cut_products_and_a_cut_vocabulary_are_those_of_one_device(case):
 
 def test_without_a_mesh_they_are_plain_products():
     assert_same_run(train(program_of(task(single(attention, ROWS))), evaluate=False), reference(attention))
+
+
+def test_the_layer_of_the_guide_is_a_pair():
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    code = re.search(r"```python\n(DIMS = .*?)\n\n\nx_BTD = (sk.manual.*?)\n# or: (.*?)\n```", guide, re.S)
+    names = {"jax": jax, "sk": sk, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
+    exec(code[1], names)
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=shape).astype(np.float32) for shape in ((8, 8, D), (D, F), (F, D))]
+
+    def written(expression):
+        return lambda x, up, down: eval(expression, names | {"x_BTD": x, "weights": {"up": up, "down": down}})
+
+    asked = {"fsdp": 2, "context": 2, "tensor": 2}
+    found = [value_and_grad(written(text), *arrays, **asked) for text in (code[2], code[3])]
+    plain = value_and_grad(lambda x, up, down: x + jax.nn.gelu(x @ up) @ down, *arrays)
+    for one in found:
+        assert_close(one, plain)
