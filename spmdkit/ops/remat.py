@@ -14,6 +14,7 @@ own: it keeps its inputs and computes the rest again. Mark what it returns.
 On XLA's CPU backend the host's memory is the device's: the program is the same and moves nothing. On TPU the offloaded bytes are
 `memory_analysis().host_temp_size_in_bytes` (read by the TPU compiler in tests/ops/test_remat_tpu.py).
 
+Wire: nothing of its own; what is computed again sends its collectives again. Offloaded values cross to the host and back.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); `jax.checkpoint_policies`.
 """
 
