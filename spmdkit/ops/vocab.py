@@ -16,7 +16,7 @@ device after the gather over t, X their bytes [n, D], W those of table or head g
 
     embed, by table    forward  (N_t-1)/N_t X   + (N_f-1)/N_f W                 backward  the same + 2 (N_c-1)/N_c W/N_f
     embed, by tokens   forward  (N_t-1)/N_t X   + (N_f-1)/N_f X/N_t             backward  the same + 2 (N_c-1)/N_c W/N_f
-                                                + 4 (N_f-1) n of ids            where X/N_t < W and f cuts the batch
+                                                + 4 (N_f-1) n of ids            where X/N_t < W, and f cuts the batch
     cross_entropy      forward  (N_t-1)/N_t (X + 24 n)   + (N_f-1)/N_f W
                        backward (N_t-1)/N_t 2 X          + 2 (N_f-1)/N_f W      + 2 (N_c-1)/N_c W/N_f
 
@@ -48,6 +48,9 @@ from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, k
 LOGITS_BYTES = 2**29
 """Bytes of float32 logits that a device holds at a time where no `chunk` is given."""
 
+LANES = 128
+"""A TPU pads the last dim in memory to so many values."""
+
 SMALLEST = -1e30
 """The logit of an id that does not exist: finite, so that a shard of such ids alone gives no NaN."""
 
@@ -64,7 +67,7 @@ def embed(
     Args:
         dims: of the result; with `norm_sequence` the reduction over the vocabulary leaves each device its part of the sequence.
         by: what moves over the axes that store the table's width: the table, or the ids there and the vectors back; auto takes
-            the smaller.
+            what sends less, and the table where the vectors, cut into so many parts and padded again, took more memory.
 
     Layout: tokens cut as `dims` without the vocabulary's axes; table `("vocab", "embed")`.
     """
@@ -82,6 +85,7 @@ def embed(
                 "sent to the devices that store the width only along axes that cut the examples. Use by='table'."
             )
         smaller = tokens.size // axis_size(kept) < table.shape[0]
+        smaller &= tokens.size * max(table.shape[1], LANES) <= table.size
         if movable and (by == "tokens" or (by == "auto" and smaller)):
             everywhere = all_gather(tokens, stores, 0)
             x = reduce_rows(_look_up(everywhere, table, kept), dims, kept)
