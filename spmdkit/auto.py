@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from spmdkit import compiler
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, format_bytes
 from spmdkit.hardware import chip_of_device_kind
@@ -100,7 +101,8 @@ def _compiled(program: Program) -> tuple[Program | None, int]:
         return None, REFUSED
     assert stats is not None, "this backend does not say what its programs need"
     new = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-    return program, stats.argument_size_in_bytes + new + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
+    temp = compiler.temp_bytes(stats, program.mesh.devices.flat[0].platform)
+    return program, stats.argument_size_in_bytes + new + temp + stats.generated_code_size_in_bytes
 
 
 def microbatch_counts(config: Config, batch_shards: int) -> list[int]:

@@ -1,6 +1,7 @@
-"""`least_bytes`: what a device has to send in a step at the least, so that the mesh's replica and fsdp axes do their work.
+"""`least_bytes`: what a device sends in a step by the formulas of data parallelism and ZeRO, over the replica and fsdp axes.
 
-With P the parameter bytes of one device when fsdp is gathered, in the dtype of computation, and G those of its gradient:
+With P the parameter bytes of one device when fsdp is gathered, in the dtype of computation, and G those of its gradient, in
+the dtype of reduction (ZeRO 3: in that of computation where that is smaller, since the gather's transpose scatters it):
 
 | axes                   | what                                                         | bytes sent by a device                 |
 | ---------------------- | ------------------------------------------------------------ | -------------------------------------- |
@@ -10,7 +11,8 @@ With P the parameter bytes of one device when fsdp is gathered, in the dtype of 
 | fsdp, ZeRO 1           | add up the gradient, gather the new parameters               | (f-1)/f * (2 G + S)                    |
 
 S: the parameters as they are stored. Leaves that fsdp does not cut count as copies: their gradient is added up over fsdp too. With more
-microbatches than one, ZeRO 3 gathers in each, unless there is memory to keep what was gathered; the table says one.
+microbatches than one, ZeRO 3 gathers in each, unless there is memory to keep what was gathered; the table says one. A program
+may send less: `sk.embed` moves vectors instead of its table, and what is not recomputed is gathered once.
 Model axes other than fsdp are left out: what they need is the model's own affair.
 """
 
@@ -24,7 +26,7 @@ from spmdkit.program import Program
 
 
 def least_bytes(program: Program) -> dict[str, int]:
-    """Returns axes -> bytes that one device has to send in a step, for the replica axes and for fsdp."""
+    """Returns axes -> bytes that one device sends in a step by the formulas, for the replica axes and for fsdp."""
     sizes, config = program.sizes, program.config
     replicas, f = count(sizes, ("replica", "data")), sizes["fsdp"]
     compute = np.dtype(config.precision.compute).itemsize if config.precision.compute != "bfloat16" else 2
@@ -41,7 +43,7 @@ def least_bytes(program: Program) -> dict[str, int]:
         found["replica x data"] += 2 * (replicas - 1) / replicas * g / (f if is_cut or config.layout.zero == 2 else 1)
         share = (f - 1) / f
         if config.layout.zero == 3:
-            found["fsdp"] += share * (2 * p + g) if is_cut else share * 2 * g
+            found["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g
         else:
             found["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
     return {name: round(num) for name, num in found.items() if num}

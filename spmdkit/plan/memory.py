@@ -3,9 +3,9 @@
     peak = arguments + outputs that are no donated argument + temporaries + code
 
 all of which are allocated while the step runs (the state is donated, so the new state lies in the old one's place). The
-compiler says the four sums (`compiled.memory_analysis()`); the layout cuts the arguments into parameters, optimizer state
-and the rest. Gradients and activations are both temporaries: gradients are counted from their layout, the rest is
-activations and work space. On a TPU arrays are padded to whole tiles, which is a part of its own.
+compiler says the four sums (`compiled.memory_analysis()`, read by `compiler.temp_bytes`); the layout cuts the arguments
+into parameters, optimizer state and the rest. Gradients and activations are both temporaries: gradients are counted from
+their layout, the rest is activations and work space. On a TPU arrays are padded to whole tiles, which is a part of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from spmdkit import compiler
 from spmdkit.plan.hlo import Module
 from spmdkit.plan.liveness import Buffer, live_at_peak
 
@@ -79,14 +80,15 @@ def read_memory(program: Program, module: Module, num_live: int = 12) -> Memory:
         argument_bytes, sum(device.values())
     )  # a leaf that the step never reads is no argument, but is there
     padding = argument_bytes - sum(device.values())
-    gradients = min(_gradient_bytes(program), stats.temp_size_in_bytes)
+    temp_bytes = compiler.temp_bytes(stats, program.mesh.devices.flat[0].platform)
+    gradients = min(_gradient_bytes(program), temp_bytes)
     alias = stats.alias_size_in_bytes - (host_bytes if all_on_device else 0)
     outputs = max(stats.output_size_in_bytes - (host_bytes if all_on_device else 0) - alias, 0)
     parts = {name: n for name, n in device.items() if n}
     parts |= {
         "padding of the state": padding,
         "gradients": gradients,
-        "activations and work space": stats.temp_size_in_bytes - gradients,
+        "activations and work space": temp_bytes - gradients,
         "outputs": outputs,
         "code": stats.generated_code_size_in_bytes,
     }
@@ -98,9 +100,9 @@ def read_memory(program: Program, module: Module, num_live: int = 12) -> Memory:
         argument_bytes=argument_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=alias,
-        temp_bytes=stats.temp_size_in_bytes,
+        temp_bytes=temp_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
-        peak_bytes=argument_bytes + outputs + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes,
+        peak_bytes=argument_bytes + outputs + temp_bytes + stats.generated_code_size_in_bytes,
         live=live_at_peak(module, num_live),
     )
 

@@ -195,7 +195,7 @@ def _wire(document: Mapping[str, Any]) -> str:
         for n, (axes, num) in enumerate(totals.items())
     )
     needs = ", ".join(f"{escape(a)} {format_bytes(n)}" for a, n in least.items())
-    note = f'<p class="note">The least that the strategy needs: {needs}.</p>' if needs else ""
+    note = f'<p class="note">Data parallelism by its formulas: {needs}.</p>' if needs else ""
     head = [(n, "") for n in ("collective", "over", "link")]
     head += [
         ("bytes", ' class="number"'),

@@ -111,7 +111,7 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
     out.print(f"[dim]by axis: {totals}[/]")
     if least := document["wire"].get("least"):
         out.print(
-            "[dim]least that the strategy needs: "
+            "[dim]data parallelism by its formulas: "
             + ", ".join(f"{a} {format_bytes(n)}" for a, n in least.items())
             + "[/]"
         )
