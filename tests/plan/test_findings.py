@@ -19,7 +19,7 @@ from core_runs import program_of
 from spmdkit.config import load_config
 from spmdkit.plan import findings
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.findings import padding, stand_in
+from spmdkit.plan.findings import padding, pointless_gather, stand_in
 from spmdkit.plan.hlo import parse
 from spmdkit.plan.reading import read_program
 from spmdkit.plan.target import parse_target
@@ -145,6 +145,31 @@ def test_an_array_with_a_short_last_dim_is_padding():
     found = list(padding.find(subject))
     assert [f.source for f in found][-1] == "model.py:7" or found[0].source == "model.py:7"
     assert all("2.0 MiB and takes 256.0 MiB" in f.message for f in found)
+
+
+CUT = """HloModule cut, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[8,64,64], layer: s32[]) -> f32[8,64,64] {{
+  %x = f32[8,64,64]{{2,1,0}} parameter(0), metadata={{op_name="batch['x']"}}
+  %layer = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %partition-id = u32[] partition-id()
+  %device = s32[] convert(%partition-id)
+  %whole = f32[8,64,64]{{2,1,0}} sine(%x)
+  %part = f32[1,64,64]{{2,1,0}} dynamic-slice(%whole, %{at}, %zero, %zero), dynamic_slice_sizes={{1,64,64}}
+  ROOT %all-gather = f32[8,64,64]{{2,1,0}} all-gather(%part), channel_id=1, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, use_global_device_ids=true
+}}
+"""
+
+
+@pytest.mark.parametrize("at, found", [("device", 1), ("layer", 0)])
+def test_a_part_of_a_copy_is_cut_at_the_number_of_the_device_not_of_the_layer(at, found):
+    """XLA takes out what it recognises, so this one is written by hand."""
+    module = parse(CUT.format(at=at))
+    bill = read_bill(module, {"fsdp": 8})
+    subject = SimpleNamespace(module=module, bill=bill, matters=lambda c: True)
+    messages = [f.message for f in pointless_gather.find(subject)]
+    assert len(messages) == found and all("cut from an array that every device holds" in m for m in messages)
 
 
 def test_a_python_number_in_the_state_is_a_note():

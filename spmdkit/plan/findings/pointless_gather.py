@@ -14,7 +14,7 @@ from spmdkit.plan.bill import Collective
 from spmdkit.plan.cause import origin_of
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.hlo import Instruction, Module
+from spmdkit.plan.hlo import Computation, Instruction, Module
 from spmdkit.plan.parts import SAME
 
 
@@ -68,7 +68,28 @@ def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> boo
     if cut.opcode != "dynamic-slice" or not cut.operands:
         return False
     whole = place.operand(cut)
-    by_device = any(
-        j.opcode == "partition-id" for c in {computation.name, place.name} for j in module.computations[c].instructions
+    if whole is None or whole.shapes[0].size != cut.shapes[0].size * group_size:
+        return False  # above all: one layer's weights out of a stack, cut at the number of the layer
+    starts = [place.by_name[name] for name in cut.operands[1:] if name in place.by_name]
+    if place is not computation:
+        fused = [s.text for s in _before(place, starts) if s.opcode == "parameter"]
+        if any(s.opcode == "partition-id" for s in _before(place, starts)):
+            return True
+        starts = [operand for number in fused if (operand := computation.operand(i, int(number))) is not None]
+    makers = _before(computation, starts)
+    called = [c for maker in makers if maker.opcode == "fusion" for c in maker.called["calls"]]
+    return any(
+        maker.opcode == "partition-id" for maker in (*makers, *(j for c in called for j in module.computations[c].instructions))
     )
-    return by_device and whole is not None and whole.shapes[0].size == cut.shapes[0].size * group_size
+
+
+def _before(computation: Computation, ends: list[Instruction]) -> list[Instruction]:
+    """Returns the instructions of a computation from which `ends` are computed, with them."""
+    found = {i.name: i for i in ends}
+    waiting = list(ends)
+    while waiting:
+        for name in waiting.pop().operands:
+            if name in computation.by_name and name not in found:
+                found[name] = computation.by_name[name]
+                waiting.append(found[name])
+    return list(found.values())
