@@ -49,7 +49,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*list(CASES)[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[2:])]
+)
 def test_a_pipeline_is_one_device(case, one_device):
     mesh, schedule, settings = CASES[case]
     assert_equal_to_one_device(one_device, mesh, schedule, **settings)
