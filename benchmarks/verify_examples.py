@@ -1,10 +1,10 @@
 """`make verify`: every legal mesh of 8 devices with axes up to 4, and of 16 with four axes, for every config in configs/verify.
 
-    python benchmarks/verify_examples.py [NAME ...]
+    python benchmarks/verify_examples.py [NAME[/DEVICES] ...]      # gpt, or gpt/8
 
 Each config is run with 1, 2 and 4 microbatches, and every mutant that can act on it. Finished cases are kept in build/verify, so that a
 run that was cut off goes on where it was; they count only for the same text of package, task and config. What came out is
-written to docs/verify.json, and a page of it to docs/verify.md.
+written to docs/verify.json, in the place of what was there of the same config and devices, and a page of all of it to docs/verify.md.
 """
 
 import datetime
@@ -22,8 +22,8 @@ KEPT = ROOT / "build/verify"
 SUMMARY = ROOT / "docs/verify.json"
 PAGE = ROOT / "docs/verify.md"
 SWEEPS = {
-    "8 devices, axes up to 4": ["--devices", "8", "--max-axis", "4"],
-    "16 devices, four axes": ["--devices", "16", "--max-axis", "2", "--no-mutants"],
+    "8": ("8 devices, axes up to 4", ["--devices", "8", "--max-axis", "4"]),
+    "16": ("16 devices, four axes", ["--devices", "16", "--max-axis", "2", "--no-mutants"]),
 }
 QUANTITIES = ("loss", "gradient", "update", "parameter", "metric", "state", "eval", "restore")
 
@@ -51,6 +51,7 @@ def summary(report):
             worst[quantity] = {"error": error, "mesh": case["mesh"], "microbatches": case["microbatches"]}
     return {
         "passed": report["passed"],
+        "date": datetime.date.today().isoformat(),
         "num_cases": len(report["cases"]),
         "num_equal": sum(case["passed"] for case in report["cases"]),
         "num_meshes": len({json.dumps(case["mesh"]) for case in report["cases"] if case["mesh"]}),
@@ -71,22 +72,20 @@ def page(found):
     lines = [
         "# Every mesh against one device",
         "",
-        f"`make verify`, {found['date']}, {found['machine']}; jax {found['jax']}.",
+        f"`make verify`, {found['machine']}; jax {found['jax']}.",
         "",
-    ]
-    lines += [
         "Each case: loss, every gradient leaf on two batches (the second one short), update and optimizer state, parameters after three steps, metrics;",
         "once for each mesh also evaluation, and the state through a checkpoint onto one device. Errors are relative 2-norms, the worst of all cases.",
         "",
-        "| config | meshes | cases | equal | gradient | tolerance | parameters | loss |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| config | meshes | cases | equal | gradient | tolerance | parameters | loss | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, sweeps in found["configs"].items():
         for title, s in sweeps.items():
             errors = [f"{s['worst'][q]['error']:.1e}" for q in ("gradient", "parameter", "loss")]
             lines.append(
                 f"| {name} | {s['num_meshes']} of {title} | {s['num_cases']} | {s['num_equal']} | {errors[0]} | "
-                f"{s['tolerances']['gradient']:.1e} | {errors[1]} | {errors[2]} |"
+                f"{s['tolerances']['gradient']:.1e} | {errors[1]} | {errors[2]} | {s['date']} |"
             )
     lines += ["", "## Not legal, and so not run", ""]
     for name, sweeps in found["configs"].items():
@@ -106,16 +105,15 @@ def page(found):
 def main(names):
     import jax
 
-    found = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "jax": jax.__version__,
-        "configs": {},
-    }
-    for name in names or sorted(path.stem for path in CONFIGS.glob("*.yaml")):
-        found["configs"][name] = {title: summary(sweep(name, title, options)) for title, options in SWEEPS.items()}
-        SUMMARY.write_text(json.dumps(found, indent=1) + "\n")
-        PAGE.write_text(page(found))
+    found = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {"configs": {}}
+    found |= {"machine": f"{os.cpu_count()} CPU cores, {platform.machine()}", "jax": jax.__version__}
+    asked = [name.partition("/") for name in names or sorted(path.stem for path in CONFIGS.glob("*.yaml"))]
+    for name, _, devices in asked:
+        for title, options in [SWEEPS[devices]] if devices else SWEEPS.values():
+            found["configs"].setdefault(name, {})[title] = summary(sweep(name, title, options))
+            found["configs"] = dict(sorted(found["configs"].items()))
+            SUMMARY.write_text(json.dumps(found, indent=1) + "\n")
+            PAGE.write_text(page(found))
     failed = [name for name, sweeps in found["configs"].items() if not all(s["passed"] for s in sweeps.values())]
     print(f"{PAGE.relative_to(ROOT)} is written; {', '.join(failed) or 'nothing'} failed", file=sys.stderr)
     return 1 if failed else 0

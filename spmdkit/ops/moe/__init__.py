@@ -30,7 +30,7 @@ that cut the sequence (n of them do not cut experts' weights), e along `expert`,
 Backward: what leads to the experts' inputs again (all but the way back of y), the transposes of all of the forward, and an
 all_reduce of the gradients of weights over axes along which they are the same: 5 passes over `expert` in all, instead of 4 if
 experts' inputs were kept. Weights multiply on the expert's side, so that their gradient needs no sixth. The TPU compiler (v5p 2x2x2,
-libtpu 0.0.42, 2026-11-21) sends these bytes with a capacity, within 0.4 % when dropless and gathered; what of a ragged buffer travels
+libtpu 0.0.42, 2026-11-21) sends these bytes with a capacity, within 0.6 % when dropless and gathered; what of a ragged buffer travels
 is known when it runs, and a bill counts all of it.
 Source: Shazeer et al. (2017), "Outrageously Large Neural Networks"; Lepikhin et al. (2020), "GShard"; Fedus et al. (2021),
 "Switch Transformers"; Gale et al. (2022), "MegaBlocks"; DeepSeek-AI (2024), "DeepSeek-V3 Technical Report".
