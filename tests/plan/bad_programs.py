@@ -144,3 +144,15 @@ def batch_too_small():
 
     wide = {"up": (4096, 8192), "down": (8192, 4096)}
     return task(loss, wide, train_data=data(rows=8, width=4096)), {"mesh": {"data": 8}, "batch_size": 8}
+
+
+def padding_waste():
+    """On a TPU: windows of 64 positions, whose scores lie in tiles of 128."""
+
+    def loss(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["up"]).reshape(-1, 64, 8)
+        scores = jnp.einsum("bnh,bmh->bnm", h, h)  # bad: padding-waste
+        mixed = jnp.einsum("bnm,bmh->bnh", jax.nn.softmax(scores), h)  # bad: padding-waste
+        return error(mixed.reshape(-1, 512) @ params["down"], batch)
+
+    return task(loss, train_data=data(rows=65536)), {"mesh": {"data": 8}, "batch_size": 65536}

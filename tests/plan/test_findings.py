@@ -1,6 +1,7 @@
 """Each deliberately bad program is found, at the right line; good programs have no findings."""
 
 import gzip
+import importlib.util
 import os
 import subprocess
 import sys
@@ -170,6 +171,30 @@ def test_a_part_of_a_copy_is_cut_at_the_number_of_the_device_not_of_the_layer(at
     subject = SimpleNamespace(module=module, bill=bill, matters=lambda c: True)
     messages = [f.message for f in pointless_gather.find(subject)]
     assert len(messages) == found and all("cut from an array that every device holds" in m for m in messages)
+
+
+PAD = """
+from spmdkit.plan.target import open_target, parse_target
+machine = open_target(parse_target("tpu:v5e:2x4"))
+import bad_programs, spmdkit as sk
+from spmdkit.plan.reading import read_program
+from spmdkit.program import Program
+made, settings = bad_programs.padding_waste()
+program = Program(sk.Config(task="t.py:t", steps=1, **settings), made, machine.devices)
+print(*[f.source for f in read_program(program, machine).findings if f.code == "padding-waste"], sep="\\n")
+"""
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)")
+def test_padding_is_found_in_what_the_tpu_compiler_makes():
+    folders = [Path(__file__).parent, Path(__file__).parents[1] / "core", Path(__file__).parents[2]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(
+        [sys.executable, "-c", PAD], capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(done.stdout.split()) == set(lines_to_blame("padding-waste"))
 
 
 def test_a_python_number_in_the_state_is_a_note():

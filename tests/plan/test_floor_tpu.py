@@ -56,7 +56,9 @@ def floor(config, num_devices):
     weights = (2 * width * hidden + width * projected) * BF16
     head = 2 * width * vocab * BF16 + whole + tokens * width * F32 + LOGITS_BYTES // F32 * BF16
     attended = tokens * projected * BF16 + tokens * m["heads"] // t * F32
-    layer = weights + width * hidden * BF16 + attended + 2 * whole + 2 * tokens * hidden * BF16 + 2 * stream + weights // f
+    layer = (
+        weights + width * hidden * BF16 + attended + 2 * whole + 2 * tokens * hidden * BF16 + 2 * stream + weights // f
+    )
     return saved + max(head, layer)
 
 

@@ -79,7 +79,8 @@ def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> boo
     makers = _before(computation, starts)
     called = [c for maker in makers if maker.opcode == "fusion" for c in maker.called["calls"]]
     return any(
-        maker.opcode == "partition-id" for maker in (*makers, *(j for c in called for j in module.computations[c].instructions))
+        maker.opcode == "partition-id"
+        for maker in (*makers, *(j for c in called for j in module.computations[c].instructions))
     )
 
 
