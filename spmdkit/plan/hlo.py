@@ -9,6 +9,7 @@ Source: the grammar of HLO text, openxla.org/xla/operation_semantics and xla/hlo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -246,6 +247,8 @@ def parse(text: str) -> Module:
             elif name and _END.match(line):
                 computations[name] = Computation(name, is_entry, tuple(body))
                 name = ""
+            elif name and body:  # the metadata of a kernel, and what follows it
+                body[-1] = dataclasses.replace(body[-1], attributes=f"{body[-1].attributes}\n{line}")
             elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
                 table = line
                 tables[table] = []

@@ -219,6 +219,11 @@ def _collective(target: Target, devices: Sequence[Any], c: Collective) -> tuple[
 # ---- one instruction --------------------------------------------------------------------------------------------------
 
 
+_KERNEL_COST = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
+"""What a kernel says of itself, in the text of the program (`spmdkit/ops/kernel.py` writes it)."""
+_FLOATS = ("bf16", "f16", "f32")
+
+
 class _Costs:
     """FLOPs of products and bytes of main memory of each instruction, once."""
 
@@ -238,6 +243,11 @@ class _Costs:
             return {(operands[0].shapes[0].dtype, _passes(i)): found}  # type: ignore[union-attr]
         if i.opcode == "fusion":
             return self._fused(i.called["calls"][0])
+        if i.opcode == "custom-call" and (cost := _KERNEL_COST.search(i.attributes)):
+            computation = self._module.computations[i.computation]
+            operands = [o for n in range(len(i.operands)) if (o := computation.operand(i, n)) is not None]
+            dtypes = [o.shapes[0].dtype for o in operands if o.shapes and o.shapes[0].dtype in _FLOATS]
+            return {(dtypes[0] if dtypes else "f32", 1): float(cost[1])}
         return {}
 
     def _fused(self, name: str) -> dict[tuple[str, int], float]:
