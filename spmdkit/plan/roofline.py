@@ -245,8 +245,8 @@ class _Costs:
             return self._fused(i.called["calls"][0])
         if i.opcode == "custom-call" and (cost := _KERNEL_COST.search(i.attributes)):
             computation = self._module.computations[i.computation]
-            operands = [o for n in range(len(i.operands)) if (o := computation.operand(i, n)) is not None]
-            dtypes = [o.shapes[0].dtype for o in operands if o.shapes and o.shapes[0].dtype in _FLOATS]
+            made = [o for n in range(len(i.operands)) if (o := computation.operand(i, n)) is not None]
+            dtypes = [o.shapes[0].dtype for o in made if o.shapes and o.shapes[0].dtype in _FLOATS]
             return {(dtypes[0] if dtypes else "f32", 1): float(cost[1])}
         return {}
 
