@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from stdlib_text import VOCAB, RandomTokens, read_files, unigram_loss, windows
 
 import spmdkit as sk
@@ -372,10 +373,13 @@ def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
 
 
 def mlp(x_BTD: jax.Array, weights: Params) -> jax.Array:
-    """Returns the MLP with squared ReLU, or with SwiGLU where there is a gate, [B, T, D], not yet summed over F's shards."""
-    h_BTF = product(x_BTD, weights["up"])
+    """Returns the MLP with squared ReLU, or with SwiGLU where there is a gate, [B, T, D], not yet summed over F's shards.
+
+    Its products are marked for `remat: {save: [hidden]}` or `{offload: [hidden]}`.
+    """
+    h_BTF = checkpoint_name(product(x_BTD, weights["up"]), "hidden")
     if "gate" in weights:
-        h_BTF = jax.nn.silu(product(x_BTD, weights["gate"])) * h_BTF
+        h_BTF = jax.nn.silu(checkpoint_name(product(x_BTD, weights["gate"]), "hidden")) * h_BTF
     else:
         h_BTF = jnp.square(jax.nn.relu(h_BTF))
     return product(h_BTF, weights["down"])

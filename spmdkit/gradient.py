@@ -118,7 +118,7 @@ def _local_gradient(
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
         body = one_microbatch
         if step.remat_whole:
-            body = jax.checkpoint(body, policy=step.remat)
+            body = jax.checkpoint(body, policy=step.remat.of_block)
         differentiate = jax.value_and_grad(body, has_aux=True)
         computed = _cast(params, step.compute_dtype)
 

@@ -8,6 +8,7 @@ Outside of a program they see the defaults: one device, no padding.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.mesh import MODEL_AXES
+
+_tokens = itertools.count()
+# JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they were made under.
+_traced_under = jax.make_user_context(None)
 
 Form = Literal["plain", "mapped", "manual"]
 
@@ -73,6 +78,7 @@ class Step:
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
         uses: names of the functions that the user's code has called, and `axis NAME` of the mesh axes that it has named for
             activations; filled while tracing.
+        token: a number of its own for each record.
     """
 
     form: Form = "plain"
@@ -97,6 +103,7 @@ class Step:
     mapped_axes: tuple[str, ...] = ()
     mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)
+    token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
     def size(self, *axes: str) -> int:
         """Returns the number of positions along `axes`; axes of no mesh have size one."""
@@ -121,6 +128,7 @@ class Examples:
     mask: jax.Array | None
     positions: jax.Array
     key: jax.Array | None
+    token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
 
 _step: ContextVar[Step | None] = ContextVar("spmdkit_step", default=None)
@@ -145,21 +153,27 @@ def differing_axes(step: Step, x: jax.typing.ArrayLike) -> tuple[str, ...]:
 @contextlib.contextmanager
 def tracing(step: Step) -> Iterator[Step]:
     """Puts `step` in place while the body is traced."""
-    token = _step.set(step)
+    before = _step.set(step)
     try:
-        yield step
+        with _traced_under((step.token, _token(_examples.get()))):
+            yield step
     finally:
-        _step.reset(token)
+        _step.reset(before)
 
 
 @contextlib.contextmanager
 def over(examples: Examples) -> Iterator[None]:
     """Puts `examples` in place while a loss is traced."""
-    token = _examples.set(examples)
+    before = _examples.set(examples)
     try:
-        yield
+        with _traced_under((_token(_step.get()), examples.token)):
+            yield
     finally:
-        _examples.reset(token)
+        _examples.reset(before)
+
+
+def _token(record: Step | Examples | None) -> int | None:
+    return None if record is None else record.token
 
 
 def shard(x: jax.Array, *dims: str | None) -> jax.Array:

@@ -17,8 +17,8 @@ The forward pass keeps q, k, v, `out` and `lse` (named "attention", so that `rem
 backward pass is written by hand, and computes the scores again block by block. So no array of T^2 values outlives a block.
 
 Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice. Inside of
-`sk.manual` the arguments are shards, key heads those of the device's query heads (`own_kv_heads`), and it runs as it is; there the
-surrounding part computes the forward pass a second time.
+`sk.manual` the arguments are shards, key heads those of the device's query heads (`own_kv_heads`), and it runs as it is; the
+surrounding part keeps the same.
 Wire: as in the files of the two forms. K key heads fewer than the tensor axis t are repeated r = t / K times; then dk and dv are added up
 over the copies and whole again on each device, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the bytes of a device's own head.
 Source: Vaswani et al. (2017); Ainslie et al., "GQA" (2023), for the grouped heads.

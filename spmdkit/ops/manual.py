@@ -10,14 +10,14 @@ text serves every mesh.
 How: one `jax.shard_map`, manual over all mesh axes, as a primitive whose batching rule puts the mapped dim of an enclosing
 `vmap(spmd_axis_name=)` (the replicas of the mapped form, the stages of a pipeline) in front of each spec. The body itself is
 never batched over mesh axes: JAX's own rule refuses residuals of operands that are not mapped (`_RepError`, jax 0.10.2).
-Its gradient is such a part too. It keeps only the inputs and computes the body a second time, so weights that are gathered
-inside are gathered again for the backward pass and never stored.
+Its gradient is such a part too. What it finds kept of the forward pass is what `remat` names (`ops/remat.py`), and the inputs; the
+rest it computes a second time. What all_gather joins is never kept: it is gathered again for the backward pass.
 
 Gradients are right by type (`check_vma`): an operand that is the same along an axis gets the sum of its cotangents over it, and
 `all_gather` turns into `reduce_scatter`. Nothing is ever summed over replica axes here; that is the reducer's.
 
-Wire: forward, what `fn` sends; backward, the same again for what is computed a second time, the transpose of each collective,
-and one all-reduce over every axis along which an operand is the same and its cotangent is not.
+Wire: forward, what `fn` sends; backward, every all_gather again, whatever else is computed a second time, the transpose of each
+collective, and one all-reduce over every axis along which an operand is the same and its cotangent is not.
 Source: jax documentation, "shard_map" (typing of manual axes, 2025).
 """
 
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
@@ -38,6 +39,8 @@ from spmdkit import compat, scope
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.ops.collectives import axes
+from spmdkit.ops.kept import Linearized, floats
+from spmdkit.ops.remat import everything_but_gathered
 from spmdkit.tree import describe, named_leaves
 
 Dims = tuple[str | None, ...]
@@ -192,8 +195,7 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first;
-    `again`, of a gradient, is the part whose body it computes a second time."""
+    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first."""
 
     body: Callable[..., tuple[jax.Array, ...]]
     step: scope.Step
@@ -202,7 +204,6 @@ class _Part:
     out_specs: tuple[PartitionSpec, ...]
     local_shapes: tuple[jax.ShapeDtypeStruct, ...]
     levels: tuple[_Level, ...] = ()
-    again: _Part | None = None
 
     def run(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         """Runs the part as a `shard_map`."""
@@ -226,14 +227,6 @@ class _Part:
             out_specs=tuple(PartitionSpec(*map(_one, spmd), *s) for s in self.out_specs),
         )
         return mapped(*args)
-
-    def computed_again(self, *args: Any) -> Any:
-        """Returns the jaxpr of what a gradient's part computes a second time, the forward pass; None for a forward pass."""
-        if self.again is None:
-            return None
-        num = len(self.again.in_specs)
-        levels = tuple(level._replace(mapped=level.mapped[:num]) for level in self.levels)
-        return jax.make_jaxpr(dataclasses.replace(self.again, levels=levels).run)(*args[:num])
 
     def bind(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(_manual_p.bind(*args, part=self))
@@ -259,48 +252,80 @@ def _over_level(fn: Callable[..., Any], level: _Level, mesh: Mesh) -> Callable[.
 
 
 def _differentiable(part: _Part) -> Callable[..., Any]:
-    """Returns the part as a function with a gradient: the body's own, computed on the shards from the inputs."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    """Returns the part as a function with a gradient: the body's own, computed on the shards."""
+    num_out = len(part.out_specs)
+    kept_specs: list[PartitionSpec] = []
 
     @jax.custom_vjp
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:
         return part.bind(*args)
 
     def forward(*args: jax.Array) -> Any:
-        return part.bind(*args), args
+        keeping, marks = _keeping(part, args)
+        kept_specs[:] = keeping.out_specs[num_out:]
+        out = keeping.bind(*args)
+        kept = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], marks, strict=True))
+        return out[:num_out], (args, kept)
 
-    def backward(args: tuple[jax.Array, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        floats = [i for i, x in enumerate(args) if is_float(x)]
-        out_floats = [i for i, s in enumerate(part.local_shapes) if is_float(s)]
+    def backward(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        args, kept = residuals
+        of_args, of_results = floats(args), floats(part.local_shapes)
 
         def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
-            values, cts = shards[: len(args)], shards[len(args) :]
-
-            def of_floats(*xs: jax.Array) -> tuple[jax.Array, ...]:
-                given = list(values)
-                for i, x in zip(floats, xs, strict=True):
-                    given[i] = x
-                out = part.body(*given)
-                return tuple(out[i] for i in out_floats)
-
+            values, left = shards[: len(args)], shards[len(args) :]
             with scope.tracing(part.step):  # a gradient that the body brings itself asks for its axes too
-                _, vjp = jax.vjp(of_floats, *(values[i] for i in floats))
-                return vjp(cts)
+                return _linearized(part, values).backward(values, [x[0] for x in left[: len(kept)]], left[len(kept) :])
 
         gradient = _Part(
             body,
             part.step,
             part.mesh,
-            (*part.in_specs, *(part.out_specs[i] for i in out_floats)),
-            tuple(part.in_specs[i] for i in floats),
-            tuple(_local(part.mesh, args[i], part.in_specs[i]) for i in floats),
-            again=part,
+            (*part.in_specs, *kept_specs, *(part.out_specs[i] for i in of_results)),
+            tuple(part.in_specs[i] for i in of_args),
+            tuple(_local(part.mesh, args[i], part.in_specs[i]) for i in of_args),
         )
-        grads = dict(zip(floats, gradient.bind(*args, *(cotangents[i] for i in out_floats)), strict=True))
+        grads = dict(zip(of_args, gradient.bind(*args, *kept, *(cotangents[i] for i in of_results)), strict=True))
         return tuple(grads.get(i) for i in range(len(args)))
 
     call.defvjp(forward, backward)
     return call
+
+
+def _linearized(part: _Part, shards: Sequence[jax.Array]) -> Linearized:
+    remat = part.step.remat
+    return Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
+
+
+def _keeping(part: _Part, args: Sequence[jax.Array]) -> tuple[_Part, list[str]]:
+    """Returns the part with what is kept for its gradient behind its results, and the mark of each such value.
+
+    A kept value gets a leading dim that is cut over the axes along which it differs: each device's own.
+    """
+    found: list[Linearized] = []
+
+    def probe(*shards: jax.Array) -> jax.Array:
+        with scope.tracing(part.step):
+            found[:] = [_linearized(part, shards)]
+        return jnp.zeros(())
+
+    def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        with scope.tracing(part.step):
+            out, kept = _linearized(part, shards).forward(shards)
+            return (*out, *(x[None] for x in kept))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
+    (linear,) = found
+    # Axes of replicas and of a pipeline's stages belong to an enclosing vmap, as in _typed.
+    outer = {*part.step.data_axes, *part.step.mapped_axes}
+    differs = [tuple(a for a in MODEL_AXES if a in compat.varying_axes_of(x) and a not in outer) for x in linear.kept]
+    keeping = dataclasses.replace(
+        part,
+        body=body,
+        out_specs=(*part.out_specs, *(PartitionSpec(names or None) for names in differs)),
+        local_shapes=(*part.local_shapes, *(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in linear.kept)),
+    )
+    return keeping, linear.marks
 
 
 def _local(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -8,8 +8,8 @@
     {offload: [...]}  the same, in the host's memory: written there as the forward pass makes it, read back for the backward pass
 
 What a named value costs: a saved one its bytes of device memory for each block; an offloaded one as many of host memory (and of the link
-to the host, once each way, beside the arithmetic), and on the device only the block at hand. Names inside of `sk.manual` are its
-own: it keeps its inputs and computes the rest again. Mark what it returns.
+to the host, once each way, beside the arithmetic), and on the device only the block at hand. Names inside of `sk.manual` count as those around it.
+`none` keeps there everything but what all_gather joins, which is gathered again.
 
 On XLA's CPU backend the host's memory is the device's: the program is the same and moves nothing. On TPU the offloaded bytes are
 `memory_analysis().host_temp_size_in_bytes` (read by the TPU compiler in tests/ops/test_remat_tpu.py).
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,20 +30,48 @@ from spmdkit import scope
 from spmdkit.errors import ConfigError, nearest
 
 NAMES = ("none", "full", "dots", "dots_no_batch")
+KEPT = "spmdkit: kept by sk.manual"
+"""The mark of what a part keeps without a name of its own."""
 
 
-def policy(remat: str) -> Any:
-    """Returns the `jax.checkpoint` policy of a name; None for `none`."""
-    return {
-        "none": None,
+class Remat(NamedTuple):
+    """`jax.checkpoint` policies: of a block, where a part shows what it keeps by its marks, and inside of the parts."""
+
+    of_block: Any
+    in_parts: Any
+
+
+def policy(remat: str) -> Remat | None:
+    """Returns the policies of a name; None for `none`."""
+    if remat == "none":
+        return None
+    in_parts = {
         "full": jax.checkpoint_policies.nothing_saveable,
         "dots": jax.checkpoint_policies.dots_saveable,
         "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }[remat]
+    return Remat(_or_kept(in_parts), in_parts)
 
 
-def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Any:
-    """Returns the policy that keeps the values of these names, on the device or on the host.
+def everything_but_gathered(prim: Any, *args: Any, **params: Any) -> bool:
+    """The policy of parts without remat: what all_gather joins would be N times what a device holds, and moving it costs nothing."""
+    return prim.name not in _GATHERED
+
+
+_GATHERED = {
+    *("all_gather", "all_gather_invariant", "optimization_barrier"),
+    *("pvary", "pcast", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
+}
+
+
+def _or_kept(chosen: Any) -> Any:
+    return lambda prim, *args, **params: (
+        (prim.name == "name" and params["name"] == KEPT) or chosen(prim, *args, **params)
+    )
+
+
+def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
+    """Returns the policies that keep the values of these names, on the device or on the host.
 
     While a step is traced it notes every name that it meets, for `check_names`.
     """
@@ -54,12 +82,13 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Any:
         offload_dst="pinned_host",
     )
 
-    def noting(prim: Any, *args: Any, **params: Any) -> Any:
-        if prim.name == "name":
+    def noting(policy: Any, prim: Any, *args: Any, **params: Any) -> Any:
+        if prim.name == "name" and params["name"] != KEPT:
             scope.current_step().uses.add(f"mark {params['name']}")
-        return chosen(prim, *args, **params)
+        return policy(prim, *args, **params)
 
-    return noting
+    in_parts = jax.checkpoint_policies.save_only_these_names(*save, *offload)
+    return Remat(functools.partial(noting, _or_kept(chosen)), functools.partial(noting, in_parts))
 
 
 def check_names(key: str, names: Sequence[str], uses: set[str], what: str) -> None:
@@ -74,8 +103,8 @@ def check_names(key: str, names: Sequence[str], uses: set[str], what: str) -> No
             found = f"the marks there are {', '.join(marked)}" if marked else "there are no marks"
             raise ConfigError(
                 f"remat.{key} names '{name}', and no rematerialised part of {what} marks it ({found}), so it has no effect."
-                f"{nearest(name, marked)} Write jax.ad_checkpoint.checkpoint_name(x, '{name}') inside of sk.remat and outside of sk.manual, "
-                "or remove the name."
+                f"{nearest(name, marked)} Write jax.ad_checkpoint.checkpoint_name(x, '{name}') inside of sk.remat, or "
+                "remove the name."
             )
 
 
@@ -92,6 +121,6 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
         step.uses.add("remat")
         if step.remat is None:
             return fn(*args)
-        return jax.checkpoint(fn, policy=step.remat)(*args)
+        return jax.checkpoint(fn, policy=step.remat.of_block)(*args)
 
     return wrapped

@@ -11,7 +11,7 @@ along tensor, and y leaves by an all_reduce (Shoeybi): the same bytes, t times t
 
 A dim of a weight that is cut over an axis of the batch or of the sequence is stored so and gathered inside (ZeRO 3): once
 forward, once more for the backward pass, and its gradient leaves by a reduce_scatter. Put several pairs into one
-`sk.manual` to gather each weight once per pass and to keep nothing between them.
+`sk.manual`, and `remat` says what is kept between them; a gathered weight never is.
 
 Wire, sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; X and Y the bytes of
 x and y with the sequence gathered over t, W those of all its weights gathered over f (still cut over t):

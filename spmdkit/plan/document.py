@@ -53,8 +53,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
     """
     arithmetic = count(program.traced.jaxpr)
     recomputes = program.config.remat != "none"
-    traced = program.traced_without_remat() if recomputes else program.traced
-    model = count(traced.jaxpr, once=True)
+    model = count(program.traced_without_remat().jaxpr) if recomputes else arithmetic
     try:
         program.compiled  # noqa: B018
     except jax.errors.JaxRuntimeError as error:

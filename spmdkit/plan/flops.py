@@ -51,14 +51,10 @@ class Arithmetic:
         return self.products or self.elementwise
 
 
-def count(jaxpr: Any, *, once: bool = False) -> Arithmetic:
-    """Returns the arithmetic of a (closed) jaxpr; with `once`, without what gradients of `sk.manual` compute a second time."""
+def count(jaxpr: Any) -> Arithmetic:
+    """Returns the arithmetic of a (closed) jaxpr."""
     total: defaultdict[str, float] = defaultdict(float)
     _add(getattr(jaxpr, "jaxpr", jaxpr), 1.0, total)
-    for key in [k for k in total if k.startswith("again ")]:
-        again = total.pop(key)
-        if once:
-            total[key.removeprefix("again ")] -= again
     products = {k.removeprefix("product "): v for k, v in total.items() if k.startswith("product ")}
     return Arithmetic(products, total["elementwise"], int(total["unknown loops"]))
 
@@ -82,11 +78,6 @@ def _add(jaxpr: Any, times: float, total: defaultdict[str, float]) -> None:
         elif name == "spmdkit_manual":  # what sk.manual wraps: one shard_map
             shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
             _add(_inner(jax.make_jaxpr(eqn.params["part"].run)(*shapes)), times, total)
-            if (again := eqn.params["part"].computed_again(*shapes)) is not None:
-                second: defaultdict[str, float] = defaultdict(float)
-                _add(_inner(again), times, second)
-                for key, value in second.items():
-                    total[f"again {key}"] += value
         elif name == "spmdkit_kernel":
             total[f"product {_dtype(eqn)}"] += times * eqn.params["flops"]
         elif name == "pallas_call" and eqn.params.get("cost_estimate") is not None:
@@ -101,7 +92,7 @@ def _add(jaxpr: Any, times: float, total: defaultdict[str, float]) -> None:
 def _weight(jaxpr: Any) -> float:
     inner: defaultdict[str, float] = defaultdict(float)
     _add(jaxpr, 1.0, inner)
-    return sum(v for k, v in inner.items() if k != "unknown loops" and not k.startswith("again "))
+    return sum(v for k, v in inner.items() if k != "unknown loops")
 
 
 def _sub_jaxprs(eqn: Any) -> Iterator[Any]:

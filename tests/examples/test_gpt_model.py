@@ -1,5 +1,10 @@
 """The GPT's own parts: its text, its windows, its layers, its sample."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,3 +153,20 @@ def test_a_cold_sample_repeats_what_the_model_has_learned(gpt):
     for _ in range(60):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grad(params))
     assert gpt.sample(params, "abc", 9, context=8, temperature=0.1) == "abcabcabcabc"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "{fsdp: 2, context: 2, tensor: 2}",
+        pytest.param("{data: 2, pipeline: 2, tensor: 2}", marks=pytest.mark.slow),
+        pytest.param("{replica: 2, fsdp: 2, tensor: 2}", marks=pytest.mark.slow),
+    ],
+)
+def test_its_marks_keep_and_offload_on_meshes_that_cut_it(mesh):
+    config = Path(__file__).parents[2] / "configs/verify/gpt.yaml"
+    asked = [f"mesh={mesh}", "remat={save: [attention], offload: [hidden]}", "--no-mutants", "--json"]
+    command = [sys.executable, "-m", "spmdkit", "verify", str(config), *asked]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["passed"]

@@ -13,6 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from spmdkit.plan.document import plan_program
+from spmdkit.plan.flops import count
+from spmdkit.plan.target import open_target, parse_target
 
 D, F, LAYERS = 16, 32, 3
 
@@ -68,6 +71,38 @@ def test_what_waits_on_the_host_comes_back_as_it_was(mesh, microbatches, remat, 
 
 
 @pytest.mark.parametrize(
+    ("mesh", "microbatches", "remat"),
+    [
+        ({"fsdp": 4, "tensor": 2}, 1, {"offload": ["inside"]}),
+        ({"fsdp": 4, "tensor": 2}, 1, {"save": ["inside"]}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, {"offload": ["inside"], "save": ["block"]}),
+        ({"fsdp": 4, "tensor": 2}, 1, "dots"),
+        ({"fsdp": 4, "tensor": 2}, 2, "full"),
+    ],
+)
+@pytest.mark.parametrize("wraps", [True, False], ids=["sk.remat", "the whole loss"])
+def test_what_is_marked_inside_of_a_part_is_kept_too(mesh, microbatches, remat, wraps):
+    program = program_of(task(wraps, within_manual=True), mesh=mesh, microbatches=microbatches, remat=remat)
+    assert ("Host" in str(program.traced.jaxpr)) == ("offload" in remat)
+    assert_same_run(train(program, evaluate=False, steps=2), reference())
+
+
+@pytest.mark.parametrize(
+    ("remat", "products"),
+    [("none", 2 + 4), ("dots", 2 + 4), ({"save": ["inside"]}, 3 + 4), ({"save": ["block"]}, 3 + 4), ("full", 3 + 4)],
+    ids=str,
+)
+def test_only_what_is_not_kept_is_computed_again(remat, products):
+    """Two products forward, four backward; the first one again where its result is not kept. Counted in FLOPs of one."""
+    program = program_of(task(within_manual=True), mesh={"fsdp": 4, "tensor": 2}, remat=remat)
+    one = 2 * 32 * 4 * D * F * LAYERS
+    assert count(program.traced.jaxpr).products == products * one
+    plan = plan_program(program, open_target(parse_target("cpu:8")))
+    assert plan["time"]["hlo_flops"] == products * one / 8
+    assert plan["model_flops"] == 6 * one / 8
+
+
+@pytest.mark.parametrize(
     ("settings", "remat", "message"),
     [
         (
@@ -76,7 +111,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was(mesh, microbatches, remat, 
             r"remat.save names 'hiden'.*the marks there are block, hidden.* Did you mean 'hidden'\?",
         ),
         ({"wraps": False}, {"offload": ["x"]}, r"remat.offload names 'x'.*the marks there are block, hidden"),
-        ({"within_manual": True}, {"save": ["inside"]}, r"the marks there are block.*outside of sk.manual"),
+        ({"within_manual": True}, {"save": ["insid"]}, r"the marks there are block, inside.* Did you mean 'inside'\?"),
     ],
 )
 def test_a_name_that_keeps_nothing_is_refused(settings, remat, message):

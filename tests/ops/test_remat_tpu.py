@@ -19,7 +19,7 @@ x = jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=on("fsdp"))
 w = jax.ShapeDtypeStruct((16, 512, 2048), jnp.float32, sharding=on())
 for names in ({"save": ["hidden"], "offload": []}, {"save": [], "offload": ["hidden"]}):
     block = lambda x, w: (jnp.tanh(checkpoint_name(jnp.sin(x @ w), "hidden") @ w.T), None)
-    kept = jax.checkpoint(block, policy=policy_of_names(**names))
+    kept = jax.checkpoint(block, policy=policy_of_names(**names).of_block)
     loss = lambda w, x: (jax.lax.scan(kept, x, w)[0] ** 2).sum()
     memory = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
     print(json.dumps([memory.temp_size_in_bytes, memory.host_temp_size_in_bytes]))

@@ -26,5 +26,6 @@ for own in (compiler.own_options(devices[0]), {}):
 def test_weights_over_a_whole_torus_cross_the_wire_once_a_pass():
     ours, default = printed_json(CODE)
     weights = 63 / 64 * 2 * 2 * 512 * 1024
-    assert ours == {"all_gather fsdp": weights, "reduce_scatter fsdp": weights}
+    # The forward pass gathers the first weight for the hidden values that it keeps, the backward pass both.
+    assert ours == {"all_gather fsdp": 1.5 * weights, "reduce_scatter fsdp": weights}
     assert set(default) == {"all_reduce fsdp"}, "the compiler's default has improved: see spmdkit/compiler.py"

@@ -1,0 +1,137 @@
+"""What a part's gradient finds kept of its forward pass: the residuals of `jax.vjp` as a list that can cross from one program to another.
+
+A part of `sk.manual` runs as one `shard_map`, its gradient as a second one. Values go from the first to the second as arrays, so
+both have to agree on a list of them. The order in which JAX lists residuals does not do: a body that is traced once more,
+under a `vmap` over replicas, has other types (`pvary` in other places), and residuals in another order. So each is
+known here by the operation that made it, counted without those that only change types: that count is the same in every trace.
+
+Kept is what `remat` names and depends on the part's inputs. What does not depend on them (masks, positions) is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+from spmdkit import compat
+from spmdkit.ops.remat import KEPT
+
+_TYPES = frozenset({"pvary", "pcast"})
+_PASSES = frozenset({"reduce_precision", "optimization_barrier"})
+
+
+def floats(values: Sequence[Any]) -> list[int]:
+    """Returns the positions of the values that have a gradient."""
+    return [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+class Linearized:
+    """A function at given arguments, traced: its results, and its gradient from the arguments and from what is kept.
+
+    Attributes:
+        kept: types (shape, dtype, axes of variation) of what is kept, in an order that every trace of the function has.
+        marks: the `checkpoint_name` of each, or KEPT.
+    """
+
+    def __init__(self, fn: Callable[..., tuple[jax.Array, ...]], args: Sequence[Any], policy: Any) -> None:
+        fn = jax.checkpoint(fn, policy=policy)
+        self._floats = floats(args)
+        structure: list[Any] = []
+
+        def traced(*args: Any) -> Any:
+            def of_floats(*xs: Any) -> Any:
+                given = list(args)
+                for i, x in zip(self._floats, xs, strict=True):
+                    given[i] = x
+                out = fn(*given)
+                return tuple(out[i] for i in floats(out)), out
+
+            _, vjp, out = jax.vjp(of_floats, *(args[i] for i in self._floats), has_aux=True)
+            leaves, treedef = jax.tree.flatten(vjp)
+            structure[:] = [len(out), treedef]
+            return (*out, *leaves)
+
+        self._closed = jax.make_jaxpr(traced)(*args)
+        num_out, self._treedef = structure
+        jaxpr = self._closed.jaxpr
+        self._results, self._leaves = jaxpr.outvars[:num_out], jaxpr.outvars[num_out:]
+        self._origin = _origins(jaxpr)
+        made = {var: (n, eqn) for n, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        depends = _dependents(jaxpr)
+        origins = {self._origin[var] for var in self._leaves if var in self._origin}
+        wanted = [var for var in origins if var in depends and var not in jaxpr.invars]
+        self._wanted = sorted(wanted, key=lambda var: (made[var][0], made[var][1].outvars.index(var)))
+        self.kept = [var.aval for var in self._wanted]
+        self.marks = [_mark(var, made) for var in self._wanted]
+
+    def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns (the function's results, what is kept)."""
+        found = self._compute(self._closed.jaxpr.eqns, [*self._results, *self._wanted], args)
+        return found[: len(self._results)], found[len(self._results) :]
+
+    def backward(
+        self, args: Sequence[jax.Array], kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """Returns the gradients of the arguments that have one."""
+        values = dict(zip(self._wanted, kept, strict=True)) | dict(zip(self._closed.jaxpr.invars, args, strict=True))
+        again = [var for var in self._leaves if self._origin.get(var) not in values]
+        computed = iter(self._compute(_needed(self._closed.jaxpr.eqns, again), again, args))
+
+        def leaf(var: Any) -> jax.Array:
+            if (origin := self._origin.get(var)) not in values:
+                return next(computed)
+            return compat.as_varying(values[origin], sorted(compat.varying_axes_of(var.aval)))
+
+        gradient: tuple[jax.Array, ...] = jax.tree.unflatten(self._treedef, map(leaf, self._leaves))(tuple(cotangents))
+        return gradient
+
+    def _compute(self, eqns: Sequence[Any], wanted: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
+        jaxpr = self._closed.jaxpr
+        names = jaxpr.debug_info._replace(result_paths=None)
+        part = jaxpr.replace(eqns=list(eqns), outvars=list(wanted), debug_info=names)
+        run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(part, self._closed.consts))
+        found: list[jax.Array] = run(*args)
+        return found
+
+
+def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Returns those operations that the wanted variables need."""
+    needed, found = set(map(id, wanted)), []
+    for eqn in reversed(eqns):
+        if any(id(var) in needed for var in eqn.outvars):
+            found.append(eqn)
+            needed.update(map(id, eqn.invars))
+    return found[::-1]
+
+
+def _origins(jaxpr: Any) -> dict[Any, Any]:
+    """Returns for each variable that of the same value before its type was changed."""
+    origin = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            same = eqn.invars[0] if eqn.primitive.name in _TYPES else None
+            origin[var] = origin[same] if isinstance(same, jax.extend.core.Var) else var
+    return origin
+
+
+def _dependents(jaxpr: Any) -> set[Any]:
+    """Returns the variables that depend on the arguments."""
+    found = set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if any(isinstance(var, jax.extend.core.Var) and var in found for var in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def _mark(var: Any, made: dict[Any, Any]) -> str:
+    """Returns the name of a value, which JAX may round to its own precision on its way out."""
+    _, eqn = made.get(var, (0, None))
+    if eqn is None:
+        return KEPT
+    if eqn.primitive.name == "name":
+        return str(eqn.params["name"])
+    return _mark(eqn.invars[0], made) if eqn.primitive.name in _PASSES else KEPT

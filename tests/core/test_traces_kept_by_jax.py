@@ -1,0 +1,46 @@
+"""JAX keeps the traces of a user's jitted functions. A trace made for one mesh, or inside one loss, does not serve another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from core_models import keep_gradient
+from core_runs import assert_same_run, program_of, train
+
+import spmdkit as sk
+
+D = 16
+
+
+@jax.jit
+def wide(x_BD, w_DF):
+    return sk.shard(jnp.tanh(x_BD @ w_DF), "batch", "mlp")
+
+
+@jax.jit
+def noise(x_BD):
+    return jax.vmap(lambda key: jax.random.normal(key, (D,)))(sk.example_keys())
+
+
+@jax.checkpoint
+def block(x_BD, w_DF):
+    return sk.shard(wide(x_BD, w_DF) @ w_DF.T, "batch", None)
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (D, 4 * D)) / 8}
+
+
+def loss_fn(params, batch, key):
+    x_BD = batch["x"] + 0.1 * noise(batch["x"])
+    return sk.mean((block(x_BD, params["w"]) ** 2).mean(1))
+
+
+def test_functions_that_the_user_jits_once_serve_every_mesh():
+    data = {"x": np.random.default_rng(0).normal(size=(64, D)).astype(np.float32)}
+    task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=data, rules=[("w", ["embed", "mlp"])])
+    one = train(program_of(task), evaluate=False)
+    for mesh in ({"fsdp": 4, "tensor": 2}, {"tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}):
+        for microbatches in (1, 2):
+            found = train(program_of(task, mesh=mesh, microbatches=microbatches), evaluate=False)
+            assert_same_run(found, one)
