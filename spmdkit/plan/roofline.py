@@ -271,7 +271,7 @@ class _Costs:
         if i.opcode == "fusion":
             inner = self._module.computations[i.called["calls"][0]]
             reads = self._reads(inner)
-            total = min(written, _update_bytes(inner, written))
+            total = min(written, _update_bytes(inner, inner.root, written))
             for n, operand in enumerate(operands):
                 if operand is not None:
                     total += min(_in_memory(operand), reads.get(n, 2**62))
@@ -300,7 +300,7 @@ def _slices_of(fused: Computation, i: Instruction, depth: int = 0) -> int | None
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == i.name:
             update = fused.operand(user, 1)
             total += update.bytes if update is not None else user.bytes
-        elif user.opcode in ("bitcast", "reshape") and depth < 8:
+        elif _is_same(user, i) and depth < 8:
             inner = _slices_of(fused, user, depth + 1)
             if inner is None:
                 return None
@@ -310,14 +310,23 @@ def _slices_of(fused: Computation, i: Instruction, depth: int = 0) -> int | None
     return total
 
 
-def _update_bytes(fused: Computation, whole: int) -> int:
-    """Returns the bytes that a fusion writes: of an update in place, the update."""
-    root = fused.root
+def _update_bytes(fused: Computation, root: Instruction, whole: int) -> int:
+    """Returns the bytes that a fusion writes: of an update in place, the update; of several results, each one's."""
+    if root.opcode == "tuple":
+        results = [fused.operand(root, n) for n in range(len(root.operands))]
+        return sum(_update_bytes(fused, result, _in_memory(result)) for result in results if result is not None)
     while root.opcode in ("bitcast", "reshape") and (source := fused.operand(root)) is not None:
         root = source
     if root.opcode == "dynamic-update-slice" and (update := fused.operand(root, 1)) is not None:
         return update.bytes
     return whole
+
+
+def _is_same(user: Instruction, of: Instruction) -> bool:
+    """Returns whether an operation in a fusion only gives an array another form (an inner fusion of one array: a bitcast for the compiler's tiles)."""
+    if user.opcode == "fusion":
+        return len(user.operands) == 1 and len(user.shapes) == 1 and user.bytes == of.bytes
+    return user.opcode in ("bitcast", "reshape")
 
 
 def _in_memory(i: Instruction | None) -> int:

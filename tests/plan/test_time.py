@@ -59,6 +59,42 @@ def test_a_kernel_costs_what_it_says_of_itself():
     assert time.arithmetic_s == pytest.approx(1e-3 / 0.75)
 
 
+UPDATES = """HloModule updates, is_scheduled=true
+
+%same (p: f32[16,256]) -> f32[16,256] {
+  %p = f32[16,256]{1,0} parameter(0)
+  ROOT %b = f32[16,256]{1,0} bitcast(%p)
+}
+
+%fused (p0: f32[16,256], p1: f32[16,256], p2: f32[1,256], p3: s32[]) -> (f32[16,256], f32[16,256], f32[1,256]) {
+  %p0 = f32[16,256]{1,0} parameter(0)
+  %p1 = f32[16,256]{1,0} parameter(1)
+  %p2 = f32[1,256]{1,0} parameter(2)
+  %p3 = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %form = f32[16,256]{1,0} fusion(%p1), kind=kLoop, calls=%same
+  %double = f32[1,256]{1,0} add(%p2, %p2)
+  %one = f32[16,256]{1,0} dynamic-update-slice(%p0, %p2, %p3, %zero)
+  %two = f32[16,256]{1,0} dynamic-update-slice(%form, %double, %p3, %zero)
+  ROOT %all = (f32[16,256]{1,0}, f32[16,256]{1,0}, f32[1,256]{1,0}) tuple(%one, %two, %double)
+}
+
+ENTRY %main (a: f32[16,256], b: f32[16,256], c: f32[1,256], i: s32[]) -> (f32[16,256], f32[16,256], f32[1,256]) {
+  %a = f32[16,256]{1,0} parameter(0)
+  %b = f32[16,256]{1,0} parameter(1)
+  %c = f32[1,256]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  ROOT %f = (f32[16,256]{1,0}, f32[16,256]{1,0}, f32[1,256]{1,0}) fusion(%a, %b, %c, %i), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_several_updates_in_place_cost_the_updates():
+    """Written: two updates of 1 KiB and their source. Read: what is updated, the source, the position."""
+    time = predict_time(target_of(jax.devices()[:1]), parse(UPDATES), Bill((), {}), jax.devices()[:1])
+    assert time.memory_bytes == 3 * 1024 + 3 * 1024 + 4
+
+
 def test_a_scan_costs_its_length_and_reads_a_slice_of_what_is_stacked():
     def layers(x, w):
         return jax.lax.scan(lambda c, wl: (jnp.tanh(c @ wl), None), x, w)[0]
