@@ -297,10 +297,18 @@ class Program:
         """Returns the program of the same task and devices with dotted keys of the config changed."""
         return Program(replace_keys(self.config, changes), self.task, self._devices)
 
-    def traced_without_remat(self) -> jax.stages.Traced:
-        """Returns the step traced with nothing computed twice: what the model itself asks for."""
+    @property
+    def computes_twice(self) -> bool:
+        """Whether a step computes more than the model asks for: with remat, and in stages, which idle and repeat."""
+        return self.config.remat != "none" or self.sizes["pipeline"] > 1
+
+    def traced_once(self) -> jax.stages.Traced:
+        """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together on one device."""
         record = dataclasses.replace(self._step_record, remat=None, remat_whole=False, uses=set())
-        return jax.jit(self._step_function(record)).trace(self.abstract_state, self.abstract_batch)
+        if self.sizes["pipeline"] > 1:
+            ones = dict.fromkeys(self.sizes, 1)
+            record = dataclasses.replace(record, form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
+        return jax.jit(self._step_function(record)).trace(self._abstract_state, self.abstract_batch)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.

@@ -9,7 +9,7 @@ step, unless a name says `global`. Keys:
     fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
     collectives                       one row for each kind, most bytes first; collective_bytes: their sum
     wire                              by_axes, by_cause: bytes
-    flops, model_flops                of matrix products: of the step, and without what remat computes again
+    flops, model_flops                of matrix products: of the step, and without what remat and stages compute again or for nothing
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
     findings                          severity, code, message, source, fix
     layout                            path, shape, dtype, spec, memory_kind, bytes (global), device_bytes, reason
@@ -52,8 +52,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
     A program that the compiler refuses for want of memory has a plan too: it does not fit, and says by how much.
     """
     arithmetic = count(program.traced.jaxpr)
-    recomputes = program.config.remat != "none"
-    model = count(program.traced_without_remat().jaxpr) if recomputes else arithmetic
+    model = count(program.traced_once().jaxpr) if program.computes_twice else arithmetic
     try:
         program.compiled  # noqa: B018
     except jax.errors.JaxRuntimeError as error:

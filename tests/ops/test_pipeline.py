@@ -11,6 +11,7 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.pipeline.parts import join, split
 from spmdkit.ops.pipeline.schedule import Schedule
+from spmdkit.plan.flops import count
 
 SHORT_BATCHES = {"data": {"remainder": "mask"}}
 
@@ -304,3 +305,11 @@ def test_a_mesh_with_a_pipeline_axis_that_the_loss_ignores_is_refused():
     ignoring = sk.Task(task.init, loss_fn, task.optimizer, train_data=task.train_data, rules=task.rules)
     with pytest.raises(ConfigError, match=r"never calls sk\.pipeline: 4 devices would repeat"):
         program_of(ignoring, mesh={"pipeline": 4})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_the_models_arithmetic_is_that_without_stages(schedule):
+    settings = {"mesh": {"data": 2, "pipeline": 2, "tensor": 2}, "pipeline": {"schedule": schedule, "microbatches": 4}}
+    staged, plain = program_of(model(manual=True), **settings), program_of(model(manual=True), mesh={"data": 8})
+    assert count(staged.traced_once().jaxpr).products == count(plain.traced.jaxpr).products
+    assert count(staged.traced.jaxpr).products > count(plain.traced.jaxpr).products
