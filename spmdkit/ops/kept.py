@@ -34,6 +34,7 @@ class Linearized:
 
     Attributes:
         kept: types (shape, dtype, axes of variation) of what is kept, in an order that every trace of the function has.
+        made_by: (number of the operation, number of its result, name of the operation) of each: equal in every trace.
         marks: the `checkpoint_name` of each, or KEPT.
     """
 
@@ -60,12 +61,14 @@ class Linearized:
         jaxpr = self._closed.jaxpr
         self._results, self._leaves = jaxpr.outvars[:num_out], jaxpr.outvars[num_out:]
         self._origin = _origins(jaxpr)
-        made = {var: (n, eqn) for n, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        counted = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in _TYPES]
+        made = {var: (n, i, eqn) for n, eqn in enumerate(counted) for i, var in enumerate(eqn.outvars)}
         depends = _dependents(jaxpr)
         origins = {self._origin[var] for var in self._leaves if var in self._origin}
         wanted = [var for var in origins if var in depends and var not in jaxpr.invars]
-        self._wanted = sorted(wanted, key=lambda var: (made[var][0], made[var][1].outvars.index(var)))
+        self._wanted = sorted(wanted, key=lambda var: made[var][:2])
         self.kept = [var.aval for var in self._wanted]
+        self.made_by = [(n, i, eqn.primitive.name) for n, i, eqn in (made[var] for var in self._wanted)]
         self.marks = [_mark(var, made) for var in self._wanted]
 
     def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -129,9 +132,9 @@ def _dependents(jaxpr: Any) -> set[Any]:
 
 def _mark(var: Any, made: dict[Any, Any]) -> str:
     """Returns the name of a value, which JAX may round to its own precision on its way out."""
-    _, eqn = made.get(var, (0, None))
-    if eqn is None:
+    if not isinstance(var, jax.extend.core.Var) or var not in made:
         return KEPT
+    eqn = made[var][2]
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
     return _mark(eqn.invars[0], made) if eqn.primitive.name in _PASSES else KEPT

@@ -255,16 +255,17 @@ def _differentiable(part: _Part) -> Callable[..., Any]:
     """Returns the part as a function with a gradient: the body's own, computed on the shards."""
     num_out = len(part.out_specs)
     kept_specs: list[PartitionSpec] = []
+    probed: list[Linearized] = []
 
     @jax.custom_vjp
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:
         return part.bind(*args)
 
     def forward(*args: jax.Array) -> Any:
-        keeping, marks = _keeping(part, args)
-        kept_specs[:] = keeping.out_specs[num_out:]
+        keeping, linear = _keeping(part, args)
+        kept_specs[:], probed[:] = keeping.out_specs[num_out:], [linear]
         out = keeping.bind(*args)
-        kept = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], marks, strict=True))
+        kept = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], linear.marks, strict=True))
         return out[:num_out], (args, kept)
 
     def backward(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -274,7 +275,8 @@ def _differentiable(part: _Part) -> Callable[..., Any]:
         def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
             values, left = shards[: len(args)], shards[len(args) :]
             with scope.tracing(part.step):  # a gradient that the body brings itself asks for its axes too
-                return _linearized(part, values).backward(values, [x[0] for x in left[: len(kept)]], left[len(kept) :])
+                linear = _linearized(part, values, *probed)
+                return linear.backward(values, [x[0] for x in left[: len(kept)]], left[len(kept) :])
 
         gradient = _Part(
             body,
@@ -291,13 +293,17 @@ def _differentiable(part: _Part) -> Callable[..., Any]:
     return call
 
 
-def _linearized(part: _Part, shards: Sequence[jax.Array]) -> Linearized:
+def _linearized(part: _Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
+    """Returns the body at `shards`, which keeps what a trace `before` has kept."""
     remat = part.step.remat
-    return Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
+    found = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
+    if before is not None and found.made_by != before.made_by:
+        raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {found.made_by}")
+    return found
 
 
-def _keeping(part: _Part, args: Sequence[jax.Array]) -> tuple[_Part, list[str]]:
-    """Returns the part with what is kept for its gradient behind its results, and the mark of each such value.
+def _keeping(part: _Part, args: Sequence[jax.Array]) -> tuple[_Part, Linearized]:
+    """Returns the part with what is kept for its gradient behind its results, and the trace that says what that is.
 
     A kept value gets a leading dim that is cut over the axes along which it differs: each device's own.
     """
@@ -310,7 +316,7 @@ def _keeping(part: _Part, args: Sequence[jax.Array]) -> tuple[_Part, list[str]]:
 
     def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
         with scope.tracing(part.step):
-            out, kept = _linearized(part, shards).forward(shards)
+            out, kept = _linearized(part, shards, linear).forward(shards)
             return (*out, *(x[None] for x in kept))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
@@ -325,7 +331,7 @@ def _keeping(part: _Part, args: Sequence[jax.Array]) -> tuple[_Part, list[str]]:
         out_specs=(*part.out_specs, *(PartitionSpec(names or None) for names in differs)),
         local_shapes=(*part.local_shapes, *(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in linear.kept)),
     )
-    return keeping, linear.marks
+    return keeping, linear
 
 
 def _local(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
