@@ -1,36 +1,37 @@
 """`build(config, task, devices) -> Program`: the one place where everything meets. Abstract first, arrays last.
 
-config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`, `eval`, a
-user's own loop (and later `plan` and `verify`) all use the same `Program`; nothing is allocated before it is known to fit
-together, and what is wrong is said in that order.
+config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`, `eval`, `plan`,
+`verify` and a user's own loop all use the same `Program`; nothing is allocated before it is known to fit together, and what
+is wrong is said in that order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import auto, compile_log, compiler, data, layout, mesh, scope, state, step
 from spmdkit.checks import call_user, traces_in_form
-from spmdkit.config import Config, check_batch, choose_optimizer, load_config, replace_keys, task_reference
+from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, nearest
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import check_names, policy, policy_of_names
 from spmdkit.replica import check_reductions
-from spmdkit.state import TrainState, Variables
-from spmdkit.state_layout import place_state
+from spmdkit.state import TrainState
+from spmdkit.state_layout import place_state, state_groups
 from spmdkit.step import Batch
 from spmdkit.task import Task, load_task
 from spmdkit.tree import named_leaves
+from spmdkit.unused import check_used
+from spmdkit.variables import abstract_init, make_optimizer
 
 
 class Program:
@@ -59,11 +60,11 @@ class Program:
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
         self.mesh = mesh.make_mesh(self.sizes, devices)
         self.optimizer = make_optimizer(config, task)
-        self._init, abstract_params, abstract_model_state = _abstract_init(task, config)
+        self._init, abstract_params, abstract_model_state = abstract_init(task, config)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
         self.zero = config.layout.zero
-        self._state_groups = self._groups()
+        self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
         placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         self.layout, self.state_sharding, self.abstract_state, self._placements = placed
@@ -89,26 +90,6 @@ class Program:
     def batch_shards(self) -> int:
         """The number of parts into which the mesh cuts a batch."""
         return mesh.count(self.sizes, mesh.BATCH_AXES)
-
-    def _groups(self) -> int | None:
-        asked = self.config.model_state
-        if asked == "global" or not self.stateful:
-            if asked != "global":
-                raise ConfigError(
-                    f"model_state: {asked} has no effect: init returns no state. Return sk.Variables(params, state)."
-                )
-            return None
-        if self.task.view == "replica":
-            raise ConfigError(
-                "model_state other than global needs the global view; this task has view='replica'. Use model_state: global."
-            )
-        size = 1 if asked == "replica" else asked.group
-        if self.num_replicas % size:
-            raise ConfigError(
-                f"model_state.group is {size}, the mesh has {self.num_replicas} replicas. Groups have to be equal: {size} must divide "
-                f"{self.num_replicas}."
-            )
-        return self.num_replicas // size
 
     def _create_state(self, key: jax.Array) -> TrainState:
         variables = self._init(key)
@@ -201,40 +182,7 @@ class Program:
 
     def _settle(self, record: scope.Step) -> scope.Step:
         """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
-        if self.microbatches > 1 and "value_and_grad" not in record.uses:
-            raise ConfigError(
-                f"microbatches: {self.config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
-                "accumulates. Use it, or set microbatches: 1."
-            )
-        if not self.schedule.always_full and not record.uses & {"value_and_grad", "mean", "example_mask"}:
-            raise ConfigError(
-                "data.remainder is mask, but train_step uses neither sk.value_and_grad, sk.mean nor sk.example_mask: padding rows of "
-                "the short batch would count as examples. Use one of them, or set data.remainder: drop."
-            )
-        if (
-            self.sizes["context"] > 1
-            and not any("context" in p.axes for p in self.layout)
-            and "axis context" not in record.uses
-        ):
-            raise ConfigError(
-                f"mesh.context is {self.sizes['context']}, but {self._what()} cuts nothing over context: {self.sizes['context']} devices would "
-                "repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', 'sequence', None), sk.attention), "
-                f"or use data: {self.sizes['context']}."
-            )
-        if self.sizes["pipeline"] > 1 and "pipeline" not in record.uses:
-            raise ConfigError(
-                f"mesh.pipeline is {self.sizes['pipeline']}, but {self._what()} never calls sk.pipeline: {self.sizes['pipeline']} devices would "
-                "repeat each other's work. Run its layers through sk.pipeline(embed, layer, head), or use another axis of the mesh "
-                f"(data: {self.sizes['pipeline']})."
-            )
-        if record.attention != scope.AttentionSettings() and "attention" not in record.uses:
-            changed = [
-                k for k, v in dataclasses.asdict(record.attention).items() if v != getattr(scope.AttentionSettings(), k)
-            ]
-            raise ConfigError(
-                f"attention.{changed[0]} is {getattr(record.attention, changed[0])}, but {self._what()} never calls sk.attention, so it has "
-                "no effect. Use sk.attention in the model, or remove the section attention."
-            )
+        check_used(self.config, record, self.layout, self.schedule.always_full, self._what())
         record = dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
         if not isinstance(self.config.remat, str):
             if record.remat_whole:
@@ -441,18 +389,6 @@ def open_program(config: Config, task: Task, devices: Sequence[jax.Device], limi
     return auto.choose(config, mesh.count(sizes, mesh.BATCH_AXES), limit, make)
 
 
-def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the config's optimizer, or else the task's, behind the clipping of the true global norm.
-
-    Raises:
-        ConfigError: neither has one, or a learning rate has nowhere to go.
-    """
-    optimizer = call_user(lambda: choose_optimizer(config, task.optimizer), "Task.optimizer")
-    if config.clip_norm is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-    return optax.with_extra_args_support(optimizer)
-
-
 def _check_precision(config: Config) -> None:
     wide = [name for name, dtype in config.precision if dtype == "float64"]
     if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
@@ -460,38 +396,3 @@ def _check_precision(config: Config) -> None:
             f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in float32. "
             "Set the environment variable JAX_ENABLE_X64=1, or use float32."
         )
-
-
-def _abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any]:
-    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters and model state).
-
-    Raises:
-        ConfigError: `init` returns no arrays, or 64-bit ones.
-    """
-
-    def init(key: jax.Array) -> Variables:
-        out = task.init(key)
-        variables = out if isinstance(out, Variables) else Variables(out, None)
-        for path, leaf in named_leaves(variables):
-            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-                raise ConfigError(
-                    f"init returned {type(leaf).__name__} at '{path}'. Every leaf of the parameters is an array. "
-                    "Use jnp.asarray for numbers, and keep what is no array out of the pytree."
-                )
-        return jax.tree.map(jnp.asarray, variables)
-
-    def init_as_stored(key: jax.Array) -> Variables:
-        variables = init(key)
-        return variables._replace(params=jax.tree.map(lambda x: x.astype(config.precision.params), variables.params))
-
-    shapes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
-    if not jax.tree.leaves(shapes.params):
-        raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
-    for path, leaf in named_leaves(shapes.params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ConfigError(
-                f"init returned parameter '{path}' as {leaf.dtype}. Parameters are floating point, since they have a gradient. "
-                "Return other arrays as model state: sk.Variables(params, state)."
-            )
-    stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
-    return init_as_stored, stored.params, stored.state

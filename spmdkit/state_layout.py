@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import layout, scope
 from spmdkit.config import Config
+from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
 from spmdkit.state import TrainState
 from spmdkit.tree import named_leaves
@@ -33,6 +34,36 @@ class StateLayout(NamedTuple):
     sharding: TrainState
     abstract: TrainState
     placements: scope.Placements
+
+
+def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas: int) -> int | None:
+    """Returns the number of groups of replicas that keep a model state of their own; None where all share one.
+
+    Args:
+        stateful: `init` returns model state.
+        per_replica: the task has the per-replica view.
+
+    Raises:
+        ConfigError: there is no state to keep, the view has no groups, or they would not be equal.
+    """
+    asked = config.model_state
+    if asked == "global":
+        return None
+    if not stateful:
+        raise ConfigError(
+            f"model_state: {asked} has no effect: init returns no state. Return sk.Variables(params, state)."
+        )
+    if per_replica:
+        raise ConfigError(
+            "model_state other than global needs the global view; this task has view='replica'. Use model_state: global."
+        )
+    size = 1 if asked == "replica" else asked.group
+    if num_replicas % size:
+        raise ConfigError(
+            f"model_state.group is {size}, the mesh has {num_replicas} replicas. Groups have to be equal: {size} must divide "
+            f"{num_replicas}."
+        )
+    return num_replicas // size
 
 
 def place_state(

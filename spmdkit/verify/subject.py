@@ -21,10 +21,11 @@ from spmdkit.checkpoint import Checkpoints
 from spmdkit.config import Config, replace_keys
 from spmdkit.data.source import ArraySource
 from spmdkit.mesh import count
-from spmdkit.program import Program, make_optimizer
+from spmdkit.program import Program
 from spmdkit.state import TrainState
 from spmdkit.task import Task
 from spmdkit.tree import named_leaves
+from spmdkit.variables import make_optimizer
 from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants
 
 NUM_BATCHES = 2
