@@ -183,7 +183,8 @@ class Program:
     def _settle(self, record: scope.Step) -> scope.Step:
         """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
         check_used(self.config, record, self.layout, self.schedule.always_full, self._what())
-        record = dataclasses.replace(record, remat_whole=record.remat is not None and "remat" not in record.uses)
+        if record.remat is not None and "remat" not in record.uses:
+            record = dataclasses.replace(record, remat_whole=True)
         if not isinstance(self.config.remat, str):
             if record.remat_whole:
                 self._trace(record)  # names are met only where something is computed again
@@ -198,11 +199,15 @@ class Program:
     def _what(self) -> str:
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def _trace(self, record: scope.Step) -> bool:
-        traced = jax.jit(self._step_function(record)).trace(self._abstract_state, self.abstract_batch)
+    def _trace(self, record: scope.Step) -> jax.stages.Traced:
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        out_shardings = (self.state_sharding, whole)
+        jitted = jax.jit(self._step_function(record), out_shardings=out_shardings, donate_argnums=0)
+        traced = jitted.trace(self.abstract_state, self.abstract_batch)
         if self.task.view == "replica":
             check_reductions(traced.jaxpr, [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1])
-        return True
+        self._last_trace = (record, traced)
+        return traced
 
     def _step_function(self, record: scope.Step) -> step.StepFn:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
@@ -225,11 +230,8 @@ class Program:
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
         """The step traced on its shardings: its jaxpr, and what is compiled."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        jitted = jax.jit(
-            self._step_function(self._step_record), out_shardings=(self.state_sharding, whole), donate_argnums=0
-        )
-        return jitted.trace(self.abstract_state, self.abstract_batch)
+        record, traced = self._last_trace  # of choosing the form, if nothing was decided since then
+        return traced if record is self._step_record else self._trace(self._step_record)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

@@ -36,10 +36,19 @@ from jax.ad_checkpoint import checkpoint_name
 import spmdkit as sk
 from spmdkit.mesh import resolve
 
+IN_ONE_PIECE = ("data 8", "data 2 x fsdp 2 x tensor 2")
+MODEL_CASES = [
+    pytest.param(
+        model, mesh, n, marks=[pytest.mark.slow] * (model != "regression" and n == 1 and mesh not in IN_ONE_PIECE)
+    )
+    for model in MODELS
+    for mesh in MESHES
+    for n in (1, 4)
+]
+"""The larger models are accumulated on every mesh, and on two of them computed in one piece too; on the others that is slow."""
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+
+@pytest.mark.parametrize(("model", "mesh", "microbatches"), MODEL_CASES)
 def test_loss_gradient_parameters_and_evaluation_are_those_of_one_device(model, mesh, microbatches):
     # Batch statistics are those of one microbatch, so the CNN's reference has as many microbatches.
     reference = one_device(model, microbatches if model == "cnn" else 1)
@@ -52,8 +61,9 @@ def test_zero_2_beside_a_data_axis_is_one_device_too(microbatches):
     assert_same_run(train(program), one_device("regression"))
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"), [(mesh, n) for mesh in MESHES for n in (1, 4) if n == 4 or mesh in IN_ONE_PIECE]
+)
 def test_the_gpt_reduces_its_gradient_over_the_replicas_once_and_never_in_the_loop(mesh, microbatches):
     settings = MESHES[mesh]
     found = collectives(on_mesh("gpt", mesh, microbatches).hlo, resolve(settings["mesh"], 8))
