@@ -97,9 +97,12 @@ def test_a_random_init_has_the_same_bits_on_every_mesh(mesh):
         return {"w": jax.random.normal(keys[0], (16, 8)), "b": jax.random.uniform(keys[1], (8,))}
 
     task = dataclasses.replace(regression(), init=init)
-    one = jax.device_get(program_of(task).init())
+    program = program_of(task)
+    one = jax.device_get(program.init())
     many = jax.device_get(program_of(task, **MESHES[mesh]).init())
     jax.tree.map(np.testing.assert_array_equal, many, one)
+    by_hand = jax.jit(init)(jax.random.key(program.config.seed))
+    jax.tree.map(np.testing.assert_array_equal, one.params, by_hand)
 
 
 # ---- short batches and evaluation sets of any size ---------------------------------------------------------------------

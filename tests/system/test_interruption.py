@@ -68,7 +68,11 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits(folder, undisturbed
 
 @pytest.mark.parametrize(
     "mesh",
-    [["mesh.data=2", "devices=cpu:2"], ["mesh={fsdp: 4}", "layout.min_shard_bytes=1"], ["placement.params=host"]],
+    [
+        pytest.param(["mesh.data=2", "devices=cpu:2"], marks=pytest.mark.slow),
+        ["mesh={fsdp: 4}", "layout.min_shard_bytes=1"],
+        pytest.param(["placement.params=host"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_continued_on_another_mesh_ends_with_the_same_numbers(folder, undisturbed, mesh):
     code, output = folder.train("steps=60")

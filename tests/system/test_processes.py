@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_several_processes_equal_one(folder, undisturbed, processes):
     code, output = folder.run("launch", "-n", str(processes), "--", "train", "run.yaml", timeout_s=240)
     assert code == 0, output
