@@ -63,15 +63,6 @@ def own_options(device: Any) -> Mapping[str, Value]:
     return {**_TPU, **_SPARSE_CORE} if chip is not None and chip.name in _WITH_SPARSE_CORE else _TPU
 
 
-def options_of_init(device: Any) -> dict[str, Any]:
-    """Returns the options of a program that runs once: on CPU the compiler takes longer than the run.
-
-    `init` of the GPT of configs/fsdp.yaml: compiled in 0.75 instead of 1.7 s; 60 million normal numbers drawn in 0.63 s either way, with the
-    same bits (jax 0.10.2 and 0.11.2, 2026-11-22).
-    """
-    return {"xla_backend_optimization_level": 1} if device.platform == "cpu" else {}
-
-
 def options(devices: Sequence[Any], own: Mapping[str, Value | None]) -> dict[str, Value]:
     """Returns the options of a program on `devices`: spmdkit's for their platform, then the config's; null removes one.
 

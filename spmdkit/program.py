@@ -272,9 +272,7 @@ class Program:
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
         key = jax.random.key(self.config.seed)
-        options = compiler.options_of_init(self._devices[0])
-        create = jax.jit(self._create_state, out_shardings=self.state_sharding, compiler_options=options)
-        return call_user(lambda: create(key), "init")
+        return call_user(lambda: jax.jit(self._create_state, out_shardings=self.state_sharding)(key), "init")
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""
