@@ -78,6 +78,14 @@ def source_line(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
+def carried_inputs(scan: Any) -> tuple[int, int]:
+    """Returns (first, number) of the inputs of a `scan` equation that it carries: behind its constants, before what it reads in slices."""
+    if "num_consts" in scan.params:
+        return scan.params["num_consts"], scan.params["num_carry"]
+    constants, carry, _ = scan.params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
 @contextlib.contextmanager
 def whole_tracebacks() -> Iterator[None]:
     """While the body runs, exceptions keep JAX's own frames: without them, what JAX refuses looks raised by the caller."""

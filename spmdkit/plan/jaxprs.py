@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from spmdkit import compat
 from spmdkit.plan.hlo import Frame
 from spmdkit.plan.source import line_of
 
@@ -124,7 +125,7 @@ def _through_carry(eqn: Any, inner: Any, given: list[bool]) -> list[bool]:
     """Returns the marks of a loop body's inputs once what its carry picks up is in them."""
     if eqn.primitive.name == "while":
         return [True] * len(inner.invars) if any(given) else given
-    first, length = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, length = compat.carried_inputs(eqn)
     for _ in range(length + 1):
         results, _ = _depending(inner, given)
         carried = [a or b for a, b in zip(given[first : first + length], results[:length], strict=True)]

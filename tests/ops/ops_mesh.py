@@ -10,6 +10,10 @@ from spmdkit import layout, mesh, scope
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 
+GATHERED_TWICE = jax.__version_info__ >= (0, 11)
+"""Whether a gather of the forward pass and the same one of the backward pass stay two where one program has both. What a part gathers is
+not kept, so they are two in the formulas; jax 0.10 makes one of them where nothing lies between, as in these small programs."""
+
 
 def step(attention=None, devices=None, **asked):
     """Returns the record of a step on a mesh, as the program puts it in place."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_mesh import step, wire
+from ops_mesh import GATHERED_TWICE, step, wire
 
 import spmdkit as sk
 from spmdkit import scope
@@ -56,7 +56,7 @@ def formula(capacity, backward, positions=0, **asked):
             add("all_gather", axes, others * shard * (token + 2 * choice + backward * token))
             add("reduce_scatter", axes, others * shard * (token + backward * choice))
     add("all_reduce", sequence, 2 * part * b * 4 * (2 * E + 2))
-    add("all_gather", ("fsdp",), (f - 1) * (weights + router))
+    add("all_gather", ("fsdp",), (f - 1) * (weights + router) * (2 if backward and GATHERED_TWICE else 1))
     if backward:
         add("reduce_scatter", ("fsdp",), (f - 1) * (weights + router))
         add("all_reduce", ("context",), 2 * (c - 1) / c * weights)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from ops_mesh import wire
+from ops_mesh import GATHERED_TWICE, wire
 
 import spmdkit as sk
 
@@ -43,9 +43,11 @@ def test_a_pair_sends_its_rows_over_tensor_and_its_weights_over_fsdp(asked):
     gathered = sent(all_gather__tensor=t * rows, reduce_scatter__tensor=t * rows, all_gather__fsdp=f * weights)
     assert wire(pair, ROWS, *args, **asked) == gathered
     assert wire(pair, ROWS, *args, backward=True, **asked) == sent(
-        all_gather__tensor=t * 2 * rows,
+        all_gather__tensor=t * (2 + GATHERED_TWICE) * rows,
         reduce_scatter__tensor=t * rows,
-        all_gather__fsdp=f * weights,
+        all_gather__fsdp=f
+        * weights
+        * (1.5 if GATHERED_TWICE else 1),  # of the forward pass only `up` has to be computed
         reduce_scatter__fsdp=f * weights,
         **added_up(num_c, num_f, other, weights),
     )

@@ -13,6 +13,10 @@ needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
 )
 
+needs_its_versions = pytest.mark.skipif(
+    golden.read()["versions"] != golden.versions(), reason="the golden file is of other versions of jax and libtpu"
+)
+
 
 def compare(*arguments):
     """Returns the ended process of the script."""
@@ -22,6 +26,7 @@ def compare(*arguments):
 
 @pytest.mark.tpu
 @needs_libtpu
+@needs_its_versions
 def test_programs_send_on_a_tpu_what_the_golden_file_says():
     ended = compare(
         "tpu:v5e:2x4/zero2", "tpu:v5e:2x4/fsdp", "tpu:v5p:2x2x2/data_fsdp_tensor", f"{golden.TWO_SLICES}/hsdp"
