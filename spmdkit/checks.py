@@ -14,7 +14,6 @@ import jax
 
 from spmdkit import compat, scope
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
-from spmdkit.scope import Form
 
 T = TypeVar("T")
 
@@ -101,30 +100,6 @@ def _repair(error: BaseException, what: str) -> str:
         "The shapes and dtypes in it" if what == "init" else "The parameters, the data and what is computed from them"
     )
     return f"{parts} have to fit together. Mend that line."
-
-
-def traces_in_form(trace: Callable[[], Any], form: Form, what: str) -> bool:
-    """Returns whether the user's function can be traced in `form`; False where another form of the step may still fit.
-
-    `plain` binds no names of replica axes; `manual` refuses a loop whose carry begins mirrored and becomes the replica's own.
-
-    Raises:
-        ConfigError, UserCodeError: it cannot be traced in any form; see `call_user`.
-    """
-
-    def attempt() -> bool:
-        try:
-            trace()
-        except (NameError, TypeError, ValueError) as error:
-            text = str(error)
-            unbound = form == "plain" and "unbound axis name" in text
-            mirrored = form == "manual" and ("manual axis types" in text or "varying" in text)
-            if unbound or mirrored:
-                return False
-            raise
-        return True
-
-    return call_user(attempt, what)
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -76,6 +76,19 @@ def source_line(eqn: Any) -> str:
     from jax._src import source_info_util
 
     return source_info_util.summarize(eqn.source_info)
+
+
+def jaxpr_with_axes(fn: Callable[..., Any], axes: Sequence[tuple[str, int]]) -> Callable[..., Any]:
+    """Returns `jax.make_jaxpr(fn)`, traced where mesh axes of these names and sizes are bound."""
+    return jax.make_jaxpr(fn, axis_env=list(axes) or None)
+
+
+def jaxpr_of_result(closed: Any, index: int) -> str:
+    """Returns the text of the operations that one result of a jaxpr needs."""
+    from jax.interpreters import partial_eval
+
+    wanted = [i == index for i in range(len(closed.jaxpr.outvars))]
+    return str(partial_eval.dce_jaxpr(closed.jaxpr, wanted)[0])
 
 
 def carried_inputs(scan: Any) -> tuple[int, int]:

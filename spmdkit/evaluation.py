@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import scope
+from spmdkit import agree, scope
 from spmdkit.checks import call_user, refuses_none_key
 from spmdkit.errors import ConfigError
 from spmdkit.feed import Feed
@@ -61,7 +61,7 @@ class Evaluator:
             params = current.ema if which == "ema" else current.params
             model_state = current.model_state
             if groups is not None:
-                model_state = jax.tree.map(lambda x: x.mean(0).astype(x.dtype), model_state)
+                model_state = agree.of_groups(record.agree, model_state)
             with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key)
             return sums if totals is None else jax.tree.map(jnp.add, totals, sums)
@@ -88,7 +88,7 @@ class Evaluator:
             for _, batch, _ in batches:
                 # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
-        return {name: float(x.sum / (x.count or 1)) for name, x in jax.device_get(totals).items()}
+        return {name: float(x.value) for name, x in jax.device_get(totals).items()}
 
 
 def _function(

@@ -2,14 +2,17 @@
 
 | form   | mesh                   | replicas                                     | the rest of the mesh             |
 | ------ | ---------------------- | -------------------------------------------- | -------------------------------- |
-| manual | only replica axes > 1  | `shard_map`; parameters are typed varying    | nothing                          |
+| manual | only replica axes > 1  | `shard_map`, untyped                         | nothing                          |
 | mapped | replica and model axes | `vmap(spmd_axis_name=)`, then a fully manual | the partitioner, from the layout |
 |        |                        | `shard_map` around the reducer alone         |                                  |
 | plain  | no replica axis        | none                                         | the partitioner, from the layout |
 
-Two measured reasons for this shape (jax 0.10.2): differentiating with respect to a *replicated* parameter inside
-`shard_map` already sums over the axis, silently, so parameters are cast to varying first; a `shard_map` that is manual
+Two measured reasons for this shape (jax 0.10.2): differentiating with respect to anything that is the same on all replicas inside
+a typed `shard_map` already sums over the axis, silently, so the manual form is untyped (`check_vma=False`); a `shard_map` that is manual
 over some axes only aborts the process when a gather meets a sharded operand, so the mapped form never uses one.
+
+That what leaves the manual form is the same on all replicas is no matter of types then: sums and model state leave through one
+reduction (tests count them), and `verify` compares the replicas' bits.
 
 Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 count `fsdp` among them; ZeRO 2 sends a reduce_scatter there.
 """
@@ -18,39 +21,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import compat, reducers, scope
+from spmdkit import agree, compat, reducers, scope
 from spmdkit.mesh import REPLICA_AXES
+from spmdkit.sums import Sums
 
 Local = Callable[..., Any]
 
 
-def map_replicas(step: scope.Step, local: Local, params: Any, state: Any, batch: Any, *, reduce_gradient: bool) -> Any:
-    """Returns (sums over all replicas, model state) of `local(index, params, state, rows, mask) -> (sums, state)`.
+def map_replicas(step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds) -> Any:
+    """Returns (`Sums` over all replicas, model state) of `local(index, params, state, rows, mask) -> (Sums, state)`.
 
-    With `reduce_gradient` the last of the sums is a tree like the parameters, and leaves in the gradient's placement.
+    Gradients are trees like the parameters, and leave in the gradient's placement.
+
+    Args:
+        kinds: how replicas agree on each leaf of the model state.
     """
     reducer = reducers.get(step.reducer)
     if step.inside:
-        return _inside_replica(step, local, reducer, params, state, batch)
+        return _inside_replica(step, local, reducer, params, state, batch, kinds)
     run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[step.form]
-    num_replicas = step.size("replica", *step.data_axes)
-    groups = step.state_groups
+    groups, old = step.state_groups, state
     if groups is not None:
-        state = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // groups, axis=0), state)
-    sums, new_state = run(step, local, reducer, params, state, batch, reduce_gradient)
+        state = jax.tree.map(lambda x: jnp.repeat(x, step.size("replica", *step.data_axes) // groups, axis=0), state)
+    sums, new_state = run(step, local, reducer, params, state, batch, kinds)
     if groups is not None and new_state is not None:
-        new_state = jax.tree.map(lambda x: _group_mean(x, groups), new_state)
+        new_state = agree.by_group(kinds, old, new_state, groups)
     return sums, new_state
 
 
-def _plain(step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, _: bool) -> Any:
+def _plain(step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, _: agree.Kinds) -> Any:
     if step.state_groups is not None:
         state = jax.tree.map(lambda x: x[0], state)
     sums, new_state = local(0, params, state, batch, step.mask)
@@ -59,16 +65,24 @@ def _plain(step: scope.Step, local: Local, reducer: Any, params: Any, state: Any
     return sums, new_state
 
 
-def _inside_replica(step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any) -> Any:
+def _inside_replica(
+    step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, kinds: agree.Kinds
+) -> Any:
     """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one reduction."""
-    sums, new_state = local(lax.axis_index(REPLICA_AXES), *as_local(step, (params, state, batch, step.mask)))
-    if step.state_groups is None:
-        sums, new_state = reducer(as_local(step, (sums, new_state)), REPLICA_AXES)
-        return sums, jax.tree.map(lambda x: _divide(x, step.size(*REPLICA_AXES)), new_state)
-    return reducer(as_local(step, sums), REPLICA_AXES), new_state
+    index = lax.axis_index(REPLICA_AXES)
+    own_params, own_state, batch, mask = as_local(step, (params, state, batch, step.mask))
+    sums, new_state = local(index, own_params, own_state, batch, mask)
+    if step.state_groups is not None:
+        return reducer(as_local(step, sums), REPLICA_AXES), new_state
+    added, largest = agree.crossing(kinds, own_state, new_state, index == 0)
+    sums, added = reducer(as_local(step, (sums, added)), REPLICA_AXES)
+    largest = lax.pmax(as_local(step, largest), REPLICA_AXES) if largest else largest
+    return sums, agree.agreed(kinds, state, new_state, added, largest, step.size(*REPLICA_AXES))
 
 
-def _manual(step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, _: bool) -> Any:
+def _manual(
+    step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, kinds: agree.Kinds
+) -> Any:
     own_state = step.state_groups is not None
     rows = PartitionSpec(_non_trivial(step, REPLICA_AXES))
 
@@ -76,9 +90,9 @@ def _manual(step: scope.Step, local: Local, reducer: Any, params: Any, state: An
         inner = dataclasses.replace(step, mask=mask)
         if own_state:
             state = jax.tree.map(lambda x: x[0], state)
-        sums, new_state = _inside_replica(inner, local, reducer, params, state, batch)
+        sums, new_state = _inside_replica(inner, local, reducer, params, state, batch, kinds)
         if own_state:
-            new_state = jax.tree.map(lambda x: x[None], as_local(step, new_state))
+            new_state = jax.tree.map(lambda x: x[None], new_state)
         return sums, new_state
 
     states = rows if own_state else PartitionSpec()
@@ -87,12 +101,15 @@ def _manual(step: scope.Step, local: Local, reducer: Any, params: Any, state: An
         mesh=step.mesh,
         in_specs=(PartitionSpec(), states, rows, rows),
         out_specs=(PartitionSpec(), states),
+        # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters, and of every
+        # constant with respect to which the loss itself differentiates. Here a replica differentiates for itself.
+        check_vma=False,
     )
     return run(params, state, batch, step.mask)
 
 
 def _mapped(
-    step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, reduce_grads: bool
+    step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, kinds: agree.Kinds
 ) -> Any:
     num_replica, num_data = step.size("replica"), step.size(*step.data_axes)
     own_state = step.state_groups is not None
@@ -114,22 +131,21 @@ def _mapped(
     sums, new_state = stacked
     if own_state:
         new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)
-        return _reduce_stacked(step, reducer, sums, reduce_grads), new_state
-    sums, new_state = _reduce_stacked(step, reducer, (sums, new_state), reduce_grads)
-    return sums, jax.tree.map(lambda x: _divide(x, num_replica * num_data), new_state)
+        return _reduce_stacked(step, reducer, sums, {})[0], new_state
+    first = jnp.arange(num_replica * num_data).reshape(num_replica, num_data) == 0
+    added, largest = agree.crossing(kinds, state, new_state, first)
+    sums, added = _reduce_stacked(step, reducer, sums, added)
+    largest = {path: x.max((0, 1)) for path, x in largest.items()}
+    return sums, agree.agreed(kinds, state, new_state, added, largest, num_replica * num_data)
 
 
-def _reduce_stacked(step: scope.Step, reducer: Any, stacked: Any, reduce_grads: bool) -> Any:
+def _reduce_stacked(step: scope.Step, reducer: Any, sums: Sums, added: Any) -> Any:
     """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual `shard_map`."""
     axes = tuple(a for a in ("replica", *step.data_axes) if step.size(a) > 1)
+    stacked = (sums, added)
     if not axes:
         return jax.tree.map(lambda x: x[0, 0], stacked)
-    whole = jax.tree.map(lambda _: PartitionSpec(), stacked)
-    before, after = whole, whole
-    if reduce_grads:
-        assert step.placements is not None
-        before = _with_gradient(whole, step.placements.compute)
-        after = _with_gradient(whole, step.placements.gradient)
+    before, after = _specs(step, sums, added, "compute"), _specs(step, sums, added, "gradient")
     stack = (_axes_or_none(step, ("replica",)), _axes_or_none(step, step.data_axes))
 
     def body(tree: Any) -> Any:
@@ -157,6 +173,17 @@ def _reduce_stacked(step: scope.Step, reducer: Any, stacked: Any, reduce_grads: 
     return run(stacked)
 
 
+def _specs(step: scope.Step, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
+    """Returns the spec of each leaf of (sums, added): gradients in their placement, everything else whole."""
+    whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
+    if sums.gradient is None:
+        return whole, added
+    assert step.placements is not None
+    specs = getattr(step.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
+    of_count = None if sums.count_gradient is None else specs
+    return dataclasses.replace(whole, gradient=specs, count_gradient=of_count), added
+
+
 def _reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
     """Returns this device's part along `dim` of the sum over `fsdp`.
 
@@ -172,15 +199,6 @@ def _reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
         return jnp.swapaxes(part, dim - 1, dim)
     part = lax.psum_scatter(x.reshape(*x.shape[: dim + 1], -1), "fsdp", scatter_dimension=dim, tiled=True)
     return part.reshape(*part.shape[: dim + 1], *x.shape[dim + 1 :])
-
-
-def _with_gradient(specs: Any, gradient: Any) -> Any:
-    """Returns the spec tree of (sums, ...) with the gradient's own specs in the place of the last sum."""
-    if isinstance(specs[0], tuple):
-        (loss, metrics, _), *rest = specs
-        return ((loss, metrics, gradient), *rest)
-    loss, metrics, _ = specs
-    return (loss, metrics, gradient)
 
 
 def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
@@ -203,8 +221,8 @@ def constrain(step: scope.Step, x: jax.Array, *dims: tuple[str, ...]) -> jax.Arr
 
 
 def as_local(step: scope.Step, tree: Any) -> Any:
-    """Types a tree as one replica's own inside `shard_map`; elsewhere there is nothing to type."""
-    return compat.as_varying(tree, REPLICA_AXES) if step.form == "manual" else tree
+    """Types a tree as one replica's own in a per-replica step; elsewhere there is nothing to type."""
+    return compat.as_varying(tree, REPLICA_AXES) if step.inside else tree
 
 
 def _axes_or_none(step: scope.Step, axes: tuple[str, ...]) -> Any:
@@ -214,13 +232,3 @@ def _axes_or_none(step: scope.Step, axes: tuple[str, ...]) -> Any:
 
 def _non_trivial(step: scope.Step, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in axes if step.size(a) > 1) or axes
-
-
-def _divide(x: jax.Array, num: int) -> jax.Array:
-    return x / num if jnp.issubdtype(x.dtype, jnp.inexact) else x // num
-
-
-def _group_mean(x: jax.Array, groups: int) -> jax.Array:
-    """Returns [groups, ...] from [replicas, ...]: the mean inside each group, in float32 or the leaf's own integers."""
-    grouped = x.reshape(groups, -1, *x.shape[1:])
-    return _divide(grouped.sum(1), grouped.shape[1])

@@ -8,6 +8,7 @@ microbatches, replicas, hosts and the steps of an evaluation alike.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -29,19 +30,29 @@ class Mean:
     one `sk.mean`, or use `.merge` to pool two parts of the same mean.
 
     A count that follows from shapes alone is a numpy number, so that whoever adds it over replicas can multiply instead.
+
+    With weights, `count` is their sum, and `num` the number of elements: weights that cancel are no empty mean.
     """
 
     sum: jax.Array
     count: jax.Array | np.floating
+    num: jax.Array | np.floating | None = None
+
+    @property
+    def divisor(self) -> jax.Array:
+        """What `sum` is divided by: the count, and one where nothing was counted."""
+        return jnp.where((self.count if self.num is None else self.num) == 0, 1, self.count)
 
     @property
     def value(self) -> jax.Array:
-        """The mean as a scalar; zero where nothing was counted."""
-        return self.sum / jnp.where(self.count == 0, 1, self.count)
+        """The mean as a scalar; zero where nothing was counted. Weights that add up to zero give what `0 / 0` or `x / 0` gives."""
+        return self.sum / self.divisor
 
     def merge(self, other: Mean) -> Mean:
         """Returns the mean over both parts' elements."""
-        return Mean(self.sum + other.sum, self.count + other.count)
+        own, others = (mean.count if mean.num is None else mean.num for mean in (self, other))
+        num = None if self.num is None and other.num is None else own + others
+        return Mean(self.sum + other.sum, self.count + other.count, num)
 
     def __add__(self, other: ArrayLike) -> Mean:
         if isinstance(other, Mean):
@@ -49,7 +60,7 @@ class Mean:
                 "sk.mean(a) + sk.mean(b): two means with counts of their own cannot become one pair (sum, count). "
                 "Add per example before the mean, sk.mean(a + b), or pool two parts of one mean with a.merge(b)."
             )
-        return Mean(self.sum + _scalar(other) * self.count, self.count)
+        return self._with_sum(self.sum + _scalar(other) * self.count)
 
     __radd__ = __add__
 
@@ -57,15 +68,18 @@ class Mean:
         return self + (-other)  # type: ignore[operator]
 
     def __mul__(self, factor: ArrayLike) -> Mean:
-        return Mean(self.sum * _scalar(factor), self.count)
+        return self._with_sum(self.sum * _scalar(factor))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: ArrayLike) -> Mean:
-        return Mean(self.sum / _scalar(divisor), self.count)
+        return self._with_sum(self.sum / _scalar(divisor))
 
     def __neg__(self) -> Mean:
-        return Mean(-self.sum, self.count)
+        return self._with_sum(-self.sum)
+
+    def _with_sum(self, total: jax.Array) -> Mean:
+        return dataclasses.replace(self, sum=total)
 
 
 def _scalar(x: ArrayLike) -> jax.Array:
@@ -117,8 +131,10 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
         values = jnp.where(kept, values, 0)
     if weights is None and kept is None:
         return Mean(values.sum(), values.dtype.type(values.size))
-    total = values.sum() if weights is None else (values * counted).sum()
-    return Mean(total, counted.sum())
+    if weights is None:
+        return Mean(values.sum(), counted.sum())
+    num = values.dtype.type(values.size) if kept is None else kept.sum(dtype=values.dtype)
+    return Mean((values * counted).sum(), counted.sum(), num)
 
 
 def _left(x: jax.Array, ndim: int) -> jax.Array:

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import auto, compile_log, compiler, data, layout, mesh, scope, state, step
-from spmdkit.checks import call_user, traces_in_form
+from spmdkit import agree, auto, compile_log, compiler, data, layout, mesh, scope, state, step
+from spmdkit.checks import call_user
 from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError, SpmdkitError, nearest
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import check_names, policy, policy_of_names
@@ -65,6 +65,7 @@ class Program:
         task.check_functions(self.stateful)
         self.zero = config.layout.zero
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
+        self._agree = agree.said_of(task.agree, abstract_model_state)
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
         placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         self.layout, self.state_sharding, self.abstract_state, self._placements = placed
@@ -149,6 +150,7 @@ class Program:
             remat=self._remat_policy(),
             placements=self._placements,
             state_groups=self._state_groups,
+            agree=self._agree,
             logical_axes=layout.logical_axes(config.layout.axes),
             pipeline=self._pipeline_settings(),
             attention=scope.AttentionSettings(**config.attention.model_dump()),
@@ -166,14 +168,21 @@ class Program:
             forms = ("mapped",)
         else:
             forms = ("manual", "mapped")
-        for form in forms:
-            record = dataclasses.replace(record, form=form, uses=set())
-            trace = functools.partial(self._trace, record)
-            if form == forms[-1]:
-                call_user(trace, self._what())
-            elif traces_in_form(trace, form, self._what()):
-                break
-        return self._settle(record)
+        return self._settle(self._first_traced([dataclasses.replace(record, form=form, uses=set()) for form in forms]))
+
+    def _first_traced(self, records: Sequence[scope.Step]) -> scope.Step:
+        """Returns the first record in whose form the user's functions can be traced.
+
+        What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is raised.
+        """
+        errors = list[SpmdkitError]()
+        for record in records:
+            try:
+                call_user(functools.partial(self._trace, record), self._what())
+                return record
+            except SpmdkitError as error:
+                errors.append(error)
+        raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
 
     def _pipeline_settings(self) -> scope.PipelineSettings:
         asked = self.config.pipeline

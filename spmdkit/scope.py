@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.mesh import MODEL_AXES
+from spmdkit.tree import named_leaves
 
 _tokens = itertools.count()
 # JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they were made under.
@@ -35,11 +37,37 @@ class Placements:
         compute: of the parameters while the loss is computed (ZeRO 1 and 2: whole on every fsdp device).
         gradient: of the reduced gradient (ZeRO 1: whole; 2 and 3: cut over fsdp).
         update: of the optimizer's update (cut over fsdp at every stage).
+        shapes: path of each parameter -> its shape, in flattening order.
     """
 
     compute: Any
     gradient: Any
     update: Any
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def of(self, part: Any) -> Placements:
+        """Returns those of a part of the parameters: of the leaves whose paths end alike and that have the same shape.
+
+        Where none does, or several that are placed differently do, a leaf is whole.
+        """
+        shapes = {path: jnp.shape(x) for path, x in named_leaves(part)}
+        structure: Any = jax.tree.structure(part)
+        if shapes == self.shapes and structure == jax.tree.structure(self.compute):
+            return self
+        placed = zip(*map(jax.tree.leaves, (self.compute, self.gradient, self.update)), strict=True)
+        table = list(zip(self.shapes.items(), placed, strict=True))
+
+        def found(path: str, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
+            names = path.split("/")
+            for end in (f"/{'/'.join(names[i:])}" for i in range(len(names))):
+                alike = {specs for (own, size), specs in table if f"/{own}".endswith(end) and size == shape}
+                if alike:
+                    return alike.pop() if len(alike) == 1 else (PartitionSpec(),) * 3
+            return (PartitionSpec(),) * 3
+
+        specs = zip(*(found(path, shape) for path, shape in shapes.items()), strict=True)
+        compute, gradient, update = (jax.tree.unflatten(structure, of_leaf) for of_leaf in specs)
+        return Placements(compute, gradient, update, shapes)
 
 
 @dataclass(frozen=True)
@@ -71,6 +99,7 @@ class Step:
         data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
         inner_axes: the mesh axes over which one replica's examples are cut.
         mask: bool[global batch] or None; False marks padding rows.
+        agree: path of a leaf of the model state -> how the task says that replicas agree on it (agree.py).
         inside: True while a per-replica step is traced, inside `shard_map`.
         attention: how `sk.attention` runs.
         in_manual: True inside of `sk.manual`, where arrays are shards.
@@ -94,6 +123,7 @@ class Step:
     remat_whole: bool = False
     placements: Placements | None = None
     state_groups: int | None = None
+    agree: Mapping[str, Any] = field(default_factory=dict)
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mask: jax.Array | None = None
     attention: AttentionSettings = field(default_factory=AttentionSettings)

@@ -124,5 +124,6 @@ def place_state(
         compute=in_tree([p.spec for p in stored]),
         gradient=in_tree([p.spec for p in (stored if zero == 1 else full)]),
         update=in_tree([p.spec for p in full]),
+        shapes={path: x.shape for path, x in named_leaves(params)},
     )
     return StateLayout(table, jax.tree.unflatten(treedef, shardings), jax.tree.unflatten(treedef, leaves), placements)

@@ -7,12 +7,13 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import optax
 
+from spmdkit.agree import KINDS
 from spmdkit.checks import shortened, user_frame
 from spmdkit.errors import ConfigError, nearest
 
@@ -34,6 +35,8 @@ class Task:
         train_step: `train_step(state, batch) -> (state, metrics)`, instead of the default step around `loss_fn`.
         view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
+        agree: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica adds), `max`, or
+            `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it is asked for. See `spmdkit.agree`.
         unit: what one example is called in messages.
     """
 
@@ -46,6 +49,7 @@ class Task:
     train_step: Callable[..., Any] | None = None
     view: Literal["global", "replica"] = "global"
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
+    agree: Mapping[str, str] = field(default_factory=dict)
     unit: str = "examples"
 
     def __post_init__(self) -> None:
@@ -73,6 +77,12 @@ class Task:
                 raise ConfigError(
                     f"Task.rules holds {rule!r}. A rule is a pair (path pattern, a name or None for each dim). "
                     "Write for example ('blocks/.*/kernel', ('embed', 'mlp'))."
+                )
+        for pattern, kind in self.agree.items():
+            if kind not in KINDS:
+                raise ConfigError(
+                    f"Task.agree says {kind!r} for '{pattern}'. Valid: {', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example "
+                    "{'seen': 'sum'}."
                 )
 
     def check_functions(self, stateful: bool) -> None:

@@ -20,7 +20,10 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 def leaf_bytes(leaf: Any) -> int:
     """Returns the bytes of an array or abstract array."""
-    return int(np.prod(leaf.shape, dtype=np.int64)) * jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize
+    return (
+        int(np.prod(leaf.shape, dtype=np.int64))
+        * jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True).itemsize
+    )
 
 
 def tree_bytes(tree: Any) -> int:
@@ -30,7 +33,10 @@ def tree_bytes(tree: Any) -> int:
 
 def abstract(tree: Any) -> Any:
     """Returns the same tree with each array as a `jax.ShapeDtypeStruct`."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)),
+        tree,
+    )
 
 
 def describe(leaf: Any) -> str:

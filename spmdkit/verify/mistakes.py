@@ -18,6 +18,7 @@ Each replaces one well-named function of the package while a program is traced a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ from spmdkit.checkpoint import leaves
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.ops.pipeline import parts
+from spmdkit.sums import Sums
 from spmdkit.verify.subject import Setting
 
 Acting = contextlib.AbstractContextManager[list[Any]]
@@ -123,34 +125,41 @@ def over_wrong_axis(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting
 
 def mean_of_means(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Divides by each replica's own count, and then takes the plain mean of the replicas."""
-    if (sums := _gradient_sums(tree)) is None:
+    if (loss := _loss(tree)) is None:
         return reduce(tree, axes)
-    count = sums[0].count
-    factor = lax.psum(count, axes) / lax.axis_size(axes) / jnp.maximum(count, 1)
+    factor = lax.psum(loss.count, axes) / lax.axis_size(axes) / jnp.maximum(loss.count, 1)
     return reduce(_on_gradient(lambda x: x * factor, tree), axes)
 
 
 def clipped_by_replica(reduce: Reduce, tree: Any, axes: tuple[str, ...], setting: Setting) -> Any:
     """Clips each replica's own mean gradient, before it is added."""
-    if (sums := _gradient_sums(tree)) is None:
+    if (loss := _loss(tree)) is None:
         return reduce(tree, axes)
     assert setting.clip_norm is not None
-    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(sums[0].count, 1) / optax.tree.norm(sums[2]))
+    norm = optax.tree.norm([sums.gradient for sums in _sums(tree)])
+    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(loss.count, 1) / norm)
     return reduce(_on_gradient(lambda x: x * scale, tree), axes)
 
 
-def _gradient_sums(tree: Any) -> tuple[Mean, Any, Any] | None:
-    """Returns `(loss, metrics, gradient)` of what a reducer is given: that alone, or with the model state; None in an evaluation."""
-    if isinstance(tree, tuple) and isinstance(tree[0], tuple):
-        return _gradient_sums(tree[0])
-    return tree if isinstance(tree, tuple) and isinstance(tree[0], Mean) else None
+def _sums(tree: Any) -> list[Sums]:
+    """Returns the sums in what a reducer is given: they are alone, or with what crosses of the model state."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_sums) if _is_sums(x)]
+
+
+def _is_sums(x: Any) -> bool:
+    return isinstance(x, Sums)
+
+
+def _loss(tree: Any) -> Mean | None:
+    """Returns the loss of a reduction; None in an evaluation."""
+    return next((sums.loss for sums in _sums(tree)), None)
 
 
 def _on_gradient(change: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-    if (sums := _gradient_sums(tree)) is None:
-        return tree
-    changed = (*sums[:2], jax.tree.map(change, sums[2]))
-    return changed if sums is tree else (changed, *tree[1:])
+    def changed(x: Any) -> Any:
+        return dataclasses.replace(x, gradient=jax.tree.map(change, x.gradient)) if _is_sums(x) else x
+
+    return jax.tree.map(changed, tree, is_leaf=_is_sums)
 
 
 # ---- examples and their keys ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit import data
+from spmdkit import agree, data
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.config import Config, replace_keys
 from spmdkit.data.source import ArraySource
@@ -278,7 +278,7 @@ def _of_all_groups(model_state: Any, program: Program) -> Any:
     """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
     if program.config.model_state == "global":
         return model_state
-    return jax.tree.map(lambda x: x.mean(0).astype(x.dtype), model_state)
+    return agree.of_groups(program._step_record.agree, model_state)
 
 
 def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:

@@ -11,6 +11,7 @@ from core_runs import MESHES, TOLERANCE, assert_close, assert_same_run, one_devi
 from jax import lax
 
 import spmdkit as sk
+from spmdkit import scope
 from spmdkit.errors import ConfigError, UserCodeError
 
 REPLICAS = ("replica", "data")
@@ -308,10 +309,10 @@ def test_what_a_step_returns_is_checked(out, match):
         program_of(with_step(train_step, view="global"), **MESHES["data 8"])
 
 
-# ---- a loss that the manual form cannot trace -------------------------------------------------------------------------
+# ---- every form -------------------------------------------------------------------------------------------------------
 
 
-def test_a_scan_with_an_unvarying_carry_falls_back_to_the_mapped_form_and_is_still_equal():
+def test_a_scan_that_begins_with_a_constant_is_equal_in_the_manual_form():
     def per_example_loss(params, batch, key):
         """A scan per example over its features, whose first carry is a constant."""
         step = lambda total, xw: (total + xw[0][:, None] * xw[1], None)
@@ -324,8 +325,18 @@ def test_a_scan_with_an_unvarying_carry_falls_back_to_the_mapped_form_and_is_sti
     task = dataclasses.replace(regression(), loss_fn=per_example_loss)
     for microbatches in (1, 4):
         program = program_of(task, microbatches=microbatches, **MESHES["replica 2 x data 4"])
-        assert program.form == "mapped"
+        assert program.form == "manual"
         assert_same_run(train(program, evaluate=microbatches == 1), one_device("regression"))
+
+
+def test_what_the_manual_form_refuses_for_whatever_reason_is_tried_in_the_mapped_form():
+    def loss_fn(params, batch, key):
+        if scope.current_step().form == "manual":
+            raise AssertionError("not here")
+        return regression_loss(params, batch, key)
+
+    program = program_of(dataclasses.replace(regression(), loss_fn=loss_fn), **MESHES["data 8"])
+    assert program.form == "mapped"
 
 
 def test_an_error_of_the_user_is_his_in_every_form():

@@ -91,7 +91,7 @@ def checked(
 
 
 def loss_and_metrics(out: Any) -> tuple[Mean, dict[str, Mean] | None]:
-    """Returns (loss, metrics or None) of what a head returned; of these only the loss's sum has a gradient."""
+    """Returns (loss, metrics or None) of what a head returned; of these only the loss has a gradient."""
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     named = metrics if isinstance(metrics, dict) else {} if metrics is None else {"": None}
     if not isinstance(loss, Mean) or not all(isinstance(m, Mean) for m in named.values()):
@@ -99,7 +99,26 @@ def loss_and_metrics(out: Any) -> tuple[Mean, dict[str, Mean] | None]:
             f"sk.pipeline: head returned {describe(out)}. Its loss adds up over microbatches, so it returns sk.mean(...), or "
             "(sk.mean(...), {name: sk.mean(...)})."
         )
-    return Mean(loss.sum, lax.stop_gradient(loss.count)), lax.stop_gradient(metrics)
+    return loss, lax.stop_gradient(metrics)
+
+
+@jax.custom_jvp
+def constant_count(count: jax.Array) -> jax.Array:
+    """Returns `count`.
+
+    Raises:
+        ConfigError: when it turns out to depend on the parameters.
+    """
+    return count
+
+
+@constant_count.defjvp
+def _refuse_learned_count(primals: Any, tangents: Any) -> Any:
+    raise ConfigError(
+        "sk.pipeline: the count of the loss depends on the parameters (sk.mean with learned weights). The schedules 1f1b and interleaved "
+        "compute the gradient of the loss's sum alone. Use pipeline.schedule: gpipe, or weights without a gradient "
+        "(jax.lax.stop_gradient)."
+    )
 
 
 def without_gradient(rows: Any) -> Any:

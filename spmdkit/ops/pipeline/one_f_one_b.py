@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmdkit.ops.pipeline.checks import constant_count
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.parts import AXIS, Pipeline, Rows, masked, pick, select
 from spmdkit.ops.pipeline.schedule import Work
@@ -77,7 +78,10 @@ class _Ticks(NamedTuple):
 def one_f_one_b(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
     """Returns what `gpipe.forward` returns; where it is differentiated, the gradient is computed in the same loop.
 
-    Only the loss, the first thing that the head returns, has a gradient.
+    Only the sum of the loss, the first thing that the head returns, has a gradient.
+
+    Raises:
+        ConfigError: the count of the loss depends on the parameters.
     """
     floats, whole = _floats((embedding, layers, head))
 
@@ -97,7 +101,8 @@ def one_f_one_b(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Ro
         return [(g * by.astype(g.dtype)).astype(x.dtype) for g, x in zip(grads, floats, strict=True)], None, None
 
     run.defvjp(run_with_gradient, scale)
-    return run(floats, rows, _others((embedding, layers, head)))
+    loss, metrics = run(floats, rows, _others((embedding, layers, head)))
+    return dataclasses.replace(lax.stop_gradient(loss), sum=loss.sum), metrics
 
 
 def _both(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
@@ -183,8 +188,8 @@ class _Loop:
 
         def one(stage: Any, x: Any, rows: Rows) -> Any:
             def loss(floats: Any, x: Any) -> Any:
-                sums = pipe.head(whole(floats, _others(self.head)), x, rows)
-                return sums[0].sum, sums
+                mean, metrics = pipe.head(whole(floats, _others(self.head)), x, rows)
+                return mean.sum, (dataclasses.replace(mean, count=constant_count(mean.count)), metrics)
 
             (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, x)
             return masked(valid & pipe.has_head(stage), (sums, *grads))

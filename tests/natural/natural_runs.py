@@ -1,0 +1,124 @@
+"""Running a stranger's program twice: by spmdkit on a mesh, and by a loop of plain JAX that is written here by hand."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import numpy as np
+import optax
+
+import spmdkit as sk
+from spmdkit.program import Program
+from spmdkit.tree import named_leaves
+
+TOLERANCE = 1e-5
+"""Relative 2-norm, float32."""
+
+BATCH, STEPS = 16, 3
+
+MESHES: dict[str, dict[str, Any]] = {
+    "one device": {"mesh": {}},
+    "data 8": {"mesh": {"data": 8}},
+    "replica 2 x data 4": {"mesh": {"replica": 2, "data": 4}},
+    "fsdp 8 zero 3": {"mesh": {"fsdp": 8}},
+    "fsdp 8 zero 2": {"mesh": {"fsdp": 8}, "layout": {"zero": 2}},
+    "data 2 x fsdp 4": {"mesh": {"data": 2, "fsdp": 4}},
+    "data 2 x fsdp 2 x tensor 2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+}
+REPLICAS = [name for name in MESHES if name.startswith(("data", "replica"))] + ["fsdp 8 zero 2"]
+"""Meshes with more than one replica."""
+
+
+class Run(NamedTuple):
+    """Losses and metrics of every step, the gradient of the first one, what is there after the last one."""
+
+    losses: list[float]
+    metrics: list[dict[str, float]]
+    gradient: Any
+    params: Any
+    model_state: Any = None
+
+
+def keep_gradient(optimizer):
+    """Returns `optimizer` with one more state, first in its chain: the gradient of the last step."""
+    keep = optax.GradientTransformation(
+        init=lambda params: jax.tree.map(jax.numpy.zeros_like, params),
+        update=lambda grads, state, params=None: (grads, grads),
+    )
+    return optax.chain(keep, optimizer)
+
+
+def program_of(task, mesh="one device", **settings):
+    """Returns the program of a task on one of MESHES, or on axes of these sizes; small leaves are cut too, rows come in their order."""
+    on_mesh = MESHES[mesh] if isinstance(mesh, str) else {"mesh": mesh}
+    settings = {"batch_size": BATCH, "steps": STEPS, "data": {"shuffle": False}} | on_mesh | settings
+    if "fsdp" in settings["mesh"]:
+        settings["layout"] = {"min_shard_bytes": 1} | settings.get("layout", {})
+    num = int(np.prod([1, *settings["mesh"].values()]))
+    return Program(sk.Config(task="t.py:t", **settings), task, jax.devices()[:num])
+
+
+def train(task, mesh="one device", **settings):
+    """Returns (program, `Run`) of a task whose optimizer keeps its gradient."""
+    program = program_of(task, mesh, **settings)
+    state, losses, metrics, gradient = program.init(), [], [], None
+    for step, batch in program.batches():
+        state, found = program.step(state, batch)
+        metrics.append({name: float(x) for name, x in found.items()})
+        losses.append(metrics[-1].get("loss"))
+        gradient = jax.device_get(state.opt_state[0]) if step == 1 else gradient
+    return program, Run(losses, metrics, gradient, jax.device_get(state.params), jax.device_get(state.model_state))
+
+
+def by_hand(loss_fn, params, data, optimizer, steps=STEPS):
+    """Returns the `Run` of plain JAX: `loss_fn(params, batch) -> (loss, metrics)` over batches in their order."""
+    gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    opt_state, losses, metrics, first = optimizer.init(params), [], [], None
+    for step in range(steps):
+        batch = jax.tree.map(lambda x: x[step * BATCH : (step + 1) * BATCH], data)  # noqa: B023 - used at once
+        (loss, more), grads = gradient_of(params, batch)
+        first = grads if step == 0 else first
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+        metrics.append({"loss": float(loss)} | {name: float(x) for name, x in more.items()})
+    return Run(losses, metrics, jax.device_get(first), jax.device_get(params))
+
+
+def leaf_errors(found, expected):
+    """Returns path -> relative 2-norm; a leaf of nearly zero norm is measured against a thousandth of the tree's."""
+    found, expected = ({p: np.asarray(x, np.float64) for p, x in named_leaves(t)} for t in (found, expected))
+    assert found.keys() == expected.keys()
+    whole = np.sqrt(sum(np.sum(x**2) for x in expected.values()))
+    return {p: np.linalg.norm(found[p] - x) / max(np.linalg.norm(x), 1e-3 * whole, 1e-30) for p, x in expected.items()}
+
+
+def assert_same_run(found, expected, tolerance=TOLERANCE):
+    """Asserts that two runs have the same losses, metrics, gradient and parameters."""
+    for what in ("gradient", "params"):
+        errors = leaf_errors(getattr(found, what), getattr(expected, what))
+        wrong = {path: float(error) for path, error in errors.items() if not error <= tolerance}
+        assert not wrong, f"{what}: relative errors above {tolerance}: {wrong}"
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance)
+    for mine, right in zip(found.metrics, expected.metrics, strict=True):
+        for name, value in right.items():
+            np.testing.assert_allclose(mine[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def assert_replicas_hold_the_same_bits(tree):
+    """Asserts that every copy of an array has the same bits on every device."""
+    for path, leaf in named_leaves(tree):
+        copies = {}
+        for shard in leaf.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            assert copies.setdefault(str(shard.index), bits) == bits, f"{path} differs between devices"
+
+
+def num_psums(program):
+    """Returns how many arrays the traced step adds over replicas; one operation each, which XLA makes one reduction of."""
+
+    def count(jaxpr):
+        own = sum(len(eqn.invars) for eqn in jaxpr.eqns if eqn.primitive.name.startswith("psum"))
+        return own + sum(count(inner) for eqn in jaxpr.eqns for inner in jax.extend.core.jaxprs_in_params(eqn.params))
+
+    return count(program.traced.jaxpr.jaxpr)
