@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, scope
+from spmdkit import agree, keys, scope
 from spmdkit.checks import call_user, refuses_none_key
 from spmdkit.errors import ConfigError
 from spmdkit.feed import Feed
@@ -54,17 +54,19 @@ class Evaluator:
         assert record.mesh is not None
         self._whole = NamedSharding(record.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
-        eval_fn, key, self.note = _function(task, abstract_state, abstract_batch, stateful, groups, seed)
+        eval_fn, needs_key, self.note = _function(task, abstract_state, abstract_batch, stateful, groups)
 
-        def run(totals: Any, current: TrainState, batch: Batch) -> dict[str, Mean]:
+        def run(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Mean]]:
+            number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
             current = to_device(current)
             params = current.ema if which == "ema" else current.params
             model_state = current.model_state
             if groups is not None:
                 model_state = agree.of_groups(record.agree, model_state)
             with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
-                sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key)
-            return sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+                key = keys.evaluation_key(seed) if needs_key else None
+                sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
+            return number + 1, sums if before is None else jax.tree.map(jnp.add, before, sums)
 
         def trace() -> Any:
             return jax.eval_shape(lambda s, b: run(None, s, b), abstract_state, abstract_batch)
@@ -75,7 +77,7 @@ class Evaluator:
 
         self._totals = call_user(trace, "eval_fn" if task.eval_fn else "loss_fn in evaluation")
         self._compile = compiled
-        self.names = tuple(self._totals)
+        self.names = tuple(self._totals[1])
 
     @functools.cached_property
     def _compiled(self) -> jax.stages.Compiled:
@@ -88,15 +90,15 @@ class Evaluator:
             for _, batch, _ in batches:
                 # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
-        return {name: float(x.value) for name, x in jax.device_get(totals).items()}
+        return {name: float(x.value) for name, x in jax.device_get(totals[1]).items()}
 
 
 def _function(
-    task: Task, state: TrainState, batch: Batch, stateful: bool, groups: int | None, seed: int
-) -> tuple[Callable[..., Any], jax.Array | None, str | None]:
-    """Returns (the function to evaluate, the random key that it needs, a note)."""
+    task: Task, state: TrainState, batch: Batch, stateful: bool, groups: int | None
+) -> tuple[Callable[..., Any], bool, str | None]:
+    """Returns (the function to evaluate, whether it needs a random key as its last argument, a note)."""
     if task.eval_fn is not None:
-        return task.eval_fn, None, None
+        return task.eval_fn, False, None
     loss_fn = task.loss_fn
     if loss_fn is None:
         raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Give eval_fn.")
@@ -104,17 +106,17 @@ def _function(
     if stateful:
         one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
         model_state = (jax.tree.map(one, state.model_state),)
-    key, note = None, None
+    note = None
     # Without placements: parameters on the host would be refused in a trace of the loss alone.
-    if refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples))):
-        key = jax.random.key(seed)
+    needs_key = refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
+    if needs_key:
         note = (
-            "evaluation runs loss_fn with a fixed random key, since it does not accept key=None: dropout stays on. "
+            "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept key=None: dropout stays on. "
             "Give Task(eval_fn=...) for a deterministic evaluation."
         )
 
     def eval_fn(*args: Any) -> dict[str, Mean]:
-        loss, metrics, _ = checked_loss(loss_fn(*args, key), stateful)
+        loss, metrics, _ = checked_loss(loss_fn(*args, *(() if needs_key else (None,))), stateful)
         return {"loss": loss, **metrics}
 
-    return eval_fn, key, note
+    return eval_fn, needs_key, note

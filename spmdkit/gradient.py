@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from spmdkit import agree, scope
+from spmdkit import agree, keys, scope
 from spmdkit.errors import ConfigError
 from spmdkit.forms import as_local, constrain, map_replicas
 from spmdkit.means import Mean
@@ -71,16 +71,25 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
 
 def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
-    """Returns a function `(params, model_state, batch, key) -> {name: Mean}` over the whole global batch."""
+    """Returns a function `(params, model_state, batch, key, number) -> {name: Mean}` over the whole global batch.
 
-    def run(params: Any, model_state: Any, batch: Any, key: Any) -> dict[str, Mean]:
+    With a key `eval_fn` gets one of its own as its last argument: another one in each batch, of which this is `number`, and on
+    each replica. Example keys follow from the place in the whole set.
+    """
+
+    def run(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Mean]:
         step = scope.current_step()
+        replicas = step.size("replica", *step.data_axes)
 
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
-            with scope.over(scope.Examples(num, mask, _positions(step, index, 0, num), key)):
+            places = _positions(step, index, 0, num) + number * (num * replicas)
+            with scope.over(scope.Examples(num, mask, places, key)):
                 metrics = eval_fn(
-                    _cast(params, step.compute_dtype), *((state,) if stateful else ()), _cast(rows, step.compute_dtype)
+                    _cast(params, step.compute_dtype),
+                    *((state,) if stateful else ()),
+                    _cast(rows, step.compute_dtype),
+                    *(() if key is None else (_loss_key(keys.batch_key(key, number), index, 0),)),
                 )
             return Sums(None, checked_metrics(metrics, "eval_fn")), None
 
@@ -236,7 +245,7 @@ def _known_count(step: scope.Step, total: Mean, of_one: Mean) -> Mean:
 
 def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
     """Returns the plain key of a loss: another one on each replica and in each microbatch."""
-    return None if key is None else jax.random.fold_in(jax.random.fold_in(key, replica), micro)
+    return None if key is None else keys.loss_key(key, replica, micro)
 
 
 def _positions(step: scope.Step, replica: Any, micro: Any, num: int) -> jax.Array:

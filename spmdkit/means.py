@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from spmdkit import scope
+from spmdkit import keys, scope
 from spmdkit.errors import ConfigError
 
 
@@ -174,7 +174,7 @@ def example_keys(salt: int = 0) -> jax.Array:
     does not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it differs by
     step, microbatch and replica.
 
-    Shapes: key[examples], for `jax.vmap`.
+    Shapes: key[examples], for `jax.vmap`; threefry's, whatever JAX's default is: others draw a whole `vmap` from its first key.
 
     Args:
         salt: different salts give independent keys, e.g. one per layer.
@@ -188,8 +188,7 @@ def example_keys(salt: int = 0) -> jax.Array:
             "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
         )
     scope.current_step().uses.add("example_keys")
-    base = jax.random.fold_in(jax.random.fold_in(examples.key, 0x65786D70), salt)
-    return jax.vmap(lambda position: jax.random.fold_in(base, position))(examples.positions)
+    return keys.example_keys(examples.key, salt, examples.positions)
 
 
 def _required(name: str) -> scope.Examples:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from spmdkit import metrics
+from spmdkit import keys, metrics
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
@@ -125,7 +125,18 @@ class Run:
         self._first_step = latest + 1
         self._open_records(latest)
         self.events.write("restored", step=latest, mesh=describe_mesh(self.program.sizes), form=self.program.form)
+        self._note_randomness(record, latest)
         return state
+
+    def _note_randomness(self, record: dict[str, Any], step: int) -> None:
+        """Says so where the keys of the coming steps are not those that the run would have had before."""
+        before, now = record.get("randomness", {"version": 1}), keys.identity()
+        if before != now:
+            self.events.write("randomness changed", step=step, before=before, now=now)
+            self.face.message(
+                f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
+                "continues differently from here, dropout and noise are not what they would have been"
+            )
 
     def _latest_for_all(self) -> int | None:
         return None if self.checkpoints is None else latest_for_all(self.cluster, self.checkpoints)
@@ -297,6 +308,7 @@ class Run:
             "next_batch": self.program.schedule.digest(step + 1),
             "versions": self._environment["versions"],
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
+            "randomness": keys.identity(),
         }
 
     def should_stop(self, step: int, signals: StopSignals) -> bool:
@@ -320,6 +332,10 @@ class Run:
         if self.cluster.is_main:
             self.face.close()
             metrics.write_report(self.directory)
+
+
+def _described(randomness: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in randomness.items())
 
 
 def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from spmdkit import scope
+from spmdkit import keys, scope
 from spmdkit.errors import ConfigError
 from spmdkit.tree import describe, named_leaves
 
@@ -40,7 +40,7 @@ class TrainState:
         opt_state: of the optax optimizer.
         model_state: mutable model state, or None.
         ema: exponential moving average of the parameters, or None.
-        rng: uint32[2], the data of the run's random key; never changes.
+        rng: uint32[2] (rbg: [4]), the data of the run's root key; never changes.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
     """
@@ -57,7 +57,7 @@ class TrainState:
     @property
     def key(self) -> jax.Array:
         """The random key of this step, the same on every replica: a function of (seed, step)."""
-        return jax.random.fold_in(jax.random.wrap_key_data(self.rng), self.step)
+        return keys.step_key(self.rng, self.step)
 
     def replace(self, **changes: Any) -> TrainState:
         """Returns the state with some fields changed."""
@@ -99,7 +99,7 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
         opt_state=optimizer.init(params),
         model_state=model_state,
         ema=None if ema_decay is None else jax.tree.map(jnp.copy, params),
-        rng=jax.random.key_data(jax.random.key(seed)),
+        rng=keys.root_data(seed),
         optimizer=optimizer,
         ema_decay=ema_decay,
     )

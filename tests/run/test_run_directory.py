@@ -177,3 +177,20 @@ def test_a_learning_rate_schedule_of_the_config_reaches_the_optimizer(tmp_path):
     assert float(result.state.params["w"][0, 0]) == 0.0
     named = make_config(tmp_path, run_dir=str(tmp_path / "named"), optimizer={"name": "adamw", "learning_rate": 0.1})
     assert abs(float(train(named, sk.Task(task.init, task.loss_fn, train_data={"x": X})).state.params["w"][0, 0])) > 0.5
+
+
+def test_a_checkpoint_of_other_random_keys_says_that_randomness_continues_differently(tmp_path, capfd):
+    make = lambda steps: make_config(tmp_path, steps=steps, log={"every_steps": 5, "progress": "plain"})
+    train(make(5), make_task())
+    train(make(10), make_task())
+    assert "randomness" not in capfd.readouterr().err + str([e["event"] for e in lines(tmp_path, "events.jsonl")])
+    path = tmp_path / "run/checkpoints/10/record.json"
+    record = json.loads(path.read_text())
+    assert record["record"].pop("randomness") == {"version": 2, "impl": "threefry2x32"}
+    path.write_text(json.dumps(record))  # as it was written before keys hung below tags
+    result = train(make(15), make_task())
+    assert int(result.state.step) == 15
+    printed = capfd.readouterr()
+    assert (printed.out + printed.err).count("randomness continues differently") == 1
+    (event,) = [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "randomness changed"]
+    assert event["step"] == 10 and event["before"] == {"version": 1} and event["now"]["version"] == 2

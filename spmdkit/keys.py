@@ -1,0 +1,106 @@
+"""Random keys: how every key of a run follows from its seed, in one place.
+
+    key(seed)                                         given to `init` as it is: users compare with plain JAX
+    |- fold STEPS - fold step                         `state.key`
+    |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
+    |     `- fold EXAMPLES - fold salt - fold place   `sk.example_keys(salt)`
+    `- fold EVALUATION                                the same below it, with the number of the batch for the step
+
+With threefry `split(key, n)[i]` is `fold_in(key, i)`, so the branches hang below large tags: what a user splits off never meets them.
+
+All folding is threefry's, whatever JAX's default implementation is: unsafe_rbg folds by an exclusive or, so that its folds commute
+and cancel (replica 2 of step 1 has the key of replica 1 of step 2), and under `vmap` rbg and unsafe_rbg draw a whole batch from its
+first key. A user is handed a key of the default implementation, made of threefry's bits; example keys stay threefry's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+VERSION = 2
+"""Of this tree, written with every checkpoint. 1: no tags; `init`, the steps and the evaluation drew from the same keys."""
+
+STEPS, EVALUATION, LOSS, EXAMPLES = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70
+"""ASCII: step, eval, loss, exmp."""
+
+THREEFRY = "threefry2x32"
+
+
+def identity() -> dict[str, Any]:
+    """Returns what decides which numbers a run draws, beside its seed."""
+    return {"version": VERSION, "impl": default_impl()}
+
+
+def default_impl() -> str:
+    """Returns the name of JAX's default implementation."""
+    return str(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+
+
+def root_data(seed: int) -> jax.Array:
+    """Returns the data of the run's root key, which is `init`'s."""
+    return jax.random.key_data(jax.random.key(seed))
+
+
+def step_key(root: jax.Array, step: Any) -> jax.Array:
+    """Returns the key of a step, of the default implementation: a function of (seed, step)."""
+    return _as_impl(_fold(_of_data(root), STEPS, step), default_impl())
+
+
+def evaluation_key(seed: int) -> jax.Array:
+    """Returns the key of every evaluation, of the default implementation."""
+    return _as_impl(_fold(_of_data(root_data(seed)), EVALUATION), default_impl())
+
+
+def batch_key(key: jax.Array, number: Any) -> jax.Array:
+    """Returns the key of one batch of an evaluation."""
+    return _like(_fold(_threefry(key), number), key)
+
+
+def loss_key(key: jax.Array, replica: Any, micro: Any) -> jax.Array:
+    """Returns the plain key of a loss, of the same implementation as `key`: another one on each replica and in each microbatch."""
+    return _like(_fold(_threefry(key), LOSS, replica, micro), key)
+
+
+def example_keys(key: jax.Array, salt: Any, places: jax.Array) -> jax.Array:
+    """Returns one threefry key for each place in the global batch."""
+    base = _fold(_threefry(key), EXAMPLES, salt)
+    return jax.vmap(lambda place: jax.random.fold_in(base, place))(places)
+
+
+def _fold(key: jax.Array, *data: Any) -> jax.Array:
+    for x in data:
+        key = jax.random.fold_in(key, x)
+    return key
+
+
+def _is_typed(key: Any) -> bool:
+    return bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
+
+
+def _threefry(key: jax.Array) -> jax.Array:
+    """Returns a threefry key that depends on every bit of `key`, typed or raw; one that is threefry's already, as it is."""
+    return _of_data(jax.random.key_data(key) if _is_typed(key) else key, whole=True)
+
+
+def _of_data(data: jax.Array, whole: bool = False) -> jax.Array:
+    """Returns a threefry key of another key's data. Without `whole` of its first two words: in a root key they hold the seed."""
+    words = data.reshape(-1)
+    key = jax.random.wrap_key_data(words[:2], impl=THREEFRY)
+    return _fold(key, *words[2:]) if whole else key
+
+
+def _like(key: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns a threefry key as a key like `other`: of its implementation, typed or raw."""
+    if _is_typed(other):
+        return _as_impl(key, str(jax.random.key_impl(other)))
+    return jax.random.key_data(_as_impl(key, default_impl()))
+
+
+def _as_impl(key: jax.Array, impl: str) -> jax.Array:
+    if impl == THREEFRY:
+        return key
+    shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
+    return jax.random.wrap_key_data(jax.random.bits(key, shape, jnp.uint32), impl=impl)
