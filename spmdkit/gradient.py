@@ -13,7 +13,8 @@ Wire: reducer(parameters) on the replica axes, once per step; forms.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from spmdkit.forms import as_local, constrain, map_replicas
 from spmdkit.means import Mean
 from spmdkit.returned import checked_loss, checked_metrics
 from spmdkit.sums import Sums
-from spmdkit.tree import describe, first_difference, named_leaves
+from spmdkit.tree import describe, first_difference, named_leaves, path_name
 
 Loss = Callable[..., Any]
 
@@ -88,7 +89,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
                 metrics = eval_fn(
                     _cast(params, step.compute_dtype),
                     *((state,) if stateful else ()),
-                    _cast(rows, step.compute_dtype),
+                    _cast_inputs(step, rows),
                     *(() if key is None else (_loss_key(keys.batch_key(key, number), index, 0),)),
                 )
             return Sums(None, checked_metrics(metrics, "eval_fn")), None
@@ -114,7 +115,7 @@ def _local_gradient(
         num = _num_rows(rows)
         folded = _loss_key(key, index, micro)
         with scope.over(scope.Examples(num, mask, _positions(step, index, micro, num), key)):
-            out = loss_fn(params, *((state,) if stateful else ()), _cast(rows, step.compute_dtype), folded)
+            out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(step, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
         counts.update({**metrics, "loss": loss})
         if stateful and (difference := first_difference(state, new_state)):
@@ -218,7 +219,7 @@ def _kinds(loss_fn: Loss, step: scope.Step, params: Any, state: Any, batch: Any,
     def new_state(state: Any, shared: Any, own: Any) -> Any:
         (params, key), (rows, mask, loss_key, positions) = shared, own
         with scope.over(scope.Examples(_num_rows(rows), mask, positions, key)):
-            out = loss_fn(_cast(params, step.compute_dtype), state, _cast(rows, step.compute_dtype), loss_key)
+            out = loss_fn(_cast(params, step.compute_dtype), state, _cast_inputs(step, rows), loss_key)
         return checked_loss(out, True)[2]
 
     axes = (("replica", step.size("replica")), ("data", step.size(*step.data_axes)))
@@ -300,6 +301,17 @@ def _cast(tree: Any, dtype: Any) -> Any:
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def _cast_inputs(step: scope.Step, rows: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: _cast(x, step.compute_dtype) if is_cast(step.inputs, path_name(path)) else x, rows
+    )
+
+
+def is_cast(inputs: str | Sequence[str], path: str) -> bool:
+    """Returns whether `precision.inputs` asks for a floating point array of a batch in the dtype of the computation."""
+    return inputs == "compute" if isinstance(inputs, str) else any(re.fullmatch(p, path) for p in inputs)
 
 
 def _num_rows(rows: Any) -> int:

@@ -31,7 +31,7 @@ from spmdkit.step import Batch
 from spmdkit.task import Task, load_task
 from spmdkit.tree import named_leaves
 from spmdkit.unused import check_used
-from spmdkit.variables import abstract_init, make_optimizer
+from spmdkit.variables import abstract_init, check_precision, input_notes, make_optimizer
 
 
 class Program:
@@ -51,7 +51,7 @@ class Program:
         self.config, self.task, self.notes = config, task, list[str]()
         self.compile_log: list[str] = []
         self._devices = devices
-        _check_precision(config)
+        check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
             raise ConfigError(
                 "microbatches: auto and remat: auto are chosen when a program is opened. Use sk.build(config), or give numbers."
@@ -72,6 +72,9 @@ class Program:
         self._open_data()
         self._step_record = self._choose_form()
         self.form = self._step_record.form
+        trained = [self.abstract_batch] if "value_and_grad" in self._step_record.uses else []
+        evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
+        self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
         if self.has_eval:
             self._check_evaluation()
 
@@ -145,6 +148,7 @@ class Program:
             inner_axes=tuple(a for a in ("fsdp", "expert") if a not in self.data_axes),
             microbatches=self.microbatches,
             compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
+            inputs=dtypes.inputs or "compute",
             reduce_dtype=jnp.dtype(dtypes.reduce),
             reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
             remat=self._remat_policy(),
@@ -398,12 +402,3 @@ def open_program(config: Config, task: Task, devices: Sequence[jax.Device], limi
     limit = auto.memory_limit(devices) if limit_bytes is None else limit_bytes
     make = lambda changes: Program(replace_keys(config, changes), task, devices)
     return auto.choose(config, mesh.count(sizes, mesh.BATCH_AXES), limit, make)
-
-
-def _check_precision(config: Config) -> None:
-    wide = [name for name, dtype in config.precision if dtype == "float64"]
-    if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in float32. "
-            "Set the environment variable JAX_ENABLE_X64=1, or use float32."
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -98,6 +98,7 @@ class Step:
         sizes: size of every mesh axis.
         data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
         inner_axes: the mesh axes over which one replica's examples are cut.
+        inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or patterns of paths.
         mask: bool[global batch] or None; False marks padding rows.
         agree: path of a leaf of the model state -> how the task says that replicas agree on it (agree.py).
         inside: True while a per-replica step is traced, inside `shard_map`.
@@ -117,6 +118,7 @@ class Step:
     inner_axes: tuple[str, ...] = ()
     microbatches: int = 1
     compute_dtype: Any = None
+    inputs: str | Sequence[str] = "compute"
     reduce_dtype: Any = None
     reducer: str = "sum"
     remat: Any = None

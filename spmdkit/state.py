@@ -39,7 +39,7 @@ class TrainState:
         params: the user's pytree.
         opt_state: of the optax optimizer.
         model_state: mutable model state, or None.
-        ema: exponential moving average of the parameters, or None.
+        ema: exponential moving average of the parameters, in float32 at least, or None.
         rng: uint32[2] (rbg: [4]), the data of the run's root key; never changes.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
@@ -81,7 +81,7 @@ class TrainState:
         ema = self.ema
         if self.ema_decay is not None:
             decay = self.ema_decay
-            ema = jax.tree.map(lambda e, p: (decay * e + (1 - decay) * p).astype(e.dtype), ema, new_params)
+            ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, new_params)
         return self.replace(
             step=self.step + 1,
             params=new_params,
@@ -98,7 +98,10 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
         params=params,
         opt_state=optimizer.init(params),
         model_state=model_state,
-        ema=None if ema_decay is None else jax.tree.map(jnp.copy, params),
+        # In bfloat16 each step's part of the average would be rounded away, and it would never move.
+        ema=None
+        if ema_decay is None
+        else jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params),
         rng=keys.root_data(seed),
         optimizer=optimizer,
         ema_decay=ema_decay,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import optax
 
 from spmdkit.checks import call_user
 from spmdkit.config import Config, choose_optimizer
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, nearest
+from spmdkit.gradient import is_cast
 from spmdkit.state import Variables
 from spmdkit.task import Task
 from spmdkit.tree import named_leaves
@@ -50,6 +51,47 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
     return init_as_stored, stored.params, stored.state
+
+
+def check_precision(config: Config) -> None:
+    """Raises ConfigError where the config asks for 64 bits and JAX has none."""
+    wide = [name for name, dtype in config.precision if dtype == "float64"]
+    if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in float32. "
+            "Set the environment variable JAX_ENABLE_X64=1, or use float32."
+        )
+
+
+def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
+    """Returns a note about the arrays of a batch that are rounded before the loss sees them, unless `precision.inputs` is set.
+
+    Args:
+        batches: abstract examples of training and of the evaluation.
+
+    Raises:
+        ConfigError: a pattern of `precision.inputs` matches no floating point array of a batch.
+    """
+    asked, compute = config.precision.inputs, config.precision.compute
+    floats = {p: x for b in batches for p, x in named_leaves(b) if jnp.issubdtype(x.dtype, jnp.floating)}
+    for pattern in asked if isinstance(asked, list) else ():
+        if not any(is_cast([pattern], path) for path in floats):
+            raise ConfigError(
+                f"precision.inputs: pattern '{pattern}' matches none of the {len(floats)} floating point arrays of a batch: "
+                f"{', '.join(sorted(floats)) or 'there is none'}. A pattern has to match a whole path.{nearest(pattern, floats)} "
+                "Mend it, or remove it."
+            )
+    rounded = sorted(
+        path or "(the whole)" for path, x in floats.items() if jnp.promote_types(x.dtype, compute) != compute
+    )
+    if asked is not None or compute == config.precision.params == "float32" or not rounded:
+        return []
+    note = (
+        f"these arrays of a batch are rounded to {compute} before the loss sees them (precision.compute): {', '.join(rounded)}. "
+        "Targets may need more. Set precision.inputs: given to hand all over as they are, [patterns of paths] to cast only those, "
+        "or compute if this is meant."
+    )
+    return [note]
 
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:

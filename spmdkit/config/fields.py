@@ -290,6 +290,34 @@ Dtype = Annotated[
 ]
 
 
+def widest(*names: str) -> Any:
+    """Returns the widest of the dtypes that a config may name."""
+    return max(names, key=("bfloat16", "float32", "float64").index)
+
+
+def _inputs(value: Any) -> str | list[str]:
+    if not isinstance(value, list):
+        return choice(value, ("compute", "given"))
+    if not value or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError("A pattern is a regular expression that matches the whole path of an array in a batch.")
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"A pattern is no regular expression: {error}.") from None
+    return value
+
+
+Inputs = Annotated[
+    str | list[str],
+    PlainValidator(_inputs),
+    WithJsonSchema(
+        {"anyOf": [{"enum": ["compute", "given"]}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+    ),
+    Expects("compute, given or a list of patterns of paths in a batch", "given", ("compute", "given")),
+]
+
+
 def dtype_to_mapping(value: Any) -> Any:
     """Returns `{compute: value}` for the name of a dtype; everything else is left to the model."""
     if isinstance(value, str):

@@ -35,6 +35,7 @@ def check(config: Config) -> list[Problem]:
         *_choices(config),
         *_remat(config),
         *_learning(config),
+        *_precision(config),
         *_without_effect(config),
     ]
 
@@ -209,6 +210,16 @@ def _learning(config: Config) -> Iterator[Problem]:
         yield from optimizer.schedule_problems(config.learning_rate, ("learning_rate",))
     if config.optimizer is not None:
         yield from optimizer.optimizer_problems(config.optimizer, config.learning_rate is not None)
+
+
+def _precision(config: Config) -> Iterator[Problem]:
+    asked = config.precision
+    if asked.inputs is not None and asked.compute == asked.params == "float32":
+        yield Problem(
+            ("precision", "inputs"),
+            f"is {show(asked.inputs)}, and compute and params are float32: nothing is cast, so it has no effect. Remove it, or set "
+            "compute: bfloat16.",
+        )
 
 
 def _without_effect(config: Config) -> Iterator[Problem]:

@@ -91,7 +91,15 @@ class Precision(Section):
         default="float32", description="Dtype of the loss function's parameters and activations."
     )
     params: fields.Dtype = Field(default="float32", description="Dtype in which the parameters are stored and updated.")
-    reduce: fields.Dtype = Field(default="float32", description="Dtype of gradients while they are summed.")
+    reduce: fields.Dtype = Field(
+        default_factory=lambda given: fields.widest("float32", given.get("params", "float32")),
+        description="Dtype of gradients while they are summed; default: the wider of float32 and params.",
+    )
+    inputs: fields.Inputs | None = Field(
+        default=None,
+        description="Floating point arrays of a batch: compute casts all of them to that dtype, given none, a list those whose whole "
+        "path one of its patterns matches. null: compute, and train names those that it rounds.",
+    )
 
 
 class Pipeline(Section):
@@ -288,7 +296,9 @@ class Config(Section):
     precision: Annotated[
         Precision,
         BeforeValidator(fields.dtype_to_mapping, json_schema_input_type=Literal["float32", "bfloat16"] | Precision),
-        Expects("float32, bfloat16 or a mapping {compute, params, reduce}", "bfloat16", ("float32", "bfloat16")),
+        Expects(
+            "float32, bfloat16 or a mapping {compute, params, reduce, inputs}", "bfloat16", ("float32", "bfloat16")
+        ),
     ] = Field(default_factory=Precision, description="Dtype of the computation, or dtypes of compute, params, reduce.")
     remat: Remat = Field(
         default="none",

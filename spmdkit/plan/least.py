@@ -18,7 +18,7 @@ Model axes other than fsdp are left out: what they need is the model's own affai
 
 from __future__ import annotations
 
-import numpy as np
+import jax.numpy as jnp
 
 from spmdkit.mesh import count
 from spmdkit.plan.memory import shard_bytes
@@ -29,8 +29,8 @@ def least_bytes(program: Program) -> dict[str, int]:
     """Returns axes -> bytes that one device sends in a step by the formulas, for the replica axes and for fsdp."""
     sizes, config = program.sizes, program.config
     replicas, f = count(sizes, ("replica", "data")), sizes["fsdp"]
-    compute = np.dtype(config.precision.compute).itemsize if config.precision.compute != "bfloat16" else 2
-    reduce = 4 if config.precision.reduce == "float32" else 2
+    compute = jnp.dtype(config.precision.compute).itemsize
+    reduce = jnp.dtype(config.precision.reduce).itemsize
     found = {"replica x data": 0.0, "fsdp": 0.0}
     for leaf in program.layout:
         if not leaf.path.startswith("params"):
@@ -38,8 +38,8 @@ def least_bytes(program: Program) -> dict[str, int]:
         stored = shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh))
         axes = {a for dim in leaf.spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
         is_cut = "fsdp" in axes
-        elements = stored / np.dtype(leaf.dtype).itemsize * (f if is_cut else 1)
-        p, g, s = elements * compute, elements * reduce, elements * np.dtype(leaf.dtype).itemsize
+        elements = stored / leaf.dtype.itemsize * (f if is_cut else 1)
+        p, g, s = elements * compute, elements * reduce, elements * leaf.dtype.itemsize
         found["replica x data"] += 2 * (replicas - 1) / replicas * g / (f if is_cut or config.layout.zero == 2 else 1)
         share = (f - 1) / f
         if config.layout.zero == 3:

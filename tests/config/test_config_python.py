@@ -147,6 +147,7 @@ def test_precision_by_name_means_the_computation_only():
         "compute": "bfloat16",
         "params": "float32",
         "reduce": "float32",
+        "inputs": None,
     }
 
 
