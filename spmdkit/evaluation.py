@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, keys, scope
+from spmdkit import agree, keys, padding, scope
 from spmdkit.checks import call_user, refuses_none_key
 from spmdkit.errors import ConfigError
 from spmdkit.feed import Feed
@@ -44,8 +44,10 @@ class Evaluator:
         seed: int,
         to_device: Callable[[TrainState], TrainState],
         compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
+        probe_padding: bool = True,
     ):
-        self._feed = feed
+        self._feed, self._probe = feed, probe_padding
+        self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
         groups = record.state_groups
         record = dataclasses.replace(
@@ -75,7 +77,7 @@ class Evaluator:
             placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
             return compile(jax.jit(run, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch))
 
-        self._totals = call_user(trace, "eval_fn" if task.eval_fn else "loss_fn in evaluation")
+        self._totals = call_user(trace, self._what)
         self._compile = compiled
         self.names = tuple(self._totals[1])
 
@@ -84,13 +86,32 @@ class Evaluator:
         return self._compile()
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Returns the means over the whole set. Waits for the device."""
-        totals = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), self._whole), self._totals)
+        """Returns the means over the whole set. Waits for the device.
+
+        Raises:
+            ConfigError: padding rows of the last batch would count; seen at the first batch of the first call.
+        """
+        totals = zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), self._whole), self._totals)
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
             for _, batch, _ in batches:
+                if batch.mask is not None and self._probe:
+                    self._check_padding(functools.partial(self._compiled, zeros, state), batch)
+                    self._probe = False
                 # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
         return {name: float(x.value) for name, x in jax.device_get(totals[1]).items()}
+
+    def _check_padding(self, run: Callable[[Batch], Any], batch: Batch) -> None:
+        def by_kind(batch: Batch) -> dict[str, Any]:
+            _, sums = run(batch)
+            return {
+                f"the {kind} of metric": {name: getattr(mean, kind) for name, mean in sums.items()}
+                for kind in ("sum", "count")
+            }
+
+        if found := padding.changes(by_kind, batch, self._feed.grid, self._whole):
+            schedule = self._feed.schedule
+            raise padding.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
 
 
 def _function(

@@ -22,6 +22,9 @@ class Feed:
     Layout: every leaf [global batch, ...] is cut over the batch axes. Row (s, m, i) of [shards, microbatches, rows] holds
     position (m, s, i) of [microbatches, shards, rows] of the global batch: each shard holds its own part of every
     microbatch, so that cutting microbatches moves nothing, and microbatch m is the same examples on every mesh.
+
+    Attributes:
+        grid: (shards, microbatches, rows).
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Feed:
         self._sharding = NamedSharding(mesh, canonical([BATCH_AXES], sizes))
         size = schedule.batch_size
         rows = size // (self._shards * microbatches)
+        self.grid = (self._shards, microbatches, rows)
         order = np.arange(size).reshape(microbatches, self._shards, rows).transpose(1, 0, 2).reshape(-1)
         self._one_process = jax.process_count() == 1
         indices = self._sharding.addressable_devices_indices_map((size,)).values()

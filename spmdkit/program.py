@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, auto, compile_log, compiler, data, layout, mesh, scope, state, step
+from spmdkit import agree, auto, compile_log, compiler, data, layout, mesh, padding, scope, state, step
 from spmdkit.checks import call_user
 from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, SpmdkitError, nearest
@@ -45,10 +45,12 @@ class Program:
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.forms`).
         notes: remarks for the user that are no errors.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
+        probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
     """
 
-    def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device]):
+    def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
         self.config, self.task, self.notes = config, task, list[str]()
+        self.probe_padding, self._probed = probe_padding, False
         self.compile_log: list[str] = []
         self._devices = devices
         check_precision(config)
@@ -258,7 +260,7 @@ class Program:
 
     def with_config(self, changes: Mapping[str, Any]) -> Program:
         """Returns the program of the same task and devices with dotted keys of the config changed."""
-        return Program(replace_keys(self.config, changes), self.task, self._devices)
+        return Program(replace_keys(self.config, changes), self.task, self._devices, self.probe_padding)
 
     @property
     def computes_twice(self) -> bool:
@@ -276,9 +278,25 @@ class Program:
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
 
-        `batch` comes from `batches` or `put`. Never waits for the device.
+        `batch` comes from `batches` or `put`. Never waits for the device, but where batches can be short, the first time.
+
+        Raises:
+            ConfigError: padding rows of a short batch would count.
         """
-        return self.compiled(state, batch if isinstance(batch, Batch) else self.put(batch))
+        batch = batch if isinstance(batch, Batch) else self.put(batch)
+        if batch.mask is not None and self.probe_padding and not self._probed:
+            self.check_padding(state, batch)
+            self._probed = True
+        return self.compiled(state, batch)
+
+    def check_padding(self, state: TrainState, batch: Batch) -> None:
+        """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.padding`. Waits for the device."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        forward = self._compile(
+            padding.lowered_forward(self.traced, self.abstract_state, self.abstract_batch, self.state_sharding, whole)
+        )
+        if found := padding.changes(functools.partial(forward, state), batch, self._feed.grid, whole):
+            raise padding.refused_step(found, self._what())
 
     # ---- arrays ------------------------------------------------------------------------------------------------------
 
@@ -337,6 +355,7 @@ class Program:
             seed=self.config.seed,
             to_device=self._to_device,
             compile=self._compile,
+            probe_padding=self.probe_padding,
         )
 
     def eval(self, current: TrainState) -> dict[str, float]:
