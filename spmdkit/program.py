@@ -32,6 +32,7 @@ from spmdkit.task import Task, load_task
 from spmdkit.tree import named_leaves
 from spmdkit.unused import check_used
 from spmdkit.variables import abstract_init, check_precision, input_notes, make_optimizer
+from spmdkit.xla_defects import check_pools
 
 
 class Program:
@@ -198,6 +199,7 @@ class Program:
     def _settle(self, record: scope.Step) -> scope.Step:
         """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
         check_used(self.config, record, self.layout, self.schedule.always_full, self._what())
+        check_pools(self._last_trace[1].jaxpr, self.sizes, self._what())
         if record.remat is not None and "remat" not in record.uses:
             record = dataclasses.replace(record, remat_whole=True)
         if not isinstance(self.config.remat, str):

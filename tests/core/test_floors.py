@@ -19,7 +19,7 @@ FLOORS = {
     6: ["sums", "agree", "returned", "forms", "gradient", "replica"],
     7: ["state", "step", "task", "checks"],
     8: ["data", "checkpoint", "metrics", "faults"],
-    9: ["auto", "state_layout", "variables", "unused", "feed", "padding", "evaluation", "program"],
+    9: ["auto", "state_layout", "variables", "unused", "feed", "padding", "xla_defects", "evaluation", "program"],
     10: ["run", "verify", "plan", "loop", "doctor"],
     11: ["launch", "cli", "testing", "__main__"],
 }

@@ -1,0 +1,117 @@
+"""Programs that XLA is known to compile into wrong numbers without a word: refused when the step is traced.
+
+One so far (jaxlib 0.10.2): the gradient of a max or min pool whose windows overlap by half or more, along a dim that is cut. In JAX
+it is `select_and_scatter_add` with window >= 2 * stride; the partitioner exchanges too few rows there. docs/xla_pool.md has a
+reproduction in plain JAX, what was measured wrong and what right.
+
+A dim is cut where an activation constraint (`sk.shard`) says so, or where the partitioner carries such a cut along. So a pool is
+right only if its operand is made whole there just before, or if no constraint cuts that dim of an array of so many dims, nor any
+dim over `context` (a reshape may have moved it). Inside `shard_map` arrays are shards and nothing is partitioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+
+MANUAL = ("shard_map", "spmdkit_manual")
+"""Equations whose inner arrays are shards."""
+
+
+def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
+    """Refuses a step whose gradient of a pool XLA would get wrong.
+
+    Args:
+        jaxpr: of the step, closed or not.
+        sizes: of the mesh axes.
+        what: the name of the user's function.
+
+    Raises:
+        ConfigError: a pool with overlapping windows along a dim that is cut.
+    """
+    if all(size == 1 for size in sizes.values()):
+        return
+    cuts = [(rank, cut) for spec, rank in _constraints(jaxpr) if (cut := _cut_dims(spec, sizes))]
+    if not cuts:
+        return
+    for eqn, spec in _pools(jaxpr):
+        window, stride = eqn.params["window_dimensions"], eqn.params["window_strides"]
+        for dim in (d for d in range(len(window)) if window[d] > 1 and window[d] >= 2 * stride[d]):
+            if axes := _axes_along(dim, len(window), spec, cuts, sizes):
+                shape = eqn.outvars[0].aval.shape
+                raise ConfigError(
+                    f"{what} pools an array of shape {shape} in windows of {window[dim]} every {stride[dim]} along dim {dim}, and the mesh may "
+                    f"cut that dim over {', '.join(axes)} ({', '.join(str(sizes[a]) for a in axes)}). XLA gets the gradient of a max or min "
+                    "pool wrong, without a word, where its windows are at least twice the stride and the dim is cut (docs/xla_pool.md). Leave "
+                    'that dim whole just before the pool, x = sk.shard(x, "batch", None, None, None), take a stride of more than half the '
+                    f"window, or a mesh that does not cut it.\n  {compat.source_line(eqn)}"
+                )
+
+
+def _axes_along(
+    dim: int,
+    rank: int,
+    spec: PartitionSpec | None,
+    cuts: list[tuple[int, dict[int, list[str]]]],
+    sizes: Mapping[str, int],
+) -> list[str]:
+    """Returns the mesh axes that may cut `dim` of a pool's operand.
+
+    Args:
+        spec: that of the constraint that made the operand, None where another equation did.
+    """
+    if spec is not None:
+        return _cut_dims(spec, sizes).get(dim, [])
+    here = {axis for length, cut in cuts if length == rank for axis in cut.get(dim, [])}
+    anywhere = {axis for _, cut in cuts for axes in cut.values() for axis in axes}
+    return sorted(here | (anywhere & {"context"}))
+
+
+def _cut_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> dict[int, list[str]]:
+    """Returns dim -> the mesh axes larger than one that cut it."""
+    names = {dim: (axes,) if isinstance(axes, str) else axes for dim, axes in enumerate(spec)}
+    large = {
+        dim: [a for a in axes if sizes.get(a, 1) > 1] for dim, axes in names.items() if isinstance(axes, tuple | list)
+    }
+    return {dim: axes for dim, axes in large.items() if axes}
+
+
+def _constraints(jaxpr: Any) -> Iterator[tuple[PartitionSpec, int]]:
+    """Yields (spec, number of dims) of every constraint that the partitioner sees."""
+    for inner in _partitioned(jaxpr):
+        for eqn in inner.eqns:
+            if (spec := _spec_of(eqn)) is not None:
+                yield spec, eqn.outvars[0].aval.ndim
+
+
+def _pools(jaxpr: Any) -> Iterator[tuple[Any, PartitionSpec | None]]:
+    """Yields the gradients of pools, each with the spec of the constraint that made its operand."""
+    for inner in _partitioned(jaxpr):
+        made = {id(var): eqn for eqn in inner.eqns for var in eqn.outvars}
+        for eqn in inner.eqns:
+            if eqn.primitive.name == "select_and_scatter_add":
+                maker = made.get(id(eqn.invars[1]))
+                yield eqn, None if maker is None else _spec_of(maker)
+
+
+def _partitioned(jaxpr: Any) -> Iterator[Any]:
+    """Yields the jaxpr and those inside of it whose arrays are global."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in MANUAL:
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from _partitioned(inner)
+
+
+def _spec_of(eqn: Any) -> PartitionSpec | None:
+    """Returns the spec of an equation that constrains an array, None for any other."""
+    if eqn.primitive.name != "sharding_constraint":
+        return None
+    return getattr(eqn.params["sharding"], "spec", None)
