@@ -17,11 +17,13 @@ import numpy as np
 
 from spmdkit import gradient
 from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.program import Program
 from spmdkit.verify import compare, mistakes, mutants
 from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import find
 from spmdkit.verify.instruments import one_ulp, working_dtype
 from spmdkit.verify.subject import Record, Setting, Subject
+from spmdkit.verify.unpadded import Unpadded
 
 
 class Reference(NamedTuple):
@@ -46,9 +48,10 @@ class Judge:
         """Returns the reference of a setting: one device, the plainest program.
 
         A task with model state has one for each number of microbatches: batch statistics are those of a microbatch.
+        Where the config has short batches, their reference is not filled up, but for those with microbatches.
 
         Raises:
-            SpmdkitError: the task does not run on one device.
+            SpmdkitError: the task does not run on one device, or padding rows count in it.
         """
         first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True))
         if setting.microbatches == 1 or not first.record.model_state:
@@ -71,7 +74,7 @@ class Judge:
 
     def _make(self, setting: Setting) -> Reference:
         subject = self.subject
-        program = subject.program(setting)
+        program = self._plain_program(setting)
         record = subject.run(program, evaluate=True)
 
         def probe(i: int) -> Record:
@@ -85,6 +88,18 @@ class Judge:
             partial.write_bytes(pickle.dumps(made))
             partial.replace(path)
         return made
+
+    def _plain_program(self, setting: Setting) -> Program | Unpadded:
+        # A mutant's short batches are not the user's: a loss that only ever has full ones may mix examples as it likes.
+        as_configured = setting.short == self.subject.short
+        first = as_configured and setting.microbatches == 1 and setting.clip_norm is None
+        program = self.subject.program(setting, probe=first)
+        if not (as_configured and setting.short and setting.microbatches == 1) or program.schedule.always_full:
+            return program
+        if first:
+            (_, batch), *_ = program.batches(stop=1)
+            program.check_padding(program.init(), batch)
+        return Unpadded(program)
 
     # ---- cases -------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from spmdkit.task import Task
 from spmdkit.tree import named_leaves
 from spmdkit.variables import make_optimizer
 from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants
+from spmdkit.verify.unpadded import Unpadded
 
 NUM_BATCHES = 2
 """Batches on which gradient and update are compared, each from the initial parameters. The second is short where batches may be."""
@@ -108,14 +109,18 @@ class Subject:
         """Whether the config itself has short batches."""
         return self.config.data.remainder == "mask"
 
-    def program(self, setting: Setting) -> Program:
+    def program(self, setting: Setting, probe: bool = False) -> Program:
         """Returns the program of a setting on fake devices.
+
+        Args:
+            probe: whether it refuses padding rows that count. The reference does so for all.
 
         Raises:
             ConfigError: the setting is not legal for this task.
         """
         num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
-        return Program(self._config(setting, num_devices), self._instrumented(setting), jax.devices()[:num_devices])
+        devices = jax.devices()[:num_devices]
+        return Program(self._config(setting, num_devices), self._instrumented(setting), devices, probe)
 
     def _config(self, setting: Setting, num_devices: int) -> Config:
         changes: dict[str, Any] = {
@@ -188,7 +193,7 @@ class Subject:
 
     def run(
         self,
-        program: Program,
+        program: Program | Unpadded,
         *,
         evaluate: bool = False,
         restore: bool = False,
@@ -274,7 +279,7 @@ def _without_effect(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
     return changes
 
 
-def _of_all_groups(model_state: Any, program: Program) -> Any:
+def _of_all_groups(model_state: Any, program: Program | Unpadded) -> Any:
     """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
     if program.config.model_state == "global":
         return model_state

@@ -7,6 +7,8 @@ import verify_tasks as tasks
 from verify_tasks import judge
 
 import spmdkit as sk
+from spmdkit import padding
+from spmdkit.errors import ConfigError
 from spmdkit.verify import compare, room
 from spmdkit.verify.diagnosis import diagnose, pattern
 from spmdkit.verify.finding import Finding
@@ -49,6 +51,22 @@ def test_a_wrong_task_is_told_what_kind_of_mistake_it_is(loss_fn, kind, says):
 def test_a_mistake_with_uneven_counts_is_seen_in_the_short_batch_only():
     assert judge(tasks.own_normalisation).case({"data": 4}, 1, whole=False)["passed"]
     found = judge(tasks.own_normalisation, "mask").case({"data": 4}, 1, whole=False)
+    assert found["diagnosis"]["kind"] == "uneven counts"
+    assert "only in the short batch" in found["diagnosis"]["found"]
+
+
+def test_padding_that_counts_is_refused_by_the_reference():
+    assert judge(tasks.counts_padding).case({"data": 4}, 1, whole=False)["passed"]
+    with pytest.raises(ConfigError, match="in loss_fn padding rows count: metric 'loss' is"):
+        judge(tasks.counts_padding, "mask").case({"data": 4}, 1, whole=False)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 4}], ids=str)
+def test_padding_that_counts_differs_from_the_reference_where_nothing_else_looks_for_it(mesh, monkeypatch):
+    """The reference of a short batch has no padding: the mistake is not made on both sides."""
+    monkeypatch.setattr(padding, "changes", lambda *args: [])
+    found = judge.__wrapped__(tasks.counts_padding, "mask").case(mesh, 1, whole=False)
+    assert not found["passed"] and found["gradient_error"] > 1e-3
     assert found["diagnosis"]["kind"] == "uneven counts"
     assert "only in the short batch" in found["diagnosis"]["found"]
 

@@ -78,6 +78,10 @@ def own_normalisation(params, batch, key):
     return sk.mean(examples_loss(params, batch) * (mask.size / jnp.maximum(mask.sum(), 1)))
 
 
+def counts_padding(params, batch, key):
+    return sk.mean(examples_loss(params, batch, lambda h: h - lax.pmean(h.mean(0), REPLICAS)))
+
+
 def one_leaf(params, batch, key):
     own = lax.axis_index("data") * params["b"]
     return sk.mean(examples_loss({"w": params["w"], "b": params["b"] + own - lax.stop_gradient(own)}, batch))

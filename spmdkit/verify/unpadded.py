@@ -1,0 +1,53 @@
+"""`Unpadded`: what one device computes where a short batch is a whole batch of its own size, and nothing is filled up.
+
+So padding rows that count are seen as any other mistake: no mesh is compared with a device that makes it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit.config import replace_keys
+from spmdkit.program import Program
+from spmdkit.state import TrainState
+from spmdkit.step import Batch
+
+
+class Unpadded:
+    """A program on one device, without microbatches, whose step takes the real rows of a batch alone.
+
+    Args:
+        padded: says which examples are in which batch, and evaluates.
+    """
+
+    def __init__(self, padded: Program):
+        self._padded, self._by_size = padded, dict[int, Program]()
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what does not depend on the batch: `init`, `eval`, `config`, ..."""
+        return getattr(self._padded, name)
+
+    def batches(self, stop: int) -> Iterator[tuple[int, Batch]]:
+        """Yields `(step, batch)` of the real rows."""
+        for step, batch in self._padded.batches(stop=stop):
+            examples, mask = jax.device_get((batch.examples, batch.mask))
+            num = int(mask.sum())
+            yield step, self._of(num).put(jax.tree.map(lambda x, real=mask: x[real], examples))
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after one step, and its metrics."""
+        return self._of(int(np.shape(jax.tree.leaves(batch.examples)[0])[0])).step(state, batch)
+
+    def _of(self, size: int) -> Program:
+        """Returns the program whose batches have `size` rows, all of them real."""
+        if size not in self._by_size:
+            config = replace_keys(self._padded.config, {"batch_size": size, "data.remainder": "drop"})
+            # The same optimizer: a state belongs to the one that made it.
+            task = dataclasses.replace(self._padded.task, eval_data=None)
+            self._by_size[size] = Program(config, task, jax.devices()[:1])
+        return self._by_size[size]
