@@ -19,6 +19,7 @@ from spmdkit.checks import call_user
 from spmdkit.means import Mean
 from spmdkit.program import Program
 from spmdkit.task import Task
+from spmdkit.verify.unpadded import Unpadded
 
 COUNT = "verify_count"
 """Name of the metric that carries the count of the loss; taken out before anybody sees it."""
@@ -84,7 +85,7 @@ def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[An
     return lambda tree: jax.tree.map(move, tree)
 
 
-def working_dtype(program: Program) -> str:
+def working_dtype(program: Program | Unpadded) -> str:
     """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
 
     def rounds(jaxpr: Any) -> bool:
