@@ -115,6 +115,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     scope.current_step().uses.add("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
+            scope.note_masked_mean()
             rows = _left(examples.mask, values.ndim)
             kept = rows if kept is None else rows & kept
         elif "example_mask" not in scope.current_step().uses:

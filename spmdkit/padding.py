@@ -16,6 +16,7 @@ Cost: two forward passes, and in training one more compilation, of what is left 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import NamedSharding
 
+from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.step import Batch
 from spmdkit.tree import named_leaves
@@ -133,6 +136,36 @@ def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
     return _Compared(difference.max(), size.max(), (known & ~finite).any(), a[at], b[at])
 
 
+# ---- training, abstract ----------------------------------------------------------------------------------------------
+
+
+def check_first_dims(record: scope.Step, trace: Callable[[scope.Step, Batch], Any], batch: Batch, what: str) -> None:
+    """Refuses a `sk.mean` of values whose first dim is not the examples, though it is as long as they are many.
+
+    Where padding was left out of the values by `sk.example_mask()`, no filling shows that time steps are then taken for padding rows. So
+    the step is traced once more with twice the rows: as many means have to leave padding out. Other losses are not traced again.
+
+    Args:
+        record: of the step as it was traced.
+        trace: traces the step with another record and another abstract batch.
+    """
+    if not {"example_mask", "mean"} <= record.uses:
+        return
+    other = dataclasses.replace(record, uses=set())
+    twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)
+    try:
+        trace(other, jax.tree.map(twice, batch))
+    except Exception:  # noqa: BLE001  a step that can only have its own number of rows says nothing about another
+        return
+    found, expected = scope.num_masked_means(record.uses), scope.num_masked_means(other.uses)
+    if found != expected:
+        raise ConfigError(
+            f"data.remainder is mask, and {what} gives {found} times values to sk.mean whose first dim is as long as the rows, but "
+            f"{expected} times with twice as many rows: some first dim is no dim of examples and has that length by chance. sk.mean leaves "
+            "padding rows out along the first dim, which must be the examples. Put them first (values.T), or add up to one number before."
+        )
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +191,8 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
     def run(state: Any, batch: Batch) -> dict[str, Any]:
         return pick(*jax.tree.unflatten(structure, step(*jax.tree.leaves((state, batch)))))
 
-    out_shardings = pick(placed, jax.tree.map(lambda _: whole, metrics))
+    on_device = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), placed)
+    out_shardings = pick(on_device, jax.tree.map(lambda _: whole, metrics))
     return jax.jit(run, out_shardings=out_shardings).lower(state, batch)
 
 

@@ -200,6 +200,9 @@ class Program:
         """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
         check_used(self.config, record, self.layout, self.schedule.always_full, self._what())
         check_pools(self._last_trace[1].jaxpr, self.sizes, self._what())
+        if self.probe_padding and not self.schedule.always_full:
+            trace = lambda r, batch: jax.eval_shape(self._step_function(r), self.abstract_state, batch)
+            padding.check_first_dims(record, trace, self.abstract_batch, self._what())
         if record.remat is not None and "remat" not in record.uses:
             record = dataclasses.replace(record, remat_whole=True)
         if not isinstance(self.config.remat, str):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -175,6 +175,21 @@ def current_step() -> Step:
 def current_examples() -> Examples | None:
     """Returns the rows of the loss that is being traced, or None outside of one."""
     return _examples.get()
+
+
+MASKED_MEAN = "mean without padding"
+"""Begins the names in `Step.uses` of means that left padding rows out, one for each."""
+
+
+def note_masked_mean() -> None:
+    """Notes that a mean has left padding rows out of values whose first dim is as long as the rows."""
+    uses = current_step().uses
+    uses.add(f"{MASKED_MEAN} {num_masked_means(uses)}")
+
+
+def num_masked_means(uses: Collection[str]) -> int:
+    """Returns the number of means that have left padding rows out."""
+    return sum(name.startswith(MASKED_MEAN) for name in uses)
 
 
 def differing_axes(step: Step, x: jax.typing.ArrayLike) -> tuple[str, ...]:

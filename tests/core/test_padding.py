@@ -232,3 +232,22 @@ def test_padding_is_filled_from_real_rows_of_the_same_batch(grid):
     by_shard = np.asarray(padding._filled(Batch(x, jnp.ones(num, bool)), jnp.float32(0), grid).mask).reshape(grid)
     if grid[2] > 1:  # the last rows of each, as in a short batch
         assert by_shard[..., 0].all() and not by_shard[..., -1].any()
+
+
+# ---- values whose first dim has the length of the rows by chance ---------------------------------------------------------
+
+
+def test_values_along_time_that_are_as_many_as_the_rows_are_refused_where_padding_was_left_out_of_them():
+    """No filling shows this one: padding is out of the values, and then time steps are taken for padding too."""
+
+    def loss(w, x, key):
+        each_TB = jnp.stack([x @ w * t for t in range(8)])
+        mask = sk.example_mask()
+        return sk.mean((each_TB * mask).sum(-1) / jnp.maximum(mask.sum(), 1)), {"right": sk.mean(x @ w)}
+
+    by_time = sk.Task(init, loss, optax.sgd(0.1), train_data=ROWS)
+    first_step(program_of(by_time, mesh={}, **SHORT))  # 16 rows: the first dim of 8 is trusted
+    with pytest.raises(ConfigError) as raised:
+        program_of(by_time, mesh={"data": 2}, **SHORT)
+    assert "with twice as many rows" in str(raised.value) and "first dim" in str(raised.value)
+    program_of(by_time, mesh={"data": 2}, batch_size=16)  # no short batches
