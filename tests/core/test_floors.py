@@ -13,7 +13,7 @@ FLOORS = {
     0: ["errors", "compat", "compile_log", "keys", "tree"],
     1: ["config", "hardware"],
     2: ["cluster"],
-    3: ["mesh", "compiler"],
+    3: ["mesh", "compiler", "summed"],
     4: ["scope", "layout", "reducers", "dependence"],
     5: ["ops", "means"],
     6: ["sums", "agree", "returned", "forms", "gradient", "replica"],

@@ -1,0 +1,56 @@
+"""Where JAX's types have added up a derivative over devices: sums that the typed trace of a function has, and the untyped one has not.
+
+Inside `shard_map` with `check_vma` a value that is the same along an axis is cast where it meets one that differs, and the transpose of
+that cast is a sum over the axis. For a parameter and a loss over all devices' examples that is right. A derivative *inside* the function
+with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum, without a word, and with it the other devices' derivatives. Traced
+without the types (`check_vma=False`) the function has its own sums only.
+
+Sums are told apart by the place in the source that made them: without types the transpose of a user's own sum is one more sum, at the
+same place, so that a place can have fewer sums in the typed trace but never more.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+
+from spmdkit import compat
+
+
+def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
+    """Returns the source line of the first sum over any of `axes` that only the types have put there, or None.
+
+    Args:
+        typed: the trace of a function in a `shard_map` with `check_vma`.
+        untyped: that of the same function without.
+    """
+    known = collections.Counter(_sums(untyped.jaxpr, axes))
+    for line in _sums(typed.jaxpr, axes):
+        known[line] -= 1
+        if known[line] < 0:
+            return line
+    return None
+
+
+def takes_derivative(closed: ClosedJaxpr) -> bool:
+    """Returns whether anything in a trace is the transpose of something: only there do the types add up."""
+    return any("transpose(" in str(eqn.source_info.name_stack) for eqn, _ in _equations(closed.jaxpr))
+
+
+def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
+    """Yields the source line of every sum over any of `axes`, once for each array that it adds up."""
+    for eqn, line in _equations(jaxpr):
+        if eqn.primitive.name.startswith("psum") and set(eqn.params.get("axes", ())) & set(axes):
+            yield from [line] * len(eqn.invars)
+
+
+def _equations(jaxpr: Any, around: str = "") -> Iterator[tuple[Any, str]]:
+    """Yields every equation with its line; inside of a function that JAX has jitted, that of the call where there is no other."""
+    for eqn in jaxpr.eqns:
+        line = compat.source_line(eqn) or around
+        yield eqn, line
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _equations(inner, line)
