@@ -44,6 +44,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, all_reduce, all_to_all, axes, axis_index, axis_size
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows, scatter_gradient
+from spmdkit.tree import describe
 
 LOGITS_BYTES = 2**29
 """Bytes of float32 logits that a device holds at a time where no `chunk` is given."""
@@ -71,6 +72,7 @@ def embed(
 
     Layout: tokens cut as `dims` without the vocabulary's axes; table `("vocab", "embed")`.
     """
+    _check_ids("sk.embed: tokens_BT", tokens_BT)
     table_dims: Dims = ("vocab", "embed")
     kept = kept_axes(table_dims[:1], dims)
     token_dims = between_dims(dims, kept)
@@ -109,7 +111,7 @@ def cross_entropy(
     """Returns `-log softmax(hidden . head)[target]`, float32[B, T], without logits of more than `chunk` tokens on any device.
 
     Args:
-        targets_BT: ids, int32; an id outside the vocabulary gives NaN, unless `where` leaves it out.
+        targets_BT: ids, integers; an id outside the vocabulary gives NaN, unless `where` leaves it out.
         where: bool[B, T]; zero, and no gradient, where False.
         z_loss: adds `z_loss * log(sum(exp(logits)))**2`, which keeps the logits from drifting.
         chunk: tokens of a device whose logits exist at a time; default: half a GiB of them.
@@ -121,8 +123,9 @@ def cross_entropy(
     axes. Products and sums in float32; the gradients have the dtypes of hidden and head.
 
     Raises:
-        ConfigError: V is not divisible by the axes of `vocab`: pad the head and give `vocab_size`.
+        ConfigError: V is not divisible by the axes of `vocab`: pad the head and give `vocab_size`; targets that are no integers.
     """
+    _check_ids("sk.cross_entropy: targets_BT", targets_BT)
     head_dims: Dims = ("embed", "vocab")
     kept = kept_axes(head_dims[1:], dims)
     row_dims = between_dims(dims, kept)
@@ -153,6 +156,15 @@ def cross_entropy(
 def padded_vocab(vocab_size: int, multiple: int = 128) -> int:
     """Returns the smallest multiple that holds the vocabulary: the length of a head or table that any such mesh can cut."""
     return -(-vocab_size // multiple) * multiple
+
+
+def _check_ids(what: str, ids: Any) -> None:
+    ids = ids if hasattr(ids, "dtype") else jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ConfigError(
+            f"{what} is {describe(ids)}. Ids count the rows of the vocabulary: they are integers of any width, and a fraction would be cut off "
+            "without a word. Cast them where they are whole numbers, ids.astype(jnp.int32)."
+        )
 
 
 def _check(num: int, vocab_size: int | None, chunk: int | None, kept: tuple[str, ...]) -> None:

@@ -97,3 +97,21 @@ def test_what_cannot_work_is_refused_with_its_repair(arrays):
     with pytest.raises(ConfigError, match="Use by='table'"):
         value_and_grad(lambda w: sk.embed(targets, w, by="tokens", dims=(None, "norm_sequence", None)), head.T, fsdp=8)
     assert [padded_vocab(50257), padded_vocab(8, 8), padded_vocab(9, 8)] == [50304, 8, 16]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.bool_])
+def test_what_is_no_whole_number_is_no_token_and_no_target(dtype, arrays):
+    hidden, head, targets = arrays
+    with pytest.raises(ConfigError, match=r"sk.embed: tokens_BT is .*\[8,8\].*integers.*astype\(jnp.int32\)"):
+        sk.embed(targets.astype(dtype), head.T)
+    with pytest.raises(ConfigError, match=r"sk.cross_entropy: targets_BT is .*\[8,8\].*integers.*astype\(jnp.int32\)"):
+        sk.cross_entropy(hidden, head, targets.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.uint32])
+def test_integers_of_any_width_are_tokens_and_targets(dtype, arrays):
+    hidden, head, targets = arrays
+    as_asked = targets.astype(dtype)
+    np.testing.assert_array_equal(sk.embed(as_asked, head.T), head.T[targets])
+    expected = value_and_grad(lambda h, w: sk.cross_entropy(h, w, targets), hidden, head)
+    assert_close(value_and_grad(lambda h, w: sk.cross_entropy(h, w, as_asked), hidden, head), expected)
