@@ -128,6 +128,10 @@ class _Call(NamedTuple):
     def fixed(self) -> tuple[Implementation, bool, float]:
         return self.implementation, self.causal, self.scale
 
+    @property
+    def is_kernel(self) -> bool:
+        return self.implementation is not XLA
+
 
 def _differentiable(call: _Call) -> Any:
     """Returns `(q, keys) -> out` with the gradient of its form; both passes see the step of the call."""
@@ -140,7 +144,7 @@ def _differentiable(call: _Call) -> Any:
 
     def forward(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
         with scope.tracing(call.step):
-            part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims)
+            part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims, kernel=call.is_kernel)
             out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
         ids = keys._replace(k=None, v=None)
         return out, (kept, ids) if call.by_heads else (Kept(q, keys.k, keys.v, out, kept), ids)
@@ -149,7 +153,8 @@ def _differentiable(call: _Call) -> Any:
         kept, ids = residuals
         with scope.tracing(call.step):
             in_dims = [kept_dims, _keys_dims(ids), HEADS]
-            dq, dk, dv = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS))(kept, ids, dout)
+            part = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS), kernel=call.is_kernel)
+            dq, dk, dv = part(kept, ids, dout)
         return dq, Keys(dk, dv, None, None)
 
     run.defvjp(forward, backward)

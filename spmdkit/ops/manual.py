@@ -47,7 +47,7 @@ Dims = tuple[str | None, ...]
 
 
 def manual(
-    fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any, name: str | None = None
+    fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any, name: str | None = None, *, kernel: bool = False
 ) -> Callable[..., Any]:
     """Returns `fn` as a function of global arrays that runs on the shards which the logical names of the dims give.
 
@@ -58,8 +58,10 @@ def manual(
             missing at the end are None.
         out_dims: the same for the result. Along an axis that they do not name, a result has to be the same.
         name: what messages call it; default the function's own.
+        kernel: whether `fn` calls a kernel (Pallas, cuDNN), which neither the partitioner nor a vmap over devices can cut.
 
-    On a mesh without model axes, in a per-replica step and inside of another `manual`, `fn` is called as it is.
+    On a mesh without model axes, in a per-replica step and inside of another `manual`, `fn` is called as it is; with `kernel` only
+    where its arrays are those of one device (ZeRO 1 and 2 and the stages of a pipeline are a vmap over devices).
 
     Raises:
         ConfigError: a dim is not divisible by its axes, a name is unknown, or a result differs along an axis that its dims
@@ -70,7 +72,7 @@ def manual(
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
         step = scope.current_step()
-        if not cuts(step):
+        if not cuts(step, kernel):
             return fn(*args)
         assert step.mesh is not None
         args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), args)
@@ -99,10 +101,12 @@ def manual(
     return run
 
 
-def cuts(step: scope.Step) -> bool:
-    """Returns whether `manual` has anything to cut: a mesh with model axes, and no manual part around it."""
+def cuts(step: scope.Step, kernel: bool = False) -> bool:
+    """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part around it."""
     if step.in_manual or step.form == "manual" or step.mesh is None:
         return False
+    if kernel:
+        return step.mesh.size > 1
     return any(step.size(a) > 1 for a in MODEL_AXES if a not in (*step.data_axes, *step.mapped_axes))
 
 

@@ -1,5 +1,6 @@
 """The kernels of other devices are lowered here, alone and in every form: what each device would run, without the device."""
 
+import dataclasses
 import functools
 import re
 import types
@@ -43,6 +44,30 @@ def lowered(platform, implementation, segments=False, attention=None, **asked):
         return run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
 
 
+def lowered_in_replicas(platform, implementation, data_axes, segments, **asked):
+    """Returns the text of the gradients of replicas in the mapped form: a vmap over the devices of `replica` and of `data_axes`."""
+    record = dataclasses.replace(step(**asked), form="mapped", data_axes=data_axes)
+    num = record.size("replica"), record.size(*data_axes)
+    shape = lambda heads: jax.ShapeDtypeStruct((*num, 2, 1024, heads, 64), jnp.bfloat16)
+
+    def loss(q, k, v):
+        ids = jnp.zeros(q.shape[:2], jnp.int32) if segments else None
+        return sk.attention(q, k, v, segment_ids_BT=ids, implementation=implementation).astype(jnp.float32).sum()
+
+    of_data = jax.vmap(jax.grad(loss, (0, 1, 2)), axis_name="data", spmd_axis_name=data_axes)
+    run = jax.jit(jax.vmap(of_data, axis_name="replica", spmd_axis_name="replica"))
+    with scope.tracing(record):
+        return run.trace(shape(4), shape(2), shape(2)).lower(lowering_platforms=(platform,)).as_text()
+
+
+REPLICAS = {
+    "fsdp 8, zero 1 or 2": (("data", "fsdp"), {"fsdp": 8}),
+    "data 2 x fsdp 4, zero 2": (("data", "fsdp"), {"data": 2, "fsdp": 4}),
+    "replica 2 x data 4 in the mapped form": (("data",), {"replica": 2, "data": 4}),
+    "data 2 x tensor 2": (("data",), {"data": 2, "tensor": 2}),
+}
+
+
 def devices_are(monkeypatch, one):
     monkeypatch.setattr(op, "_device", lambda step: one)
 
@@ -53,6 +78,17 @@ def test_cudnn_is_called_in_both_passes_of_each_form(form, monkeypatch):
     asked = {"context": 2, "tensor": 2} if form else {"context": 4, "tensor": 2}
     text = lowered("cuda", "auto", attention=form, **asked)
     assert all(name in text for name in CUDNN)
+
+
+@pytest.mark.parametrize("mesh", REPLICAS)
+def test_a_kernel_is_called_on_the_shards_of_one_device_where_the_replicas_are_a_vmap(mesh, monkeypatch):
+    data_axes, asked = REPLICAS[mesh]
+    devices_are(monkeypatch, device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"))
+    text = lowered_in_replicas("cuda", "auto", data_axes, False, **asked)
+    assert all(text.count(name) == 1 for name in CUDNN)
+    devices_are(monkeypatch, device("tpu", "TPU v5p"))
+    text = lowered_in_replicas("tpu", "auto", data_axes, True, **asked)
+    assert all(name + "_segmented" in text for name in SPLASH)
 
 
 def test_cudnn_is_called_on_one_device():

@@ -12,6 +12,7 @@ from core_runs import assert_close, assert_same_run, program_of, train
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from spmdkit.ops.attention_blocks import XLA, Implementation
 from spmdkit.ops.collectives import all_reduce
 
 D, N, K, H, T, V, LAYERS = 16, 4, 2, 8, 16, 32, 2
@@ -134,6 +135,15 @@ def test_a_packed_model_is_that_of_one_device(mesh, form, microbatches, remat, o
 
 def test_a_whole_block_in_one_manual_part_too(one_device):
     program = program_of(task(manual=True), mesh={"data": 2, "tensor": 2, "context": 2}, microbatches=2)
+    assert_same_run(train(program, evaluate=False, steps=3), one_device)
+
+
+@pytest.mark.parametrize("zero, mesh", [(1, {"data": 2, "fsdp": 4}), (2, {"fsdp": 8})])
+def test_attention_by_a_kernel_is_a_part_of_its_own_with_zero_1_and_2(zero, mesh, one_device, monkeypatch):
+    like_a_kernel = Implementation(XLA.forward, XLA.backward)
+    monkeypatch.setattr("spmdkit.ops.attention._implementation", lambda *_: like_a_kernel)
+    program = program_of(task(), mesh=mesh, layout={"zero": zero}, microbatches=2, remat={"save": ["attention"]})
+    assert "spmdkit_manual" in str(program.traced.jaxpr)
     assert_same_run(train(program, evaluate=False, steps=3), one_device)
 
 

@@ -4,8 +4,9 @@
     python tests/plan/golden_collectives.py --write               # and keep what was found
     python tests/plan/golden_collectives.py tpu:v5e:2x4/fsdp cpu:8    # some targets, or one strategy of a target
 
-The programs are those of configs/ as they are (GPT, width 64, eight devices), with little text to train on. TPU targets need the
-extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a difference, said line by line.
+The programs are those of configs/ as they are (GPT, width 64, eight devices), with little text to train on; those named `+kernels`
+have sequences so long that attention is a kernel. TPU targets need the extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a
+difference, said line by line.
 
 Each target is compiled in a process of its own, since a compiler that aborts takes its process along; that is then what the file says.
 """
@@ -39,11 +40,20 @@ TARGETS = ("cpu:8", "tpu:v4:2x2x2", "tpu:v5e:2x4", "tpu:v5p:2x2x2", "tpu:v6e:2x4
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
 # Only `replica` or `data` may lie over slices: what is cut over all eight devices elsewhere is cut within a slice here.
 OVER_SLICES = {name: ["mesh.replica=2", "mesh.fsdp=4"] for name in ("zero1", "zero2", "fsdp")}
+# Blocks of a multiple of 128 tokens, as splash attention takes them; a ring over four devices cuts a sequence into eight.
+KERNELS = "+kernels"
+KERNEL_TARGETS = ("tpu:v5e:2x4", "tpu:v5p:2x2x2")
+KERNEL_TOKENS = {"context": 1024}
 
 Row = dict[str, Any]
 Entry = dict[str, Any]
 Golden = dict[str, dict[str, Entry]]
-"""target -> strategy -> {"mesh": axis -> size, "collectives": rows} or {"refused": reason}."""
+"""target -> strategy -> {"mesh": axis -> size, "collectives": rows} or {"refused": reason}; `+kernels` also {"kernels": calls}."""
+
+
+def strategies_of(target: str) -> tuple[str, ...]:
+    """Returns the strategies in the file of a target."""
+    return (*STRATEGIES, *(s + KERNELS for s in STRATEGIES if target in KERNEL_TARGETS))
 
 
 # ---- what a compiler makes of a strategy --------------------------------------------------------------------------------
@@ -69,10 +79,16 @@ def compiled_entry(strategy: str, machine: Any) -> Entry:
     from spmdkit.program import open_program, task_of
     from spmdkit.testing import bill_of
 
-    more = OVER_SLICES.get(strategy, []) if machine.name == TWO_SLICES else []
-    config = load_config(ROOT / "configs" / f"{strategy}.yaml", [*LITTLE_TEXT, *more])
+    name = strategy.removesuffix(KERNELS)
+    more = OVER_SLICES.get(name, []) if machine.name == TWO_SLICES else []
+    if strategy != name:
+        more = [*more, f"task_args.context={KERNEL_TOKENS.get(name, 256)}"]
+    config = load_config(ROOT / "configs" / f"{name}.yaml", [*LITTLE_TEXT, *more])
     program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes)
-    return {"mesh": {axis: n for axis, n in program.sizes.items() if n > 1}, "collectives": rows_of(bill_of(program))}
+    entry: Entry = {"mesh": {axis: n for axis, n in program.sizes.items() if n > 1}}
+    if strategy != name:
+        entry["kernels"] = program.compiled.as_text().count('custom_call_target="tpu_custom_call"')
+    return entry | {"collectives": rows_of(bill_of(program))}
 
 
 def rows_of(bill: Any) -> list[Row]:
@@ -148,14 +164,17 @@ def write(path: Path, document: dict[str, Any]) -> None:
     for target in targets:
         lines.append(f'"{target}": {{')
         found = document["targets"][target]
-        for name in (names := [s for s in STRATEGIES if s in found]):
+        for name in (names := [s for s in strategies_of(target) if s in found]):
             end = "" if name == names[-1] else ","
             entry = found[name]
             if "refused" in entry:
                 lines.append(f'"{name}": {json.dumps(entry)}{end}')
                 continue
             rows = ",\n".join("  " + json.dumps(row) for row in entry["collectives"])
-            lines.append(f'"{name}": {{"mesh": {json.dumps(entry["mesh"])}, "collectives": [\n{rows}\n]}}{end}')
+            kernels = f'"kernels": {entry["kernels"]}, ' if "kernels" in entry else ""
+            lines.append(
+                f'"{name}": {{"mesh": {json.dumps(entry["mesh"])}, {kernels}"collectives": [\n{rows}\n]}}{end}'
+            )
         lines.append("}" if target == targets[-1] else "},")
     path.write_text("\n".join([*lines, "}", "}"]) + "\n")
 
@@ -178,7 +197,8 @@ def differences(expected: Entry | None, found: Entry) -> list[str]:
     if "refused" in expected or "refused" in found:
         before, now = expected.get("refused", "compiled"), found.get("refused", "compiled")
         return [] if before == now else [f"was: {before}", f"is:  {now}"]
-    lines = [] if expected["mesh"] == found["mesh"] else [f"mesh was {expected['mesh']}, is {found['mesh']}"]
+    same = ("mesh", "kernels")
+    lines = [f"{k} was {expected.get(k)}, is {found.get(k)}" for k in same if expected.get(k) != found.get(k)]
     before, now = ({_key(row): row for row in entry["collectives"]} for entry in (expected, found))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
@@ -202,18 +222,21 @@ def page(document: dict[str, Any]) -> str:
     """Returns docs/collectives.md: what is written by hand (`collectives_page.md`), with the tables."""
     text = Path(__file__).with_name("collectives_page.md").read_text()
     targets = document["targets"]
-    found = {"TOTALS": _totals(targets), "DETAILS": "\n\n".join(_details(s, targets) for s in STRATEGIES)}
+    kernels = [s + KERNELS for s in STRATEGIES]
+    found = {"TOTALS": _totals(targets, STRATEGIES), "DETAILS": "\n\n".join(_details(s, targets) for s in STRATEGIES)}
+    found["KERNEL_TOTALS"] = _totals({t: targets[t] for t in KERNEL_TARGETS if t in targets}, kernels)
+    found["KERNEL_DETAILS"] = "\n\n".join(_details(s, targets) for s in kernels)
     found["VERSIONS"] = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     for name, table in found.items():
         text = text.replace(f"{{{{{name}}}}}", table)
     return text
 
 
-def _totals(targets: Golden) -> str:
+def _totals(targets: Golden, strategies: Sequence[str]) -> str:
     """Returns the table strategy x target of bytes that a device sends in a step; in brackets, over what the CPU sends."""
     names = [t for t in TARGETS if t in targets]
     lines = ["| strategy | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         cells = []
         least = _bytes(targets.get("cpu:8", {}).get(strategy))
         for target in names:
@@ -239,8 +262,9 @@ def _details(strategy: str, targets: Golden) -> str:
     common = meshes[names[0]] if names else ""
     others = "".join(f"; on {t} {m}" for t, m in meshes.items() if m != common)
     cells = {t: {_key(row): row for row in targets[t][strategy]["collectives"]} for t in names}
+    calls = [f"{targets[t][strategy]['kernels']} on {t}" for t in names if "kernels" in targets[t][strategy]]
     lines += [
-        f"Mesh {common}{others}.",
+        f"Mesh {common}{others}.{' Calls of kernels: ' if calls else ''}{', '.join(calls)}{'.' if calls else ''}",
         "",
         "| collective | " + " | ".join(names) + " |",
         "| --- |" + " ---: |" * len(names),
@@ -259,9 +283,10 @@ def chosen(names: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in names or TARGETS:
         target, _, strategy = name.partition("/")
-        if target not in TARGETS or strategy not in ("", *STRATEGIES):
-            sys.exit(f"{name} is not in the table. Targets: {', '.join(TARGETS)}; strategies: {', '.join(STRATEGIES)}.")
-        found.setdefault(target, []).extend([strategy] if strategy else STRATEGIES)
+        if target not in TARGETS or strategy not in ("", *strategies_of(target)):
+            known = f"strategies: {', '.join(STRATEGIES)}, on {' and '.join(KERNEL_TARGETS)} also with {KERNELS}"
+            sys.exit(f"{name} is not in the table. Targets: {', '.join(TARGETS)}; {known}.")
+        found.setdefault(target, []).extend([strategy] if strategy else strategies_of(target))
     return found
 
 

@@ -29,10 +29,14 @@ def compare(*arguments):
 @needs_its_versions
 def test_programs_send_on_a_tpu_what_the_golden_file_says():
     ended = compare(
-        "tpu:v5e:2x4/zero2", "tpu:v5e:2x4/fsdp", "tpu:v5p:2x2x2/data_fsdp_tensor", f"{golden.TWO_SLICES}/hsdp"
+        "tpu:v5e:2x4/zero2",
+        "tpu:v5e:2x4/fsdp",
+        "tpu:v5e:2x4/zero2+kernels",
+        "tpu:v5p:2x2x2/data_fsdp_tensor",
+        f"{golden.TWO_SLICES}/hsdp",
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("as in the file") == 4
+    assert ended.stdout.count("as in the file") == 5
 
 
 def test_a_changed_count_is_told_with_its_collective(tmp_path):
@@ -51,10 +55,19 @@ def test_a_changed_count_is_told_with_its_collective(tmp_path):
 def test_every_strategy_on_every_target_is_in_the_file_and_compiles():
     targets = golden.read()["targets"]
     assert {target: set(found) for target, found in targets.items()} == {
-        target: set(golden.STRATEGIES) for target in golden.TARGETS
+        target: set(golden.strategies_of(target)) for target in golden.TARGETS
     }
     refused = [(t, s) for t, found in targets.items() for s, entry in found.items() if "refused" in entry]
     assert refused == []
+
+
+def test_attention_is_a_kernel_in_every_strategy_with_long_sequences():
+    targets = golden.read()["targets"]
+    calls = {
+        (t, s): entry["kernels"] for t, found in targets.items() for s, entry in found.items() if "kernels" in entry
+    }
+    assert set(calls) == {(t, s + golden.KERNELS) for t in golden.KERNEL_TARGETS for s in golden.STRATEGIES}
+    assert all(count >= 3 for count in calls.values()), calls
 
 
 def test_only_replica_and_data_cross_slices():
@@ -72,6 +85,7 @@ def test_only_replica_and_data_cross_slices():
         (lambda e: e["collectives"][0].update(axes="tensor"), "over tensor"),
         (lambda e: e["collectives"][0].update(in_loop=True), "is none"),
         (lambda e: e["mesh"].update(data=3), "mesh was"),
+        (lambda e: e.update(kernels=3), "kernels was None, is 3"),
         (lambda e: e.update(refused="no"), "is:  no"),
     ],
 )
