@@ -189,6 +189,52 @@ def test_an_expert_is_any_function_of_its_weights_and_its_tokens(hidden, capacit
     assert_same_on_mesh(fn, FSDP_EXPERT_TENSOR, (x, router, experts))
 
 
+def closing_task():
+    """An expert that closes over a parameter of all experts, and over the traced number of the first token."""
+
+    def init(key):
+        r, w, s = jax.random.split(key, 3)
+        normal = jax.random.normal
+        return {"router": normal(r, (D, E)), "w": normal(w, (E, D, D)) / 4, "shared": normal(s, (D, D)) / 4}
+
+    def loss_fn(params, batch, key):
+        first = batch["tokens"][0, 0]
+        expert = lambda w, x: jnp.tanh(x @ w + x @ params["shared"]) + first.astype(x.dtype) / 100
+        dims = ("expert", None, None)
+        y, _ = sk.moe(batch["x"], params["router"], params["w"], top_k=2, capacity=None, expert=expert, dims=dims)
+        return sk.mean((y**2).sum((1, 2)))
+
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.normal(size=(16, T, D)).astype(np.float32), "tokens": np.full((16, 1), 3, np.int32)}
+    return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.01)), train_data=rows)
+
+
+def plain_closing_loss(params, x):
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+    gates = gates / gates.sum(-1, keepdims=True)
+    all_of_them = jnp.tanh(jnp.einsum("btd,edf->btef", x, params["w"]) + (x @ params["shared"])[:, :, None]) + 0.03
+    picked = jnp.take_along_axis(all_of_them, chosen[..., None], 2)
+    return (((picked * gates[..., None]).sum(2)) ** 2).sum((1, 2)).mean()
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 4}])
+def test_an_expert_without_capacity_may_close_over_what_is_traced(mesh):
+    program = program_of(
+        closing_task(), mesh=mesh, batch_size=16, data={"shuffle": False}, remat="full" if mesh else "none"
+    )
+    params = jax.device_get(program.init().params)
+    x = closing_task().train_data["x"]
+    found = train(program, evaluate=False, steps=1)
+    loss, gradient = jax.value_and_grad(plain_closing_loss)(params, x)
+    np.testing.assert_allclose(found.losses[0], loss, rtol=1e-5)
+    assert_close(found.gradient, gradient)
+
+
+def test_on_a_mesh_of_experts_an_expert_that_closes_over_a_parameter_is_refused():
+    with pytest.raises(ConfigError, match=r"closes over a traced array.*Pass it as an argument"):
+        program_of(closing_task(), mesh={"expert": 2}, batch_size=16)
+
+
 def test_inside_of_a_manual_part_weights_may_have_been_gathered_before():
     x, router, experts = arrays(num=8)
     dims = {"gate": ("expert", None, "mlp"), "up": ("expert", None, "mlp"), "down": ("expert", "mlp", None)}

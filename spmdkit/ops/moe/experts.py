@@ -19,15 +19,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.ops.kept import floats
 
 Expert = Callable[..., jax.Array]
 
@@ -106,18 +108,46 @@ def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.A
     weights, rows_RD, sizes_E = compat.as_varying((weights, rows_RD, sizes_E), every)
     # A block that begins in the last rows reaches over the end: one block of zeros there.
     padded_RD = jnp.concatenate([rows_RD, jnp.zeros_like(rows_RD, shape=(block, rows_RD.shape[1]))])
-    return _blocks(expert, block, weights, compat.as_varying(padded_RD, every), sizes_E)[:num_rows]
+    padded_RD = compat.as_varying(padded_RD, every)
+    opened, closed_over = _opened(expert, jax.tree.map(lambda w: w[0], weights), padded_RD[:block])
+    return _blocks(opened, block, closed_over, weights, padded_RD, sizes_E)[:num_rows]
+
+
+def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
+    """Returns (`fn(closed_over, own, x_ND)`, the traced arrays that `expert` closes over): a gradient by hand has to see them all."""
+    if expert is mlp:
+        return _without_closure, []
+    closed = jax.make_jaxpr(expert)(own, x_ND)
+    traced = [i for i, x in enumerate(closed.consts) if isinstance(x, jax.core.Tracer)]
+    if not traced:
+        return lambda _, own, x_ND: expert(own, x_ND), []
+
+    def run(closed_over: Sequence[jax.Array], own: Any, x_ND: jax.Array) -> jax.Array:
+        consts = list(closed.consts)
+        for i, x in zip(traced, closed_over, strict=True):
+            consts[i] = x
+        flat = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(closed.jaxpr, consts))
+        (y_ND,) = flat(*jax.tree.leaves((own, x_ND)))
+        return y_ND
+
+    return run, [closed.consts[i] for i in traced]
+
+
+def _without_closure(_: Any, own: Any, x_ND: jax.Array) -> jax.Array:
+    return mlp(own, x_ND)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _blocks(expert: Expert, block: int, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _blocks(
+    expert: Callable[..., jax.Array], block: int, closed: Any, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
     def one_expert(out_RD: jax.Array, given: Any) -> tuple[jax.Array, None]:
         own, start, size = given
 
         def one_block(i: jax.Array, out_RD: jax.Array) -> jax.Array:
             x_ND = _block_of(rows_RD, start, size, i, block)
             # Rows after the expert's own are written too, and again, rightly, by the experts that come after.
-            return lax.dynamic_update_slice_in_dim(out_RD, expert(own, x_ND), start + i * block, 0)
+            return lax.dynamic_update_slice_in_dim(out_RD, expert(closed, own, x_ND), start + i * block, 0)
 
         return lax.fori_loop(0, -(-size // block), one_block, out_RD), None
 
@@ -125,36 +155,53 @@ def _blocks(expert: Expert, block: int, weights: Any, rows_RD: jax.Array, sizes_
     return lax.scan(one_expert, _zeros(rows_RD), (weights, starts_E, sizes_E))[0]
 
 
-def _blocks_forward(expert: Expert, block: int, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array) -> Any:
-    return _blocks(expert, block, weights, rows_RD, sizes_E), (weights, rows_RD, sizes_E)
+def _blocks_forward(
+    expert: Callable[..., jax.Array], block: int, closed: Any, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array
+) -> Any:
+    return _blocks(expert, block, closed, weights, rows_RD, sizes_E), (closed, weights, rows_RD, sizes_E)
 
 
-def _blocks_backward(expert: Expert, block: int, saved: Any, cotangent_RD: jax.Array) -> Any:
-    weights, rows_RD, sizes_E = saved
+def _blocks_backward(expert: Callable[..., jax.Array], block: int, saved: Any, cotangent_RD: jax.Array) -> Any:
+    closed, weights, rows_RD, sizes_E = saved
+    of_floats = floats(closed)
 
-    def one_expert(grad_RD: jax.Array, given: Any) -> tuple[jax.Array, Any]:
+    def run(shared: Sequence[jax.Array], own: Any, x_ND: jax.Array) -> jax.Array:
+        given = dict(zip(of_floats, shared, strict=True))
+        return expert([given.get(i, x) for i, x in enumerate(closed)], own, x_ND)
+
+    def one_expert(carry: Any, given: Any) -> tuple[Any, Any]:
         own, start, size = given
 
         def one_block(i: jax.Array, carry: Any) -> Any:
             grad_RD, grads = carry
             x_ND = _block_of(rows_RD, start, size, i, block)
             cotangent_ND = _block_of(cotangent_RD, start, size, i, block)
-            _, vjp = jax.vjp(expert, own, x_ND)
-            grad_own, grad_ND = vjp(cotangent_ND)
-            grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, grad_own)
+            _, vjp = jax.vjp(run, [closed[i] for i in of_floats], own, x_ND)
+            *of_block, grad_ND = vjp(cotangent_ND)
+            grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, tuple(of_block))
             return lax.dynamic_update_slice_in_dim(grad_RD, grad_ND, start + i * block, 0), grads
 
-        zeros = jax.tree.map(lambda w: _zeros(w, jnp.promote_types(w.dtype, jnp.float32)), own)
-        grad_RD, grads = lax.fori_loop(0, -(-size // block), one_block, (grad_RD, zeros))
-        return grad_RD, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, own)
+        grad_RD, grad_closed = carry
+        start_of = (grad_RD, (grad_closed, jax.tree.map(_sum_of, own)))
+        grad_RD, (grad_closed, grads) = lax.fori_loop(0, -(-size // block), one_block, start_of)
+        return (grad_RD, grad_closed), jax.tree.map(lambda g, w: g.astype(w.dtype), grads, own)
 
     starts_E = jnp.cumsum(sizes_E) - sizes_E
-    grad_RD, grads = lax.scan(one_expert, _zeros(rows_RD), (weights, starts_E, sizes_E))
+    start = (_zeros(rows_RD), [_sum_of(closed[i]) for i in of_floats])
+    (grad_RD, grad_closed), grads = lax.scan(one_expert, start, (weights, starts_E, sizes_E))
+    of_closed: list[Any] = [None] * len(closed)
+    for i, grad in zip(of_floats, grad_closed, strict=True):
+        of_closed[i] = grad.astype(closed[i].dtype)
     # What lies after the last expert's rows is the last block's overhang: its cotangent was zero, and so is this.
-    return grads, grad_RD, None
+    return of_closed, grads, grad_RD, None
 
 
 _blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _sum_of(like: jax.Array) -> jax.Array:
+    """Returns zeros to which gradients of `like` are added, in float32 at least."""
+    return _zeros(like, jnp.promote_types(like.dtype, jnp.float32))
 
 
 def _block_of(rows_RD: jax.Array, start: jax.Array, size: jax.Array, i: jax.Array, block: int) -> jax.Array:
