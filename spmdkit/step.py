@@ -18,7 +18,7 @@ from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.returned import check_metric_names
 from spmdkit.state import TrainState, mirrored
-from spmdkit.tree import describe, first_difference, named_leaves
+from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
@@ -102,7 +102,11 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
 def _untype_trivial(x: Any) -> Any:
     """Returns `x`, which at most varies over axes of size one, typed as the same everywhere: a sum of one term."""
     axes = tuple(compat.varying_axes(x))
-    return lax.psum(x, axes) if axes else x
+    if not axes:
+        return x
+    if is_key(x):
+        return jax.random.wrap_key_data(lax.psum(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
+    return lax.psum(x, axes).astype(x.dtype)
 
 
 def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:

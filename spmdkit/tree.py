@@ -18,12 +18,19 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
+def is_key(x: Any) -> bool:
+    """Returns whether an array, abstract or not, holds typed random keys: what numpy has no form for."""
+    return hasattr(x, "dtype") and bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """Returns the dtype that JAX makes of `dtype` (64 bits may become 32); that of typed keys stays."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
 def leaf_bytes(leaf: Any) -> int:
-    """Returns the bytes of an array or abstract array."""
-    return (
-        int(np.prod(leaf.shape, dtype=np.int64))
-        * jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True).itemsize
-    )
+    """Returns the bytes of an array or abstract array; of typed keys those of their data."""
+    return int(np.prod(leaf.shape, dtype=np.int64)) * canonical_dtype(leaf.dtype).itemsize
 
 
 def tree_bytes(tree: Any) -> int:
@@ -33,10 +40,7 @@ def tree_bytes(tree: Any) -> int:
 
 def abstract(tree: Any) -> Any:
     """Returns the same tree with each array as a `jax.ShapeDtypeStruct`."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)),
-        tree,
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), canonical_dtype(x.dtype)), tree)
 
 
 def describe(leaf: Any) -> str:

@@ -134,6 +134,5 @@ def _gradient_bytes(program: Program) -> int:
 
 def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> int:
     """Returns the bytes of one device's shard of an array."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return 0
-    return math.prod(sharding.shard_shape(tuple(shape))) * np.dtype(dtype).itemsize
+    dtype = dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+    return math.prod(sharding.shard_shape(tuple(shape))) * dtype.itemsize

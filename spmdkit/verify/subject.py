@@ -24,7 +24,7 @@ from spmdkit.mesh import count
 from spmdkit.program import Program
 from spmdkit.state import TrainState
 from spmdkit.task import Task
-from spmdkit.tree import named_leaves
+from spmdkit.tree import is_key, named_leaves
 from spmdkit.variables import make_optimizer
 from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants
 from spmdkit.verify.unpadded import Unpadded
@@ -298,5 +298,6 @@ def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:
 
 
 def flat(tree: Any) -> Tree:
-    """Returns path -> array of every leaf, on the host; integers too."""
-    return {path: np.asarray(x) for path, x in named_leaves(jax.device_get(tree))}
+    """Returns path -> array of every leaf, on the host; integers too, and the data of keys."""
+    plain = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+    return {path: np.asarray(x) for path, x in named_leaves(jax.device_get(plain))}

@@ -1,0 +1,230 @@
+"""Typed random keys in the state: optimizers that draw noise, model state with a key, saved and restored on another mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_runs import program_of
+
+import spmdkit as sk
+from spmdkit.agree import of_groups
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.tree import describe, leaf_bytes, named_leaves, tree_bytes
+
+X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+SETTINGS = {"data": {"shuffle": False}, "batch_size": 16, "steps": 3}
+MESHES = [{}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}]
+OPTIMIZERS = {
+    "noisy_sgd": lambda: optax.noisy_sgd(0.05, eta=0.1, key=jax.random.key(5)),
+    "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(3)), optax.adam(0.05)),
+}
+W0 = {"w": np.linspace(-1, 1, 16, dtype=np.float32), "b": np.zeros(8, np.float32)}
+
+
+def loss(p, x):
+    return (jnp.tanh(x @ p["w"]) - p["b"].sum()) ** 2
+
+
+def noisy(optimizer):
+    return sk.Task(
+        lambda key: jax.tree.map(jnp.asarray, W0),
+        lambda p, b, key: sk.mean(loss(p, b)),
+        optimizer,
+        train_data=X,
+        eval_data=X,
+    )
+
+
+def run(program, state=None, steps=3):
+    state = program.init() if state is None else state
+    for _ in range(steps):
+        state, _ = program.step(state, program.put(X))
+    return state
+
+
+def by_hand(optimizer):
+    params = jax.tree.map(jnp.asarray, W0)
+    state = optimizer.init(params)
+    for _ in range(3):
+        updates, state = optimizer.update(jax.grad(lambda p: loss(p, X).mean())(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def comparable(tree):
+    """Returns path -> numbers on the host, of a key its data."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return {p: np.asarray(jax.random.key_data(x) if is_key(x) else x) for p, x in named_leaves(tree)}
+
+
+def test_a_key_has_the_bytes_of_its_data():
+    key = jax.random.split(jax.random.key(0), 3)
+    assert leaf_bytes(key) == 24 and tree_bytes({"k": key, "w": jnp.ones(2)}) == 32
+    assert describe(key) == "key<fry>[3]"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_draw_noise_are_those_of_plain_optax_on_every_mesh(name):
+    """C11."""
+    params, opt_state = by_hand(OPTIMIZERS[name]())
+    for mesh in MESHES:
+        program = program_of(noisy(OPTIMIZERS[name]()), mesh=mesh, **SETTINGS)
+        state = run(program)
+        assert program.non_finite_leaf(state) is None
+        for found, expected in ((state.params, params), (state.opt_state, opt_state)):
+            found, expected = comparable(found), comparable(expected)
+            assert found.keys() == expected.keys()
+            for path, x in expected.items():
+                if x.dtype == np.uint32:
+                    np.testing.assert_array_equal(found[path], x, err_msg=path)
+                else:
+                    np.testing.assert_allclose(found[path], x, rtol=1e-5, atol=1e-6, err_msg=f"{path} {mesh}")
+
+
+def keys_for_each_row():
+    """Returns an optimizer that keeps an array of keys, cut over fsdp like any other, and draws noise for each row from its own."""
+
+    def init(params):
+        return {"one": jax.random.key(3, impl="rbg"), "rows": jax.random.split(jax.random.key(4), 16)}
+
+    def update(grads, state, params=None):
+        rows = jax.vmap(lambda k: jax.random.fold_in(k, 1))(state["rows"])
+        noise = jax.vmap(lambda k: jax.random.normal(k, ()))(rows)
+        return {"w": -0.05 * (grads["w"] + 0.1 * noise), "b": -0.05 * grads["b"]}, {**state, "rows": rows}
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_keys_are_saved_and_come_back_on_another_mesh_bit_for_bit(tmp_path):
+    settings = {**SETTINGS, "ema": 0.9, "layout": {"min_shard_bytes": 1}}
+    make = lambda **more: program_of(noisy(keys_for_each_row()), **{**settings, **more})
+    first = make(mesh={"fsdp": 8})
+    (placement,) = [p for p in first.layout if p.path == "opt_state/rows"]
+    assert placement.axes == {"fsdp"} and placement.num_bytes == 128
+    state = run(first)
+    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints.save(3, state, {})
+    checkpoints.wait()
+    assert checkpoints.read_tree(3)["opt_state/rows"] == ((16,), "key<fry>")
+    expected = None
+    for more in (
+        {"mesh": {"data": 2, "fsdp": 4}},
+        {"mesh": {}},
+        {"mesh": {"fsdp": 8}, "placement": {"optimizer": "host"}},
+    ):
+        if not more["mesh"]:
+            more, other = {"layout": {}}, make(mesh={}, layout={})
+        else:
+            other = make(**more)
+        restored, _ = checkpoints.restore(3, other.abstract_state)
+        assert jax.tree.map(lambda x: x.dtype, restored.opt_state) == jax.tree.map(lambda x: x.dtype, state.opt_state)
+        for path, x in comparable(state).items():
+            np.testing.assert_array_equal(comparable(restored)[path], x, err_msg=path)
+        went_on = comparable(run(other, restored, 1).params)
+        expected = expected or went_on
+        for path, x in expected.items():
+            np.testing.assert_allclose(went_on[path], x, rtol=1e-5, atol=1e-6)
+    checkpoints.close()
+
+
+def test_keys_and_bools_in_the_model_state_on_one_device(tmp_path):
+    """C10, C11: how replicas agree on them is tested with the model state."""
+
+    def init(key):
+        state = {"key": jax.random.key(7), "seen": jnp.array(False), "n": jnp.int32(0)}
+        return sk.Variables(jnp.ones(16), state)
+
+    def loss(w, state, batch, key):
+        own, drawn = jax.random.split(state["key"])
+        noise = jax.random.normal(drawn, (16,))
+        new = {"key": own, "seen": jnp.array(True), "n": state["n"] + 1}
+        return sk.mean((batch @ (w + 0.1 * noise)) ** 2), {}, new
+
+    task = sk.Task(init, loss, optax.sgd(0.01), train_data=X, eval_data=X)
+    key = jax.random.key(7)
+    for _ in range(3):
+        key = jax.random.split(key)[0]
+    program = program_of(task, **SETTINGS)
+    state = run(program)
+    found = state.model_state
+    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(key))
+    assert bool(found["seen"]) and int(found["n"]) == 3
+    assert np.isfinite(program.eval(state)["loss"])
+
+
+def test_an_evaluation_takes_the_keys_counters_and_flags_of_the_first_group():
+    state = {
+        "key": jax.random.split(jax.random.key(0), 2),
+        "n": jnp.array([2**30, 2**30 + 1]),
+        "seen": jnp.array([True, False]),
+    }
+    state["mean"] = jnp.array([60000.0, 60000.0], jnp.float16)
+    found = comparable(of_groups({}, state))
+    np.testing.assert_array_equal(found["key"], jax.random.key_data(state["key"])[0])
+    assert found["n"] == 2**30 and found["seen"] and found["mean"] == 60000 and found["mean"].dtype == np.float16
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 8}], ids=str)
+def test_a_step_per_replica_hands_on_keys_and_flags(mesh):
+    def step(state, batch):
+        value, grads = jax.value_and_grad(lambda p: loss(p, batch).mean())(state.params)
+        seen = sk.pmean(jnp.abs(batch).max()) > 0
+        if not mesh:  # over an axis of one replica what depends on the batch need not be reduced
+            seen = jnp.abs(batch).max() > 0
+        new = {"seen": seen, "key": jax.random.fold_in(state.model_state["key"], jnp.where(seen, 1, 0))}
+        return state.apply_gradients(sk.pmean(grads), new), {"loss": sk.pmean(value)}
+
+    init = lambda key: sk.Variables(jax.tree.map(jnp.asarray, W0), {"seen": jnp.array(False), "key": jax.random.key(1)})
+    task = sk.Task(init, train_step=step, optimizer=OPTIMIZERS["noisy_sgd"](), train_data=X, view="replica")
+    state = run(program_of(task, mesh=mesh, **SETTINGS), steps=2)
+    assert state.model_state["seen"].dtype == bool and bool(state.model_state["seen"])
+    expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(1), 1), 1)
+    np.testing.assert_array_equal(jax.random.key_data(state.model_state["key"]), jax.random.key_data(expected))
+
+
+def test_dropout_of_nnx_keeps_its_keys_in_the_model_state():
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 1, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(self.dropout(x))[..., 0]
+
+    graph, *_ = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+    def init(key):
+        _, params, rest = nnx.split(Net(nnx.Rngs(jax.random.split(key)[0])), nnx.Param, ...)
+        return sk.Variables(params, rest)
+
+    def loss(params, state, batch, key):
+        net = nnx.merge(graph, params, state, copy=True)
+        values = net(batch) ** 2
+        return sk.mean(values), {}, nnx.split(net, nnx.Param, ...)[2]
+
+    program = program_of(sk.Task(init, loss, optax.sgd(0.0), train_data=X, eval_data=X), **SETTINGS)
+    state, losses = program.init(), []
+    for _ in range(2):
+        state, metrics = program.step(state, program.put(X))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] != losses[1]
+    counts = [
+        int(x) for p, x in named_leaves(state.model_state) if jnp.issubdtype(x.dtype, jnp.integer) and "count" in p
+    ]
+    assert 2 in counts
+
+
+def test_verify_and_plan_take_keys_in_the_state():
+    from spmdkit.plan.memory import shard_bytes
+    from spmdkit.verify.subject import flat
+
+    program = program_of(noisy(keys_for_each_row()), mesh={"fsdp": 8}, layout={"min_shard_bytes": 1}, **SETTINGS)
+    state = run(program, steps=1)
+    found = flat(state.opt_state)
+    assert found["rows"].shape == (16, 2) and found["one"].shape == (4,)
+    assert {x.dtype for x in found.values()} == {np.dtype(np.uint32)}
+    (rows,) = [p for p in program.layout if p.path == "opt_state/rows"]
+    assert shard_bytes(rows.shape, rows.dtype, rows.sharding(program.mesh)) == 16
