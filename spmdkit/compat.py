@@ -48,6 +48,13 @@ def untyped_axes() -> Iterator[None]:
         yield
 
 
+def axes_are_typed() -> bool:
+    """Returns whether arrays carry the mesh axes along which they differ, as they do in a `shard_map` with `check_vma`."""
+    from jax._src import config
+
+    return bool(config._check_vma.value)
+
+
 def without_axes(ctx: Any) -> Any:
     """Returns the context of a lowering rule with operands and results that carry no mesh axes."""
     from jax._src import core

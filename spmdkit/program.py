@@ -28,6 +28,7 @@ from spmdkit.replica import check_reductions
 from spmdkit.state import TrainState
 from spmdkit.state_layout import place_state, state_groups
 from spmdkit.step import Batch
+from spmdkit.summed import refuse_summed
 from spmdkit.task import Task, load_task
 from spmdkit.tree import named_leaves
 from spmdkit.unused import check_used
@@ -225,14 +226,18 @@ class Program:
         jitted = jax.jit(self._step_function(record), out_shardings=out_shardings, donate_argnums=0)
         traced = jitted.trace(self.abstract_state, self.abstract_batch)
         if self.task.view == "replica":
-            check_reductions(traced.jaxpr, [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1])
+            many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
+            check_reductions(traced.jaxpr, many)
+            untyped = jax.make_jaxpr(self._step_function(record, typed=False))(self.abstract_state, self.abstract_batch)
+            refuse_summed("train_step", traced.jaxpr, untyped, many)
         self._last_trace = (record, traced)
         return traced
 
-    def _step_function(self, record: scope.Step) -> step.StepFn:
+    def _step_function(self, record: scope.Step, typed: bool = True) -> step.StepFn:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
-        make = step.replica_step if self.task.view == "replica" else step.global_step
-        return make(train_step, record, self._to_device)
+        if self.task.view == "replica":
+            return step.replica_step(train_step, record, self._to_device, typed)
+        return step.global_step(train_step, record, self._to_device)
 
     def _to_device(self, state: TrainState) -> TrainState:
         """Brings the leaves that live on the host to the devices, inside the step."""

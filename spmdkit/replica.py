@@ -54,7 +54,7 @@ def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
             f"{name} was called outside of a per-replica step. In the global view arrays are global and nothing is left to reduce. "
             "Remove it, or give the task view='replica'."
         )
-    for path, leaf in named_leaves(tree):
+    for path, leaf in named_leaves(tree) if compat.axes_are_typed() else ():
         varying = compat.varying_axes(leaf)
         if not varying or any(step.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
             raise ConfigError(_twice(name, f"leaf '{path}'" if path else "the value"))
@@ -64,7 +64,8 @@ def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
 def _twice(name: str, what: str) -> str:
     return (
         f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N times too "
-        "large. Remove one of the two reductions (sk.value_and_grad has already reduced)."
+        "large. Remove one of the two reductions (sk.value_and_grad has already reduced). If it is a derivative with respect to a constant, "
+        "JAX has added it up: differentiate with respect to something of the replica's own, `x * 0` instead of `jnp.zeros(...)`."
     )
 
 

@@ -63,10 +63,13 @@ def global_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any],
     return run
 
 
-def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any]) -> StepFn:
+def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any], typed: bool = True) -> StepFn:
     """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
 
     Parameters are handed over as the replica's own copy; what leaves must be provably mirrored.
+
+    Args:
+        typed: False for a trace that shows which sums are the user's own and not those of JAX's types; it proves nothing.
 
     Raises:
         ConfigError: the new state or a metric differs between replicas.
@@ -93,7 +96,7 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         specs = (PartitionSpec(), rows, rows)
-        mapped = jax.shard_map(body, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec())
+        mapped = jax.shard_map(body, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask)
 
     return run

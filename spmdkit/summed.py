@@ -18,6 +18,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from spmdkit import compat
+from spmdkit.errors import ConfigError
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
@@ -33,6 +34,20 @@ def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[s
         if known[line] < 0:
             return line
     return None
+
+
+def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
+    """Refuses a function that JAX's types change: `what` is its name.
+
+    Raises:
+        ConfigError: it takes a derivative with respect to a value that is the same along one of `axes`.
+    """
+    if (line := summed_by_types(typed, untyped, axes)) is not None:
+        raise ConfigError(
+            f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX adds such a derivative "
+            "up over those devices, so each would get that of all devices' examples. Differentiate with respect to something of the "
+            "shard's own: `x * 0` instead of a constant or `jnp.zeros(...)`, `jax.lax.pcast(w, axes, to='varying')` instead of `w`."
+        )
 
 
 def takes_derivative(closed: ClosedJaxpr) -> bool:

@@ -26,6 +26,7 @@ from natural_runs import (
 )
 
 import spmdkit as sk
+from spmdkit.errors import ConfigError
 
 WIDTH = 6
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, WIDTH)).astype(np.float32)
@@ -140,3 +141,50 @@ def test_replicas_hold_the_same_bits_and_the_step_has_one_reduction_of_its_own()
     assert_replicas_hold_the_same_bits(state)
     sums = 1 + len(CASES) + len(CASES)
     assert num_psums(program) == sums, "the loss, each metric and each leaf of the gradient once, and nothing else"
+
+
+def replica_task(case, start=None):
+    """Returns a task whose own per-replica step takes the derivative of a case; with `start`, from zeros that are its own."""
+
+    def train_step(state, batch):
+        def loss(w):
+            return jax.vmap(functools.partial(case, w))(batch).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(sk.pmean(grads)), {"loss": sk.pmean(value)}
+
+    init = lambda key: jax.random.normal(key, (WIDTH,))
+    return sk.Task(
+        init, train_step=train_step, view="replica", optimizer=keep_gradient(optax.sgd(0.05)), train_data=DATA
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [*((case, "data 8") for case in (hessian, fgsm, pgd, sparse_code, maml)), (fgsm, "replica 2 x data 4")],
+)
+def test_a_per_replica_step_is_refused_with_the_line_of_the_derivative(case, mesh):
+    with pytest.raises(
+        ConfigError, match=r"derivative with respect to.*test_inner_derivatives\.py:\d+.*`x \* 0` instead"
+    ):
+        program_of(replica_task(case), mesh)
+
+
+@pytest.mark.parametrize("case", [pinn, transposed])
+def test_where_nothing_else_is_the_replicas_own_the_reduction_says_so(case):
+    with pytest.raises(
+        ConfigError, match=r"(?s)already the same on every replica.*derivative with respect to a constant.*`x \* 0`"
+    ):
+        program_of(replica_task(case), "data 8")
+
+
+@pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4"])
+def test_the_repair_of_that_refusal_gives_the_numbers_of_one_device(mesh):
+    def own_zeros(w, row):
+        d = jax.grad(lambda d: jnp.tanh((row + d) @ w) ** 2)(row * 0)
+        return jnp.tanh((row + 0.1 * jnp.sign(d)) @ w) ** 2
+
+    loss = lambda w, rows: (jax.vmap(functools.partial(own_zeros, w))(rows).mean(), {})
+    right = by_hand(loss, jax.random.normal(jax.random.key(0), (WIDTH,)), DATA, optax.sgd(0.05))
+    _, run = train(replica_task(own_zeros), mesh)
+    assert_same_run(run, right)
