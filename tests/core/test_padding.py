@@ -58,7 +58,7 @@ def by_products(w, x):
     """A loss of positive numbers that leaves padding out by a product: no number of it may be infinite."""
     loss = jnp.log1p(-x / 100) @ w  # not a number above 100, which is 8 times the data
     mask = sk.example_mask()
-    count, total = lax.psum((mask.sum(dtype=jnp.float32), (loss * mask).sum()), REPLICAS)
+    count, total = lax.psum((mask.sum(dtype=jnp.float32), loss @ mask.astype(loss.dtype)), REPLICAS)
     return loss - total / jnp.maximum(count, 1)
 
 
@@ -123,6 +123,18 @@ def test_a_loss_that_leaves_padding_out_is_not_refused(per_example, mesh, microb
     assert np.isfinite(program.eval(program.init())["loss"])
 
 
+def test_mixing_is_seen_where_the_first_parameters_are_zero():
+    """A head that begins at zero gives the same loss for every input."""
+    zero = sk.Task(
+        lambda key: {"w": init(key), "head": jnp.zeros(())},
+        lambda p, b, key: sk.mean(p["head"] * normalised(p["w"], b)),
+        optax.sgd(0.1),
+        train_data=ROWS,
+    )
+    with pytest.raises(ConfigError, match="metric 'loss' is"):
+        first_step(program_of(zero, mesh={}, **SHORT))
+
+
 def test_mixing_is_seen_in_a_batch_of_integers_alone():
     def loss(params, tokens, key):
         h = params[tokens]
@@ -163,9 +175,10 @@ def test_a_step_of_the_users_own_is_probed_too(view):
         return state.apply_gradients(grads), {"own": loss, **metrics}
 
     wrong = sk.Task(init, train_step=train_step, optimizer=optax.sgd(0.1), train_data=ROWS, view=view)
+    host = {"placement": {"params": "host"}} if view == "global" else {}
     name = "parameter ''" if view == "global" else "metric 'own'"
     with pytest.raises(ConfigError, match=f"in train_step padding rows count: {name}"):
-        first_step(program_of(wrong, mesh={"data": 4}, **SHORT))
+        first_step(program_of(wrong, mesh={"data": 4}, **SHORT, **host))
 
 
 def test_the_step_is_probed_once_and_full_batches_never(monkeypatch):
