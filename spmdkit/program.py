@@ -25,7 +25,7 @@ from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import check_names, policy, policy_of_names
 from spmdkit.replica import check_reductions
-from spmdkit.state import TrainState
+from spmdkit.state import TrainState, check_not_donated
 from spmdkit.state_layout import place_state, state_groups
 from spmdkit.step import Batch
 from spmdkit.summed import refuse_summed
@@ -293,6 +293,8 @@ class Program:
         Raises:
             ConfigError: padding rows of a short batch would count.
         """
+        if self._devices[0].platform == "cpu":
+            check_not_donated(state, "program.step")
         batch = batch if isinstance(batch, Batch) else self.put(batch)
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
@@ -370,6 +372,7 @@ class Program:
 
     def eval(self, current: TrainState) -> dict[str, float]:
         """Returns the weighted means over the whole evaluation set, of any size. Waits for the device."""
+        check_not_donated(current, "program.eval")
         return self.evaluator(current)
 
     @functools.cached_property

@@ -108,6 +108,24 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
     )
 
 
+def check_not_donated(state: Any, what: str) -> None:
+    """Refuses a state whose arrays an earlier step has taken. On two or more CPU devices jaxlib 0.10.2 would end the process by SIGSEGV.
+
+    Costs some 20 us for 100 leaves (2026-11-22).
+
+    Raises:
+        ConfigError: a leaf is deleted.
+    """
+    is_deleted = lambda x: hasattr(x, "is_deleted") and x.is_deleted()  # not so for what is no array of JAX
+    if any(map(is_deleted, jax.tree.leaves(state))):
+        path = next(path for path, x in named_leaves(state) if is_deleted(x))
+        raise ConfigError(
+            f"{what}: the state was given to an earlier step, which took its memory ('{path}' is deleted). A step donates its state: "
+            "only the one that it returns can be used. Write `state, metrics = program.step(state, batch)`, and copy what must stay "
+            "(jax.tree.map(jnp.copy, state)) before the step."
+        )
+
+
 def constrain_update(step: scope.Step, tree: Any) -> Any:
     """Returns a tree like the parameters, cut as the optimizer's update is."""
     if (step.form != "mapped" and step.form != "plain") or step.mesh is None or step.placements is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmdkit import agree, data
@@ -210,7 +211,9 @@ class Subject:
             start = start.replace(params=moved(start.params))
 
         def begin() -> TrainState:
-            return jax.device_put(start, program.state_sharding)
+            # Keys stay on the devices, also after device_get: without a copy the first step would donate them.
+            own = jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else x, start)
+            return jax.device_put(own, program.state_sharding)
 
         batches = [batch for _, batch in program.batches(stop=max(self.steps, NUM_BATCHES))]
         if moved is not None:
