@@ -32,8 +32,11 @@ NUM_PROBES = 3
 SMALL_LEAF = 1e-3
 """Fraction of the tree's norm below which a leaf's norm is no measure: its true value may be zero."""
 
-QUANTITIES = ("loss", "gradient", "update", "parameter", "metric", "state", "eval", "restore")
+QUANTITIES = ("loss", "gradient", "update", "parameter", "metric", "state", "eval", "restore", "replicas")
 """What is compared, in the order in which a mistake shows."""
+
+EXACT = {"restore": 0.0, "replicas": 0.0}
+"""Equal bit for bit: a state and what a checkpoint gives back, and the copies of a leaf on several devices."""
 
 
 @dataclasses.dataclass
@@ -95,6 +98,7 @@ def compare(found: Record, expected: Record) -> Errors:
         _put(errors, "eval", [_number_errors(found.evaluation, expected.evaluation)])
     if found.restored is not None:
         _put(errors, "restore", [{found.restored[1]: found.restored[0]}])
+    _put(errors, "replicas", [{found.apart or "": float(found.apart is not None)}])
     return errors
 
 
@@ -125,10 +129,10 @@ def tolerances(
         for quantity, error in compare(probe(i), reference).worst.items():
             if error is not None:
                 moved[quantity] = max(moved[quantity], float(np.nan_to_num(error, nan=np.inf)))
-    moved["restore"] = 0.0
+    moved |= EXACT
     floor = FLOOR_ULPS * eps
     tolerance = {q: min(LARGEST, max(floor, MULTIPLE * e)) for q, e in moved.items()}
-    return tolerance | {"restore": 0.0}, moved
+    return tolerance | EXACT, moved
 
 
 def as_numbers(errors: Errors) -> dict[str, Any]:

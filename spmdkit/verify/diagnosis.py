@@ -50,6 +50,12 @@ def diagnose(
             f"leaf '{finding.leaf}' is another one after it was saved and restored",
             "A leaf of the state is lost or changed on its way through the checkpoint; this is a bug of spmdkit, or of a leaf type of yours.",
         )
+    if finding.quantity == "replicas":
+        return Diagnosis(
+            "replicas apart",
+            f"leaf '{finding.leaf}' has other bits on other devices that hold the same part of it",
+            "What leaves a step has to be reduced on every replica in the same way; this is a bug of spmdkit, of a reducer, or of JAX.",
+        )
     if finding.quantity in ("loss", "gradient"):
         return _of_gradient(finding, where, mesh, microbatches, key_matters, examples_interact)
     if finding.quantity == "update":

@@ -22,6 +22,7 @@ from spmdkit.verify import compare, mistakes, mutants
 from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import find
 from spmdkit.verify.instruments import one_ulp, working_dtype
+from spmdkit.verify.plain import plain
 from spmdkit.verify.subject import Record, Setting, Subject
 from spmdkit.verify.unpadded import Unpadded
 
@@ -100,6 +101,22 @@ class Judge:
             (_, batch), *_ = program.batches(stop=1)
             program.check_padding(program.init(), batch)
         return Unpadded(program)
+
+    def against_plain_jax(self) -> dict[str, Any]:
+        """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable` with the reason."""
+        loss_fn = self.subject.loss_fn
+        if loss_fn is None:
+            return {"not_applicable": "the task's own train_step differentiates; there is no loss to compare it with"}
+        setting = Setting({}, short=self.subject.short, plain=True)
+        reference = self.reference(setting)
+        program = self.subject.program(setting)
+        (_, batch), *_ = program.batches(stop=1)
+        right, taken = plain(program, loss_fn, program.init(), batch), reference.record.batches[0]
+        errors = compare.leaf_errors(taken.gradient, right.gradient)
+        worst = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=np.inf))
+        found = {"loss_error": compare.number_error(taken.loss, right.loss), "gradient_error": errors[worst]}
+        passed = all(found[f"{q}_error"] <= reference.tolerance[q] for q in ("loss", "gradient"))
+        return found | {"worst_leaf": worst, "passed": bool(passed)}
 
     # ---- cases -------------------------------------------------------------------------------------------------------
 

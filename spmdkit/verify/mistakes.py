@@ -4,6 +4,9 @@ Each replaces one well-named function of the package while a program is traced a
 
     seam                               what passes through it
     reducers.get                       everything that is added over replicas: sums and counts, gradient, model state
+    jax.shard_map                      the manual form: where it is traced without types
+    gradient._of_mean                  sums and counts with their gradients, on the way to the gradient of the mean
+    agree.crossing, agree.agreed       the model state on its way to the other replicas and back
     gradient._positions                places of a replica's examples in the global batch, from which example keys are made
     gradient._local_gradient           the user's loss on one replica
     gradient._cut_microbatches         the parts of a batch
@@ -27,12 +30,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from spmdkit import feed, gradient, reducers, scope
+from spmdkit import agree, compat, feed, gradient, reducers, scope
 from spmdkit.checkpoint import leaves
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.ops.pipeline import parts
+from spmdkit.summed import summed_by_types
 from spmdkit.sums import Sums
+from spmdkit.tree import is_key, named_leaves
 from spmdkit.verify.subject import Setting
 
 Acting = contextlib.AbstractContextManager[list[Any]]
@@ -160,6 +165,88 @@ def _on_gradient(change: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
         return dataclasses.replace(x, gradient=jax.tree.map(change, x.gradient)) if _is_sums(x) else x
 
     return jax.tree.map(changed, tree, is_leaf=_is_sums)
+
+
+def apart(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+    """Each replica but the first gets a gradient that is a few ulps larger: less than any tolerance."""
+    factor = 1 + 3e-7 * (lax.axis_index(axes) > 0)
+    return _on_gradient(lambda x: x * factor.astype(x.dtype), reduce(tree, axes))
+
+
+@contextlib.contextmanager
+def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
+    """The manual form is typed: JAX adds up over replicas whatever the loss differentiates with respect to constants."""
+    acted: list[Any] = []
+
+    def make(shard_map: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(body: Callable[..., Any], *, check_vma: bool = True, **specs: Any) -> Any:
+            if check_vma:
+                return shard_map(body, **specs)
+
+            def own(params: Any, *rest: Any) -> Any:
+                return body(compat.as_varying(params, REPLICA_AXES), *rest)
+
+            def run(*args: Any) -> Any:
+                found = jax.make_jaxpr(shard_map(own, **specs))(*args)
+                right = jax.make_jaxpr(shard_map(body, check_vma=False, **specs))(*args)
+                if (line := summed_by_types(found, right, REPLICA_AXES)) is not None:
+                    acted.append(line)
+                return shard_map(own, **specs)(*args)
+
+            return run
+
+        return instead
+
+    with patched(jax, "shard_map", make):
+        yield acted
+
+
+@contextlib.contextmanager
+def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
+    """The gradient of a mean is that of its sum, as if its count did not depend on the parameters."""
+    acted: list[Any] = []
+
+    def make(of_mean: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(loss: Mean, sums: Sums) -> Any:
+            acted.extend([True] * (sums.count_gradient is not None))
+            return of_mean(loss, dataclasses.replace(sums, count_gradient=None))
+
+        return instead
+
+    with patched(gradient, "_of_mean", make):
+        yield acted
+
+
+@contextlib.contextmanager
+def averaged_state(setting: Setting) -> Iterator[list[Any]]:
+    """Every leaf of the model state is added in its own dtype and divided by the replicas: counters, maxima and keys too."""
+    acted: list[Any] = []
+    data = lambda x: jax.random.key_data(x) if is_key(x) else x
+
+    def make_crossing(crossing: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(kinds: Any, old: Any, new: Any, first: Any) -> Any:
+            leaves = named_leaves(new)
+            acted.extend(p for p, x in leaves if kinds[p] in ("sum", "max") or data(x).dtype == jnp.uint32)
+            return {path: data(x) for path, x in leaves}, {}
+
+        return instead
+
+    def make_agreed(agreed: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(kinds: Any, old: Any, new: Any, added: Any, largest: Any, num: int) -> Any:
+            def leaf(path: str, like: Any) -> Any:
+                mean = added[path] / num if jnp.issubdtype(data(like).dtype, jnp.inexact) else added[path] // num
+                return (
+                    jax.random.wrap_key_data(mean, impl=jax.random.key_impl(like))
+                    if is_key(like)
+                    else mean.astype(like.dtype)
+                )
+
+            return jax.tree.unflatten(jax.tree.structure(new), [leaf(path, x) for path, x in named_leaves(new)])
+
+        return instead
+
+    with patched(agree, "crossing", make_crossing), patched(agree, "agreed", make_agreed):
+        yield acted
 
 
 # ---- examples and their keys ------------------------------------------------------------------------------------------

@@ -123,6 +123,33 @@ MUTANTS = (
         mistakes.reducing(mistakes.mean_of_means),
     ),
     Mutant(
+        "replicas_apart",
+        "each replica's gradient is a few ulps another one",
+        _replicas(),
+        mistakes.reducing(mistakes.apart),
+    ),
+    Mutant(
+        "constant_summed",
+        "a derivative with respect to a constant is added up over replicas",
+        _replicas(),
+        mistakes.typed_replicas,
+        unused="the loss takes no derivative with respect to a constant",
+    ),
+    Mutant(
+        "count_without_gradient",
+        "the count of the loss has no gradient",
+        _replicas(),
+        mistakes.count_without_gradient,
+        unused="the count of the loss does not depend on the parameters",
+    ),
+    Mutant(
+        "state_averaged",
+        "counters, maxima and keys of the model state are averaged",
+        _replicas(),
+        mistakes.averaged_state,
+        unused="the model state has no counter, maximum or key that an average would change",
+    ),
+    Mutant(
         "key_shared_by_replicas",
         "every replica draws the same",
         _with_example_keys,

@@ -196,7 +196,8 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
     if all(not c["mesh"] for c in ran):
         notes.append("every case is on one device: name a mesh, or use --all")
     return {
-        "passed": bool(ran) and not failed and all(m["caught"] for m in applied),
+        "passed": bool(ran) and not failed and all(m["caught"] for m in applied) and known["plain"].get("passed", True),
+        "plain_jax": known["plain"],
         "tolerance": known["tolerances"]["gradient"],
         "tolerances": known["tolerances"],
         "one_ulp_moves": known["moved"],

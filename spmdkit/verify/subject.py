@@ -57,6 +57,7 @@ class Record:
         params, model_state: after the steps.
         evaluation: metrics of the evaluation, None where it was not asked for or there is none.
         restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not asked for.
+        apart: path of the first leaf of the last state whose copies on several devices have different bits, or None.
         form: how the step was compiled.
         uses: names of spmdkit's functions that the task called.
     """
@@ -68,6 +69,7 @@ class Record:
     model_state: Tree
     evaluation: dict[str, float] | None
     restored: tuple[float, str] | None
+    apart: str | None
     form: str
     uses: frozenset[str]
 
@@ -104,6 +106,11 @@ class Subject:
         self._task = with_constants(task, config.seed)
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The user's loss, where the default step differentiates it."""
+        return None if self._task.train_step is not None else self._task.loss_fn
 
     @property
     def short(self) -> bool:
@@ -242,6 +249,7 @@ class Subject:
             flat(_of_all_groups(state.model_state, program)),
             evaluation,
             self._through_checkpoint(state) if restore else None,
+            _apart(state),
             program.form,
             frozenset(program._step_record.uses),
         )
@@ -298,6 +306,18 @@ def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:
         update=flat(kept.update),
         optimizer=flat(kept.inner),
     )
+
+
+def _apart(state: TrainState) -> str | None:
+    """Returns the path of the first leaf whose copies on several devices have different bits, or None."""
+    for path, x in named_leaves(state):
+        copies: dict[str, bytes] = {}
+        data = jax.random.key_data(x) if is_key(x) else x
+        for shard in data.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            if copies.setdefault(str(shard.index), bits) != bits:
+                return path
+    return None
 
 
 def flat(tree: Any) -> Tree:

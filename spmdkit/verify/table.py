@@ -26,6 +26,7 @@ def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None
             console.print(f"[bold red]{describe_case(case['mesh'], case['microbatches'])}[/]: {seen['kind']}")
             console.print(f"  {escape(seen['found'])}")
             console.print(f"  [bold]repair[/] {escape(seen['repair'])}")
+    _plain(console, report.get("plain_jax", {}))
     if report["pattern"]:
         console.print(f"The cases that differ have in common: [bold]{report['pattern']}[/].")
     _skipped(console, report)
@@ -48,6 +49,23 @@ def _cases(console: Console, report: Mapping[str, Any]) -> None:
         equal = "[green]equal[/]" if case["passed"] else "[bold red]DIFFERS[/]"
         table.add_row(describe_case(case["mesh"], case["microbatches"]), *errors, equal)
     console.print(table)
+
+
+def _plain(console: Console, found: Mapping[str, Any]) -> None:
+    if not found:
+        return
+    if reason := found.get("not_applicable"):
+        console.print(f"one device against plain JAX: [dim]not compared, {escape(reason)}[/]")
+    elif found["passed"]:
+        console.print(
+            f"one device against plain JAX: equal, loss {found['loss_error']:.0e}, gradient {found['gradient_error']:.0e}"
+        )
+    else:
+        console.print(
+            f"[bold red]one device against plain JAX: DIFFERS[/], loss {found['loss_error']:.0e}, gradient "
+            f"{found['gradient_error']:.0e} (leaf '{escape(found['worst_leaf'])}'): jax.value_and_grad of the loss's value gives another "
+            "one. A derivative is lost between sum and count; this is a bug of spmdkit, or a custom rule of yours."
+        )
 
 
 def _number(error: float | None, tolerance: float) -> str:
@@ -97,7 +115,7 @@ def _tolerance(report: Mapping[str, Any]) -> str:
     return (
         f"Tolerance: gradient {report['tolerances']['gradient']:.1e}, loss {report['tolerances']['loss']:.1e}, relative 2-norm per leaf, "
         f"{report['dtype']}: the larger of {FLOOR_ULPS} ulps and {MULTIPLE} times what one ulp in the input moves on one device "
-        f"(gradient {report['one_ulp_moves']['gradient']:.1e}). A restored state is equal bit for bit."
+        f"(gradient {report['one_ulp_moves']['gradient']:.1e}). A restored state and the replicas' copies are equal bit for bit."
     )
 
 

@@ -61,7 +61,8 @@ def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, 
 
     if job["kind"] == "reference":
         reference = judge.reference(Setting({}, short=judge.subject.short))
-        return {"tolerances": reference.tolerance, "moved": reference.moved, "dtype": reference.dtype}
+        plain = judge.against_plain_jax()
+        return {"tolerances": reference.tolerance, "moved": reference.moved, "dtype": reference.dtype, "plain": plain}
     if job["kind"] == "mutant":
         return judge.mutant(job["name"], spec["devices"])
     return judge.case(job["mesh"], job["microbatches"], job["whole"])

@@ -1,9 +1,11 @@
 """Every mutant is caught on a small task, and where it cannot act the reason is said."""
 
+import jax
 import pytest
 import verify_tasks as tasks
 from verify_tasks import judge
 
+from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched
 from spmdkit.verify.mutants import MUTANTS
@@ -11,8 +13,11 @@ from spmdkit.verify.mutants import MUTANTS
 OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
 """Mutants that act on an op of the model."""
 
+OF_NATURAL_TASKS = {"constant_summed", "count_without_gradient", "state_averaged"}
+"""Mutants that act on what a tame loss has not: an inner derivative, learned weights, keys and counters in the state."""
 
-@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.name not in OF_OPS])
+
+@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.name not in OF_OPS | OF_NATURAL_TASKS])
 def test_a_mutant_is_caught(name):
     found = judge(tasks.right, "mask").mutant(name, 4)
     assert found.get("caught"), found
@@ -22,6 +27,36 @@ def test_a_mutant_is_caught(name):
 def test_a_mutant_of_an_op_is_caught(name):
     found = tasks.language_judge().mutant(name, 4)
     assert found.get("caught"), found
+
+
+@pytest.mark.parametrize("name", sorted(OF_NATURAL_TASKS))
+def test_a_mutant_of_a_natural_task_is_caught(name):
+    found = tasks.natural_judge().mutant(name, 4)
+    assert found.get("caught"), found
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
+def test_a_natural_task_is_equal_to_one_device_and_one_device_to_plain_jax(mesh):
+    found = tasks.natural_judge().case(mesh, 1, whole=mesh == {"data": 4})
+    assert found["passed"], found
+    plain = tasks.natural_judge().against_plain_jax()
+    assert plain["passed"] and plain["gradient_error"] < 1e-6, plain
+
+
+@pytest.mark.parametrize(
+    ("mistake", "quantity"),
+    [(mistakes.typed_replicas, "gradient"), (mistakes.averaged_state, "loss"), (mistakes.count_without_gradient, None)],
+)
+def test_verify_finds_by_itself_that_a_repair_of_the_toolkit_was_taken_out(mistake, quantity):
+    """The mistake is in the toolkit for every program, one device too, as it was before the repair."""
+    with mistake(None) as acted:
+        judge = tasks.new_natural_judge()
+        case, plain = judge.case({"data": 4}, 1, whole=False), judge.against_plain_jax()
+    assert acted
+    if quantity is None:  # wrong on every mesh alike: only plain JAX knows
+        assert not plain["passed"] and plain["gradient_error"] > 1e-2
+    else:
+        assert plain["passed"] and not case["passed"] and quantity in case["failed"], case
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
@@ -35,6 +70,9 @@ def test_a_model_with_ops_is_equal_to_one_device(axis):
     [
         ("key_shared_by_replicas", "sk.example_keys"),
         ("batch_statistics_per_replica", "no collective"),
+        ("constant_summed", "no derivative with respect to a constant"),
+        ("count_without_gradient", "does not depend on the parameters"),
+        ("state_averaged", "no counter, maximum or key"),
         ("vocabulary_offset", "neither sk.embed"),
         ("wrong_ring_step", "context"),
         ("stage_gradient_dropped", "pipeline"),
@@ -67,12 +105,13 @@ def seams():
     import optax
     from jax import lax
 
-    from spmdkit import feed, gradient, reducers
+    from spmdkit import agree, feed, gradient, reducers
     from spmdkit.checkpoint import leaves
     from spmdkit.ops import ring_attention, vocab
     from spmdkit.ops.pipeline.parts import Pipeline
 
-    names = ["_positions", "_cut_microbatches", "_local_gradient", "_loss_key"]
+    yield from ((agree, "crossing"), (agree, "agreed"), (jax, "shard_map"))
+    names = ["_of_mean", "_positions", "_cut_microbatches", "_local_gradient", "_loss_key"]
     yield from ((gradient, name) for name in names)
     yield from ((reducers, "get"), (feed.Feed, "_place"), (optax, "clip_by_global_norm"), (leaves, "pick"))
     yield from ((lax, "psum"), (lax, "pmean"), (vocab, "axis_index"), (ring_attention, "ring_shift"))

@@ -49,6 +49,37 @@ def right(params, batch, key):
     return sk.mean(loss, weights=batch["weight"]), {"worst": sk.mean(jnp.abs(loss))}
 
 
+def natural_init(key):
+    state = {
+        "key": jax.random.key(3),
+        "raw": jax.random.key_data(jax.random.key(4)),
+        "rows": jnp.int32(0),
+        "largest": jnp.zeros(()),
+        "mean": jnp.zeros(8),
+    }
+    return sk.Variables(init(key) | {"confidence": jnp.linspace(-1.0, 1, 16)}, state)
+
+
+NATURAL_AGREE = {"rows": "sum", "largest": "max"}
+
+
+def natural(params, state, batch, key):
+    """A loss as strangers write them: a derivative at a constant, learned weights, a key and statistics in the state."""
+    noise_key, next_key = jax.random.split(state["key"])
+    mean = lax.pmean(jnp.tanh(batch["x"] @ params["w"]).mean(0), REPLICAS)
+    noise = 0.1 * jax.random.normal(noise_key, (8,))
+    shift = jax.vmap(lambda x: jax.grad(lambda t: jnp.tanh(x * (1 + t) @ params["w"]).sum())(0.0))(batch["x"])
+    loss = examples_loss(params, batch, lambda h: h - mean + noise) + shift**2
+    new = {
+        "key": next_key,
+        "raw": jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(state["raw"]), 1)),
+        "rows": state["rows"] + batch["x"].shape[0],
+        "largest": jnp.maximum(state["largest"], jnp.abs(batch["x"]).max()),
+        "mean": 0.9 * state["mean"] + 0.1 * mean,
+    }
+    return sk.mean(loss, weights=jax.nn.sigmoid(batch["x"] @ params["confidence"])), {}, new
+
+
 # ---- mistakes of users ------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +179,17 @@ def language_task():
 def language_judge():
     """Returns the judge of a model with an embedding and a head that are cut over the vocabulary."""
     return Judge(Subject(sk.Config(task="t.py:t"), language_task(), BATCH, steps=2))
+
+
+@functools.cache
+def natural_judge():
+    """Returns the judge of `natural`."""
+    return new_natural_judge()
+
+
+def new_natural_judge():
+    task = sk.Task(natural_init, natural, optax.adam(1e-2), train_data=data(), agree=NATURAL_AGREE)
+    return Judge(Subject(sk.Config(task="t.py:t"), task, BATCH, steps=2))
 
 
 # ---- judging ----------------------------------------------------------------------------------------------------------
