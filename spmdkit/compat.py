@@ -48,6 +48,23 @@ def untyped_axes() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def outside_of_spmd_vmaps() -> Iterator[None]:
+    """While the body traces, an enclosing `vmap(spmd_axis_name=)` names no axes.
+
+    Its names reach into a `shard_map` that is traced inside of it: what an inner vmap batches is then typed as differing along them too, and
+    JAX refuses its own cotangents ("Expected cotangent type float32[6] but got float32[6]", jax 0.10.2).
+    """
+    from jax._src import core
+
+    env = core.get_axis_env()
+    core.trace_ctx.set_axis_env(core.AxisEnv(env.axis_sizes, frozenset(), env.explicit_mesh_axis_names))
+    try:
+        yield
+    finally:
+        core.trace_ctx.set_axis_env(env)
+
+
 def axes_are_typed() -> bool:
     """Returns whether arrays carry the mesh axes along which they differ, as they do in a `shard_map` with `check_vma`."""
     from jax._src import config

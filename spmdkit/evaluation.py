@@ -99,7 +99,7 @@ class Evaluator:
                     self._probe = False
                 # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
-        return {name: float(x.value) for name, x in jax.device_get(totals[1]).items()}
+        return {name: _value(mean) for name, mean in jax.device_get(totals[1]).items()}
 
     def _check_padding(self, run: Callable[[Batch], Any], batch: Batch) -> None:
         def by_kind(batch: Batch) -> dict[str, Any]:
@@ -112,6 +112,13 @@ class Evaluator:
         if found := padding.changes(by_kind, batch, self._feed.grid, self._whole):
             schedule = self._feed.schedule
             raise padding.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
+
+
+def _value(mean: Mean) -> float:
+    """Returns `mean.value` of numbers that are on the host."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        counted = mean.count if mean.num is None else mean.num
+        return float(np.divide(mean.sum, mean.count)) if counted else 0.0
 
 
 def _function(

@@ -12,10 +12,13 @@ same place, so that a place can have fewer sums in the typed trace but never mor
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
@@ -48,6 +51,18 @@ def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Col
             "up over those devices, so each would get that of all devices' examples. Differentiate with respect to something of the "
             "shard's own: `x * 0` instead of a constant or `jnp.zeros(...)`, `jax.lax.pcast(w, axes, to='varying')` instead of `w`."
         )
+
+
+def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[Any], typed: bool) -> ClosedJaxpr:
+    """Returns the trace of `fn` on the shards of arrays of these shapes, with types or without; of its results nothing is asked."""
+
+    def probe(*shards: jax.Array) -> jax.Array:
+        fn(*shards)
+        return jnp.zeros(())
+
+    mapped = jax.shard_map(probe, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=typed)
+    with compat.outside_of_spmd_vmaps():
+        return jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes))
 
 
 def takes_derivative(closed: ClosedJaxpr) -> bool:

@@ -69,7 +69,7 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     found = _axes(names)
     if not found:
         return x
-    if same := [a for a in found if a not in compat.varying_axes(x)]:
+    if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
         raise ConfigError(
             f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
             f"{scope.current_step().size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."

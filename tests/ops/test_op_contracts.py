@@ -71,9 +71,10 @@ def test_what_an_op_sends_is_read_from_a_compiled_program(home):
     )
 
 
-UNTYPED = {"spmdkit/forms.py": 1, "spmdkit/step.py": 1, "spmdkit/verify/mistakes.py": 1}
+UNTYPED = {"spmdkit/forms.py": 1, "spmdkit/step.py": 1, "spmdkit/summed.py": 1, "spmdkit/verify/mistakes.py": 1}
 """Files that speak of the check of varying axes, and how often: the manual form, whose replicas differentiate for themselves (proven by
-counts of psums and by the replicas' bits, tests/natural); the second trace of a per-replica step; the mutant that takes the first back."""
+counts of psums and by the replicas' bits, tests/natural); the second trace of a per-replica step and of a part, which runs
+nothing; the mutant that takes the first back."""
 
 
 def test_nobody_else_turns_the_check_of_varying_axes_off():

@@ -1,0 +1,244 @@
+"""A part of `sk.manual` as JAX sees it: one operation, a `shard_map` over all mesh axes, with rules for vmap and for derivatives.
+
+Its batching rule puts the mapped dim of an enclosing `vmap(spmd_axis_name=)` (the replicas of the mapped form, the stages of a pipeline) in
+front of each spec. The body itself is never batched over mesh axes: JAX's own rule refuses residuals of operands that are not mapped
+(`_RepError`, jax 0.10.2). Its gradient is such a part too. What it finds kept of the forward pass is what `remat` names
+(`ops/remat.py`), and the inputs; the rest it computes a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit import compat, scope
+from spmdkit.mesh import MODEL_AXES
+from spmdkit.ops.kept import Linearized, floats
+from spmdkit.ops.remat import everything_but_gathered
+from spmdkit.summed import refuse_summed, traced
+
+
+class _Level(NamedTuple):
+    """One enclosing vmap: its mesh axes (None for a vmap of the user's own) and which operands it maps."""
+
+    axes: tuple[str, ...] | None
+    size: int
+    mapped: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first.
+
+    `watched`: name and body where it takes a derivative itself, which types could add up over the devices of every vmap around it.
+    """
+
+    body: Callable[..., tuple[jax.Array, ...]]
+    step: scope.Step
+    mesh: Mesh
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    local_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    levels: tuple[_Level, ...] = ()
+    watched: tuple[str, Callable[..., tuple[jax.Array, ...]]] | None = None
+
+    def run(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs the part as a `shard_map`."""
+        spmd = tuple(level.axes for level in self.levels)
+        mapped = jax.shard_map(
+            self._in_levels(self.body),
+            mesh=self.mesh,
+            in_specs=self._specs(),
+            out_specs=tuple(PartitionSpec(*map(_one, spmd), *s) for s in self.out_specs),
+        )
+        return mapped(*args)
+
+    def _specs(self) -> tuple[PartitionSpec, ...]:
+        """Returns the specs of the operands with the dims of the vmaps in front."""
+        of = lambda i: (_one(level.axes) for level in self.levels if level.mapped[i])
+        return tuple(PartitionSpec(*of(i), *spec) for i, spec in enumerate(self.in_specs))
+
+    def _in_levels(self, fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
+        """Returns `fn` of shards with the dims of the vmaps in front, all typed as differing along the axes of these."""
+        over = tuple(a for level in self.levels for a in level.axes or ())
+
+        def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
+            run = fn
+            for level in reversed(self.levels):
+                run = _over_level(run, level, self.mesh)
+            return compat.as_varying(run(*compat.as_varying(shards, over)), over)
+
+        return local
+
+    def check(self, *args: Any) -> None:
+        """Refuses a derivative that the body takes and that types would add up over the axes of a vmap."""
+        axes = [a for level in self.levels for a in level.axes or () if self.mesh.shape[a] > 1]
+        if self.watched is None or not axes:
+            return
+        name, body = self.watched
+
+        typed, untyped = (
+            traced(self._in_levels(body), self.mesh, self._specs(), args, typed=typed) for typed in (True, False)
+        )
+        refuse_summed(f"sk.manual: {name}", typed, untyped, axes)
+
+    def bind(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_manual_p.bind(*args, part=self))
+
+
+def _one(names: tuple[str, ...] | None) -> Any:
+    return names[0] if names is not None and len(names) == 1 else names
+
+
+def _over_level(fn: Callable[..., Any], level: _Level, mesh: Mesh) -> Callable[..., Any]:
+    """Returns `fn` over the leading dim of the mapped shards: one position where the mesh axes cut it to one."""
+    num = level.size
+    for a in level.axes or ():
+        num //= mesh.shape[a]
+    if level.axes is None or num > 1:
+        return jax.vmap(fn, in_axes=tuple(0 if m else None for m in level.mapped))
+
+    def squeezed(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        out = fn(*(x[0] if m else x for x, m in zip(shards, level.mapped, strict=True)))
+        return tuple(x[None] for x in out)
+
+    return squeezed
+
+
+def differentiable(part: Part) -> Callable[..., Any]:
+    """Returns the part as a function with a gradient: the body's own, computed on the shards."""
+    num_out = len(part.out_specs)
+    kept_specs: list[PartitionSpec] = []
+    probed: list[Linearized] = []
+
+    @jax.custom_vjp
+    def call(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return part.bind(*args)
+
+    def forward(*args: jax.Array) -> Any:
+        keeping, linear = _keeping(part, args)
+        kept_specs[:], probed[:] = keeping.out_specs[num_out:], [linear]
+        out = keeping.bind(*args)
+        kept = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], linear.marks, strict=True))
+        return out[:num_out], (args, kept)
+
+    def backward(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        args, kept = residuals
+        of_args, of_results = floats(args), floats(part.local_shapes)
+
+        def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
+            values, left = shards[: len(args)], shards[len(args) :]
+            with scope.tracing(part.step):  # a gradient that the body brings itself asks for its axes too
+                linear = _linearized(part, values, *probed)
+                return linear.backward(values, [x[0] for x in left[: len(kept)]], left[len(kept) :])
+
+        gradient = Part(
+            body,
+            part.step,
+            part.mesh,
+            (*part.in_specs, *kept_specs, *(part.out_specs[i] for i in of_results)),
+            tuple(part.in_specs[i] for i in of_args),
+            tuple(_local(part.mesh, args[i], part.in_specs[i]) for i in of_args),
+        )
+        grads = dict(zip(of_args, gradient.bind(*args, *kept, *(cotangents[i] for i in of_results)), strict=True))
+        return tuple(grads.get(i) for i in range(len(args)))
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
+    """Returns the body at `shards`, which keeps what a trace `before` has kept."""
+    remat = part.step.remat
+    found = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
+    if before is not None and found.made_by != before.made_by:
+        raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {found.made_by}")
+    return found
+
+
+def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
+    """Returns the part with what is kept for its gradient behind its results, and the trace that says what that is.
+
+    A kept value gets a leading dim that is cut over the axes along which it differs: each device's own.
+    """
+    found: list[Linearized] = []
+
+    def probe(*shards: jax.Array) -> jax.Array:
+        with scope.tracing(part.step):
+            found[:] = [_linearized(part, shards)]
+        return jnp.zeros(())
+
+    def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        with scope.tracing(part.step):
+            out, kept = _linearized(part, shards, linear).forward(shards)
+            return (*out, *(x[None] for x in kept))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    with compat.outside_of_spmd_vmaps():
+        jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
+    (linear,) = found
+    # Axes of replicas and of a pipeline's stages belong to an enclosing vmap, as in _typed.
+    outer = {*part.step.data_axes, *part.step.mapped_axes}
+    differs = [tuple(a for a in MODEL_AXES if a in compat.varying_axes_of(x) and a not in outer) for x in linear.kept]
+    keeping = dataclasses.replace(
+        part,
+        body=body,
+        out_specs=(*part.out_specs, *(PartitionSpec(names or None) for names in differs)),
+        local_shapes=(*part.local_shapes, *(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in linear.kept)),
+    )
+    return keeping, linear
+
+
+def _local(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    shape = list(x.shape)
+    for i, names in enumerate(spec):
+        for a in (names,) if isinstance(names, str) else names or ():
+            shape[i] //= mesh.shape[a]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+_manual_p = jax.extend.core.Primitive("spmdkit_manual")
+_manual_p.multiple_results = True
+
+
+@_manual_p.def_impl
+def _impl(*args: Any, part: Part) -> Any:
+    return jax.jit(part.run)(*args)
+
+
+@_manual_p.def_abstract_eval
+def _abstract(*avals: Any, part: Part) -> list[Any]:
+    lead = tuple(level.size for level in part.levels)
+    found = []
+    for local, spec in zip(part.local_shapes, part.out_specs, strict=True):
+        shape = list(local.shape)
+        for i, names in enumerate(spec):
+            for a in (names,) if isinstance(names, str) else names or ():
+                shape[i] *= part.mesh.shape[a]
+        found.append(jax.core.ShapedArray((*lead, *shape), local.dtype))
+    return found
+
+
+def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, part: Part) -> Any:
+    """Adds one level: mapped operands carry it in front, and so does every result. Without a mapped one there is no level."""
+    if all(d is None for d in dims):
+        return part.bind(*args), [None] * len(part.local_shapes)
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    spmd = axis_data.spmd_name
+    level = _Level(None if spmd is None else tuple(spmd), axis_data.size, tuple(d is not None for d in dims))
+    outer = dataclasses.replace(part, levels=(level, *part.levels))
+    outer.check(*moved)
+    out = outer.bind(*moved)
+    return out, [0] * len(out)
+
+
+batching.fancy_primitive_batchers[_manual_p] = _batch
+mlir.register_lowering(_manual_p, mlir.lower_fun(lambda *args, part: part.run(*args), multiple_results=True))
