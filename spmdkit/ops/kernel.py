@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from spmdkit import compat
+from spmdkit.errors import ConfigError
 
 
 def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
@@ -102,5 +103,13 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any, flops: float) -> Any:
         return run(compat.without_axes(ctx), *args)
 
 
+def _jvp(*_: Any, **params: Any) -> Any:
+    raise ConfigError(
+        "a second derivative, or one in forward mode, goes through a kernel (attention by splash or cudnn). A kernel has a first derivative, "
+        "by its own backward pass, and no other. Use attention: {implementation: xla}, or sk.attention(..., implementation='xla')."
+    )
+
+
+ad.primitive_jvps[_kernel_p] = _jvp
 batching.primitive_batchers[_kernel_p] = _batch
 mlir.register_lowering(_kernel_p, _lower)

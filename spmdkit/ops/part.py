@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat, scope
@@ -38,7 +39,10 @@ class _Level(NamedTuple):
 class Part:
     """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first.
 
-    `watched`: name and body where it takes a derivative itself, which types could add up over the devices of every vmap around it.
+    Attributes:
+        watched: name and body where it takes a derivative itself, which types could add up over the devices of every vmap around it.
+        num_fixed: of a part that is linear in its last operands (tangents), the number of those before them.
+        pull: the transpose of such a part on shards, `(the first operands, cotangents) -> cotangents of the last operands`.
     """
 
     body: Callable[..., tuple[jax.Array, ...]]
@@ -49,6 +53,8 @@ class Part:
     local_shapes: tuple[jax.ShapeDtypeStruct, ...]
     levels: tuple[_Level, ...] = ()
     watched: tuple[str, Callable[..., tuple[jax.Array, ...]]] | None = None
+    num_fixed: int = 0
+    pull: Callable[..., tuple[jax.Array, ...]] | None = None
 
     def run(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         """Runs the part as a `shard_map`."""
@@ -116,43 +122,79 @@ def _over_level(fn: Callable[..., Any], level: _Level, mesh: Mesh) -> Callable[.
 def differentiable(part: Part) -> Callable[..., Any]:
     """Returns the part as a function with a gradient: the body's own, computed on the shards."""
     num_out = len(part.out_specs)
-    kept_specs: list[PartitionSpec] = []
-    probed: list[Linearized] = []
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:
         return part.bind(*args)
 
-    def forward(*args: jax.Array) -> Any:
+    @call.defjvp
+    def of_tangents(args: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
         keeping, linear = _keeping(part, args)
-        kept_specs[:], probed[:] = keeping.out_specs[num_out:], [linear]
         out = keeping.bind(*args)
         kept = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], linear.marks, strict=True))
-        return out[:num_out], (args, kept)
-
-    def backward(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        args, kept = residuals
         of_args, of_results = floats(args), floats(part.local_shapes)
 
-        def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
-            values, left = shards[: len(args)], shards[len(args) :]
+        def pull(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            values, kept = fixed[: len(args)], fixed[len(args) :]
             with scope.tracing(part.step):  # a gradient that the body brings itself asks for its axes too
-                linear = _linearized(part, values, *probed)
-                return linear.backward(values, [x[0] for x in left[: len(kept)]], left[len(kept) :])
+                return _linearized(part, values, linear).backward(values, [x[0] for x in kept], cotangents)
 
-        gradient = Part(
-            body,
-            part.step,
-            part.mesh,
-            (*part.in_specs, *kept_specs, *(part.out_specs[i] for i in of_results)),
-            tuple(part.in_specs[i] for i in of_args),
-            tuple(_local(part.mesh, args[i], part.in_specs[i]) for i in of_args),
-        )
-        grads = dict(zip(of_args, gradient.bind(*args, *kept, *(cotangents[i] for i in of_results)), strict=True))
-        return tuple(grads.get(i) for i in range(len(args)))
+        tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
+        found = dict(zip(of_results, tangent.bind(*args, *kept, *(tangents[i] for i in of_args)), strict=True))
+        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        return out[:num_out], tuple(found[i] if i in found else none(out[i]) for i in range(num_out))
 
-    call.defvjp(forward, backward)
     return call
+
+
+def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[PartitionSpec] = (), pull: Any = None) -> Part:
+    """Returns the part `(*args, *more, *tangents of some args) -> tangents of the results`, which is linear in the tangents.
+
+    Args:
+        more_specs: of further operands between the two, for the transpose alone.
+        pull: the transpose on shards; default: the transpose of this part's own body.
+    """
+    num, fixed = len(part.in_specs), len(part.in_specs) + len(more_specs)
+    of_results = floats(part.local_shapes)
+
+    def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        def of_floats(*xs: jax.Array) -> list[jax.Array]:
+            given = list(shards[:num])
+            for i, x in zip(of_args, xs, strict=True):
+                given[i] = x
+            out = part.body(*given)
+            return [out[i] for i in of_results]
+
+        with scope.tracing(part.step):
+            out, tangents = jax.jvp(of_floats, [shards[i] for i in of_args], list(shards[fixed:]))
+        return tuple(_typed_like(t, y) for t, y in zip(tangents, out, strict=True))
+
+    def pull_of_body(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        like = [fixed[i] for i in of_args]
+        linear = lambda *tangents: [_typed_like(y, c) for y, c in zip(body(*fixed, *tangents), cotangents, strict=True)]
+        out, transpose = jax.vjp(linear, *(_typed_like(jnp.zeros(x.shape, x.dtype), x) for x in like))
+        found: tuple[jax.Array, ...] = transpose([_typed_like(c, y) for c, y in zip(cotangents, out, strict=True)])
+        return found
+
+    def mapped(level: _Level) -> _Level:
+        args = level.mapped
+        return level._replace(mapped=(*args, *(True,) * len(more_specs), *(args[i] for i in of_args)))
+
+    return Part(
+        body,
+        part.step,
+        part.mesh,
+        (*part.in_specs, *more_specs, *(part.in_specs[i] for i in of_args)),
+        tuple(part.out_specs[i] for i in of_results),
+        tuple(part.local_shapes[i] for i in of_results),
+        tuple(map(mapped, part.levels)),
+        num_fixed=fixed,
+        pull=pull or pull_of_body,
+    )
+
+
+def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    return compat.as_varying(x, sorted(compat.varying_axes(like)))
 
 
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
@@ -240,5 +282,41 @@ def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, p
     return out, [0] * len(out)
 
 
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, part: Part) -> Any:
+    """The derivative of a part that has been mapped, or is a gradient already: that of its body."""
+    out = part.bind(*primals)
+    of_args = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    found = iter(tangent_of(part, of_args).bind(*primals, *(tangents[i] for i in of_args)))
+    of_results = floats(part.local_shapes)
+    none = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+    return out, [next(found) if i in of_results else none(x) for i, x in enumerate(out)]
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[Any]:
+    """Returns the cotangents of the last operands: those of a vmap that maps others alone are added up."""
+    num, pull = part.num_fixed, part.pull
+    fixed, linear = operands[:num], operands[num:]
+    assert pull is not None and not any(map(ad.is_undefined_primal, fixed))
+    cotangents = [ad.instantiate_zeros(c) for c in cotangents]
+    lead = [sum(level.mapped[num + i] for level in part.levels) for i in range(len(linear))]
+    of = [x.aval if ad.is_undefined_primal(x) else x for x in linear]  # the zero tangent of a constant is known
+    one = [jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x, n in zip(of, lead, strict=True)]
+    gradient = Part(
+        lambda *shards: pull(shards[:num], shards[num:]),
+        part.step,
+        part.mesh,
+        (*part.in_specs[:num], *part.out_specs),
+        part.in_specs[num:],
+        tuple(_local(part.mesh, x, spec) for x, spec in zip(one, part.in_specs[num:], strict=True)),
+        tuple(level._replace(mapped=(*level.mapped[:num], *(True,) * len(cotangents))) for level in part.levels),
+    )
+    grads = gradient.bind(*fixed, *cotangents)
+    alone = [[n for n, level in enumerate(part.levels) if not level.mapped[num + i]] for i in range(len(linear))]
+    found = (g.sum(dims) if dims else g for g, dims in zip(grads, alone, strict=True))
+    return [None] * num + [g if ad.is_undefined_primal(x) else None for g, x in zip(found, linear, strict=True)]
+
+
+ad.primitive_jvps[_manual_p] = _jvp
+ad.primitive_transposes[_manual_p] = _transpose
 batching.fancy_primitive_batchers[_manual_p] = _batch
 mlir.register_lowering(_manual_p, mlir.lower_fun(lambda *args, part: part.run(*args), multiple_results=True))

@@ -226,7 +226,7 @@ class _Core:
 
         targets_N = targets.reshape(-1).astype(jnp.int32)
         _, (largest_N, total_N, target_N) = self._over_chunks(one, (), (hidden_ND, targets_N), head_DV.shape[1])
-        top_N = lax.pmax(largest_N, self.kept) if self.kept else largest_N
+        top_N = lax.pmax(lax.stop_gradient(largest_N), self.kept) if self.kept else largest_N
         sums_2N = all_reduce(jnp.stack([total_N * jnp.exp(largest_N - top_N), target_N]), self.kept)
         logsumexp_N = top_N + jnp.log(sums_2N[0])
         num_ids = self.vocab_size or head_DV.shape[1] * axis_size(self.kept)
