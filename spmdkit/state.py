@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,20 +64,28 @@ class TrainState:
         """Returns the state with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def apply_gradients(self, grads: Any, model_state: Any = None) -> TrainState:
+    def apply_gradients(self, grads: Any, model_state: Any = None, **extra: Any) -> TrainState:
         """Returns the state after one update of the optimizer with the reduced gradient `grads`.
+
+        Args:
+            extra: for optimizers that take more than a gradient, as in optax: `value=loss`; of a line search also `grad=grads` and
+                `value_fn`, parameters -> loss over the whole batch. The default step gives all three.
 
         Layout: with ZeRO 1 to 3 the update runs on the fsdp shard of each leaf.
 
         Raises:
-            ConfigError: `grads` is not shaped like the parameters, or differs between replicas (per-replica dialect).
+            ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica dialect), or the
+                optimizer needs more than it is given.
         """
         step = scope.current_step()
         params = mirrored(step, self.params)
         _check_gradient(step, grads, params)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        grads, params = constrain_update(step, grads), constrain_update(step, params)
-        updates, opt_state = self.optimizer.update(grads, self.opt_state, params)
+        as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
+        grads = constrain_update(step, as_stored(grads))
+        if "grad" in extra:
+            extra["grad"] = constrain_update(step, as_stored(extra["grad"]))
+        params = constrain_update(step, params)
+        updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
         new_params = optax.apply_updates(params, updates)
         ema = self.ema
         if self.ema_decay is not None:
@@ -106,6 +115,30 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
         optimizer=optimizer,
         ema_decay=ema_decay,
     )
+
+
+def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns (updates, state) of the optimizer.
+
+    Raises:
+        ConfigError: it needs a named argument that it is not given, the loss for example.
+    """
+    try:
+        updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+        return updates, opt_state
+    except TypeError as error:
+        missing = re.search(r"(\w+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
+        if missing is None:
+            raise
+        names = re.findall(r"'(\w+)'", missing[2])
+        known = {"value": "loss", "grad": "grads", "value_fn": "the loss as a function of the parameters"}
+        given = f"is given {', '.join(sorted(extra))}" if extra else "is given the gradient alone"
+        raise ConfigError(
+            f"apply_gradients: the optimizer needs {', '.join(names)} (optax's {missing[1]}) and {given}. Some optimizers take "
+            "more than a gradient. Write state.apply_gradients(grads, "
+            f"{', '.join(f'{name}={known.get(name, chr(46) * 3)}' for name in names)}) in the train_step; the default step of a "
+            "loss_fn gives value, grad and value_fn."
+        ) from error
 
 
 def check_not_donated(state: Any, what: str) -> None:

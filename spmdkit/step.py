@@ -38,16 +38,37 @@ class Batch:
 
 
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
-    """Returns the step that a task with only a `loss_fn` gets."""
+    """Returns the step that a task with only a `loss_fn` gets.
+
+    The optimizer is also given the loss and the loss as a function of the parameters. Most ignore them, and they cost nothing.
+    """
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        if stateful:
-            (loss, metrics, new), grads = value_and_grad(loss_fn)(state.params, state.model_state, batch, state.key)
-            return state.apply_gradients(grads, model_state=new), {"loss": loss, **metrics}
-        (loss, metrics), grads = value_and_grad(loss_fn)(state.params, batch, state.key)
-        return state.apply_gradients(grads), {"loss": loss, **metrics}
+        model_state = (state.model_state,) if stateful else ()
+        compute = lambda params: value_and_grad(loss_fn)(params, *model_state, batch, state.key)
+        (loss, metrics, *new_state), grads = compute(state.params)
+        new = state.apply_gradients(grads, *new_state, value=loss, grad=grads, value_fn=_loss_of(compute))
+        return new, {"loss": loss, **metrics}
 
     return train_step
+
+
+def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
+    """Returns `params -> loss` over the whole batch, whose gradient is the one that `compute(params) -> ((loss, ...), grads)` gives.
+
+    For line searches, which differentiate it: on a mesh JAX's own gradient would be another program than `sk.value_and_grad`'s.
+    """
+
+    @jax.custom_vjp
+    def value(params: Any) -> jax.Array:
+        return forward(params)[0]
+
+    def forward(params: Any) -> tuple[jax.Array, Any]:
+        (loss, *_), grads = compute(params)
+        return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    value.defvjp(forward, lambda grads, out: (jax.tree.map(lambda g: g * out.astype(g.dtype), grads),))
+    return value
 
 
 def global_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any]) -> StepFn:

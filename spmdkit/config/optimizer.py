@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from spmdkit.config.schema import Config
 
 NOT_FROM_CONFIG = {
-    "lbfgs": "its line search calls the loss function",
     "noisy_sgd": "it draws noise from a key of its own",
     "optimistic_adam": "optax has replaced it by optimistic_adam_v2",
 }

@@ -91,7 +91,7 @@ BAD = {
     "optimizer is a name": ("optimizer: adamw", "found 'adamw' (text). Try optimizer: {name: adamw}."),
     "optimizer without name": ("optimizer: {b1: 0.9}", ":2: optimizer: needs the name of an optax optimizer, found no key name. Try {name: adamw}."),
     "unknown optimizer": ("optimizer:\n  name: adamv\n  learning_rate: 1", ":3: optimizer.name: needs an optax optimizer, found 'adamv' (text). Did you mean 'adam"),
-    "optimizer that a config cannot name": ("optimizer: {name: lbfgs}", ":2: optimizer.name: optax.lbfgs cannot be named in a config: its line search"),
+    "optimizer that a config cannot name": ("optimizer: {name: noisy_sgd}", ":2: optimizer.name: optax.noisy_sgd cannot be named in a config: it draws noise"),
     "optimizer argument misspelt": (
         "optimizer:\n  name: adamw\n  learning_rate: 1e-3\n  weight_decai: 1",
         ":5: optimizer.weight_decai: unknown argument of optax.adamw. Did you mean 'weight_decay'?",
