@@ -23,11 +23,12 @@ from spmdkit.config import Config, check_batch, load_config, replace_keys, task_
 from spmdkit.errors import ConfigError, SpmdkitError, nearest
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
-from spmdkit.ops.remat import check_names, policy, policy_of_names
+from spmdkit.ops.remat import check_names
 from spmdkit.replica import check_reductions
 from spmdkit.state import TrainState, check_not_donated
 from spmdkit.state_layout import place_state, state_groups
 from spmdkit.step import Batch
+from spmdkit.step_record import forms_of, step_record
 from spmdkit.summed import refuse_summed
 from spmdkit.task import Task, load_task
 from spmdkit.tree import named_leaves
@@ -141,41 +142,16 @@ class Program:
 
     def _choose_form(self) -> scope.Step:
         """Returns the record of the step, in the first form of the mesh's that the user's functions can be traced in."""
-        config = self.config
-        model_axes = [a for a in mesh.MODEL_AXES if self.sizes[a] > 1]
-        dtypes = config.precision
-        record = scope.Step(
-            form="plain",
-            mesh=self.mesh,
-            sizes=self.sizes,
+        record = step_record(
+            self.config,
+            self.mesh,
+            self.sizes,
             data_axes=self.data_axes,
-            inner_axes=tuple(a for a in ("fsdp", "expert") if a not in self.data_axes),
-            microbatches=self.microbatches,
-            compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
-            inputs=dtypes.inputs or "compute",
-            reduce_dtype=jnp.dtype(dtypes.reduce),
-            reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
-            remat=self._remat_policy(),
             placements=self._placements,
             state_groups=self._state_groups,
             agree=self._agree,
-            logical_axes=layout.logical_axes(config.layout.axes),
-            pipeline=self._pipeline_settings(),
-            attention=scope.AttentionSettings(**config.attention.model_dump()),
         )
-        if self.task.view == "replica":
-            if model_axes:
-                raise ConfigError(
-                    f"view='replica' on a mesh with model axes {model_axes}: a per-replica step sees whole parameters. "
-                    "Use only replica and data in the mesh, or the global view (sk.value_and_grad)."
-                )
-            forms: tuple[scope.Form, ...] = ("manual",)
-        elif self.num_replicas == 1:
-            forms = ("plain", "mapped")
-        elif model_axes:
-            forms = ("mapped",)
-        else:
-            forms = ("manual", "mapped")
+        forms = forms_of(self.task.view, self.sizes, self.num_replicas)
         return self._settle(self._first_traced([dataclasses.replace(record, form=form, uses=set()) for form in forms]))
 
     def _first_traced(self, records: Sequence[scope.Step]) -> scope.Step:
@@ -192,11 +168,6 @@ class Program:
                 errors.append(error)
         raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
 
-    def _pipeline_settings(self) -> scope.PipelineSettings:
-        asked = self.config.pipeline
-        chunks = (asked.chunks or 2) if asked.schedule == "interleaved" else 1
-        return scope.PipelineSettings(asked.schedule, asked.microbatches, chunks)
-
     def _settle(self, record: scope.Step) -> scope.Step:
         """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
         check_used(self.config, record, self.layout, self.schedule.always_full, self._what())
@@ -212,10 +183,6 @@ class Program:
             for key, names in (("save", self.config.remat.save), ("offload", self.config.remat.offload)):
                 check_names(key, names, record.uses, self._what())
         return record
-
-    def _remat_policy(self) -> Any:
-        remat = self.config.remat
-        return policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload)
 
     def _what(self) -> str:
         return "train_step" if self.task.train_step is not None else "loss_fn"

@@ -1,0 +1,71 @@
+"""What the config says about one step, as the record that functions see while they are traced; and the forms that a mesh allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from spmdkit import layout, scope
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError
+from spmdkit.mesh import MODEL_AXES
+from spmdkit.ops.remat import policy, policy_of_names
+
+
+def step_record(
+    config: Config,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+    *,
+    data_axes: tuple[str, ...],
+    placements: scope.Placements,
+    state_groups: int | None,
+    agree: Mapping[str, Any],
+) -> scope.Step:
+    """Returns the record of the step of a config, whose microbatches are a number; its form is still to be chosen."""
+    dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
+    assert isinstance(config.microbatches, int)
+    return scope.Step(
+        mesh=mesh,
+        sizes=sizes,
+        data_axes=data_axes,
+        inner_axes=tuple(a for a in ("fsdp", "expert") if a not in data_axes),
+        microbatches=config.microbatches,
+        compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
+        inputs=dtypes.inputs or "compute",
+        reduce_dtype=jnp.dtype(dtypes.reduce),
+        reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
+        remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
+        placements=placements,
+        state_groups=state_groups,
+        agree=agree,
+        logical_axes=layout.logical_axes(config.layout.axes),
+        pipeline=scope.PipelineSettings(
+            pipeline.schedule,
+            pipeline.microbatches,
+            (pipeline.chunks or 2) if pipeline.schedule == "interleaved" else 1,
+        ),
+        attention=scope.AttentionSettings(**config.attention.model_dump()),
+    )
+
+
+def forms_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> tuple[scope.Form, ...]:
+    """Returns the forms in which a step can be compiled on a mesh, the best first.
+
+    Raises:
+        ConfigError: a per-replica step on a mesh with model axes.
+    """
+    model_axes = [a for a in MODEL_AXES if sizes[a] > 1]
+    if view == "replica":
+        if model_axes:
+            raise ConfigError(
+                f"view='replica' on a mesh with model axes {model_axes}: a per-replica step sees whole parameters. "
+                "Use only replica and data in the mesh, or the global view (sk.value_and_grad)."
+            )
+        return ("manual",)
+    if num_replicas == 1:
+        return ("plain", "mapped")
+    return ("mapped",) if model_axes else ("manual", "mapped")
