@@ -183,8 +183,9 @@ def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
             if check_vma:
                 return shard_map(body, **specs)
 
-            def own(params: Any, *rest: Any) -> Any:
-                return body(compat.as_varying(params, REPLICA_AXES), *rest)
+            def own(params: Any, state: Any, *rows: Any) -> Any:
+                params, rows = compat.as_varying((params, rows), REPLICA_AXES)
+                return body(params, state, *rows)
 
             def run(*args: Any) -> Any:
                 found = jax.make_jaxpr(shard_map(own, **specs))(*args)

@@ -121,6 +121,14 @@ def test_bfloat16_stays_close_to_float32(one_device):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 
 
+def test_a_physics_informed_network_has_the_numbers_of_one_device_and_comes_near_the_solution():
+    losses, program, state = run("pinn", "steps=300")
+    assert program.form == "manual" and program.eval(state)["error"] < 0.03
+    alone, _, other = run("pinn", "steps=20", "mesh={}")
+    np.testing.assert_allclose(losses[:20], alone, rtol=1e-4)
+    assert state.model_state["points"] == 300 * 256 and other.model_state["points"] == 20 * 256
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
