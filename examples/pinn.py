@@ -36,7 +36,12 @@ def points(num, seed):
     which = random.integers(0, 3, num)
     x = np.where(on_edge & (which == 1), 0, np.where(on_edge & (which == 2), 1, x))
     t = np.where(on_edge & (which == 0), 0, t)
-    return {"x": x.astype(np.float32), "t": t.astype(np.float32), "u": exact(x, t).astype(np.float32), "on_edge": on_edge}
+    return {
+        "x": x.astype(np.float32),
+        "t": t.astype(np.float32),
+        "u": exact(x, t).astype(np.float32),
+        "on_edge": on_edge,
+    }
 
 
 def init(key, width):

@@ -118,12 +118,7 @@ def _local_gradient(
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(step, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
         counts.update({**metrics, "loss": loss})
-        if stateful and (difference := first_difference(state, new_state)):
-            raise ConfigError(
-                f"loss_fn returned another model state than it was given: {difference}. Its tree, shapes and dtypes stay the same "
-                "over all steps. Return the whole new state, cast where needed."
-            )
-        return loss, metrics, new_state
+        return loss, metrics, _same_kind(state, new_state) if stateful else None
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
         computed = _cast(params, step.compute_dtype)
@@ -220,10 +215,24 @@ def _kinds(loss_fn: Loss, step: scope.Step, params: Any, state: Any, batch: Any,
         (params, key), (rows, mask, loss_key, positions) = shared, own
         with scope.over(scope.Examples(_num_rows(rows), mask, positions, key)):
             out = loss_fn(_cast(params, step.compute_dtype), state, _cast_inputs(step, rows), loss_key)
-        return checked_loss(out, True)[2]
+        return _same_kind(state, checked_loss(out, True)[2])
 
     axes = (("replica", step.size("replica")), ("data", step.size(*step.data_axes)))
     return agree.kinds_of(step.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, step.inside)
+
+
+def _same_kind(state: Any, new_state: Any) -> Any:
+    """Returns the new model state.
+
+    Raises:
+        ConfigError: it is another tree than the old one, or a leaf has another shape or dtype.
+    """
+    if difference := first_difference(state, new_state):
+        raise ConfigError(
+            f"loss_fn returned another model state than it was given: {difference}. Its tree, shapes and dtypes stay the same "
+            "over all steps. Return the whole new state, cast where needed."
+        )
+    return new_state
 
 
 def _known_count(step: scope.Step, total: Mean, of_one: Mean) -> Mean:

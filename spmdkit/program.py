@@ -188,8 +188,7 @@ class Program:
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
     def _trace(self, record: scope.Step) -> jax.stages.Traced:
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        out_shardings = (self.state_sharding, whole)
+        out_shardings = (self.state_sharding, NamedSharding(self.mesh, PartitionSpec()))
         jitted = jax.jit(self._step_function(record), out_shardings=out_shardings, donate_argnums=0)
         traced = jitted.trace(self.abstract_state, self.abstract_batch)
         if self.task.view == "replica":
@@ -270,10 +269,8 @@ class Program:
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
         """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.padding`. Waits for the device."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        forward = self._compile(
-            padding.lowered_forward(self.traced, self.abstract_state, self.abstract_batch, self.state_sharding, whole)
-        )
+        whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
+        forward = self._compile(padding.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
         if found := padding.changes(functools.partial(forward, state), batch, self._feed.grid, whole):
             raise padding.refused_step(found, self._what())
 
@@ -281,8 +278,8 @@ class Program:
 
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
-        key = jax.random.key(self.config.seed)
-        return call_user(lambda: jax.jit(self._create_state, out_shardings=self.state_sharding)(key), "init")
+        create = jax.jit(self._create_state, out_shardings=self.state_sharding)
+        return call_user(lambda: create(jax.random.key(self.config.seed)), "init")
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""

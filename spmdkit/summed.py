@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
+
+_REDUCERS = str(Path(__file__).parent / "reducers")
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
@@ -71,8 +74,11 @@ def takes_derivative(closed: ClosedJaxpr) -> bool:
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
-    """Yields the source line of every sum over any of `axes`, once for each array that it adds up."""
+    """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of reducers, which are no
+    derivatives, and of which there are fewer without types: the sum of a constant is a constant there."""
     for eqn, line in _equations(jaxpr):
+        if line.startswith(_REDUCERS):
+            continue
         if eqn.primitive.name.startswith("psum") and set(eqn.params.get("axes", ())) & set(axes):
             yield from [line] * len(eqn.invars)
 
