@@ -16,7 +16,8 @@ x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / 
 The forward pass keeps q, k, v, `out` and `lse` (named "attention", so that `remat: {save: [attention]}` does not compute it again); the
 backward pass is written by hand, and computes the scores again block by block. So no array of T^2 values outlives a block.
 
-Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice. Inside of
+Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice. Forward mode
+(`jax.jvp`; xla only) has a part in the backward one's place: the tangent of the forward pass, which it computes again beside it. Inside of
 `sk.manual` the arguments are shards, key heads those of the device's query heads (`own_kv_heads`), and it runs as it is; the
 surrounding part keeps the same.
 Wire: as in the files of the two forms. K key heads fewer than the tensor axis t are repeated r = t / K times; then dk and dv are added up
@@ -39,6 +40,7 @@ from spmdkit.errors import ConfigError, nearest
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
 from spmdkit.ops.all_to_all_attention import Kept
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
+from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
 from spmdkit.ops.manual import cuts, manual
@@ -134,13 +136,9 @@ class _Call(NamedTuple):
 
 
 def _differentiable(call: _Call) -> Any:
-    """Returns `(q, keys) -> out` with the gradient of its form; both passes see the step of the call."""
+    """Returns `(q, keys) -> out` with the derivatives of its form; all passes see the step of the call."""
     kept_dims = KEPT_BY_HEADS if call.by_heads else KEPT
     out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
-
-    @jax.custom_vjp
-    def run(q: jax.Array, keys: Keys) -> jax.Array:
-        return forward(q, keys)[0]
 
     def forward(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
         with scope.tracing(call.step):
@@ -148,6 +146,15 @@ def _differentiable(call: _Call) -> Any:
             out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
         ids = keys._replace(k=None, v=None)
         return out, (kept, ids) if call.by_heads else (Kept(q, keys.k, keys.v, out, kept), ids)
+
+    def tangent(residuals: tuple[Kept, Keys], tangents: tuple[jax.Array, Keys]) -> jax.Array:
+        kept, ids = residuals
+        dq, dkeys = tangents
+        with scope.tracing(call.step):
+            in_dims = [kept_dims, _keys_dims(ids), HEADS, HEADS, HEADS]
+            part = manual(_tangent(call), in_dims, HEADS, kernel=call.is_kernel)
+            dout: jax.Array = part(kept, ids, dq, dkeys.k, dkeys.v)
+        return dout
 
     def backward(residuals: tuple[Kept, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
         kept, ids = residuals
@@ -157,8 +164,7 @@ def _differentiable(call: _Call) -> Any:
             dq, dk, dv = part(kept, ids, dout)
         return dq, Keys(dk, dv, None, None)
 
-    run.defvjp(forward, backward)
-    return run
+    return both_modes(forward, tangent, backward)
 
 
 def _forward(call: _Call) -> Any:
@@ -173,6 +179,19 @@ def _forward(call: _Call) -> Any:
         return out.astype(q.dtype), lse
 
     return attention
+
+
+def _tangent(call: _Call) -> Any:
+    """Returns the forward mode on shards: that of the forward pass itself."""
+
+    def attention_tangent(kept: Kept, ids: Keys, *tangents: jax.Array) -> jax.Array:
+        if call.by_heads:
+            return all_to_all_attention.tangent(*call.fixed, kept, ids, tangents)
+        attend = lambda q, k, v: _forward(call)(q, ids._replace(k=k, v=v))[0]
+        dout: jax.Array = jax.jvp(attend, kept[:3], tangents)[1]
+        return dout
+
+    return attention_tangent
 
 
 def _backward(call: _Call) -> Any:

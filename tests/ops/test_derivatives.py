@@ -1,5 +1,7 @@
 """Forward mode, second order and a gradient penalty through parts: on every mesh those of one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,19 +115,87 @@ def plain_attention(q, k, v):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(seen), v)
 
 
-@pytest.mark.parametrize("kind", ["forward over reverse", "reverse over reverse"])
-@pytest.mark.parametrize("asked", [{"tensor": 2}, {"context": 2}], ids=["tensor 2", "ring of 2"])
-def test_second_derivatives_through_attention_are_those_of_one_device(asked, kind):
+ALL_TO_ALL = scope.AttentionSettings(context="all_to_all")
+FORMS = {
+    "tensor 2": ({"tensor": 2}, None),
+    "ring of 2": ({"context": 2}, None),
+    "all_to_all": ({"context": 2}, ALL_TO_ALL),
+    "data 2 x tensor 2": ({"data": 2, "tensor": 2}, None),
+    "one device": ({"tensor": 1}, None),
+}
+
+
+def heads():
     rng = np.random.default_rng(0)
-    draw = lambda: tuple(rng.normal(size=(2, 8, 2, 4)).astype(np.float32) for _ in range(3))
-    args, tangents = draw(), draw()
-    weighted = lambda op: lambda *args: (op(*args) ** 2 * jnp.arange(1, 5)).sum()
-    expected = KINDS[kind](weighted(plain_attention))(args, tangents)
-    in_order = lambda *args: sk.context_restore(sk.attention(*sk.context_order(args)))
-    record = step(**asked)
+    return [tuple(rng.normal(size=(2, 8, 2, 4)).astype(np.float32) for _ in range(3)) for _ in range(2)]
+
+
+def in_order(*args):
+    return sk.context_restore(sk.attention(*sk.context_order(args)))
+
+
+def weighted(op):
+    return lambda *args: (op(*args) ** 2 * jnp.arange(1, 5)).sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asked, attention", FORMS.values(), ids=FORMS)
+def test_derivatives_through_attention_are_those_of_one_device(asked, attention, kind):
+    args, tangents = heads()
+    expected = jax.jit(KINDS[kind](weighted(plain_attention)))(args, tangents)
+    record = step(attention, **asked)
     whole = lambda tree: jax.device_put(tree, NamedSharding(record.mesh, PartitionSpec()))
     with scope.tracing(record):
         found = jax.jit(KINDS[kind](weighted(in_order)))(whole(args), whole(tangents))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_through_attention_in_the_manual_form_are_each_devices_own(kind):
+    args, tangents = heads()
+    cut = lambda tree: jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
+    expected = jax.jit(jax.vmap(KINDS[kind](weighted(plain_attention))))(cut(args), cut(tangents))
+    record = dataclasses.replace(step(data=2), form="manual")
+
+    def local(args, tangents):
+        own = jax.tree.map(lambda x: x[0], (args, tangents))
+        return jax.tree.map(lambda x: x[None], KINDS[kind](weighted(sk.attention))(*own))
+
+    on_data = PartitionSpec("data")
+    run = jax.shard_map(local, mesh=record.mesh, in_specs=on_data, out_specs=on_data)
+    with scope.tracing(record):
+        assert_close(jax.jit(run)(cut(args), cut(tangents)), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_through_attention_inside_of_a_part_are_those_of_one_device(kind):
+    args, tangents = heads()
+    expected = jax.jit(KINDS[kind](weighted(plain_attention)))(args, tangents)
+    dims = ("batch", None, "heads", None)
+    part = sk.manual(lambda q, k, v: sk.attention(q, k, v), [dims] * 3, dims)
+    assert_close(on_mesh_of(lambda *both: KINDS[kind](weighted(part))(*both), args, tangents, tensor=2), expected)
+
+
+def on_mesh_of(fn, *args, **asked):
+    record = step(**asked)
+    with scope.tracing(record):
+        return jax.jit(fn)(*jax.device_put(args, NamedSharding(record.mesh, PartitionSpec())))
+
+
+@pytest.mark.parametrize("asked", [{}, {"tensor": 2}], ids=["one device", "tensor 2"])
+def test_a_jacobian_through_mapped_attention_in_a_loop_of_layers(asked):
+    """jacfwd maps the tangents and not the values; the loop and remat take the derivative of a trace."""
+    args, _ = heads()
+
+    def layers(op):
+        block = jax.checkpoint(jax.vmap(op, (0, None, None)))
+        loop = lambda q, k, v: jax.lax.scan(lambda q, _: (block(q, k, v), None), q, length=2)[0]
+        bent = lambda t: (loop(*(jnp.stack([t[0] * x]) for x in args[:1]), *(t[1] * x for x in args[1:])) ** 2).sum((0, 1, 2))
+        return lambda t: (jax.jacfwd(bent)(t), jax.linearize(bent, t)[1](t), jax.jacrev(bent)(t))
+
+    t = np.array([0.5, 1.5], np.float32)
+    expected = jax.jit(layers(plain_attention))(t)
+    found = on_mesh_of(layers(sk.attention), t, **asked) if asked else jax.jit(layers(sk.attention))(t)
     assert_close(found, expected)
 
 
