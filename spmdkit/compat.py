@@ -65,6 +65,25 @@ def outside_of_spmd_vmaps() -> Iterator[None]:
         core.trace_ctx.set_axis_env(env)
 
 
+@contextlib.contextmanager
+def where_values_are_known(args: Any) -> Iterator[None]:
+    """While the body of a `custom_jvp` rule traces what depends on `args` alone, operations are those of the trace around the rule.
+
+    `jax.linearize` and reverse mode run a rule under a trace that tells known values from tangents. It takes loops apart, also one of
+    known values alone (jax 0.10.2: what a turn does not change is made before the loop), so that they are another program.
+    """
+    from jax._src import core
+    from jax._src.interpreters import partial_eval
+
+    trace = core.trace_ctx.trace
+    is_apart = isinstance(trace, partial_eval.JaxprTrace)
+    if is_apart and not any(isinstance(x, partial_eval.JaxprTracer) for x in jax.tree.leaves(args)):
+        with core.set_current_trace(trace.parent_trace):
+            yield
+    else:
+        yield
+
+
 def axes_are_typed() -> bool:
     """Returns whether arrays carry the mesh axes along which they differ, as they do in a `shard_map` with `check_vma`."""
     from jax._src import config

@@ -39,7 +39,8 @@ def both_modes(
         return forward(*args)[0]
 
     def of_tangents(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        result, kept = forward(*args)
+        with compat.where_values_are_known(args):
+            result, kept = forward(*args)
         leaves, of_tree = jax.tree.flatten(args)
         fixed, of_kept = jax.tree.flatten(kept)
         results, of_result = jax.tree.flatten(result)
@@ -67,7 +68,7 @@ def both_modes(
         return result, of_result.unflatten([found[i] if i in found else none(x) for i, x in enumerate(results)])
 
     run.defjvp(of_tangents, symbolic_zeros=True)
-    return functools.wraps(forward)(lambda *args: run(*args))
+    return run
 
 
 class _Type(NamedTuple):

@@ -41,6 +41,7 @@ from jax import lax
 
 from spmdkit import compat, scope
 from spmdkit.errors import ConfigError
+from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import all_gather, all_reduce, all_to_all, axes, axis_index, axis_size
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows, scatter_gradient
@@ -133,22 +134,24 @@ def cross_entropy(
     core = _Core(dims, head_dims, kept, vocab_size, z_loss, chunk)
     name, step = "sk.cross_entropy", scope.current_step()
     forward = manual(core.forward, (dims, head_dims, row_dims), (row_dims, row_dims), name)
+    tangent = manual(core.tangent, (dims, head_dims, row_dims, dims, head_dims), row_dims, name)
     backward = manual(core.backward, (dims, head_dims, row_dims, row_dims, row_dims), (dims, head_dims), name)
-
-    @jax.custom_vjp
-    def loss(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
-        return forward(hidden, head, targets)[0]
 
     def keep(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
         with scope.tracing(step):
             value, logsumexp = forward(hidden, head, targets)
         return value, (hidden, head, targets, logsumexp)
 
+    def push(kept_values: Any, tangents: Any) -> jax.Array:
+        with scope.tracing(step):
+            moved: jax.Array = tangent(*kept_values[:3], *tangents[:2])
+        return moved
+
     def pull(kept_values: Any, cotangent: jax.Array) -> Any:
         with scope.tracing(step):  # the backward pass is traced when the caller's own context, a stage say, is left
             return (*backward(*kept_values, cotangent), None)
 
-    loss.defvjp(keep, pull)
+    loss = both_modes(keep, push, pull)
     losses_BT = loss(hidden_BTD, head_DV, targets_BT)
     return losses_BT if where is None else jnp.where(where, losses_BT, 0)
 
@@ -233,6 +236,14 @@ class _Core:
         exists_N = (targets_N >= 0) & (targets_N < num_ids)
         loss_N = jnp.where(exists_N, logsumexp_N - sums_2N[1], jnp.nan) + self.z_loss * logsumexp_N**2
         return loss_N.reshape(targets.shape), logsumexp_N.reshape(targets.shape)
+
+    def tangent(
+        self, hidden: jax.Array, head: jax.Array, targets: jax.Array, d_hidden: jax.Array, d_head: jax.Array
+    ) -> jax.Array:
+        """Returns the tangent of the loss by those of hidden and head: the forward mode of the forward pass."""
+        loss = lambda hidden, head: self.forward(hidden, head, targets)[0]
+        moved: jax.Array = jax.jvp(loss, (hidden, head), (d_hidden, d_head))[1]
+        return moved
 
     def backward(
         self, hidden: jax.Array, head: jax.Array, targets: jax.Array, logsumexp: jax.Array, cotangent: jax.Array

@@ -37,17 +37,21 @@ def loss_of(op):
     return lambda x, up, down: (op(x, up, down) ** 2 * jnp.cos(jnp.arange(T * D).reshape(T, D))).sum()
 
 
+def slope(loss, args):
+    return jax.grad(loss, tuple(range(len(args))))
+
+
 def penalty(loss):
     """The gradient of the norm of a gradient."""
     norm = lambda *args: sum((g**2).sum() for g in jax.grad(loss, (0, 1))(*args))
-    return lambda args, tangents: jax.grad(norm, (0, 1, 2))(*args)
+    return lambda args, tangents: slope(norm, args)(*args)
 
 
 KINDS = {
     "jvp": lambda loss: lambda args, tangents: jax.jvp(loss, args, tangents),
-    "forward over reverse": lambda loss: lambda args, tangents: jax.jvp(jax.grad(loss, (0, 1, 2)), args, tangents),
+    "forward over reverse": lambda loss: lambda args, tangents: jax.jvp(slope(loss, args), args, tangents),
     "reverse over forward": lambda loss: (
-        lambda args, tangents: jax.grad(lambda *args: jax.jvp(loss, args, tangents)[1], (0, 1, 2))(*args)
+        lambda args, tangents: slope(lambda *args: jax.jvp(loss, args, tangents)[1], args)(*args)
     ),
     "reverse over reverse": penalty,
 }
@@ -199,38 +203,59 @@ def test_a_jacobian_through_mapped_attention_in_a_loop_of_layers(asked):
     assert_close(found, expected)
 
 
-def mixture(x, router, up, down):
-    y, load = sk.moe(x, router, {"up": up, "down": down}, top_k=2, capacity=1.25)
-    return (y**2).sum() + load.balance_B.sum()
+def mixture(capacity):
+    def loss(x, router, up, down):
+        y, load = sk.moe(x, router, {"up": up, "down": down}, top_k=2, capacity=capacity)
+        return (y**2).sum() + load.balance_B.sum()
+
+    return loss
+
+
+def plain_mixture(x, router, up, down):
+    """Every expert over every token, none dropped."""
+    probs = jax.nn.softmax(x @ router)
+    weight, chosen = jax.lax.top_k(probs, 2)
+    share = jnp.sum(jax.nn.one_hot(chosen, 4) * (weight / weight.sum(-1, keepdims=True))[..., None], -2)
+    each = jnp.einsum("btef,efd->bted", jax.nn.gelu(jnp.einsum("btd,edf->btef", x, up)), down)
+    number = jax.nn.one_hot(chosen, 4).sum((1, 2)) / (2 * x.shape[1])
+    return (jnp.einsum("bte,bted->btd", share, each) ** 2).sum() + (4 * number * probs.mean(1)).sum()
 
 
 def loss_of_tokens(hidden, head):
-    return sk.cross_entropy(hidden, head, jnp.arange(16, dtype=jnp.int32).reshape(4, 4)).sum()
+    return sk.cross_entropy(hidden, head, jnp.arange(16, dtype=jnp.int32).reshape(4, 4), z_loss=0.1, chunk=3).sum()
+
+
+def plain_loss_of_tokens(hidden, head):
+    logits = (hidden @ head).reshape(16, 16)
+    logsumexp = jax.nn.logsumexp(logits, -1)
+    return (logsumexp - jnp.diag(logits) + 0.1 * logsumexp**2).sum()
 
 
 HEAD, EXPERTS = [(4, 4, D), (D, 16)], [(4, 4, D), (D, 4), (4, D, F), (4, F, D)]
+OTHERS = {
+    "cross_entropy": (loss_of_tokens, plain_loss_of_tokens, HEAD, {"tensor": 2}),
+    "moe with capacity": (mixture(4.0), plain_mixture, EXPERTS, {"expert": 2}),
+    # "moe": (mixture(None), plain_mixture, EXPERTS, {"expert": 2}),
+}
 
 
-@pytest.mark.parametrize("kind", ["forward over reverse", "reverse over reverse"])
-@pytest.mark.parametrize(
-    "loss, shapes, asked", [(loss_of_tokens, HEAD, {"tensor": 2}), (mixture, EXPERTS, {"expert": 2})]
-)
-def test_second_derivatives_through_other_ops_are_those_of_one_device(loss, shapes, asked, kind):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss, plain, shapes, asked", OTHERS.values(), ids=OTHERS)
+def test_derivatives_through_other_ops_are_those_of_one_device(loss, plain, shapes, asked, kind):
     """Their parts have integer results, and sums and maxima over devices."""
     rng = np.random.default_rng(0)
-    args, tangents = (tuple(rng.normal(size=s).astype(np.float32) for s in shapes) for _ in range(2))
+    args, tangents = (tuple(rng.normal(size=s).astype(np.float32) / 2 for s in shapes) for _ in range(2))
+    expected = jax.jit(KINDS[kind](plain))(args, tangents)
+    assert_close(jax.jit(KINDS[kind](loss))(args, tangents), expected)
+    assert_close(on_mesh_of(KINDS[kind](loss), args, tangents, **asked), expected)
 
-    def run(args, tangents):
-        slope = jax.grad(loss, range(len(args)))
-        if kind == "forward over reverse":
-            return jax.jvp(slope, args, tangents)[1]
-        return jax.grad(lambda args: sum((x * d).sum() for x, d in zip(slope(*args), tangents, strict=True)))(args)
 
-    expected = jax.jit(run)(args, tangents)
-    record = step(**asked)
-    with scope.tracing(record):
-        given = jax.device_put((args, tangents), NamedSharding(record.mesh, PartitionSpec()))
-        assert_close(jax.jit(run)(*given), expected)
+@pytest.mark.parametrize("implementation, platform", [("splash", "tpu"), ("cudnn", "cuda")])
+def test_forward_mode_through_a_kernel_is_refused(implementation, platform):
+    q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
+    loss = lambda q: sk.attention(q, q, q, implementation=implementation)
+    with pytest.raises(ConfigError, match=r"forward mode.*kernel.*implementation: xla\}"):
+        jax.jit(lambda q: jax.jvp(loss, (q,), (q,))).trace(q).lower(lowering_platforms=(platform,))
 
 
 @pytest.mark.parametrize("implementation", ["splash", "cudnn"])
