@@ -24,7 +24,10 @@ from spmdkit.ops.kept import floats
 
 
 def both_modes(
-    forward: Callable[..., tuple[Any, Any]], tangent: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]
+    forward: Callable[..., tuple[Any, Any]],
+    tangent: Callable[[Any, Any], Any],
+    backward: Callable[[Any, Any], Any],
+    alone: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns `forward(*args)[0]` as a function with derivatives in both modes.
 
@@ -32,15 +35,20 @@ def both_modes(
         forward: `(*args) -> (result, kept)`, pytrees of arrays.
         tangent: `(kept, tangents) -> tangent of the result`, linear in the tangents: a tuple like `args`, None for integers.
         backward: `(kept, cotangent of the result) -> cotangents`, the transpose of `tangent`: a tuple like `args`, None for integers.
+        alone: `(*args) -> result` where no derivative is asked for; default: `forward`. With it, `forward` can call the function that is
+            returned, and so have derivatives that its own operations have not.
     """
 
     @jax.custom_jvp
     def run(*args: Any) -> Any:
-        return forward(*args)[0]
+        return forward(*args)[0] if alone is None else alone(*args)
 
     def of_tangents(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         with compat.where_values_are_known(args):
             result, kept = forward(*args)
+        of_tree: Any
+        of_kept: Any
+        of_result: Any
         leaves, of_tree = jax.tree.flatten(args)
         fixed, of_kept = jax.tree.flatten(kept)
         results, of_result = jax.tree.flatten(result)
@@ -128,7 +136,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: _Linear) ->
     """The derivative by the tangents is the operation itself; that by the fixed operands is the one of `push`."""
     num, out = linear.num_fixed, linear.bind(*primals)
     moved = [i for i, t in enumerate(tangents[:num]) if not isinstance(t, ad.Zero)]
-    found = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    found: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
     if any(not isinstance(t, ad.Zero) for t in tangents[num:]):
         found = linear.bind(*primals[:num], *map(ad.instantiate_zeros, tangents[num:]))
     if not moved:
@@ -154,7 +162,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Linear) -> li
 def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, linear: _Linear) -> Any:
     """Maps both directions; a tangent that is not mapped gets the sum of its cotangents."""
     num, mapped = linear.num_fixed, [d is not None for d in dims]
-    moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(operands, dims, mapped, strict=True)]
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     of_fixed, of_tangents = ([0 if m else None for m in part] for part in (mapped[:num], mapped[num:]))
     over = functools.partial(jax.vmap, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name)
 

@@ -6,7 +6,7 @@ weights is cut over devices (`mlp`), it returns its device's part of a sum; the 
 
 Two ways to run experts over sorted rows, each as much work as there are rows, whatever the bound on rows is:
 
-    blocks       a loop over blocks of rows, each of one expert; any function; forward and backward by hand
+    blocks       a loop over blocks of rows, each of one expert; any function (blocks.py)
     ragged_dot   `jax.lax.ragged_dot`: a kernel on TPUs. Elsewhere XLA makes it dense, E times the work (8 x, CPU, 2026-11-21)
 
 Source: Gale et al., "MegaBlocks" (2022); Shazeer, "GLU Variants Improve Transformer" (2020).
@@ -16,7 +16,6 @@ Shape suffixes: E experts of this device, N and R rows, D width, F hidden width.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.ops.kept import floats
+from spmdkit.ops.moe.blocks import by_blocks
 
 Expert = Callable[..., jax.Array]
 
@@ -110,7 +109,7 @@ def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.A
     padded_RD = jnp.concatenate([rows_RD, jnp.zeros_like(rows_RD, shape=(block, rows_RD.shape[1]))])
     padded_RD = compat.as_varying(padded_RD, every)
     opened, closed_over = _opened(expert, jax.tree.map(lambda w: w[0], weights), padded_RD[:block])
-    return _blocks(opened, block, closed_over, weights, padded_RD, sizes_E)[:num_rows]
+    return by_blocks(opened, block, closed_over, weights, padded_RD, sizes_E)[:num_rows]
 
 
 def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
@@ -135,82 +134,3 @@ def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., ja
 
 def _without_closure(_: Any, own: Any, x_ND: jax.Array) -> jax.Array:
     return mlp(own, x_ND)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _blocks(
-    expert: Callable[..., jax.Array], block: int, closed: Any, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array
-) -> jax.Array:
-    def one_expert(out_RD: jax.Array, given: Any) -> tuple[jax.Array, None]:
-        own, start, size = given
-
-        def one_block(i: jax.Array, out_RD: jax.Array) -> jax.Array:
-            x_ND = _block_of(rows_RD, start, size, i, block)
-            # Rows after the expert's own are written too, and again, rightly, by the experts that come after.
-            return lax.dynamic_update_slice_in_dim(out_RD, expert(closed, own, x_ND), start + i * block, 0)
-
-        return lax.fori_loop(0, -(-size // block), one_block, out_RD), None
-
-    starts_E = jnp.cumsum(sizes_E) - sizes_E
-    return lax.scan(one_expert, _zeros(rows_RD), (weights, starts_E, sizes_E))[0]
-
-
-def _blocks_forward(
-    expert: Callable[..., jax.Array], block: int, closed: Any, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array
-) -> Any:
-    return _blocks(expert, block, closed, weights, rows_RD, sizes_E), (closed, weights, rows_RD, sizes_E)
-
-
-def _blocks_backward(expert: Callable[..., jax.Array], block: int, saved: Any, cotangent_RD: jax.Array) -> Any:
-    closed, weights, rows_RD, sizes_E = saved
-    of_floats = floats(closed)
-
-    def run(shared: Sequence[jax.Array], own: Any, x_ND: jax.Array) -> jax.Array:
-        given = dict(zip(of_floats, shared, strict=True))
-        return expert([given.get(i, x) for i, x in enumerate(closed)], own, x_ND)
-
-    def one_expert(carry: Any, given: Any) -> tuple[Any, Any]:
-        own, start, size = given
-
-        def one_block(i: jax.Array, carry: Any) -> Any:
-            grad_RD, grads = carry
-            x_ND = _block_of(rows_RD, start, size, i, block)
-            cotangent_ND = _block_of(cotangent_RD, start, size, i, block)
-            _, vjp = jax.vjp(run, [closed[i] for i in of_floats], own, x_ND)
-            *of_block, grad_ND = vjp(cotangent_ND)
-            grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, tuple(of_block))
-            return lax.dynamic_update_slice_in_dim(grad_RD, grad_ND, start + i * block, 0), grads
-
-        grad_RD, grad_closed = carry
-        start_of = (grad_RD, (grad_closed, jax.tree.map(_sum_of, own)))
-        grad_RD, (grad_closed, grads) = lax.fori_loop(0, -(-size // block), one_block, start_of)
-        return (grad_RD, grad_closed), jax.tree.map(lambda g, w: g.astype(w.dtype), grads, own)
-
-    starts_E = jnp.cumsum(sizes_E) - sizes_E
-    start = (_zeros(rows_RD), [_sum_of(closed[i]) for i in of_floats])
-    (grad_RD, grad_closed), grads = lax.scan(one_expert, start, (weights, starts_E, sizes_E))
-    of_closed: list[Any] = [None] * len(closed)
-    for i, grad in zip(of_floats, grad_closed, strict=True):
-        of_closed[i] = grad.astype(closed[i].dtype)
-    # What lies after the last expert's rows is the last block's overhang: its cotangent was zero, and so is this.
-    return of_closed, grads, grad_RD, None
-
-
-_blocks.defvjp(_blocks_forward, _blocks_backward)
-
-
-def _sum_of(like: jax.Array) -> jax.Array:
-    """Returns zeros to which gradients of `like` are added, in float32 at least."""
-    return _zeros(like, jnp.promote_types(like.dtype, jnp.float32))
-
-
-def _block_of(rows_RD: jax.Array, start: jax.Array, size: jax.Array, i: jax.Array, block: int) -> jax.Array:
-    """Returns block `i` of one expert's rows, zero where they have ended."""
-    is_own_N = i * block + jnp.arange(block, dtype=jnp.int32) < size
-    x_ND = lax.dynamic_slice_in_dim(rows_RD, start + i * block, block, 0)
-    return jnp.where(is_own_N[:, None], x_ND, jnp.zeros((), x_ND.dtype))
-
-
-def _zeros(like: jax.Array, dtype: Any = None) -> jax.Array:
-    """Returns zeros typed as varying like `like`, as the carry of a loop has to be from its start."""
-    return compat.as_varying(jnp.zeros(like.shape, dtype or like.dtype), sorted(compat.varying_axes(like)))
