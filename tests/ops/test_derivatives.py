@@ -14,6 +14,7 @@ import spmdkit as sk
 from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, reduce_scatter
+from spmdkit.ops.moe.blocks import by_blocks
 
 B, T, D, F = 4, 4, 8, 16
 ROWS = ("batch", "norm_sequence", None)
@@ -250,6 +251,20 @@ def test_derivatives_through_other_ops_are_those_of_one_device(loss, plain, shap
     expected = jax.jit(KINDS[kind](plain))(args, tangents)
     assert_close(jax.jit(KINDS[kind](loss))(args, tangents), expected)
     assert_close(on_mesh_of(KINDS[kind](loss), args, tangents, **asked), expected)
+
+
+def test_a_second_derivative_of_experts_is_zero_for_rows_of_no_expert():
+    rng = np.random.default_rng(0)
+    rows, cotangents, weights = (rng.normal(size=s).astype(np.float32) for s in ((24, 4), (24, 4), (2, 4, 4)))
+    sizes, expert = jnp.array([5, 6]), np.repeat([0, 1, 2], [5, 6, 13])
+
+    def slope(run):
+        of_weights = lambda c: jax.vjp(lambda w: run(w, rows), weights)[1](c)[0]
+        return jax.grad(lambda c: (jnp.cos(weights) * of_weights(c)).sum())(cotangents)
+
+    found = slope(lambda w, x: by_blocks(lambda _, w, x: jnp.exp((x + 1) @ w), 8, (), w, x, sizes))
+    plain = lambda w, x: jnp.exp(jnp.einsum("rd,rdf->rf", x + 1, w[np.minimum(expert, 1)])) * (expert < 2)[:, None]
+    assert_close(found, slope(plain))
 
 
 @pytest.mark.parametrize("implementation, platform", [("splash", "tpu"), ("cudnn", "cuda")])
