@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from core_runs import assert_close
 
+import spmdkit as sk
+from spmdkit.ops import vocab
 from spmdkit.ops.both_modes import both_modes
 
 
@@ -74,3 +76,27 @@ def test_every_mode_is_that_of_the_plain_function(around):
     assert_close(jax.jit(derivatives(in_both))(x, w), jax.jit(derivatives(plain))(x, w))
     if around is not stacked:
         assert_close(derivatives(in_both)(x, w)["jacfwd"], jax.jit(derivatives(plain))(x, w)["jacfwd"])
+
+
+def as_custom_vjp(forward, tangent, backward, alone=None):
+    """Returns what `both_modes` would be without a forward mode."""
+
+    @jax.custom_vjp
+    def run(*args):
+        return forward(*args)[0]
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def test_the_loss_over_a_vocabulary_in_chunks_is_the_program_of_a_custom_vjp(monkeypatch):
+    """Its loop of known values is not taken apart: without `compat.where_values_are_known` this is another program."""
+    x, w, targets = jnp.ones((2, 8, 4)), jnp.ones((4, 32)), jnp.zeros((2, 8), jnp.int32)
+
+    def lowered():
+        loss = lambda x, w: sk.cross_entropy(x, w, targets, chunk=8).sum()
+        return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, w).as_text()
+
+    found = lowered()
+    monkeypatch.setattr(vocab, "both_modes", as_custom_vjp)
+    assert found == lowered()
