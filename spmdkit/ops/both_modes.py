@@ -160,7 +160,9 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Linear) -> li
 
 
 def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, linear: _Linear) -> Any:
-    """Maps both directions; a tangent that is not mapped gets the sum of its cotangents."""
+    """Maps both directions; a tangent that is not mapped gets the sum of its cotangents. Without a mapped operand no result is mapped."""
+    if all(d is None for d in dims):
+        return linear.bind(*operands), [None] * len(linear.types)
     num, mapped = linear.num_fixed, [d is not None for d in dims]
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     of_fixed, of_tangents = ([0 if m else None for m in part] for part in (mapped[:num], mapped[num:]))
