@@ -73,10 +73,12 @@ def _inside_replica(
     own_params, own_state, batch, mask = as_local(step, (params, state, batch, step.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
     if step.state_groups is not None:
-        return reducer(as_local(step, sums), REPLICA_AXES), new_state
+        with jax.named_scope(scope.REDUCE):
+            return reducer(as_local(step, sums), REPLICA_AXES), new_state
     added, largest = agree.crossing(kinds, own_state, new_state, index == 0)
-    sums, added = reducer(as_local(step, (sums, added)), REPLICA_AXES)
-    largest = lax.pmax(as_local(step, largest), REPLICA_AXES) if largest else largest
+    with jax.named_scope(scope.REDUCE):
+        sums, added = reducer(as_local(step, (sums, added)), REPLICA_AXES)
+        largest = lax.pmax(as_local(step, largest), REPLICA_AXES) if largest else largest
     return sums, agree.agreed(kinds, state, new_state, added, largest, step.size(*REPLICA_AXES))
 
 
@@ -170,7 +172,8 @@ def _reduce_stacked(step: scope.Step, reducer: Any, sums: Sums, added: Any) -> A
         in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before),),
         out_specs=after,
     )
-    return run(stacked)
+    with jax.named_scope(scope.REDUCE):
+        return run(stacked)
 
 
 def _specs(step: scope.Step, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:

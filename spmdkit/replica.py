@@ -58,7 +58,8 @@ def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
         varying = compat.varying_axes(leaf)
         if not varying or any(step.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
             raise ConfigError(_twice(name, f"leaf '{path}'" if path else "the value"))
-    return reduce(tree, REPLICA_AXES)
+    with jax.named_scope(scope.REDUCE):
+        return reduce(tree, REPLICA_AXES)
 
 
 def _twice(name: str, what: str) -> str:

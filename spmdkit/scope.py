@@ -26,6 +26,9 @@ _tokens = itertools.count()
 # JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they were made under.
 _traced_under = jax.make_user_context(None)
 
+REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
+"""Scopes of operations (`jax.named_scope`): what adds over replicas, and what updates the parameters; in profiles, and for `plan`."""
+
 Form = Literal["plain", "mapped", "manual"]
 
 

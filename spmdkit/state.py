@@ -85,7 +85,8 @@ class TrainState:
         if "grad" in extra:
             extra["grad"] = constrain_update(step, as_stored(extra["grad"]))
         params = constrain_update(step, params)
-        updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
+        with jax.named_scope(scope.OPTIMIZER):
+            updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
         new_params = optax.apply_updates(params, updates)
         ema = self.ema
         if self.ema_decay is not None:

@@ -20,6 +20,9 @@ from spmdkit.returned import check_metric_names
 from spmdkit.state import TrainState, mirrored
 from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
+COMPILED_NAME = "train_step"
+"""What the compiled step is called, in profiles and in XLA's texts."""
+
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
@@ -81,6 +84,7 @@ def global_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any],
             out = train_step(state, batch.examples)
         return _checked(state, out)
 
+    run.__name__ = COMPILED_NAME
     return run
 
 
@@ -120,6 +124,7 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
         mapped = jax.shard_map(body, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask)
 
+    run.__name__ = COMPILED_NAME
     return run
 
 

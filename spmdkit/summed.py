@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,10 +20,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import compat
+from spmdkit import compat, scope
 from spmdkit.errors import ConfigError
-
-_REDUCERS = str(Path(__file__).parent / "reducers")
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
@@ -70,23 +67,24 @@ def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[A
 
 def takes_derivative(closed: ClosedJaxpr) -> bool:
     """Returns whether anything in a trace is the transpose of something: only there do the types add up."""
-    return any("transpose(" in str(eqn.source_info.name_stack) for eqn, _ in _equations(closed.jaxpr))
+    return any("transpose(" in str(eqn.source_info.name_stack) for eqn, *_ in _equations(closed.jaxpr))
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
     """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of reducers, which are no
     derivatives, and of which there are fewer without types: the sum of a constant is a constant there."""
-    for eqn, line in _equations(jaxpr):
-        if line.startswith(_REDUCERS):
-            continue
-        if eqn.primitive.name.startswith("psum") and set(eqn.params.get("axes", ())) & set(axes):
+    for eqn, line, is_reducers in _equations(jaxpr):
+        adds = eqn.primitive.name.startswith("psum") and set(eqn.params.get("axes", ())) & set(axes)
+        if adds and not is_reducers:
             yield from [line] * len(eqn.invars)
 
 
-def _equations(jaxpr: Any, around: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields every equation with its line; inside of a function that JAX has jitted, that of the call where there is no other."""
+def _equations(jaxpr: Any, around: str = "", reduces: bool = False) -> Iterator[tuple[Any, str, bool]]:
+    """Yields every equation with its line (inside of a function that JAX has jitted, that of the call where there is no other), and
+    whether it is a reducer's."""
     for eqn in jaxpr.eqns:
         line = compat.source_line(eqn) or around
-        yield eqn, line
+        is_reducers = reduces or scope.REDUCE in str(eqn.source_info.name_stack)
+        yield eqn, line, is_reducers
         for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner, line)
+            yield from _equations(inner, line, is_reducers)
