@@ -104,9 +104,9 @@ def test_the_loss_over_a_vocabulary_in_chunks_is_the_program_of_a_custom_vjp(mon
 
 def test_a_vmap_that_maps_nothing_maps_no_result():
     """As `sk.pipeline` puts around the functions of its user: only the name of an axis is new."""
-    x, w, _ = arguments()
+    x, w, count = arguments()
     loss = lambda fn: (
-        lambda x, w: jax.vmap(lambda x, w: fn(x, w, 2.0).sum(), None, None, axis_size=1, axis_name="a")(x, w)
+        lambda x, w: jax.vmap(lambda x, w: fn(x, w, count).sum(), None, None, axis_size=1, axis_name="a")(x, w)
     )
-    found, right = (jax.grad(loss(fn), (0, 1))(x, w) for fn in (in_both, by_hand))
+    found, right = (jax.jit(jax.grad(loss(fn), (0, 1)))(x, w) for fn in (in_both, by_hand))
     assert_close(found, right)
