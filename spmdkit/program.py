@@ -279,10 +279,7 @@ class Program:
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
 
-        def init(key: jax.Array) -> TrainState:
-            return self._create_state(key)
-
-        create = jax.jit(init, out_shardings=self.state_sharding)
+        create = jax.jit(self._create_state, out_shardings=self.state_sharding)
         return call_user(lambda: create(jax.random.key(self.config.seed)), "init")
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
