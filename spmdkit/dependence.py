@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core
 
-from spmdkit import compat
+from spmdkit import compat, jaxprs
 
 
 class Depends(NamedTuple):
@@ -103,7 +103,7 @@ class _Walk:
             return self._while(eqn, given)
         if name == "cond":
             return self._cond(eqn, given)
-        inner = list(jax.extend.core.jaxprs_in_params(eqn.params))
+        inner = list(jaxprs.inner(eqn))
         if len(inner) == 1 and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
             return self.run(inner[0], given)
         if name in _ONE_BY_ONE:

@@ -8,14 +8,14 @@ here: reducing what is already reduced, and not reducing at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.extend
 from jax import lax
 
-from spmdkit import compat, scope
+from spmdkit import compat, jaxprs, scope
 from spmdkit.errors import ConfigError
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
@@ -82,7 +82,7 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] =
     Raises:
         ConfigError: the pattern occurs, with the user's source line.
     """
-    for body in _bodies(jaxpr.jaxpr):
+    for body in _bodies(jaxpr):
         depends: set[Any] = set(body.invars)
         cast: set[Any] = set()
         for eqn in body.eqns:
@@ -97,27 +97,10 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] =
                 raise ConfigError(_twice("lax.psum or lax.pmean", f"the operand at {compat.source_line(eqn)}"))
 
 
-def _bodies(jaxpr: Any) -> Any:
+def _bodies(jaxpr: Any) -> Iterator[Any]:
     """Yields the bodies of the shard_maps in a jaxpr, and every jaxpr inside them."""
-    for eqn in jaxpr.eqns:
-        inner = [p for p in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr) if _is_jaxpr(p)]
-        for sub in inner:
-            body = sub.jaxpr if hasattr(sub, "jaxpr") else sub
-            if eqn.primitive.name == "shard_map":
-                yield body
-                yield from _all(body)
-            else:
-                yield from _bodies(body)
-
-
-def _all(jaxpr: Any) -> Any:
-    for eqn in jaxpr.eqns:
-        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(sub):
-                body = sub.jaxpr if hasattr(sub, "jaxpr") else sub
-                yield body
-                yield from _all(body)
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr)
+    is_map = lambda eqn: eqn.primitive.name == "shard_map"
+    for eqn in jaxprs.equations(jaxpr, into=lambda eqn: not is_map(eqn)):
+        if is_map(eqn):
+            for body in jaxprs.inner(eqn):
+                yield from jaxprs.bodies(body)

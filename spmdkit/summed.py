@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import compat, scope
+from spmdkit import compat, jaxprs, scope
 from spmdkit.errors import ConfigError
 
 
@@ -67,24 +67,21 @@ def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[A
 
 def takes_derivative(closed: ClosedJaxpr) -> bool:
     """Returns whether anything in a trace is the transpose of something: only there do the types add up."""
-    return any("transpose(" in str(eqn.source_info.name_stack) for eqn, *_ in _equations(closed.jaxpr))
+    return any("transpose(" in str(eqn.source_info.name_stack) for eqn in jaxprs.equations(closed))
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
     """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of reducers, which are no
     derivatives, and of which there are fewer without types: the sum of a constant is a constant there."""
-    for eqn, line, is_reducers in _equations(jaxpr):
+    for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         adds = eqn.primitive.name.startswith("psum") and set(eqn.params.get("axes", ())) & set(axes)
         if adds and not is_reducers:
             yield from [line] * len(eqn.invars)
 
 
-def _equations(jaxpr: Any, around: str = "", reduces: bool = False) -> Iterator[tuple[Any, str, bool]]:
-    """Yields every equation with its line (inside of a function that JAX has jitted, that of the call where there is no other), and
-    whether it is a reducer's."""
-    for eqn in jaxpr.eqns:
-        line = compat.source_line(eqn) or around
-        is_reducers = reduces or scope.REDUCE in str(eqn.source_info.name_stack)
-        yield eqn, line, is_reducers
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner, line, is_reducers)
+def _place(eqn: Any, around: tuple[str, bool]) -> tuple[tuple[str, bool], tuple[str, bool]]:
+    """Returns an equation's line (inside of a function that JAX has jitted, that of the call where there is no other) and whether it is a
+    reducer's, for itself and for what is around those inside of it."""
+    line, is_reducers = around
+    here = (compat.source_line(eqn) or line, is_reducers or scope.REDUCE in str(eqn.source_info.name_stack))
+    return here, here

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from spmdkit import compat
+from spmdkit import compat, jaxprs
 from spmdkit.errors import ConfigError
 
 MANUAL = ("shard_map", "spmdkit_manual")
@@ -102,12 +101,7 @@ def _pools(jaxpr: Any) -> Iterator[tuple[Any, PartitionSpec | None]]:
 
 def _partitioned(jaxpr: Any) -> Iterator[Any]:
     """Yields the jaxpr and those inside of it whose arrays are global."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    yield jaxpr
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in MANUAL:
-            for inner in core.jaxprs_in_params(eqn.params):
-                yield from _partitioned(inner)
+    return jaxprs.bodies(jaxpr, into=lambda eqn: eqn.primitive.name not in MANUAL)
 
 
 def _spec_of(eqn: Any) -> PartitionSpec | None:

@@ -19,7 +19,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from spmdkit import compat
+from spmdkit import compat, jaxprs
 from spmdkit.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
         with compat.untyped_axes():
             flat = lambda *xs: fn(*jax.tree.unflatten(treedef, xs))
             jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*shapes)
-        num_calls = _count(jaxpr.jaxpr)
+        num_calls = sum(map(_is_call, jaxprs.equations(jaxpr, into=_is_no_call)))
         if num_calls:
             jaxpr = jaxpr.replace(jaxpr=_with_cost(jaxpr.jaxpr, int(flops / num_calls)))
         return jax.tree.unflatten(jax.tree.structure(out), _kernel_p.bind(*leaves, jaxpr=jaxpr, flops=flops))
@@ -44,25 +44,26 @@ def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
     return run
 
 
-def _count(jaxpr: Any) -> int:
-    calls = sum(eqn.primitive.name == "pallas_call" for eqn in jaxpr.eqns)
-    return calls + sum(_count(inner) for eqn in jaxpr.eqns for inner in _inner(eqn))
+def _is_call(eqn: Any) -> bool:
+    return bool(eqn.primitive.name == "pallas_call")
 
 
-def _inner(eqn: Any) -> list[Any]:
-    return [] if eqn.primitive.name == "pallas_call" else list(jax.extend.core.jaxprs_in_params(eqn.params))
+def _is_no_call(eqn: Any) -> bool:
+    return not _is_call(eqn)
 
 
 def _with_cost(jaxpr: Any, flops: int) -> Any:
     """Returns the jaxpr with the cost of every `pallas_call` that names none: arithmetic, and each operand and result once."""
 
     def changed(eqn: Any) -> Any:
-        if eqn.primitive.name == "pallas_call":
+        if _is_call(eqn):
             if eqn.params["cost_estimate"] is not None:
                 return eqn
             moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
             return eqn.replace(params=eqn.params | {"cost_estimate": compat.kernel_cost(flops, moved)})
-        return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()}) if _inner(eqn) else eqn
+        if not list(jaxprs.inner(eqn)):
+            return eqn
+        return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
 
     def inside(value: Any) -> Any:
         if isinstance(value, jax.extend.core.ClosedJaxpr):

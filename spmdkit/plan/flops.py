@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.extend.core
 import numpy as np
+
+from spmdkit import jaxprs
 
 _FREE = {
     "broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "slice", "dynamic_slice", "concatenate", "pad",
@@ -54,7 +54,7 @@ class Arithmetic:
 def count(jaxpr: Any) -> Arithmetic:
     """Returns the arithmetic of a (closed) jaxpr."""
     total: defaultdict[str, float] = defaultdict(float)
-    _add(getattr(jaxpr, "jaxpr", jaxpr), 1.0, total)
+    _add(jaxprs.opened(jaxpr), 1.0, total)
     products = {k.removeprefix("product "): v for k, v in total.items() if k.startswith("product ")}
     return Arithmetic(products, total["elementwise"], int(total["unknown loops"]))
 
@@ -74,15 +74,15 @@ def _add(jaxpr: Any, times: float, total: defaultdict[str, float]) -> None:
         elif name == "cond":
             _add(max((b.jaxpr for b in eqn.params["branches"]), key=_weight), times, total)
         elif name == "shard_map":
-            _add(_inner(eqn.params["jaxpr"]), times * _mapped_devices(eqn.params), total)
+            _add(jaxprs.opened(eqn.params["jaxpr"]), times * _mapped_devices(eqn.params), total)
         elif name == "spmdkit_manual":  # what sk.manual wraps: one shard_map
             shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-            _add(_inner(jax.make_jaxpr(eqn.params["part"].run)(*shapes)), times, total)
+            _add(jax.make_jaxpr(eqn.params["part"].run)(*shapes).jaxpr, times, total)
         elif name == "spmdkit_kernel":
             total[f"product {_dtype(eqn)}"] += times * eqn.params["flops"]
         elif name == "pallas_call" and eqn.params.get("cost_estimate") is not None:
             total[f"product {_dtype(eqn)}"] += times * eqn.params["cost_estimate"].flops
-        elif inner := list(_sub_jaxprs(eqn)):
+        elif inner := list(jaxprs.inner(eqn)):
             for sub in inner:
                 _add(sub, times, total)
         elif name not in _FREE:
@@ -93,18 +93,6 @@ def _weight(jaxpr: Any) -> float:
     inner: defaultdict[str, float] = defaultdict(float)
     _add(jaxpr, 1.0, inner)
     return sum(v for k, v in inner.items() if k != "unknown loops")
-
-
-def _sub_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields what an equation calls once: pjit, remat, custom_vjp ...; of a custom rule the function itself."""
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
-                yield _inner(one)
-
-
-def _inner(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _mapped_devices(params: Any) -> int:

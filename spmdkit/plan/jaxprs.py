@@ -1,4 +1,4 @@
-"""Reading a jaxpr: its equations under the paths that XLA shows for them, the user's line, what depends on the batch."""
+"""Reading a step's jaxpr: its equations under the paths that XLA shows for them, the user's line, what depends on the batch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spmdkit import compat
+from spmdkit.jaxprs import equations_within, inner
 from spmdkit.plan.hlo import Frame
 from spmdkit.plan.source import line_of
-
-
-def equations(jaxpr: Any, *, into_shard_map: bool = True) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        if into_shard_map or eqn.primitive.name != "shard_map":
-            for inner in inner_jaxprs(eqn):
-                yield from equations(inner, into_shard_map=into_shard_map)
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs that an equation runs."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(inner, "jaxpr"):
-                inner = inner.jaxpr
-            if hasattr(inner, "eqns"):
-                yield inner
-
 
 _INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map": "shard_map", "cond": "cond"}
 
@@ -35,17 +16,15 @@ _INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map":
 def paths(jaxpr: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yields (op_name without the operation's own, equation) for a jaxpr that was traced from a function called `name`."""
 
-    def visit(jaxpr: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        for eqn in jaxpr.eqns:
-            stack = str(eqn.source_info.name_stack)
-            path = f"{prefix}/{stack}" if stack else prefix
-            yield path, eqn
-            primitive = eqn.primitive.name
-            inside = f"jit({eqn.params['name']})" if primitive in ("jit", "pjit") else _INSIDE.get(primitive)
-            for inner in inner_jaxprs(eqn):
-                yield from visit(inner, f"{path}/{inside}" if inside else path)
+    def enter(eqn: Any, prefix: str) -> tuple[str, str]:
+        stack = str(eqn.source_info.name_stack)
+        path = f"{prefix}/{stack}" if stack else prefix
+        primitive = eqn.primitive.name
+        inside = f"jit({eqn.params['name']})" if primitive in ("jit", "pjit") else _INSIDE.get(primitive)
+        return path, f"{path}/{inside}" if inside else path
 
-    yield from visit(getattr(jaxpr, "jaxpr", jaxpr), f"jit({name})")
+    for eqn, path in equations_within(jaxpr, f"jit({name})", enter):
+        yield path, eqn
 
 
 def scan_lengths(jaxpr: Any, name: str) -> dict[str, int]:
@@ -80,11 +59,11 @@ def first_use(jaxpr: Any, var: Any) -> str | None:
     for eqn in jaxpr.eqns:
         if not any(x is var for x in eqn.invars):
             continue
-        for inner in inner_jaxprs(eqn):
+        for body in inner(eqn):
             position = next(n for n, x in enumerate(eqn.invars) if x is var)
-            offset = len(eqn.invars) - len(inner.invars)
-            if 0 <= position - offset < len(inner.invars):
-                found = first_use(inner, inner.invars[position - offset])
+            offset = len(eqn.invars) - len(body.invars)
+            if 0 <= position - offset < len(body.invars):
+                found = first_use(body, body.invars[position - offset])
                 if found is not None:
                     return found
         return line(eqn)
@@ -105,12 +84,12 @@ def _depending(jaxpr: Any, inputs: Sequence[bool]) -> tuple[list[bool], list[tup
             continue
         outs = [True] * len(eqn.outvars)
         if eqn.primitive.name != "shard_map":
-            for inner in inner_jaxprs(eqn):
-                offset = len(eqn.invars) - len(inner.invars)
-                given = marks[offset:] if offset >= 0 else [True] * len(inner.invars)
+            for body in inner(eqn):
+                offset = len(eqn.invars) - len(body.invars)
+                given = marks[offset:] if offset >= 0 else [True] * len(body.invars)
                 if eqn.primitive.name in ("scan", "while"):
-                    given = _through_carry(eqn, inner, given)
-                results, below = _depending(inner, given)
+                    given = _through_carry(eqn, body, given)
+                results, below = _depending(body, given)
                 found += below
                 if len(results) == len(outs) and eqn.primitive.name not in ("while", "cond"):
                     outs = results
@@ -121,13 +100,13 @@ def _depending(jaxpr: Any, inputs: Sequence[bool]) -> tuple[list[bool], list[tup
     return [id(v) in marked for v in jaxpr.outvars], found
 
 
-def _through_carry(eqn: Any, inner: Any, given: list[bool]) -> list[bool]:
+def _through_carry(eqn: Any, body: Any, given: list[bool]) -> list[bool]:
     """Returns the marks of a loop body's inputs once what its carry picks up is in them."""
     if eqn.primitive.name == "while":
-        return [True] * len(inner.invars) if any(given) else given
+        return [True] * len(body.invars) if any(given) else given
     first, length = compat.carried_inputs(eqn)
     for _ in range(length + 1):
-        results, _ = _depending(inner, given)
+        results, _ = _depending(body, given)
         carried = [a or b for a, b in zip(given[first : first + length], results[:length], strict=True)]
         if carried == given[first : first + length]:
             break

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from spmdkit.checks import call_user
+from spmdkit.jaxprs import equations
 from spmdkit.means import Mean
 from spmdkit.program import Program
 from spmdkit.task import Task
@@ -88,20 +89,8 @@ def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[An
 def working_dtype(program: Program | Unpadded) -> str:
     """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
 
-    def rounds(jaxpr: Any) -> bool:
-        for eqn in jaxpr.eqns:
-            narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in (
-                np.float32,
-                jnp.bfloat16,
-            )
-            if narrows and eqn.invars[0].aval.dtype == np.float64:
-                return True
-            for inner in jax.tree.leaves(
-                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-            ):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns") and rounds(inner):
-                    return True
-        return False
+    def rounds(eqn: Any) -> bool:
+        narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in (np.float32, jnp.bfloat16)
+        return bool(narrows and eqn.invars[0].aval.dtype == np.float64)
 
-    return "float32" if rounds(program.traced.jaxpr.jaxpr) else "float64"
+    return "float32" if any(map(rounds, equations(program.traced.jaxpr))) else "float64"

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from spmdkit.errors import format_bytes
+from spmdkit.jaxprs import equations
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.jaxprs import equations, first_use, line
+from spmdkit.plan.jaxprs import first_use, line
 from spmdkit.tree import describe, named_leaves
 
 MIN_BYTES = 2**16

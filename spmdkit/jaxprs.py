@@ -1,0 +1,68 @@
+"""One walker of jaxprs: an equation's own jaxprs, all equations of a program, each body by itself, equations with what is around them.
+
+A jaxpr may be closed or open here; what comes back is open. Rules that depend on an operation's meaning (which inputs a scan carries, how
+often a body runs) stay with those who ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+T = TypeVar("T")
+
+Into = Callable[[Any], bool]
+"""Whether a walk goes into the jaxprs of an equation."""
+
+
+def everywhere(eqn: Any) -> bool:
+    """Returns True: a walk that leaves nothing out."""
+    return True
+
+
+def opened(jaxpr: Any) -> Any:
+    """Returns a jaxpr without its constants; one that is open as it is."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def inner(eqn: Any) -> Iterator[Any]:
+    """Yields the jaxprs in an equation's parameters: bodies, branches, what a call calls. Of a custom rule, the function itself."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, ClosedJaxpr | Jaxpr):
+                yield opened(one)
+
+
+def bodies(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
+    """Yields a jaxpr and those inside of it, outer ones first."""
+    body = opened(jaxpr)
+    yield body
+    for eqn in body.eqns:
+        if into(eqn):
+            for below in inner(eqn):
+                yield from bodies(below, into)
+
+
+def equations(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
+    """Yields the equations of a jaxpr in order, each before those inside of it."""
+    for eqn in opened(jaxpr).eqns:
+        yield eqn
+        if into(eqn):
+            for below in inner(eqn):
+                yield from equations(below, into)
+
+
+def equations_within(jaxpr: Any, around: T, enter: Callable[[Any, T], tuple[T, T]]) -> Iterator[tuple[Any, T]]:
+    """Yields (equation, what is known of it), in the order of `equations`.
+
+    Args:
+        around: what is known outside.
+        enter: `(equation, what is known around it) -> (what is known of it, what is known around those inside of it)`.
+    """
+    for eqn in opened(jaxpr).eqns:
+        here, inside = enter(eqn, around)
+        yield eqn, here
+        for below in inner(eqn):
+            yield from equations_within(below, inside, enter)
