@@ -22,8 +22,9 @@ import jax.numpy as jnp
 
 from spmdkit import compat
 from spmdkit.dependence import dependence
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
 from spmdkit.tree import describe, named_leaves
+from spmdkit.words import nearest
 
 Kind = Literal["mean", "sum", "max", "same"]
 KINDS: tuple[Kind, ...] = ("mean", "sum", "max", "same")

@@ -15,8 +15,9 @@ import jax
 
 from spmdkit import compiler
 from spmdkit.config import Config
-from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.errors import ConfigError
 from spmdkit.hardware import chip_of_device_kind
+from spmdkit.words import format_bytes
 
 if TYPE_CHECKING:
     from spmdkit.program import Program

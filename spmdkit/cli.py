@@ -244,7 +244,7 @@ Step = Annotated[int | None, typer.Option(help="Step; default: the newest.")]
 def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     """List the committed checkpoints of a run."""
     from spmdkit import checkpoint
-    from spmdkit.errors import format_bytes
+    from spmdkit.words import format_bytes
 
     folder = _checkpoints(run)
     rows = checkpoint.ls(folder)

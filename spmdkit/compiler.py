@@ -30,8 +30,9 @@ from typing import Any
 
 import jax
 
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
 from spmdkit.hardware import chip_of_device_kind
+from spmdkit.words import nearest
 
 Value = bool | int | float | str
 

@@ -17,9 +17,6 @@ and everything else are bugs of ours.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 
 class SpmdkitError(Exception):
     """Base of every error that is the user's to mend. `exit_code` is the command line's exit status."""
@@ -73,18 +70,3 @@ class Preempted(SpmdkitError):
     """Training stopped because it was asked to, after saving. Start the same command again to go on."""
 
     exit_code = 42
-
-
-def nearest(word: str, options: Iterable[str]) -> str:
-    """Returns ` Did you mean 'x'?` for the closest of `options`, or an empty string where none is close."""
-    match = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
-    return f" Did you mean '{match[0]}'?" if match else ""
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Returns a size for people: `512 B`, `1.5 KiB`, `12.6 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024 or unit == "GiB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError("unreachable")

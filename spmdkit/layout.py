@@ -23,9 +23,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.config import LOGICAL_AXES
-from spmdkit.errors import ConfigError, format_bytes, nearest
+from spmdkit.errors import ConfigError
 from spmdkit.mesh import AXES, canonical
 from spmdkit.tree import leaf_bytes, named_leaves, path_name
+from spmdkit.words import format_bytes, nearest
 
 Dim = str | Sequence[str] | None
 Rule = tuple[str, Sequence[Dim]]

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdkit import agree, auto, compile_log, compiler, data, layout, mesh, padding, scope, state, step
 from spmdkit.checks import call_user
 from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
-from spmdkit.errors import ConfigError, SpmdkitError, nearest
+from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import check_names
@@ -34,6 +34,7 @@ from spmdkit.task import Task, load_task
 from spmdkit.tree import named_leaves
 from spmdkit.unused import check_used
 from spmdkit.variables import abstract_init, check_precision, input_notes, make_optimizer
+from spmdkit.words import nearest
 from spmdkit.xla_defects import check_pools
 
 

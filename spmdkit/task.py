@@ -15,7 +15,8 @@ import optax
 
 from spmdkit.agree import KINDS
 from spmdkit.checks import shortened, user_frame
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from spmdkit.errors import ConfigError, format_bytes, nearest
+from spmdkit.errors import ConfigError
 from spmdkit.plan.bill import OPS, Bill, read_bill
 from spmdkit.plan.cause import leaves_of
 from spmdkit.plan.hlo import parse
 from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.program import Program
+from spmdkit.words import format_bytes, nearest
 
 
 def bill_of(program: Program) -> Bill:

@@ -11,11 +11,12 @@ import optax
 
 from spmdkit.checks import call_user
 from spmdkit.config import Config, choose_optimizer
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
 from spmdkit.gradient import is_cast
 from spmdkit.state import Variables
 from spmdkit.task import Task
 from spmdkit.tree import named_leaves
+from spmdkit.words import nearest
 
 
 def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any]:

@@ -24,8 +24,9 @@ import numpy as np
 
 from spmdkit.checkpoint import leaves, retention
 from spmdkit.checkpoint import record as records
-from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, format_bytes
+from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.tree import named_leaves
+from spmdkit.words import format_bytes
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from spmdkit.checkpoint import leaves, record
-from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, nearest
+from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
+from spmdkit.words import nearest
 
 FORMATS = ("safetensors", "orbax")
 PARTS = ("params", "ema")

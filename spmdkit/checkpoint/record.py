@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.checkpoint.leaves import LeafTable
-from spmdkit.errors import CheckpointError, format_bytes
+from spmdkit.errors import CheckpointError
+from spmdkit.words import format_bytes
 
 SCHEMA = 1
 RECORD_FILE = "record.json"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from spmdkit.config.fields import INT32_MAX
 from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
 
 if TYPE_CHECKING:
     from spmdkit.config.schema import Config

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from spmdkit.config import fields, optimizer
 from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
 from spmdkit.config.task import reference_problem
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
 
 if TYPE_CHECKING:
     from spmdkit.config.schema import Config

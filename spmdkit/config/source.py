@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import yaml
 
 from spmdkit.config.problems import KeyPath, Place, dotted, show
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from spmdkit.config.fields import Expects
 from spmdkit.config.problems import KeyPath, Problem, dotted, show
-from spmdkit.errors import nearest
+from spmdkit.words import nearest
 
 
 def translate(model: type[BaseModel], errors: Sequence[Any]) -> list[Problem]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from spmdkit.metrics.format import format_value
+from spmdkit.words import format_value
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40  # margins around the plot, in the SVG's own units
 LOG_RATIO = 50.0  # a positive series that spans more than this is drawn on a log scale

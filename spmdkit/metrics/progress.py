@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TextIO
 
-from spmdkit.metrics.format import format_duration, format_rate, format_seconds, format_value
 from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, plain_number
+from spmdkit.words import format_duration, format_rate, format_seconds, format_value
 
 MAX_COLUMNS = 100
 RECENT_RECORDS = 16  # time left is the pace of this many records, evaluations and saves among them included

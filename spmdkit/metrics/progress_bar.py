@@ -12,8 +12,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from spmdkit.metrics.format import format_duration
 from spmdkit.metrics.progress import MAX_COLUMNS, Status, fit
+from spmdkit.words import format_duration
 
 MIN_BAR, MAX_BAR = 8, 30
 LEFT_COLUMNS = len("left 59m59s")

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from spmdkit.errors import format_bytes
-from spmdkit.metrics.format import format_seconds
 from spmdkit.metrics.report_page import fact_table, section
+from spmdkit.words import format_bytes, format_seconds
 
 
 def plan_section(plan: Mapping[str, Any], step_times_s: Sequence[float]) -> str:

@@ -19,8 +19,9 @@ import jax
 from jax import lax
 
 from spmdkit import compat, scope
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
+from spmdkit.words import nearest
 
 Names = str | Sequence[str]
 

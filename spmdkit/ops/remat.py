@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import jax
 
 from spmdkit import scope
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
 
 NAMES = ("none", "full", "dots", "dots_no_batch")
 KEPT = "spmdkit: kept by sk.manual"

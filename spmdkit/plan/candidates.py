@@ -20,7 +20,7 @@ from typing import Any
 
 from spmdkit.auto import microbatch_counts
 from spmdkit.config import Config, replace_keys
-from spmdkit.errors import ConfigError, UserCodeError, format_bytes
+from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.mesh import AXES, BATCH_AXES, count, describe_mesh
 from spmdkit.plan.document import layout_rows, tokens_of_batch
 from spmdkit.plan.flops import count as count_flops
@@ -29,6 +29,7 @@ from spmdkit.plan.links import way
 from spmdkit.plan.target import Target
 from spmdkit.program import Program
 from spmdkit.task import Task
+from spmdkit.words import format_bytes
 
 SEARCHED_AXES = ("data", "fsdp", "tensor")
 VARIED = ("mesh", "microbatches", "remat", "zero")

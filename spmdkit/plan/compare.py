@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.errors import ConfigError
 from spmdkit.mesh import describe_mesh
-from spmdkit.plan.table import console, count_text, seconds
+from spmdkit.plan.table import console
+from spmdkit.words import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +104,7 @@ def show_comparison(a: Document, b: Document, names: tuple[str, str], to: Consol
         out.print(f"  {name}: {escape(_value(before))} -> {escape(_value(after))}")
     _numbers(out, "Memory of a device", found["peak_bytes"], found["memory"], format_bytes)
     _numbers(out, "Wire, bytes of a device and step", found["collective_bytes"], found["collectives"], format_bytes)
-    _numbers(out, "Time of a step", found["step_s"], found["time"], seconds)
+    _numbers(out, "Time of a step", found["step_s"], found["time"], format_seconds)
     for title, codes in zip(("gone", "new"), found["findings"], strict=True):
         for code in codes:
             out.print(f"finding {title}: {escape(code)}")
@@ -135,4 +136,4 @@ def _ratio(before: float | None, after: float | None) -> str:
 
 
 def _value(value: Any) -> str:
-    return count_text(value) if isinstance(value, float) else str(value)
+    return format_count(value) if isinstance(value, float) else str(value)

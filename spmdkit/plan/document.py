@@ -27,7 +27,7 @@ import jax
 
 from spmdkit import layout
 from spmdkit.config import to_yaml
-from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.errors import ConfigError
 from spmdkit.hardware import Chip
 from spmdkit.plan.bill import Collective
 from spmdkit.plan.budget import exceeded
@@ -41,6 +41,7 @@ from spmdkit.plan.reading import Reading, read_program
 from spmdkit.plan.roofline import Time, predict_time
 from spmdkit.plan.target import Target
 from spmdkit.program import Program
+from spmdkit.words import format_bytes
 
 Document = dict[str, Any]
 VERSION = 1

@@ -10,12 +10,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.errors import ConfigError
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import write_text
 from spmdkit.metrics.report_page import cards, page, section, table
 from spmdkit.plan.drawing import draw_groups
-from spmdkit.plan.table import count_text, seconds
+from spmdkit.words import format_bytes, format_count, format_seconds
 
 COLOURS = ("#2563eb", "#c2570c", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#64748b")
 MOST_LEAVES = 2000
@@ -86,7 +86,7 @@ def _heading(name: str, document: Mapping[str, Any]) -> str:
         escape(document["target"]),
         f"{document['num_devices']} devices",
         escape(describe_mesh(document["mesh"])),
-        f"{count_text(document['num_params'])} parameters",
+        f"{format_count(document['num_params'])} parameters",
         f"batch {document['batch_size']}",
     ]
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in document["notes"])
@@ -97,11 +97,11 @@ def _cards(document: Mapping[str, Any]) -> str:
     time, memory = document["time"], document["memory"]
     share = f"{memory['peak_bytes'] / memory['limit_bytes']:.0%}"
     sent = document["collective_bytes"]
-    rows = [("a step, predicted", seconds(document["predicted_step_s"]) if time else "not known")]
+    rows = [("a step, predicted", format_seconds(document["predicted_step_s"]) if time else "not known")]
     if time:
         tokens = time["tokens_per_s"]
         rows += [
-            ("tokens/s" if tokens else "examples/s", count_text(tokens or time["examples_per_s"])),
+            ("tokens/s" if tokens else "examples/s", format_count(tokens or time["examples_per_s"])),
             ("MFU", f"{time['mfu']:.1%}"),
         ]
         rows += [("bound by", time["bound"])]
@@ -161,10 +161,12 @@ def _time(document: Mapping[str, Any]) -> str:
     step_s = document["predicted_step_s"]
     parts = sorted(time["parts"].items(), key=lambda item: -item[1])
     bar = "".join(
-        f'<i style="width:{100 * part / step_s:.3f}%;background:{_colour(n)}" title="{escape(name)} {seconds(part)}"></i>'
+        f'<i style="width:{100 * part / step_s:.3f}%;background:{_colour(n)}" title="{escape(name)} {format_seconds(part)}"></i>'
         for n, (name, part) in enumerate(parts)
     )
-    lines = "".join(_line(name, part / step_s, seconds(part), _colour(n)) for n, (name, part) in enumerate(parts))
+    lines = "".join(
+        _line(name, part / step_s, format_seconds(part), _colour(n)) for n, (name, part) in enumerate(parts)
+    )
     rates = f"measured on {time['calibrated']}" if time["calibrated"] else "of the chip table"
     return f'<div class="stack">{bar}</div>{lines}<p class="note after">Rates {escape(rates)}. Links show the time that nothing hides.</p>'
 
@@ -238,7 +240,7 @@ def _candidates(rows: Sequence[Mapping[str, Any]]) -> str:
     head = [("", ""), ("step", ' class="number"'), ("memory", ' class="number"'), ("", ""), ("why", "")]
     body = [
         f"<tr{' class=best' if row['status'] == 'best' else ''}><td>{escape(row['name'])}</td>"
-        f'<td class="number">{seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""}</td>'
+        f'<td class="number">{format_seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""}</td>'
         f'<td class="number">{format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""}</td>'
         f'<td class="keep">{escape(row["status"])}</td><td>{escape(row["reason"])}</td></tr>'
         for row in rows

@@ -23,11 +23,12 @@ from typing import Any
 import jax
 
 from spmdkit.config import Config, replace_keys, to_yaml
-from spmdkit.errors import ConfigError, SpmdkitError, format_bytes
+from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.plan.candidates import Candidate, candidates
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.target import Target
 from spmdkit.program import Program, task_of
+from spmdkit.words import format_bytes
 
 MOST_WORKERS = 4
 WORKER_TIMEOUT_S = 900

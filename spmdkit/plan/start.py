@@ -11,12 +11,13 @@ from pathlib import Path
 import jax
 
 from spmdkit.cluster import Cluster
-from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.errors import ConfigError
 from spmdkit.metrics import write_json
 from spmdkit.plan.calibrate import with_measured
 from spmdkit.plan.document import Document, NotAllowed, layout_rows, plan_program, refuse
 from spmdkit.plan.target import Target, target_of
 from spmdkit.program import Program
+from spmdkit.words import format_bytes
 
 
 def check_state(program: Program, cluster: Cluster) -> None:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.errors import format_bytes
 from spmdkit.mesh import describe_mesh
+from spmdkit.words import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +49,7 @@ def _show_head(document: Mapping[str, Any], out: Console) -> None:
     where = f", {parts} {'slices' if document['compiler'] == 'tpu' else 'hosts'}" if parts > 1 else ""
     out.print(
         f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  [bold]{describe_mesh(document['mesh'])}[/]  "
-        f"{count_text(document['num_params'])} parameters, batch {document['batch_size']}"
+        f"{format_count(document['num_params'])} parameters, batch {document['batch_size']}"
         + (f" in {document['microbatches']} microbatches" if document["microbatches"] > 1 else "")
     )
 
@@ -132,22 +132,22 @@ def _show_time(document: Mapping[str, Any], out: Console) -> None:
         return
     step_s = document["predicted_step_s"]
     speed = (
-        f"{count_text(time['tokens_per_s'])} tokens/s"
+        f"{format_count(time['tokens_per_s'])} tokens/s"
         if time["tokens_per_s"]
-        else f"{count_text(time['examples_per_s'])} examples/s"
+        else f"{format_count(time['examples_per_s'])} examples/s"
     )
     rates = f"rates of {time['calibrated']}" if time["calibrated"] else "chip table"
     out.print(
-        f"[bold]Time[/]  a step takes about [bold]{seconds(step_s)}[/], {speed}, MFU {time['mfu']:.1%}, "
+        f"[bold]Time[/]  a step takes about [bold]{format_seconds(step_s)}[/], {speed}, MFU {time['mfu']:.1%}, "
         f"bound by {time['bound']} ({rates})"
     )
     table = _table("", "", "", "")
     for name, part in sorted(time["parts"].items(), key=lambda item: -item[1]):
-        table.add_row(name, seconds(part), f"{part / step_s:.0%}", _bar(part / step_s))
+        table.add_row(name, format_seconds(part), f"{part / step_s:.0%}", _bar(part / step_s))
     hidden = sum(link["busy_s"] - link["exposed_s"] for link in time["links"].values())
     out.print(table)
     if hidden > 1e-9:
-        out.print(f"[dim]{seconds(hidden)} of the links' time is hidden behind arithmetic[/]")
+        out.print(f"[dim]{format_seconds(hidden)} of the links' time is hidden behind arithmetic[/]")
     if time["loops_of_unknown_length"]:
         out.print(f"[dim]{time['loops_of_unknown_length']} loops of unknown length were taken to run once[/]")
 
@@ -179,7 +179,7 @@ def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None
     out.print(f"[bold]Candidates[/]  {len(rows)}")
     table = _table("", "step", "memory", "", "why")
     for row in rows[:most]:
-        step = seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""
+        step = format_seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""
         memory = format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
         status = f"[{colours[row['status']]}]{row['status']}[/]"
         table.add_row(row["name"], step, memory, status, _plain(row["reason"]))
@@ -220,19 +220,3 @@ def _source(source: str | None) -> str:
         return source
     relative = os.path.relpath(path) if os.path.isabs(path) else path
     return f"{relative if not relative.startswith('../..') else os.path.basename(path)}:{line}"
-
-
-def count_text(value: float) -> str:
-    """Returns a number for people: `8.03B`, `12.4k`, `950`."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def seconds(value: float) -> str:
-    """Returns a duration for people: `2.42 s`, `23.1 ms`, `850 us`."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return "0 s" if value == 0 else f"{value / 1e-6:.2g} us"

@@ -27,8 +27,9 @@ import jax
 from spmdkit import compat
 from spmdkit.auto import memory_limit
 from spmdkit.cluster.join import num_threads
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
 from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
+from spmdkit.words import nearest
 
 MAX_FAKE_DEVICES = 4096
 _FORMS = "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), cpu:8, here"

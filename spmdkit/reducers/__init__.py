@@ -11,7 +11,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
 
 Apply = Callable[[Any, tuple[str, ...]], Any]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import jax
 
 from spmdkit.checks import call_user
-from spmdkit.errors import ConfigError, format_bytes
+from spmdkit.errors import ConfigError
 from spmdkit.task import Task
 from spmdkit.tree import tree_bytes
+from spmdkit.words import format_bytes
 
 COPIES = 6
 """Copies of the parameters on one device: parameters, gradient, two moments, the kept gradient and update. Activations are small."""

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from spmdkit.metrics import ProgressFace
-from spmdkit.metrics.format import format_duration, format_rate, format_seconds, format_value
+from spmdkit.words import format_duration, format_rate, format_seconds, format_value
 
 RECORD = {"step": 120, "loss": 2.3411, "examples_per_s": 12345.2, "step_time_s": 0.05, "input_wait_s": 0.001}
 

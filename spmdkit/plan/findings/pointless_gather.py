@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.errors import format_bytes
 from spmdkit.plan import loops
 from spmdkit.plan.bill import Collective
 from spmdkit.plan.cause import origin_of
@@ -16,6 +15,7 @@ from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
 from spmdkit.plan.hlo import Computation, Instruction, Module
 from spmdkit.plan.parts import SAME
+from spmdkit.words import format_bytes
 
 
 def find(subject: Subject) -> Iterator[Finding]:

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit.errors import format_bytes
 from spmdkit.jaxprs import equations
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
 from spmdkit.plan.jaxprs import first_use, line
 from spmdkit.tree import describe, named_leaves
+from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**16
 

@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Iterator
 
-from spmdkit.errors import format_bytes
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
 from spmdkit.plan.hlo import Frame, Shape
 from spmdkit.plan.jaxprs import lines_of
 from spmdkit.plan.parts import only_parts_read
 from spmdkit.plan.source import line_of
+from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**16
 _FIX = "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the consumer along the same dim."

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import jax
 
-from spmdkit.errors import format_bytes
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
 from spmdkit.plan.jaxprs import depending, first_use, line
 from spmdkit.plan.source import source_of
+from spmdkit.words import format_bytes
 
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant", "parameter", "copy-start", "copy-done")
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.errors import format_bytes
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
 from spmdkit.plan.links import way_of
+from spmdkit.words import format_bytes
 
 
 def find(subject: Subject) -> Iterator[Finding]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.errors import format_bytes
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
 from spmdkit.plan.hlo import Instruction, Module
+from spmdkit.words import format_bytes
 
 _MOVES = ("all_gather", "all_to_all", "collective_permute")
 _RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "get-tuple-element", "all-gather-done",

@@ -1,0 +1,77 @@
+"""What people read: losses, rates, durations, sizes and counts in one form everywhere, and the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+
+
+def format_value(value: float) -> str:
+    """Returns a metric in at most ten characters: `2.3411`, `0.0009`, `1.235e-05`, `128`, `nan`."""
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if isinstance(value, int) and size < 1e7:
+        return str(value)
+    if size != 0 and (size < 5e-4 or size >= 1e5):
+        return f"{value:.3e}"
+    return f"{value:.4f}" if size < 1000 else f"{value:.1f}"
+
+
+def format_rate(per_s: float) -> str:
+    """Returns a rate without needless digits: `12345`, `98.7`, `0.034`."""
+    if not math.isfinite(per_s):
+        return str(float(per_s))
+    if per_s >= 100:
+        return f"{per_s:.0f}" if per_s < 1e8 else f"{per_s:.2e}"
+    return f"{per_s:.1f}" if per_s >= 1 or per_s == 0 else f"{per_s:.2g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a duration in its two largest units: `45s`, `1m20s`, `2h05m`, `3d04h`."""
+    if not math.isfinite(seconds):
+        return "?"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    minutes = round(total / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    hours = round(total / 3600)
+    return f"{hours // 24}d{hours % 24:02d}h"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a time in three digits with its unit: `850 us`, `23.1 ms`, `2.42 s`, `1234 s`."""
+    if seconds >= 999.5:
+        return f"{seconds:.0f} s"
+    return "0 s" if seconds == 0 else _three_digits(seconds, ((1.0, " s"), (1e-3, " ms"), (1e-6, " us")))
+
+
+def format_count(value: float) -> str:
+    """Returns a number in three digits: `8.03B`, `12.4k`, `950`."""
+    return _three_digits(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")))
+
+
+def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Returns a value in the largest of its units, given from large to small, in which it is at least one as written."""
+    size, unit = next((u for u in units if value >= 0.9995 * u[0]), units[-1])
+    return f"{value / size:.3g}{unit}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a size: `512 B`, `1.5 KiB`, `12.6 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """Returns ` Did you mean 'x'?` for the closest of `options`, or an empty string where none is close."""
+    match = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return f" Did you mean '{match[0]}'?" if match else ""
