@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from spmdkit import keys, metrics
+from spmdkit import files, keys, metrics
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
@@ -178,8 +178,8 @@ class Run:
         self.throughput = metrics.Throughput(config.batch_size, self._clock)
         if not self.cluster.is_main:
             return
-        metrics.write_text(self.directory / "config.yaml", to_yaml(config, absolute_paths=True))
-        metrics.write_json(self.directory / "environment.json", self._environment)
+        files.write_text(self.directory / "config.yaml", to_yaml(config, absolute_paths=True))
+        files.write_json(self.directory / "environment.json", self._environment)
         self.sinks = [metrics.JsonlSink(self.directory / "metrics.jsonl", keep_through_step=step)]
         if config.log.tensorboard:
             self.sinks.append(metrics.TensorboardSink(self.directory / "tensorboard", keep_through_step=step))

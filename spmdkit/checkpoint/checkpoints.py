@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
+from spmdkit import files
 from spmdkit.checkpoint import leaves, retention
 from spmdkit.checkpoint import record as records
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
@@ -209,7 +210,7 @@ class Checkpoints:
         try:
             self._orbax().wait_until_finished()
             if self._is_main:
-                records.sync_folder(self.directory)
+                files.sync_folder(self.directory)
         except Exception as error:
             self._discard(step)
             raise self._write_error(step, error) from error

@@ -6,13 +6,13 @@ The record says what lies where, so neither the task nor its code is needed.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from spmdkit import files
 from spmdkit.checkpoint import leaves, record
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.words import nearest
@@ -48,26 +48,20 @@ def export(
     found = record.read_record(directory, record.newest_step(directory) if step is None else step)
     record.check_files(directory, found)
     arrays = _read_part(directory, found, which)
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        if format == "safetensors":
-            _write_safetensors(partial, arrays, {"step": str(found.step), "which": which})
-        else:
-            from spmdkit.checkpoint import storage
+        with files.whole(out) as beside:
+            if format == "safetensors":
+                _write_safetensors(beside, arrays, {"step": str(found.step), "which": which})
+            else:
+                from spmdkit.checkpoint import storage
 
-            storage.write_plain(partial, leaves.nest({name: array for name, array in arrays.items() if array.size}))
-        os.rename(partial, out)
+                storage.write_plain(beside, leaves.nest({name: array for name, array in arrays.items() if array.size}))
     except OSError as error:
         raise CheckpointWriteError(
             f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have room for "
             "the parameters. Choose another place."
         ) from error
-    finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        elif partial.exists():
-            partial.unlink()
     return found.step
 
 

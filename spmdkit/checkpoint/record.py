@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdkit import files
 from spmdkit.checkpoint.leaves import LeafTable
 from spmdkit.errors import CheckpointError
 from spmdkit.words import format_bytes
@@ -63,21 +64,12 @@ def write_record(folder: Path, record: Record) -> None:
         json.dump(content, file, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(folder)
+    files.sync_folder(folder)
 
 
 def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """Returns the metrics as JSON can hold them: NaN and infinity become null."""
     return {k: float(v) if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces the names in `folder` to the disk: a rename survives a loss of power only after this."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def list_files(folder: Path) -> dict[str, int]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from spmdkit import files
 from spmdkit.errors import RendezvousError, SpmdkitError, UserCodeError
 
 ERROR_FILE = "SPMDKIT_ERROR_FILE"
@@ -139,7 +140,6 @@ def _users_part(error: BaseException) -> str:
 
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 def _is_runtime(filename: str) -> bool:
@@ -147,7 +147,7 @@ def _is_runtime(filename: str) -> bool:
         return True
     if not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts):
         return True
-    return any(Path(filename).is_relative_to(folder) for folder in (_STDLIB, _PACKAGE))
+    return any(Path(filename).is_relative_to(folder) for folder in (_STDLIB, files.PACKAGE))
 
 
 def _write_error_file(code: int, message: str) -> None:
@@ -158,9 +158,6 @@ def _write_error_file(code: int, message: str) -> None:
     process = os.environ.get("SPMDKIT_PROCESS_ID", "0")
     record = {"process": int(process) if process.isdigit() else 0, "exit_code": code, "message": message}
     try:
-        partial = Path(path + ".partial")
-        partial.touch(mode=0o600)
-        partial.write_text(json.dumps({**record, "time": time.time()}), encoding="utf-8")
-        partial.replace(path)
+        files.replace(path, json.dumps({**record, "time": time.time()}).encode(), mode=0o600)
     except OSError as error:
         print(f"could not write {path}: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from spmdkit.metrics.environment import environment
 from spmdkit.metrics.events import EventLog
-from spmdkit.metrics.jsonl import JsonlSink, read_lines, write_json, write_text
+from spmdkit.metrics.jsonl import JsonlSink, read_lines
 from spmdkit.metrics.progress import ProgressFace
 from spmdkit.metrics.report import write_report
 from spmdkit.metrics.tensorboard import TensorboardSink
@@ -27,9 +27,7 @@ __all__ = [
     "Throughput",
     "environment",
     "read_lines",
-    "write_json",
     "write_report",
-    "write_text",
 ]
 
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spmdkit.metrics.jsonl import not_writable, strict_json
+from spmdkit.files import not_writable, strict_json
 
 
 class EventLog:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.errors import UserCodeError
+from spmdkit.files import not_writable, replace, strict_json
 
 FIRST_KEYS = ("step", "split", "loss")
 LAST_KEYS = ("examples_per_s", "step_time_s", "input_wait_s")
@@ -104,7 +104,7 @@ class JsonlSink:
             else:
                 kept.append(line + b"\n")
         if b"".join(kept) != content:
-            _replace(self.path, b"".join(kept))
+            replace(self.path, b"".join(kept))
 
 
 def record_line(record: Mapping[str, Any]) -> str:
@@ -161,39 +161,6 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [{k: _from_strict(v) for k, v in record.items()} for record in records if record is not None]
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Replaces `path` by `value` as indented strict JSON, in one rename: readers see the old file or the new one."""
-    write_text(path, json.dumps(strict_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replaces `path` by `text` (UTF-8) in one rename. Raises ConfigError when the folder cannot be written."""
-    try:
-        _replace(Path(path), text.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise not_writable(Path(path), error) from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes beside `path`, syncs, renames over it, syncs the folder."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)  # mkstemp makes 0600; a run is read by others
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def _parse_object(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
@@ -202,28 +169,5 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def strict_json(value: Any) -> Any:
-    """Returns `value` with non-finite floats as strings, numpy scalars as numbers and paths as strings."""
-    if isinstance(value, Mapping):
-        return {str(k): strict_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict_json(v) for v in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, (np.generic, np.ndarray)) and value.shape == ():
-        value = plain_number("value", value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
 def _from_strict(value: Any) -> Any:
     return NONFINITE.get(value, value) if isinstance(value, str) else value
-
-
-def not_writable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{path}: cannot be written: {error.strerror or error} (error {error.errno})."
-        " A run needs a folder that it can write and space for its files; what was written before is intact."
-        " Free space or mend the permissions, or set run_dir to another folder, and start the same command again."
-    )

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.errors import ConfigError
+from spmdkit.files import write_text
 from spmdkit.metrics.chart import Series, legend, line_chart
 from spmdkit.metrics.events import parse_time
-from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines, write_text
+from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines
 from spmdkit.metrics.report_page import cards, fact_table, page, section, table
 from spmdkit.metrics.report_plan import plan_section
 from spmdkit.words import format_duration, format_rate, format_seconds, format_value

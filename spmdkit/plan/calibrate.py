@@ -35,8 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.files import write_json
 from spmdkit.hardware import with_rates
-from spmdkit.metrics import write_json
 from spmdkit.plan.links import hops
 from spmdkit.plan.target import Target
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.errors import ConfigError
+from spmdkit.files import write_text
 from spmdkit.mesh import describe_mesh
-from spmdkit.metrics import write_text
 from spmdkit.metrics.report_page import cards, page, section, table
 from spmdkit.plan.drawing import draw_groups
 from spmdkit.words import format_bytes, format_count, format_seconds

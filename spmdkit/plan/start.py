@@ -12,7 +12,7 @@ import jax
 
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
-from spmdkit.metrics import write_json
+from spmdkit.files import write_json
 from spmdkit.plan.calibrate import with_measured
 from spmdkit.plan.document import Document, NotAllowed, layout_rows, plan_program, refuse
 from spmdkit.plan.target import Target, target_of

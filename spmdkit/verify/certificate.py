@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from spmdkit import files
 from spmdkit.config import Config, task_reference
 from spmdkit.errors import ConfigError
 
@@ -81,7 +82,7 @@ def task_digest(config: Config) -> str:
 
 def package_digest() -> str:
     """Returns the digest of spmdkit's own files."""
-    folder = Path(__file__).parents[1]
+    folder = Path(files.PACKAGE)
     return digest(
         {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
     )
@@ -123,7 +124,7 @@ def write(path: Path, report: Mapping[str, Any]) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
+        files.replace(path, f"{json.dumps(certificate, indent=2)}\n".encode())
     except OSError as error:
         raise ConfigError(
             f"--certificate {path}: cannot be written ({error.strerror}). It is a file that this process may write. Name another."

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spmdkit import gradient
+from spmdkit import files, gradient
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.program import Program
 from spmdkit.verify import compare, mistakes, mutants
@@ -85,9 +85,7 @@ class Judge:
         made = Reference(record, *compare.tolerances(record, probe, float(np.finfo(dtype).eps)), dtype)
         path = self._path(setting)
         if path is not None:
-            partial = path.with_suffix(f".{id(made)}.partial")
-            partial.write_bytes(pickle.dumps(made))
-            partial.replace(path)
+            files.replace(path, pickle.dumps(made))
         return made
 
     def _plain_program(self, setting: Setting) -> Program | Unpadded:

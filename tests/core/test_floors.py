@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "spmdkit"
 
 FLOORS = {
-    0: ["errors", "compat", "compile_log", "jaxprs", "keys", "tree", "words"],
+    0: ["errors", "compat", "compile_log", "files", "jaxprs", "keys", "tree", "words"],
     1: ["config", "hardware"],
     2: ["cluster"],
     3: ["mesh", "compiler"],

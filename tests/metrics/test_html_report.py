@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.metrics import EventLog, JsonlSink, write_json, write_report
+from spmdkit.files import write_json
+from spmdkit.metrics import EventLog, JsonlSink, write_report
 from spmdkit.metrics.chart import Series, line_chart, linear_ticks, thin
 
 EVIL = "<script>alert('x')</script><img src=http://example.com/a.png onerror=alert(1)>\"&"

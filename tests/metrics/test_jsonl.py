@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from spmdkit.errors import ConfigError, UserCodeError
-from spmdkit.metrics import JsonlSink, read_lines, write_json
+from spmdkit.files import write_json
+from spmdkit.metrics import JsonlSink, read_lines
 from spmdkit.metrics.jsonl import record_line
 
 

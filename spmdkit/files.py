@@ -1,0 +1,94 @@
+"""Files that are there whole or not at all: written beside their place, forced to the disk, renamed over it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.errors import ConfigError
+
+PACKAGE = str(Path(__file__).resolve().parent) + os.sep
+"""The folder of spmdkit itself, to tell its own frames in a traceback from the user's."""
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a path beside `path`, for a file or a folder; what is there at the end takes its place. After an exception nothing is left.
+
+    A file replaces one that is there. Readers see the old or the new.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield beside
+        os.replace(beside, path)
+    finally:
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+
+def replace(path: str | os.PathLike[str], content: bytes, mode: int = 0o644) -> None:
+    """Replaces `path` by `content`, which is on the disk when this returns. Raises OSError where that cannot be."""
+    with whole(path) as beside:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    sync_folder(Path(path).parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the names in `folder` to the disk: a rename survives a loss of power only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replaces `path` by `text` (UTF-8). Raises ConfigError where it cannot be written."""
+    try:
+        replace(path, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise not_writable(Path(path), error) from error
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Replaces `path` by `value` as indented strict JSON. Raises ConfigError where it cannot be written."""
+    write_text(path, json.dumps(strict_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def strict_json(value: Any) -> Any:
+    """Returns `value` with non-finite floats as the strings "NaN", "Infinity", "-Infinity", scalar arrays as numbers, paths as strings."""
+    if isinstance(value, Mapping):
+        return {str(k): strict_json(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(v) for v in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of numpy or JAX
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def not_writable(path: Path, error: OSError) -> ConfigError:
+    """Returns the error of a run's file that cannot be written."""
+    return ConfigError(
+        f"{path}: cannot be written: {error.strerror or error} (error {error.errno})."
+        " A run needs a folder that it can write and space for its files; what was written before is intact."
+        " Free space or mend the permissions, or set run_dir to another folder, and start the same command again."
+    )
