@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from spmdkit.version import __version__
+
 if TYPE_CHECKING:
     from spmdkit import testing
     from spmdkit.config import Config, load_config
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from spmdkit.state import TrainState, Variables
     from spmdkit.step import Batch
     from spmdkit.task import Task
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Batch": "step",

@@ -41,7 +41,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from spmdkit import __version__
+        from spmdkit.version import __version__
 
         print(f"spmdkit {__version__}")
         raise typer.Exit

@@ -156,7 +156,7 @@ def whole_tracebacks() -> Iterator[None]:
 def coordination_client() -> Any | None:
     """Returns the client of JAX's coordination service (key-value store, barriers), or None in a single process.
 
-    Private in JAX (`jax._src`); its behaviour is pinned by `tests/cluster/test_coordination_service.py`.
+    Private in JAX (`jax._src`); its behaviour is pinned by `tests/cluster/test_processes.py`.
     """
     from jax._src import distributed
 

@@ -2,15 +2,17 @@
 
     open_source(data)         any data as one thing that gathers rows by index          source.py, examples.py
     Schedule, eval_schedule   step -> the indices of its batch; pure arithmetic         schedule.py, permutation.py
+    HostBatch                 the rows of one step on this process                      read.py
     host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is read
     device_batches            the same, already on the devices, with the wait measured  stream.py
 
 Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
 """
 
+from spmdkit.data.read import HostBatch
 from spmdkit.data.schedule import Schedule, eval_schedule
 from spmdkit.data.source import Source, open_source
-from spmdkit.data.stream import DeviceBatches, HostBatch, device_batches, host_batches
+from spmdkit.data.stream import DeviceBatches, device_batches, host_batches
 
 __all__ = [
     "DeviceBatches",

@@ -7,9 +7,9 @@ from typing import Any
 import grain
 import numpy as np
 
+from spmdkit.data.read import read_step
 from spmdkit.data.schedule import Schedule
 from spmdkit.data.source import Source
-from spmdkit.data.stream import read_step
 
 
 class StepDataset(grain.MapDataset):

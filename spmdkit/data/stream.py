@@ -14,23 +14,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from spmdkit.data.read import HostBatch, read_step
 from spmdkit.data.schedule import Schedule
 from spmdkit.data.source import Source
-from spmdkit.errors import ConfigError, UserCodeError
 
 # How long close() waits for a thread that is inside the user's data; past it, the thread is left to end as a daemon.
 CLOSE_TIMEOUT_S = 5.0
-
-
-class HostBatch(NamedTuple):
-    """The rows of one step on this process: a pytree of numpy arrays; mask is bool[rows], None where always full."""
-
-    examples: Any
-    mask: np.ndarray | None
 
 
 def host_batches(
@@ -69,20 +62,6 @@ def host_batches(
             yield step, HostBatch(examples, mask)
     finally:
         batches.close()
-
-
-def read_step(
-    source: Source, schedule: Schedule, positions: np.ndarray | None, step: int
-) -> tuple[Any, np.ndarray | None]:
-    """Returns `(examples, mask | None)` of `step`: the rows of the global batch at `positions`."""
-    indices, mask = schedule.batch(step)
-    if positions is not None:
-        indices, mask = indices[positions], mask[positions]
-    try:
-        examples = source.gather(indices, schedule.epoch(step))
-    except (ConfigError, UserCodeError) as error:
-        raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
-    return examples, (None if schedule.always_full else mask)
 
 
 class DeviceBatches:

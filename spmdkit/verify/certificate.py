@@ -110,7 +110,7 @@ def write(path: Path, report: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    from spmdkit import __version__
+    from spmdkit.version import __version__
 
     proven = [{"mesh": c["mesh"], "microbatches": c["microbatches"]} for c in report["cases"] if c["passed"]]
     versions = {"spmdkit": __version__, "python": platform.python_version()}

@@ -1,0 +1,32 @@
+"""The rows of one step, read where they are asked for: no thread, no look ahead."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmdkit.data.schedule import Schedule
+from spmdkit.data.source import Source
+from spmdkit.errors import ConfigError, UserCodeError
+
+
+class HostBatch(NamedTuple):
+    """The rows of one step on this process: a pytree of numpy arrays; mask is bool[rows], None where always full."""
+
+    examples: Any
+    mask: np.ndarray | None
+
+
+def read_step(
+    source: Source, schedule: Schedule, positions: np.ndarray | None, step: int
+) -> tuple[Any, np.ndarray | None]:
+    """Returns `(examples, mask | None)` of `step`: the rows of the global batch at `positions`."""
+    indices, mask = schedule.batch(step)
+    if positions is not None:
+        indices, mask = indices[positions], mask[positions]
+    try:
+        examples = source.gather(indices, schedule.epoch(step))
+    except (ConfigError, UserCodeError) as error:
+        raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
+    return examples, (None if schedule.always_full else mask)
