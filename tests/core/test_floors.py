@@ -1,100 +1,152 @@
-"""Imports only go down the floors, services do not know each other, and `import spmdkit` costs nothing."""
+"""Imports only go down the floors, which are computed from them; services do not know each other; `import spmdkit` costs nothing.
+
+All imports count: those inside of functions and those for type checking too. A room is a module or a folder of `spmdkit/`. After a change
+that is meant, `python tests/core/test_floors.py --write` puts the floors into ARCHITECTURE.md.
+"""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "spmdkit"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "spmdkit"
+PAGE = ROOT / "ARCHITECTURE.md"
 
-FLOORS = {
-    0: ["errors", "compat", "compile_log", "files", "jaxprs", "keys", "tree", "words"],
-    1: ["config", "hardware"],
-    2: ["cluster"],
-    3: ["mesh", "compiler"],
-    4: ["scope", "layout", "reducers", "dependence", "summed"],
-    5: ["ops", "means"],
-    6: ["sums", "agree", "returned", "forms", "gradient", "replica"],
-    7: ["state", "step", "task", "checks"],
-    8: ["data", "checkpoint", "metrics", "faults"],
-    9: [
-        "auto",
-        "state_layout",
-        "step_record",
-        "variables",
-        "unused",
-        "feed",
-        "padding",
-        "xla_defects",
-        "evaluation",
-        "program",
-    ],
-    10: ["run", "verify", "plan", "loop", "doctor"],
-    11: ["launch", "cli", "testing", "__main__"],
+SERVICES = ("config", "cluster", "faults", "checkpoint", "metrics", "launch", "reducers")
+
+STILL = {
+    ("auto", "program"),
+    ("config.task", "config.schema"),
+    ("config.optimizer", "config.schema"),
+    ("config.rules", "config.schema"),
+    ("metrics.progress_bar", "metrics.progress"),
+    ("launch.local", "cluster.environment"),
+    ("launch.local", "faults.exceptions"),
 }
-"""The table of ARCHITECTURE.md, with the modules that exist."""
+"""Imports that should go. Nothing is added here; a line goes with its import."""
 
-SERVICES = FLOORS[8]
-FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
+ISLANDS = {"plan.hlo": "plan"}
+"""A folder that knows nothing of the one around it."""
 
 
 def modules():
-    """Returns name -> files: a module, or all files of a folder."""
+    """Returns dotted name below spmdkit -> file; a package under its own name, spmdkit itself as ""."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if name != "__init__":
-            found.setdefault(name, []).append(path)
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
+MODULES = modules()
+
+
+def named(node):
+    """Returns the dotted names below spmdkit that an import statement reads."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        assert node.level == 0, f"line {node.lineno}: relative import"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name.removeprefix("spmdkit").removeprefix(".") for name in names if name.split(".")[0] == "spmdkit"]
+
+
 def imports(path):
-    """Yields the modules of spmdkit that a file imports at any place in it, but for type checking."""
-    tree = ast.parse(path.read_text())
-    only_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in only_types:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "spmdkit":
-            names = [f"spmdkit.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names = [node.module or ""]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names if name.startswith("spmdkit."))
+    """Returns the modules of spmdkit that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        for name in named(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            while name not in MODULES:
+                name = name.rpartition(".")[0]
+            found.add(name)
+    return found
 
 
-@pytest.mark.parametrize("name", modules())
-def test_a_module_imports_only_from_its_own_floor_and_below(name):
-    assert name in FLOOR_OF, f"spmdkit/{name} has no floor yet: put it into the table"
-    for path in modules()[name]:
-        for imported in imports(path):
-            if imported == name or imported.startswith("_"):
-                continue
-            assert FLOOR_OF[imported] <= FLOOR_OF[name], f"{path.name} imports {imported}, which is above it"
-            if name in SERVICES:
-                assert imported not in SERVICES, f"{path.name}: service {name} imports service {imported}"
+IMPORTS = {name: imports(path) - {name} for name, path in MODULES.items()}
 
 
-def test_the_table_names_only_what_exists():
-    assert set(FLOOR_OF) <= modules().keys()
+def room_of(module):
+    return module.split(".")[0]
 
 
-def test_no_two_modules_import_each_other():
-    graph = {name: {i for p in paths for i in imports(p)} - {name} for name, paths in modules().items()}
-    for name, imported in graph.items():
-        for other in imported & graph.keys():
-            assert name not in graph[other], f"{name} and {other} import each other"
+def room_graph():
+    """Returns room -> the rooms that it imports, without what should go; spmdkit itself, which only lists names, is none."""
+    graph = {room_of(name): set() for name in MODULES if name}
+    for name, imported in IMPORTS.items():
+        for other in imported:
+            if name and other and room_of(other) != room_of(name) and (name, other) not in STILL:
+                graph[room_of(name)].add(room_of(other))
+    return graph
+
+
+def circle(graph):
+    """Returns the members of a circle in their order, or None."""
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return None
+
+
+def floors():
+    """Returns room -> floor: one above the highest that it imports."""
+    graph, found = room_graph(), {}
+    for room in graphlib.TopologicalSorter(graph).static_order():
+        found[room] = max((found[other] + 1 for other in graph[room]), default=0)
+    return found
+
+
+def table():
+    """Returns the floors as ARCHITECTURE.md shows them."""
+    found = floors()
+    shown = {room: f"{room}/" if (PACKAGE / room).is_dir() else room for room in found}
+    rows = [(n, sorted(shown[r] for r in found if found[r] == n)) for n in range(max(found.values()) + 1)]
+    return "".join(f"{n:<2} {'  '.join(names)}\n" for n, names in rows)
+
+
+def around_table(page):
+    """Returns the text of the page before and after the table of floors."""
+    head, _, rest = page.partition("## Floors\n")
+    before, _, rest = rest.partition("```\n")
+    _, _, after = rest.partition("```\n")
+    return f"{head}## Floors\n{before}```\n", f"```\n{after}"
+
+
+def test_no_two_rooms_import_each_other_in_a_circle():
+    assert circle(room_graph()) is None
+
+
+def test_no_two_files_import_each_other_in_a_circle():
+    graph = {name: {other for other in imported if (name, other) not in STILL} for name, imported in IMPORTS.items()}
+    assert circle(graph) is None
+
+
+def test_the_floors_of_architecture_md_are_those_of_the_code():
+    page = PAGE.read_text()
+    before, after = around_table(page)
+    assert page == before + table() + after, f"run `python tests/core/test_floors.py --write`; they are now\n{table()}"
+
+
+@pytest.mark.parametrize("service", [name for name in SERVICES if (PACKAGE / name).exists()])
+def test_a_service_imports_no_other(service):
+    assert not room_graph()[service] & set(SERVICES)
+
+
+@pytest.mark.parametrize(("island", "around"), ISLANDS.items())
+def test_an_island_knows_nothing_of_the_folder_around_it(island, around):
+    for name in MODULES:
+        if name.startswith(f"{island}."):
+            outside = {o for o in IMPORTS[name] if room_of(o) == around and not o.startswith(island)}
+            assert not outside, f"{name} imports {outside}"
+
+
+def test_what_should_go_is_not_gone_yet():
+    gone = {(name, other) for name, other in STILL if other not in IMPORTS.get(name, ())}
+    assert not gone, f"remove {sorted(gone)} from STILL"
 
 
 def run_python(code):
@@ -118,3 +170,10 @@ from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized(), dict(jax.config.values) == before, dict(os.environ) == environment)
 """
     assert run_python(code).split() == ["False", "True", "True"]
+
+
+if __name__ == "__main__":
+    print(table(), end="")
+    if "--write" in sys.argv:
+        before, after = around_table(PAGE.read_text())
+        PAGE.write_text(before + table() + after)
