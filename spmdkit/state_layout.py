@@ -113,8 +113,11 @@ def place_state(
         "ema": follow(a.ema, memory_kind=update_kind),
         "rng": [whole("", a.rng.shape, a.rng.dtype, reason="random key")],
     }
+    in_order = dict.fromkeys(path.partition("/")[0] for path, _ in named_leaves(abstract))  # of flattening
     table = [
-        dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field) for field, ps in parts.items() for p in ps
+        dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field)
+        for field in in_order
+        for p in parts[field]
     ]
     treedef = jax.tree.structure(abstract)
     shardings = [p.sharding(mesh) for p in table]
