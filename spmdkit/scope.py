@@ -27,7 +27,9 @@ _tokens = itertools.count()
 _traced_under = jax.make_user_context(None)
 
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
-"""Scopes of operations (`jax.named_scope`): what adds over replicas, and what updates the parameters; in profiles, and for `plan`."""
+RING, ALL_TO_ALL, MOE = "spmdkit/ring", "spmdkit/all_to_all", "spmdkit/moe"
+PIPELINE, TENSOR, VOCAB = "spmdkit/pipeline", "spmdkit/tensor", "spmdkit/vocab"
+"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, and each op; in profiles, and for `plan`."""
 
 Form = Literal["plain", "mapped", "manual"]
 

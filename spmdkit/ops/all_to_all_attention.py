@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from spmdkit import scope
 from spmdkit.ops.attention_blocks import Implementation, Keys, Mask
 from spmdkit.ops.collectives import all_gather, all_to_all
 
@@ -35,6 +36,7 @@ class Kept(NamedTuple):
     lse: Any
 
 
+@jax.named_scope(scope.ALL_TO_ALL)
 def forward(
     implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
 ) -> tuple[jax.Array, Kept]:
@@ -45,6 +47,7 @@ def forward(
     return _to_sequence(out), Kept(q, k, v, out, lse)
 
 
+@jax.named_scope(scope.ALL_TO_ALL)
 def tangent(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, tangents: tuple[jax.Array, ...]
 ) -> jax.Array:
@@ -53,6 +56,7 @@ def tangent(
     return _to_sequence(jax.jvp(attend, kept[:3], tuple(_to_heads(t) for t in tangents))[1])
 
 
+@jax.named_scope(scope.ALL_TO_ALL)
 def backward(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import compat
+from spmdkit import compat, scope
 from spmdkit.ops.attention_blocks import Implementation, Keys, Mask, merge
 from spmdkit.ops.collectives import axis_index, axis_size, ring_shift
 from spmdkit.ops.context import order
@@ -37,6 +37,7 @@ from spmdkit.ops.context import order
 Pair = tuple[jax.Array, jax.Array]
 
 
+@jax.named_scope(scope.RING)
 def forward(
     implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
 ) -> tuple[jax.Array, jax.Array]:
@@ -72,6 +73,7 @@ def forward(
     return add(state, passed, num - 1)
 
 
+@jax.named_scope(scope.RING)
 def backward(
     implementation: Implementation,
     causal: bool,
@@ -190,3 +192,7 @@ class _Two:
 
     def _if(self, x: jax.Array, is_before: bool = True) -> jax.Array:
         return jnp.where(self.is_before, x, 0) if is_before else jnp.where(self.is_before, 0, x)
+
+
+SEAMS = {"ring_shift": ring_shift}
+"""What `verify` replaces (verify/mistakes.py)."""

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import compat
+from spmdkit import compat, scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
 from spmdkit.ops.manual import Dims, manual
@@ -47,6 +47,7 @@ ROWS: Dims = ("batch", "norm_sequence", None)
 """Dims of x and y between two pairs."""
 
 
+@jax.named_scope(scope.TENSOR)
 def column_row(
     x_BTD: jax.Array,
     columns: Sequence[jax.Array],
@@ -100,6 +101,7 @@ def column_row(
     return manual(pair, in_dims, dims, "sk.column_row")(x_BTD, list(columns), row, list(extra))
 
 
+@jax.named_scope(scope.TENSOR)
 def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
     """Returns `x . weight`, [B, T, *F], cut on F: the first half of a pair.
 
@@ -116,6 +118,7 @@ def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Di
     return manual(local, (dims, w_dims), out_dims, "column")(x_BTD, weight)
 
 
+@jax.named_scope(scope.TENSOR)
 def row(h_BTF: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
     """Returns `h . weight`, [B, T, D], added over the shards of F: the second half of a pair.
 

@@ -57,6 +57,7 @@ SMALLEST = -1e30
 """The logit of an id that does not exist: finite, so that a shard of such ids alone gives no NaN."""
 
 
+@jax.named_scope(scope.VOCAB)
 def embed(
     tokens_BT: jax.Array,
     table_VD: jax.Array,
@@ -98,6 +99,7 @@ def embed(
     return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
 
 
+@jax.named_scope(scope.VOCAB)
 def cross_entropy(
     hidden_BTD: jax.Array,
     head_DV: jax.Array,
@@ -335,3 +337,7 @@ def _like(grad: jax.Array, primal: jax.Array) -> jax.Array:
     """Returns a gradient added up over the axes along which it differs and its primal does not."""
     differs = tuple(a for a in compat.varying_axes(grad) if a not in compat.varying_axes(primal))
     return lax.psum(grad, differs) if differs else grad
+
+
+SEAMS = {"axis_index": axis_index}
+"""What `verify` replaces (verify/mistakes.py)."""

@@ -1,33 +1,34 @@
 """Which strategy asked for a collective.
 
-Told from, in this order: the file of spmdkit that is in its stack (a reducer, an op), the arrays (do they come from the
-parameters, are they all scalars), and the axes with the op. What nothing explains is `other`.
+Told from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op; `spmdkit.scope`), the arrays (do they
+come from the parameters, are they all scalars), and the axes with the op. What nothing explains is `other`.
 
-| cause              | rule                                                                                              |
-| ------------------ | ------------------------------------------------------------------------------------------------- |
-| metrics            | an all_reduce of scalars: losses, counts, norms                                                     |
-| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or a reducer in the stack  |
-| gradient scatter   | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass                  |
-| parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter                       |
-| update gather      | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2                         |
-| context ring       | collective_permute over context; or ring attention in the stack                                    |
-| context exchange   | all_to_all or all_gather over context                                                              |
-| expert dispatch    | any over expert of what is no parameter; or the mixture of experts in the stack                    |
-| pipeline transfer  | any over pipeline of what is no parameter; or the pipeline in the stack                            |
-| tensor activation  | any over tensor of what is no parameter                                                            |
-| activation         | any other over model axes in the forward or backward pass                                          |
+| cause              | rule                                                                                                     |
+| ------------------ | -------------------------------------------------------------------------------------------------------- |
+| metrics            | an all_reduce of scalars: losses, counts, norms                                                          |
+| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or in the scope of the reducers |
+| gradient scatter   | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass                       |
+| parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter                            |
+| update gather      | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2                               |
+| context ring       | collective_permute over context; or in the scope of ring attention                                       |
+| context exchange   | all_to_all or all_gather over context; or in the scope of attention by all_to_all                        |
+| expert dispatch    | any over expert of what is no parameter; or in the scope of the mixture of experts                       |
+| pipeline transfer  | any over pipeline of what is no parameter; or in the scope of the pipeline                               |
+| tensor activation  | any over tensor of what is no parameter; or in the scope of a pair of products or of the vocabulary      |
+| activation         | any other over model axes in the forward or backward pass                                                |
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from spmdkit import scope
 from spmdkit.plan.collectives import Found
 from spmdkit.plan.hlo import Instruction, Module
 from spmdkit.plan.loops import Visit
-from spmdkit.plan.source import is_ours, package_path, stack_of
 
 if TYPE_CHECKING:
     from spmdkit.program import Program
@@ -47,17 +48,18 @@ CAUSES = (
     "other",
 )
 
-_BY_FILE = {
-    "ring": ("context", "context ring"),
-    "ulysses": ("context", "context exchange"),
-    "all_to_all": ("context", "context exchange"),
-    "exchange": ("context", "context exchange"),
-    "moe": ("expert", "expert dispatch"),
-    "pipeline": ("pipeline", "pipeline transfer"),
-    "tensor": ("tensor", "tensor activation"),
-    "vocab": ("tensor", "tensor activation"),
+_OF_OPS = {
+    scope.RING: ("context", "context ring"),
+    scope.ALL_TO_ALL: ("context", "context exchange"),
+    scope.MOE: ("expert", "expert dispatch"),
+    scope.PIPELINE: ("pipeline", "pipeline transfer"),
+    scope.TENSOR: ("tensor", "tensor activation"),
+    scope.VOCAB: ("tensor", "tensor activation"),
 }
-"""A word in the path of a file under `spmdkit/ops/` -> the axis that the op is about, cause."""
+"""The scope of an op -> the axis that the op is about, cause."""
+
+_SCOPE = re.compile(r"spmdkit/\w+")
+_JOINED = re.compile(r"(?:^|/)\(")
 
 
 class Leaf(NamedTuple):
@@ -88,19 +90,17 @@ def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf])
     axes, op, name = set(found.spans), found.stands_for or found.op, found.op_name
     if op == "all_reduce" and all(shape.size == 1 for shape in found.shapes):
         return "metrics"
-    ours = [package_path(f) for f in stack_of(module, visit.instruction) if is_ours(f)]
+    scopes = _SCOPE.findall(first_path(name))[::-1]  # the innermost first
     backward = "transpose(" in name
     forward = "jvp(" in name and not backward
-    if any(path.startswith("reducers/") or path in ("forms.py", "replica.py") for path in ours[:2]):
+    if scope.REDUCE in scopes[:1]:
         return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
     like_parameters = _like_parameters(found, leaves)
     if op == "all_reduce" and like_parameters and (not forward or "pipeline" in axes):  # 1f1b goes backward by hand
         return "gradient reduction"
-    for path in ours:
-        if path.startswith("ops/"):
-            for word, (axis, cause) in _BY_FILE.items():
-                if axis in axes and word in path.removeprefix("ops/"):
-                    return cause
+    for axis, cause in (_OF_OPS[s] for s in scopes if s in _OF_OPS):
+        if axis in axes:
+            return cause
     if (op == "all_gather" or forward) and from_parameter(module, visit):
         return "parameter gather"
     if op == "all_gather" and not forward and not backward and like_parameters:
@@ -110,6 +110,18 @@ def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf])
     if op == "all_gather" and like_parameters and axes <= {"fsdp"}:
         return "parameter gather"
     return _by_axes(axes, op, forward or backward)
+
+
+def first_path(name: str) -> str:
+    """Returns the first path in the name of an operation. XLA writes those that it has put together as `jit(f)/a/(b/add:c/mul)`."""
+    found = _JOINED.search(name)
+    if found is None:
+        return name
+    before, depth, end = name[: found.end() - 1], 0, found.end()
+    while end < len(name) and (depth or name[end] not in ":)"):
+        depth += {"(": 1, ")": -1}.get(name[end], 0)
+        end += 1
+    return first_path(before + name[found.end() : end])
 
 
 def _by_axes(axes: set[str], op: str, in_loss: bool) -> str:

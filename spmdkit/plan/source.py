@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 
+import spmdkit
 from spmdkit.plan.hlo import Frame, Instruction, Module
+from spmdkit.step import global_step, replica_step
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(spmdkit.__file__)) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python")
-_STEP = {"global_step.<locals>.run", "replica_step.<locals>.body", "replica_step.<locals>.run"}
+_STEP = tuple(f"{maker.__qualname__}." for maker in (global_step, replica_step))
+"""Functions of the package that begin so are the step itself: what stands inside of them is the user's step."""
 _NEAR = 6
 
 
@@ -37,7 +40,7 @@ def line_of(frames: tuple[Frame, ...]) -> str | None:
     """Returns the line to show for a stack (innermost first), or None for an empty one."""
     inside = []
     for frame in frames:
-        if frame.file.startswith(_PACKAGE) and frame.function in _STEP:
+        if frame.file.startswith(_PACKAGE) and frame.function.startswith(_STEP):
             break
         inside.append(frame)
     ours = [f for f in inside if f.file.startswith(_PACKAGE)]
@@ -51,16 +54,6 @@ def line_of(frames: tuple[Frame, ...]) -> str | None:
             file = "spmdkit/" + file.removeprefix(_PACKAGE).replace(os.sep, "/")
         return f"{file}:{frame.line}"
     return None
-
-
-def is_ours(frame: Frame) -> bool:
-    """Returns whether a frame is in this package."""
-    return frame.file.startswith(_PACKAGE)
-
-
-def package_path(frame: Frame) -> str:
-    """Returns the path of a frame's file inside this package: `ops/moe/rows.py`."""
-    return frame.file.removeprefix(_PACKAGE).replace(os.sep, "/")
 
 
 def _nearest(module: Module, start: Instruction, good) -> Instruction | None:  # type: ignore[no-untyped-def]

@@ -66,6 +66,7 @@ GATHERED = "embed"
 """The name of dims that are made whole before they are used."""
 
 
+@jax.named_scope(scope.MOE)
 def moe(
     x_BTD: jax.Array,
     router_DE: jax.Array,

@@ -81,6 +81,7 @@ def pipeline(
             than it must, or `rows` depend on parameters.
     """
 
+    @jax.named_scope(scope.PIPELINE)
     def run(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
         step = scope.current_step()
         step.uses.update(("pipeline", f"axis {AXIS}"))
