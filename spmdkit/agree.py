@@ -258,3 +258,7 @@ def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
     return bits.astype(like.dtype)
+
+
+SEAMS = {"crossing": crossing, "agreed": agreed}
+"""What `verify` replaces (verify/mistakes.py)."""

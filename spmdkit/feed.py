@@ -112,3 +112,7 @@ class Feed:
 def eval_batch_size(asked: int, num_examples: int, shards: int) -> int:
     """Returns the evaluation's batch size: at most the data, rounded up to what the mesh cuts evenly."""
     return math.ceil(min(asked, num_examples) / shards) * shards
+
+
+SEAMS = {"place": Feed._place}
+"""What `verify` replaces (verify/mistakes.py)."""

@@ -334,3 +334,13 @@ def _check_differentiable(params: Any) -> None:
                 f"parameter {jax.tree_util.keystr(path, simple=True, separator='/')} is {describe(leaf)}: only floating point "
                 "leaves have a gradient. Keep it in the model state (sk.Variables) or out of the parameters."
             )
+
+
+SEAMS = {
+    "of_mean": _of_mean,
+    "local_gradient": _local_gradient,
+    "positions": _positions,
+    "loss_key": _loss_key,
+    "cut_microbatches": _cut_microbatches,
+}
+"""What `verify` replaces, to put a known mistake into a program (verify/mistakes.py): its name there, and the function, whatever it is called."""

@@ -133,3 +133,7 @@ def differences(saved: LeafTable, asked: LeafTable) -> list[str]:
 def _describe(leaf: tuple[tuple[int, ...], str]) -> str:
     shape, dtype = leaf
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+SEAMS = {"pick": pick}
+"""What `verify` replaces (verify/mistakes.py)."""

@@ -31,3 +31,7 @@ def get(name: str) -> Apply:
     if name not in names():
         raise ConfigError(f"reducer: '{name}' is not known. Valid: {', '.join(names())}.{nearest(name, names())}")
     return importlib.import_module(f"{__name__}.{name}").apply
+
+
+SEAMS = {"get": get}
+"""What `verify` replaces (verify/mistakes.py)."""

@@ -166,7 +166,7 @@ class Judge:
             return loss_key(key, replica + 1, micro)
 
         setting = Setting({}, plain=True)
-        with mistakes.seam(gradient, "_loss_key", other)(setting) as used:
+        with mistakes.seam(gradient, "loss_key", other)(setting) as used:
             return self._differs(setting) and bool(used)
 
     @functools.cached_property

@@ -1,27 +1,29 @@
 """The mistakes that mutants make, and the seams through which they get into a program.
 
-Each replaces one well-named function of the package while a program is traced and run; nothing in the package knows of it.
+Each replaces one well-named function while a program is traced and run. Those of the package stand in a table beside the function,
+`SEAMS` of its module, so that a rename fails where it is made; nothing else in the package knows of it.
 
     seam                               what passes through it
-    reducers.get                       everything that is added over replicas: sums and counts, gradient, model state
+    reducers: get                      everything that is added over replicas: sums and counts, gradient, model state
     jax.shard_map                      the manual form: where it is traced without types
-    gradient._of_mean                  sums and counts with their gradients, on the way to the gradient of the mean
-    agree.crossing, agree.agreed       the model state on its way to the other replicas and back
-    gradient._positions                places of a replica's examples in the global batch, from which example keys are made
-    gradient._local_gradient           the user's loss on one replica
-    gradient._cut_microbatches         the parts of a batch
-    feed.Feed._place                   the mask of a short batch
+    gradient: of_mean                  sums and counts with their gradients, on the way to the gradient of the mean
+    agree: crossing, agreed            the model state on its way to the other replicas and back
+    gradient: positions                places of a replica's examples in the global batch, from which example keys are made
+    gradient: local_gradient           the user's loss on one replica
+    gradient: cut_microbatches         the parts of a batch
+    feed: place                        the mask of a short batch
     optax.clip_by_global_norm          the clipping that `clip_norm` asks for
-    checkpoint.leaves.pick             each leaf that a checkpoint gives back
-    ops.vocab.axis_index               which part of the vocabulary a device holds
-    ops.ring_attention.ring_shift      keys and values on their way round, and their gradients
-    ops.pipeline.parts.Pipeline        the layers on their way to the stages (`chunks`), their gradients on the way back (`joined`)
+    checkpoint.leaves: pick            each leaf that a checkpoint gives back
+    ops.vocab: axis_index              which part of the vocabulary a device holds
+    ops.ring_attention: ring_shift     keys and values on their way round, and their gradients
+    ops.pipeline.parts: chunks, joined the layers on their way to the stages, their gradients on the way back
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,11 +48,16 @@ Acting = contextlib.AbstractContextManager[list[Any]]
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces `owner.name` by `make(the original)` while the body runs.
+    """Replaces a function by `make(the original)` while the body runs.
+
+    Args:
+        owner: a module of the package with a table of seams, or what holds a function of a library.
+        name: in that table; of a library, the function's own.
 
     Raises:
-        AttributeError: the seam is not there any more.
+        AttributeError, KeyError: the seam is not there any more.
     """
+    owner, name = place_of(owner, name)
     original = getattr(owner, name)
     setattr(owner, name, make(original))
     try:
@@ -59,8 +66,17 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
         setattr(owner, name, original)
 
 
+def place_of(owner: Any, name: str) -> tuple[Any, str]:
+    """Returns (module or class, the name in it) of a seam."""
+    table = getattr(owner, "SEAMS", None)
+    if table is None:
+        return owner, name
+    *classes, own_name = table[name].__qualname__.split(".")
+    return functools.reduce(getattr, classes, owner), own_name
+
+
 def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
-    """Returns a mutant's `apply`: `wrong(original, *arguments)` instead of `owner.name(*arguments)`."""
+    """Returns a mutant's `apply`: `wrong(original, *arguments)` instead of the seam's `original(*arguments)`."""
 
     @contextlib.contextmanager
     def apply(setting: Setting) -> Iterator[list[Any]]:
@@ -214,7 +230,7 @@ def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
 
         return instead
 
-    with patched(gradient, "_of_mean", make):
+    with patched(gradient, "of_mean", make):
         yield acted
 
 
@@ -295,7 +311,7 @@ def local_statistics(setting: Setting) -> Iterator[list[Any]]:
 
         return instead
 
-    with patched(gradient, "_local_gradient", make):
+    with patched(gradient, "local_gradient", make):
         yield acted
 
 
@@ -364,5 +380,5 @@ def last_stage_without_gradient(setting: Setting) -> Iterator[list[Any]]:
     def drop(joined: Callable[..., Any]) -> Callable[..., Any]:
         return lambda own, chunks, layers: joined(own, jax.tree.map(lambda g: g.at[-1].set(0), chunks), layers)
 
-    with patched(parts.Pipeline, "chunks", stop), patched(parts.Pipeline, "joined", drop):
+    with patched(parts, "chunks", stop), patched(parts, "joined", drop):
         yield acted

@@ -153,19 +153,19 @@ MUTANTS = (
         "key_shared_by_replicas",
         "every replica draws the same",
         _with_example_keys,
-        mistakes.seam(gradient, "_positions", mistakes.shared_positions),
+        mistakes.seam(gradient, "positions", mistakes.shared_positions),
     ),
     Mutant(
         "key_folded_by_device",
         "what is drawn depends on the device",
         _with_example_keys,
-        mistakes.seam(gradient, "_positions", mistakes.folded_positions),
+        mistakes.seam(gradient, "positions", mistakes.folded_positions),
     ),
     Mutant(
         "duplicate_padding",
         "rows that fill up a short batch count",
         _replicas(short=True),
-        mistakes.seam(feed.Feed, "_place", mistakes.without_mask),
+        mistakes.seam(feed, "place", mistakes.without_mask),
     ),
     Mutant(
         "batch_statistics_per_replica",
@@ -178,7 +178,7 @@ MUTANTS = (
         "microbatch_twice",
         "the last microbatch is the first one again",
         _accumulating,
-        mistakes.seam(gradient, "_cut_microbatches", mistakes.first_microbatch_twice),
+        mistakes.seam(gradient, "cut_microbatches", mistakes.first_microbatch_twice),
     ),
     Mutant(
         "clip_by_replica_norm",

@@ -1,14 +1,23 @@
 """Every mutant is caught on a small task, and where it cannot act the reason is said."""
 
 import jax
+import optax
 import pytest
 import verify_tasks as tasks
+from jax import lax
 from verify_tasks import judge
 
+from spmdkit import agree, feed, gradient, reducers
+from spmdkit.checkpoint import leaves
+from spmdkit.ops import ring_attention, vocab
+from spmdkit.ops.pipeline import parts
 from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
-from spmdkit.verify.mistakes import patched
+from spmdkit.verify.mistakes import patched, place_of
 from spmdkit.verify.mutants import MUTANTS
+
+TABLES = (agree, feed, gradient, reducers, leaves, ring_attention, vocab, parts)
+"""Modules with a table of seams."""
 
 OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
 """Mutants that act on an op of the model."""
@@ -96,23 +105,28 @@ def test_a_mutant_leaves_the_package_as_it_was():
     assert before == {name: vars(owner)[name] for owner, name in seams()}
 
 
-def test_a_seam_that_is_gone_is_an_error():
-    with pytest.raises(AttributeError), patched(Judge, "no_such_function", lambda f: f):
+@pytest.mark.parametrize("owner", [Judge, gradient])
+def test_a_seam_that_is_gone_is_an_error(owner):
+    with pytest.raises((AttributeError, KeyError)), patched(owner, "no_such_function", lambda f: f):
         pass
 
 
+@pytest.mark.parametrize("module", TABLES, ids=lambda module: module.__name__)
+def test_a_seam_is_found_whatever_its_function_is_called(module, monkeypatch):
+    """A function of another name in the table is the one that is replaced: verify knows none by its own name."""
+
+    def renamed():
+        return "right"
+
+    monkeypatch.setattr(module, "renamed", renamed, raising=False)
+    monkeypatch.setattr(renamed, "__qualname__", "renamed")
+    role = next(iter(module.SEAMS))
+    monkeypatch.setitem(module.SEAMS, role, renamed)
+    with patched(module, role, lambda original: lambda: f"not {original()}"):
+        assert module.renamed() == "not right"
+    assert module.renamed() == "right"
+
+
 def seams():
-    import optax
-    from jax import lax
-
-    from spmdkit import agree, feed, gradient, reducers
-    from spmdkit.checkpoint import leaves
-    from spmdkit.ops import ring_attention, vocab
-    from spmdkit.ops.pipeline.parts import Pipeline
-
-    yield from ((agree, "crossing"), (agree, "agreed"), (jax, "shard_map"))
-    names = ["_of_mean", "_positions", "_cut_microbatches", "_local_gradient", "_loss_key"]
-    yield from ((gradient, name) for name in names)
-    yield from ((reducers, "get"), (feed.Feed, "_place"), (optax, "clip_by_global_norm"), (leaves, "pick"))
-    yield from ((lax, "psum"), (lax, "pmean"), (vocab, "axis_index"), (ring_attention, "ring_shift"))
-    yield from ((Pipeline, "chunks"), (Pipeline, "joined"))
+    yield from ((jax, "shard_map"), (optax, "clip_by_global_norm"), (lax, "psum"), (lax, "pmean"))
+    yield from (place_of(module, role) for module in TABLES for role in module.SEAMS)
