@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
-from spmdkit.plan.start import check_start, check_state
+from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
 from spmdkit.program import Program, open_program, task_of
 from spmdkit.run import Run, latest_for_all
 from spmdkit.state import TrainState
@@ -65,11 +66,12 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
     if cluster is None:
         cluster = join(environment(os.environ), config.devices)
     cluster.same_everywhere("config", to_yaml(config))
-    program = load(config, cluster, task)
+    limit_bytes = common_limit(cluster)
+    program = load(config, cluster, task, limit_bytes)
     if program.config != config:  # auto has been settled, by each process on its own
         config = program.config
         cluster.same_everywhere("auto", to_yaml(config))
-    check_state(program, cluster)
+    check_state(program, cluster, limit_bytes)
     certificate.require(config, program.sizes)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
         state = run.restore_or_init()
@@ -81,8 +83,11 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         # Opened first, so that the data is read while the step compiles.
         with program.stream(run.step + 1) as batches:
             with run.face.compiling():
-                check_start(program, cluster, run.directory)
+                check_start(program, cluster, run.directory, limit_bytes)
+            wait_for_plan = plan_beside(program, cluster, run.directory, run.face.message, run.events.write)
             state = run_steps(run, program, state, batches, signals)
+        if run.step == config.steps:
+            wait_for_plan()
         run.finish()
         # Together, and only after success: a process that left alone would make JAX abort the others.
         cluster.shutdown()
@@ -140,9 +145,11 @@ def _preempted(run: Run, signals: StopSignals) -> Preempted:
     return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to go on.")
 
 
-def load(config: Config, cluster: Cluster, task: Task | None = None) -> Program:
-    """Returns the program of a config, for commands that start no run."""
-    return open_program(config, task_of(config) if task is None else task, cluster.devices)
+def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None) -> Program:
+    """Returns the program of a config; what `auto` tries is said on standard error, unless progress is off."""
+    quiet = not cluster.is_main or config.log.progress == "off"
+    say = lambda line: None if quiet else print(line, file=sys.stderr, flush=True)
+    return open_program(config, task_of(config) if task is None else task, cluster.devices, limit_bytes, say)
 
 
 def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, float]]:

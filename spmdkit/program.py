@@ -7,9 +7,10 @@ is wrong is said in that order.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, auto, compile_log, compiler, data, layout, mesh, padding, scope, state, step
+from spmdkit import agree, auto, compile_log, compiler, data, layout, memory, mesh, padding, scope, state, step
 from spmdkit.checks import call_user
 from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, SpmdkitError
@@ -235,9 +236,29 @@ class Program:
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return compiler.compile(lowered, self._devices, self.config.compiler_options)
 
-    def with_config(self, changes: Mapping[str, Any]) -> Program:
-        """Returns the program of the same task and devices with dotted keys of the config changed."""
-        return Program(replace_keys(self.config, changes), self.task, self._devices, self.probe_padding)
+    @functools.cached_property
+    def held(self) -> memory.Held:
+        """What the step is given: the state and a batch, in bytes of one device."""
+        return memory.held(self.layout, self.mesh, self.abstract_batch)
+
+    @functools.cached_property
+    def step_bytes(self) -> memory.StepBytes:
+        """What one device holds while the step runs. Compiles it where that was not done; it may be refused for its size."""
+        return memory.step_bytes(lambda: self.compiled, self.held, self._devices[0].platform)
+
+    def with_step(self, changes: Mapping[str, Any]) -> Program:
+        """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else is shared."""
+        assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
+        other = copy.copy(self)
+        for name in ("traced", "compiled", "step_bytes"):
+            other.__dict__.pop(name, None)
+        other.config = replace_keys(self.config, changes)
+        assert isinstance(other.config.microbatches, int)
+        other.microbatches, other.notes, other.compile_log = other.config.microbatches, [*self.notes], []
+        other._open_data()
+        other._step_record = other._choose_form()
+        other.form = other._step_record.form
+        return other
 
     @property
     def computes_twice(self) -> bool:
@@ -387,16 +408,25 @@ def task_of(config: Config) -> Task:
     return load_task(target, name, config.folder, config.task_args)
 
 
-def open_program(config: Config, task: Task, devices: Sequence[jax.Device], limit_bytes: int | None = None) -> Program:
+def open_program(
+    config: Config,
+    task: Task,
+    devices: Sequence[jax.Device],
+    limit_bytes: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Program:
     """Returns the program of a config; what it leaves `auto` is chosen by compiled memory.
 
     Args:
         limit_bytes: of one device; default: what the devices say.
+        say: takes a line for each program that `auto` tries.
     """
     if not auto.is_auto(config):
         return Program(config, task, devices)
     sizes = mesh.resolve(config.mesh.sizes(), len(devices))
     check_batch(config, sizes)
-    limit = auto.memory_limit(devices) if limit_bytes is None else limit_bytes
-    make = lambda changes: Program(replace_keys(config, changes), task, devices)
-    return auto.choose(config, mesh.count(sizes, mesh.BATCH_AXES), limit, make)
+    limit = memory.memory_limit(devices) if limit_bytes is None else limit_bytes
+    among = auto.choices(config, mesh.count(sizes, mesh.BATCH_AXES))
+    first = Program(replace_keys(config, among[0][0]), task, devices)
+    make = lambda changes: first if changes == among[0][0] else first.with_step(changes)
+    return auto.choose(among, limit, make, say)

@@ -22,7 +22,7 @@ from spmdkit.auto import microbatch_counts
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.mesh import AXES, BATCH_AXES, count, describe_mesh
-from spmdkit.plan.document import layout_rows, tokens_of_batch
+from spmdkit.plan.document import tokens_of_batch
 from spmdkit.plan.flops import count as count_flops
 from spmdkit.plan.least import least_bytes
 from spmdkit.plan.links import way
@@ -146,7 +146,7 @@ def _of_mesh(
         program = Program(replace_keys(config, plain), task, target.devices)
     except (ConfigError, UserCodeError) as error:
         return [Candidate(changes, sizes, "refused", str(error).splitlines()[0])]
-    state = sum(row["device_bytes"] for row in layout_rows(program) if row["memory_kind"] == "device")
+    state = program.held.state_bytes
     if state > target.memory_limit_bytes:
         reason = f"parameters and optimizer state alone need {format_bytes(state)} of {format_bytes(target.memory_limit_bytes)}"
         return [Candidate(changes, sizes, "does not fit", reason, state_bytes=state)]
@@ -178,7 +178,7 @@ def _work(program: Program, target: Target) -> Mapping[str, float]:
     by_dtype = arithmetic.by_dtype or {"float32": arithmetic.elementwise}
     devices = list(program.mesh.devices.flat)
     least = least_bytes(program)
-    state = sum(row["device_bytes"] for row in layout_rows(program))
+    state = program.held.state_bytes + program.held.host_bytes
     return {
         "arithmetic": sum(f / num / (chip.peak(d) * chip.reached.matmul) for d, f in by_dtype.items()),
         "memory": 3 * state / (chip.memory_bytes_per_s * chip.reached.memory),

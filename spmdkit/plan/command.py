@@ -110,8 +110,12 @@ def make_plan(config: Config, target: str | None = None) -> Document:
 def plan_on(config: Config, machine: Target) -> Document:
     """Returns the plan of a config on an opened target, with measured rates where there are some."""
     machine, call_s = with_measured(machine)
-    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes)
+    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, _tell)
     return plan_program(program, machine, call_s)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def choose_target(config: Config, target: str | None) -> Target:
@@ -142,9 +146,8 @@ def _run_search(config: Config, machine: Target, options: Options) -> tuple[Conf
     from spmdkit.plan.search import search, winner
 
     machine, call_s = with_measured(machine)
-    tell = lambda line: print(line, file=sys.stderr, flush=True)
     vary = [name.strip() for name in options.vary.split(",") if name.strip()]
-    found = search(config, machine, vary, options.compile, tell, call_s)
+    found = search(config, machine, vary, options.compile, _tell, call_s)
     rows: list[dict[str, Any]] = [candidate.as_json() for candidate in found.candidates]
     if found.best is None or found.best.document is None:
         if options.as_json:

@@ -19,7 +19,6 @@ step, unless a name says `global`. Keys:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from spmdkit import layout
 from spmdkit.config import to_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import Chip
+from spmdkit.memory import shard_bytes
 from spmdkit.plan.bill import Collective
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.finding import Finding
@@ -36,7 +36,6 @@ from spmdkit.plan.flops import Arithmetic, count
 from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.plan.least import least_bytes
 from spmdkit.plan.links import way_of
-from spmdkit.plan.memory import shard_bytes
 from spmdkit.plan.reading import Reading, read_program
 from spmdkit.plan.roofline import Time, predict_time
 from spmdkit.plan.target import Target
@@ -55,14 +54,14 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
     arithmetic = count(program.traced.jaxpr)
     model = count(program.traced_once().jaxpr) if program.computes_twice else arithmetic
     try:
-        program.compiled  # noqa: B018
+        needed = program.step_bytes
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise ConfigError(
-                f"the compiler of target {target.name} refused the step: {str(error).splitlines()[0][:400]}. It was asked for the step "
-                "as train would run it. Try another mesh, or report it with the config."
-            ) from error
-        return _without_program(program, target, arithmetic, model, str(error))
+        raise ConfigError(
+            f"the compiler of target {target.name} refused the step: {str(error).splitlines()[0][:400]}. It was asked for the step "
+            "as train would run it. Try another mesh, or report it with the config."
+        ) from error
+    if needed.refused:
+        return _without_program(program, target, arithmetic, model)
     reading = read_program(program, target)
     devices = list(program.mesh.devices.flat)
     time = predict_time(
@@ -123,27 +122,27 @@ def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:
     return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
 
 
-def _without_program(
-    program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic, said: str
-) -> Document:
+def _without_program(program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic) -> Document:
     """Returns the plan of a step that the compiler refused: its state is known from the layout, its temporaries from the message."""
-    state = sum(row["device_bytes"] for row in layout_rows(program) if row["memory_kind"] == "device")
-    inputs = sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(program.abstract_batch))
-    temporaries = _needed(said)
-    peak, limit = state + inputs + temporaries, target.memory_limit_bytes
-    fits = temporaries > 0 and peak <= limit  # v4: refused for one core, which has half of the chip's memory
+    needed, inputs = program.step_bytes, program.held.device["inputs"]
+    peak, limit = needed.peak_bytes, target.memory_limit_bytes
+    fits = needed.temp_bytes > 0 and peak <= limit  # v4: refused for one core, which has half of the chip's memory
     document = _head(program, target) | {
         "fits": fits,
         "memory": {
-            "argument_bytes": state + inputs,
-            "output_bytes": state,
-            "alias_bytes": state,
-            "temp_bytes": temporaries,
+            "argument_bytes": needed.argument_bytes,
+            "output_bytes": needed.output_bytes,
+            "alias_bytes": needed.alias_bytes,
+            "temp_bytes": needed.temp_bytes,
             "code_bytes": 0,
             "peak_bytes": peak,
             "limit_bytes": limit,
             "host_bytes": 0,
-            "parts": {"state": state, "inputs": inputs, "gradients, activations and work space": temporaries},
+            "parts": {
+                "state": needed.argument_bytes - inputs,
+                "inputs": inputs,
+                "gradients, activations and work space": needed.temp_bytes,
+            },
             "host_parts": {},
             "live": [],
         },
@@ -157,14 +156,6 @@ def _without_program(
         "time": None,
     }
     return _close(document | _arithmetic(program, arithmetic, model), program)
-
-
-def _needed(said: str) -> int:
-    """Returns the bytes that the compiler's message says it needs; the largest of its numbers in front of the limit."""
-    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
-    found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", said)]
-    found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", said)[:1]]
-    return int(max(found, default=0))
 
 
 def _does_not_fit(peak: int, limit: int, chip: Chip) -> Finding:

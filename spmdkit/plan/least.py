@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from spmdkit.memory import shard_bytes
 from spmdkit.mesh import count
-from spmdkit.plan.memory import shard_bytes
 from spmdkit.program import Program
 
 

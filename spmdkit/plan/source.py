@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-import spmdkit
 from spmdkit.plan.hlo import Frame, Instruction, Module
 from spmdkit.step import global_step, replica_step
 
-_PACKAGE = os.path.dirname(os.path.abspath(spmdkit.__file__)) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python")
 _STEP = tuple(f"{maker.__qualname__}." for maker in (global_step, replica_step))
 """Functions of the package that begin so are the step itself: what stands inside of them is the user's step."""

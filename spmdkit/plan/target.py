@@ -25,10 +25,10 @@ from typing import Any
 import jax
 
 from spmdkit import compat
-from spmdkit.auto import memory_limit
 from spmdkit.cluster.join import num_threads
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
+from spmdkit.memory import memory_limit
 from spmdkit.words import nearest
 
 MAX_FAKE_DEVICES = 4096
@@ -55,7 +55,7 @@ class Target:
         num_devices: JAX devices.
         num_slices: parts that only the outer link joins (TPU slices, GPU hosts).
         topology: shape of one slice in chips; empty where there is no torus.
-        devices: JAX devices, abstract for a machine that is not here; empty until `with_devices`.
+        devices: JAX devices, abstract for a machine that is not here; empty until `open_target`.
         compiler: `tpu`, `cpu` or `gpu`: which one makes the program.
         notes: what the plan is not exact about.
         is_here: whether the program could run on these devices.

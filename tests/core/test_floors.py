@@ -19,7 +19,6 @@ PAGE = ROOT / "ARCHITECTURE.md"
 SERVICES = ("config", "cluster", "faults", "checkpoint", "metrics", "launch", "reducers")
 
 STILL = {
-    ("auto", "program"),
     ("config.task", "config.schema"),
     ("config.optimizer", "config.schema"),
     ("config.rules", "config.schema"),

@@ -1,0 +1,170 @@
+"""`step_bytes`: what one device holds while a step runs. One formula, for `auto`, for a plan and for the start of a run.
+
+    peak = arguments + outputs that are no donated argument + temporaries + code
+
+all of which are allocated while the step runs (the state is donated, so the new state lies in the old one's place). The compiler says
+the four sums (`compiled.memory_analysis()`, read by `compiler.temp_bytes`). Arguments are at least what the layout says is there: a
+leaf that the step never reads is no argument of the program. The CPU backend counts what lives on the host as its own; it is taken out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from spmdkit import compiler, layout
+from spmdkit.hardware import chip_of_device_kind
+
+_FIELDS = {
+    "params": "parameters",
+    "opt_state": "optimizer state",
+    "model_state": "model state",
+    "ema": "parameter average",
+}
+
+
+class Held(NamedTuple):
+    """What a step is given, as the layout says: name -> bytes, on one device and in the host's memory for it."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of one device."""
+        return sum(self.device.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one device without the batch."""
+        return self.device_bytes - self.device.get("inputs", 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in the host's memory for this device."""
+        return sum(self.host.values())
+
+
+def held(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any = None) -> Held:
+    """Returns the bytes of the train state, and of an abstract batch as `inputs`."""
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    for leaf in leaves:
+        name = _FIELDS.get(leaf.path.split("/", 1)[0], "counters")
+        where = device if leaf.memory_kind == "device" else host
+        where[name] = where.get(name, 0) + shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(mesh))
+    if batch is not None:
+        device["inputs"] = sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(batch))
+    return Held(device, host)
+
+
+def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> int:
+    """Returns the bytes of one device's shard of an array."""
+    dtype = dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+    return math.prod(sharding.shard_shape(tuple(shape))) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of one device (the same on each).
+
+    Attributes:
+        argument_bytes: the state and the batch, as the compiler lays them out.
+        output_bytes: new arrays that come out.
+        alias_bytes: outputs that lie in a donated argument's place.
+        temp_bytes: gradients, activations and work space at their largest.
+        code_bytes: the program itself, where it lives in the device's memory.
+        host_temp_bytes: temporaries in the host's memory.
+        refused: what the compiler said, where it refused the step for its size; then `temp_bytes` is what it says it needs, 0 where it
+            gives no number.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int = 0
+    host_temp_bytes: int = 0
+    refused: str = ""
+
+    @property
+    def new_bytes(self) -> int:
+        """Outputs that are no donated argument."""
+        return max(self.output_bytes - self.alias_bytes, 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is allocated while the step runs."""
+        return self.argument_bytes + self.new_bytes + self.temp_bytes + self.code_bytes
+
+    def fits(self, limit_bytes: int | None) -> bool:
+        """Returns whether the step can run where a program may use so much of a device; None: nobody knows, and everything fits."""
+        return not self.refused and (limit_bytes is None or self.peak_bytes <= limit_bytes)
+
+
+def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: str) -> StepBytes:
+    """Returns what one device holds while a step runs.
+
+    Args:
+        make: compiles the step, or returns what was compiled.
+        given: the state and the batch.
+        platform: of the devices.
+    """
+    try:
+        stats = make().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        state, needed = given.state_bytes, _needed(str(error))
+        return StepBytes(given.device_bytes, state, state, needed, refused=str(error))
+    assert stats is not None, "this backend does not say what its programs need"
+    elsewhere = 0 if stats.host_argument_size_in_bytes else given.host_bytes
+    return StepBytes(
+        argument_bytes=max(stats.argument_size_in_bytes - elsewhere, given.device_bytes),
+        output_bytes=stats.output_size_in_bytes - elsewhere,
+        alias_bytes=stats.alias_size_in_bytes - elsewhere,
+        temp_bytes=compiler.temp_bytes(stats, platform),
+        code_bytes=stats.generated_code_size_in_bytes,
+        host_temp_bytes=stats.host_temp_size_in_bytes,
+    )
+
+
+def _needed(said: str) -> int:
+    """Returns the bytes that the compiler's message says it needs; the largest of its numbers in front of the limit."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
+    found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", said)]
+    found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", said)[:1]]
+    return int(max(found, default=0))
+
+
+# ---- limits -----------------------------------------------------------------------------------------------------------
+
+
+def memory_limit(devices: Sequence[Any]) -> int | None:
+    """Returns the bytes of one device that a program may use: as the backend says, the machine's share (CPU), or the chip's."""
+    first = devices[0]
+    if first.platform == "cpu":
+        local = sum(d.process_index == jax.process_index() for d in devices)
+        return memory_of_this_machine() // max(1, local)
+    mine = next((d for d in devices if hasattr(d, "memory_stats") and d.process_index == jax.process_index()), None)
+    try:
+        stats = mine.memory_stats() if mine is not None else None
+    except jax.errors.JaxRuntimeError:  # a device that is only described
+        stats = None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    chip = chip_of_device_kind(first.device_kind, first.platform)
+    return None if chip is None else chip.limit_bytes
+
+
+def memory_of_this_machine() -> int:
+    """Returns the bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
