@@ -33,7 +33,6 @@ from spmdkit.plan.bill import Collective
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.flops import Arithmetic, count
-from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.plan.least import least_bytes
 from spmdkit.plan.links import way_of
 from spmdkit.plan.reading import Reading, read_program
@@ -69,7 +68,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
         reading.module,
         reading.bill,
         devices,
-        scans=scan_lengths(program.traced.jaxpr, program.traced.fun_name),
+        scans=reading.scans,
         host_bytes=reading.memory.host_bytes,
         call_s=call_s,
     )

@@ -57,11 +57,6 @@ def live_at_peak(module: Module, limit: int = 12) -> tuple[Buffer, ...]:
     )
 
 
-def peak_temporaries(module: Module) -> int:
-    """Returns the bytes of all temporaries that are alive at the peak."""
-    return _peak(module, module.entry, {})[0]
-
-
 def own_bytes(i: Instruction) -> int:
     """Returns the bytes that an instruction's result takes in the device's main memory."""
     shapes = i.shapes

@@ -118,14 +118,13 @@ class _Place(NamedTuple):
 
     computation: Computation
     loop: Instruction | None
-    loop_site: Site | None
     caller: Instruction | None
     outer: _Place | None
 
 
 def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int | None:
     condition = module.computations[loop.called["condition"][0]]
-    inside = _Place(condition, loop, site, None, None)
+    inside = _Place(condition, loop, None, None)
     found = _comparison(module, condition.root, inside)
     if found is None:
         return None
@@ -138,7 +137,7 @@ def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int
     bound = _entry_value(module, loop, site, right)
     start = _entry_value(module, loop, site, _Linear(left.element, 0), invariant=False)
     body = module.computations[loop.called["body"][0]]
-    after = _element(module, body.root, left.element, _Place(body, loop, site, None, None), 0)
+    after = _element(module, body.root, left.element, _Place(body, loop, None, None), 0)
     if bound is None or start is None or after is None or after.element != left.element:
         return None
     return _count(start + left.offset, bound, after.offset, direction)
@@ -168,7 +167,7 @@ def _comparison(module: Module, i: Instruction, place: _Place) -> tuple[_Linear,
         return None if left is None or right is None or direction is None else (left, right, direction)
     if i.opcode in _CALLS and (names := i.called.get(_CALLS[i.opcode])):
         inner = module.computations[names[0]]
-        return _comparison(module, inner.root, _Place(inner, None, None, i, place))
+        return _comparison(module, inner.root, _Place(inner, None, i, place))
     if i.opcode in _SAME and (source := place.computation.operand(i)):
         return _comparison(module, source, place)
     return None
@@ -205,7 +204,7 @@ def _value(module: Module, i: Instruction, place: _Place, depth: int) -> _Linear
         return None if source is None else _element(module, source, int(i.attribute("index") or 0), place, depth + 1)
     if i.opcode in _CALLS and (names := i.called.get(_CALLS[i.opcode])):
         inner = module.computations[names[0]]
-        return _value(module, inner.root, _Place(inner, None, None, i, place), depth + 1)
+        return _value(module, inner.root, _Place(inner, None, i, place), depth + 1)
     return None
 
 
@@ -227,7 +226,7 @@ def _element(module: Module, i: Instruction, index: int, place: _Place, depth: i
         return None if source is None else _element(module, source, index, place, depth + 1)
     if i.opcode in _CALLS and (names := i.called.get(_CALLS[i.opcode])):
         inner = module.computations[names[0]]
-        return _element(module, inner.root, index, _Place(inner, None, None, i, place), depth + 1)
+        return _element(module, inner.root, index, _Place(inner, None, i, place), depth + 1)
     if i.opcode == "while" and _keeps(module, i, index):
         source = place.computation.operand(i)
         return None if source is None else _element(module, source, index, place, depth + 1)
@@ -237,7 +236,7 @@ def _element(module: Module, i: Instruction, index: int, place: _Place, depth: i
 def _keeps(module: Module, loop: Instruction, index: int) -> bool:
     """Returns whether a loop hands an element of its carry through unchanged."""
     body = module.computations[loop.called["body"][0]]
-    return _element(module, body.root, index, _Place(body, loop, None, None, None), 0) == _Linear(index, 0)
+    return _element(module, body.root, index, _Place(body, loop, None, None), 0) == _Linear(index, 0)
 
 
 def _entry_value(
@@ -251,9 +250,9 @@ def _entry_value(
     around = module.computations[loop.computation]
     caller = None if site is None else site.caller
     if caller is not None and caller.opcode == "while":
-        place = _Place(around, caller, site.outer if site else None, None, None)
+        place = _Place(around, caller, None, None)
     else:
-        place = _Place(around, None, None, None, None)
+        place = _Place(around, None, None, None)
     source = around.operand(loop)
     first = None if source is None else _element(module, source, value.element, place, 0)
     if first is None:

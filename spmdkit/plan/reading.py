@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,18 @@ class Reading:
     """A compiled step, read.
 
     Attributes:
-        module: the parsed text (`loops.walk(module)` visits every instruction with its executions per step).
+        module: the parsed text (`loops.walk(module, scans)` visits every instruction with its executions per step).
         bill: the collectives.
         memory: of one device.
         findings: most severe first.
+        scans: op_name -> length of the scans in the jaxpr, for loops whose text tells no trip count.
     """
 
     module: Module
     bill: Bill
     memory: Memory
     findings: tuple[Finding, ...]
+    scans: Mapping[str, int]
 
 
 def read_program(program: Program, target: Target | None = None) -> Reading:
@@ -47,4 +50,5 @@ def read_program(program: Program, target: Target | None = None) -> Reading:
     scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
     bill = read_bill(module, program.sizes, leaves_of(program), scans)
     memory = read_memory(program, module)
-    return Reading(module, bill, memory, find_all(Subject(program, module, bill, memory, target)))
+    found = find_all(Subject(program, module, bill, memory, target, scans))
+    return Reading(module, bill, memory, found, scans)

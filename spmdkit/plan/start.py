@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,9 @@ from spmdkit.words import format_bytes
 
 MOST_WAIT_S = 60.0
 """How long the end of a run waits for its plan."""
+GIVE_WAY_S = 0.0002
+"""How long the run waits for the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7 ms, with this 0.9 ms
+(jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
 
 
 def common_limit(cluster: Cluster) -> int | None:
@@ -146,13 +150,17 @@ def plan_beside(
         return lambda: None
 
     def write() -> None:
+        before = sys.getswitchinterval()
         try:
+            sys.setswitchinterval(min(before, GIVE_WAY_S))
             _write_plan(program, cluster, directory)
         except BaseException as error:  # noqa: BLE001 - a thread that nobody waits for; the run needs no plan
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             with contextlib.suppress(Exception):
                 note("plan failed", error=text)
                 say(f"note: the plan of this run could not be written ({text}); the run goes on without it")
+        finally:
+            sys.setswitchinterval(before)
 
     thread = threading.Thread(target=write, name="spmdkit plan", daemon=True)
     thread.start()

@@ -18,7 +18,8 @@ from bad_programs import good_loss, lines_to_blame, task
 from core_runs import program_of
 
 from spmdkit.config import load_config
-from spmdkit.plan import findings
+from spmdkit.errors import format_bytes
+from spmdkit.plan import findings, loops
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.findings import padding, pointless_gather, stand_in
 from spmdkit.plan.hlo import parse
@@ -168,9 +169,59 @@ def test_a_part_of_a_copy_is_cut_at_the_number_of_the_device_not_of_the_layer(at
     """XLA takes out what it recognises, so this one is written by hand."""
     module = parse(CUT.format(at=at))
     bill = read_bill(module, {"fsdp": 8})
-    subject = SimpleNamespace(module=module, bill=bill, matters=lambda c: True)
+    subject = SimpleNamespace(module=module, bill=bill, scans={}, matters=lambda c: True)
     messages = [f.message for f in pointless_gather.find(subject)]
     assert len(messages) == found and all("cut from an array that every device holds" in m for m in messages)
+
+
+LOOP = """HloModule loop, is_scheduled=true, num_partitions=8
+
+%body (carry: (s32[], s32[], f32[8,64,64])) -> (s32[], s32[], f32[8,64,64]) {
+  %carry = (s32[], s32[], f32[8,64,64]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %n = s32[] get-tuple-element(%carry), index=1
+  %x = f32[8,64,64]{2,1,0} get-tuple-element(%carry), index=2
+  %one = s32[] constant(1)
+  %zero = s32[] constant(0)
+  %next = s32[] add(%i, %one)
+  %partition-id = u32[] partition-id()
+  %device = s32[] convert(%partition-id)
+  %whole = f32[8,64,64]{2,1,0} sine(%x)
+  %part = f32[1,64,64]{2,1,0} dynamic-slice(%whole, %device, %zero, %zero), dynamic_slice_sizes={1,64,64}
+  %all-gather = f32[8,64,64]{2,1,0} all-gather(%part), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
+  ROOT %out = (s32[], s32[], f32[8,64,64]{2,1,0}) tuple(%next, %n, %all-gather)
+}
+
+%condition (carry.1: (s32[], s32[], f32[8,64,64])) -> pred[] {
+  %carry.1 = (s32[], s32[], f32[8,64,64]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%carry.1), index=0
+  %n.1 = s32[] get-tuple-element(%carry.1), index=1
+  ROOT %less = pred[] compare(%i.1, %n.1), direction=LT
+}
+
+ENTRY %main (start: s32[], count: s32[], x.1: f32[8,64,64]) -> (s32[], s32[], f32[8,64,64]) {
+  %start = s32[] parameter(0)
+  %count = s32[] parameter(1)
+  %x.1 = f32[8,64,64]{2,1,0} parameter(2), metadata={op_name="batch['x']"}
+  %begin = (s32[], s32[], f32[8,64,64]{2,1,0}) tuple(%start, %count, %x.1)
+  ROOT %loop = (s32[], s32[], f32[8,64,64]{2,1,0}) while(%begin), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}
+}
+"""
+
+
+@pytest.mark.parametrize(("scans", "times"), [({}, 1), ({"jit(f)/while": 3}, 3), ({"jit(f)/while": 48}, 48)])
+def test_a_gather_in_a_loop_costs_as_often_as_the_scan_is_long(scans, times, monkeypatch):
+    """The loop's own text does not tell how long it is: its length is that of the scan in the jaxpr."""
+    module = parse(LOOP)
+    visits = []
+    walk = loops.walk
+    seen = lambda *given: (visits.append(visit) or visit for visit in walk(*given))
+    monkeypatch.setattr(pointless_gather.loops, "walk", seen)
+    bill = read_bill(module, {"fsdp": 8}, scans=scans)
+    subject = SimpleNamespace(module=module, bill=bill, scans=scans, matters=lambda c: True)
+    (finding,) = pointless_gather.find(subject)
+    assert f"({format_bytes(times * 7 * 64 * 64 * 4)} sent a step)" in finding.message
+    assert {visit.runs for visit in visits if visit.instruction.name == "all-gather"} == {times if scans else None}
 
 
 PAD = """

@@ -60,12 +60,14 @@ def test_whatever_a_plan_raises_is_one_line_and_one_event_and_the_run_goes_on(er
         raise error
 
     monkeypatch.setattr(start, "plan_program", broken)
+    interval = sys.getswitchinterval()
     run = train(config(run_dir=str(tmp_path), log={"progress": "plain"})).run
     assert run.step == 2
     (failed,) = (e for e in events(tmp_path) if e["event"] == "plan failed")
     assert failed["error"].startswith(type(error).__name__) and "\n" not in failed["error"]
     assert capsys.readouterr().out.count("the plan of this run could not be written") == 1
     assert not (tmp_path / "plan.json").exists()
+    assert sys.getswitchinterval() == pytest.approx(interval)
 
 
 def test_a_plan_that_hangs_holds_nothing_up_for_ever(tmp_path, monkeypatch):

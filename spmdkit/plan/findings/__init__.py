@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spmdkit.plan.bill import Bill, Collective
@@ -26,13 +27,19 @@ MIN_WIRE_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Subject:
-    """What detectors look at. `target` is None where the machine is not known: what depends on it is not looked for."""
+    """What detectors look at.
+
+    Attributes:
+        target: None where the machine is not known: what depends on it is not looked for.
+        scans: op_name -> length of the scans in the jaxpr (`jaxprs.scan_lengths`), for whoever walks the loops of the module.
+    """
 
     program: Program
     module: Module
     bill: Bill
     memory: Memory
     target: Target | None = None
+    scans: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def jaxpr(self) -> Any:

@@ -25,7 +25,7 @@ def find(subject: Subject) -> Iterator[Finding]:
     }
     if not wanted:
         return
-    for visit in loops.walk(subject.module):
+    for visit in loops.walk(subject.module, subject.scans):
         c = wanted.pop(visit.instruction.name, None)
         if c is None:
             continue
