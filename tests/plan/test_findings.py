@@ -18,7 +18,6 @@ from bad_programs import good_loss, lines_to_blame, task
 from core_runs import program_of
 
 from spmdkit.config import load_config
-from spmdkit.errors import format_bytes
 from spmdkit.plan import findings, loops
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.findings import padding, pointless_gather, stand_in
@@ -26,6 +25,7 @@ from spmdkit.plan.hlo import parse
 from spmdkit.plan.reading import read_program
 from spmdkit.plan.target import parse_target
 from spmdkit.program import Program
+from spmdkit.words import format_bytes
 
 TWO_HOSTS = parse_target("gpu:h100:2x4")
 IN_PROCESS = {
