@@ -315,7 +315,7 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
     from spmdkit.cluster import environment, join
 
     config = _load(path, overrides)
-    return config, join(environment(os.environ), config.devices)
+    return config, join(environment(os.environ, config.cluster.dialect), config.devices)
 
 
 def main(arguments: list[str] | None = None) -> Any:

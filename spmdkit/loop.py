@@ -64,7 +64,7 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
     if not isinstance(config, Config):
         config = load_config(config)
     if cluster is None:
-        cluster = join(environment(os.environ), config.devices)
+        cluster = join(environment(os.environ, config.cluster.dialect), config.devices)
     cluster.same_everywhere("config", to_yaml(config))
     limit_bytes = common_limit(cluster)
     program = load(config, cluster, task, limit_bytes)
@@ -125,7 +125,7 @@ def _introduce(run: Run, state: TrainState) -> None:
         f"{'es' * (run.cluster.num_processes > 1)}"
     )
     face.message(f"run directory {run.directory}")
-    for note in program.notes:
+    for note in (*run.cluster.notes, *program.notes):
         face.message(f"note: {note}")
     face.start()
 

@@ -1,7 +1,8 @@
 """Who am I among which processes: environment -> `ClusterSpec` (pure), then `join` -> `Cluster` (starts JAX)."""
 
 from spmdkit.cluster.cluster import Cluster
-from spmdkit.cluster.environment import ClusterSpec, environment
+from spmdkit.cluster.environment import environment
 from spmdkit.cluster.join import join
+from spmdkit.cluster.spec import ClusterSpec
 
 __all__ = ["Cluster", "ClusterSpec", "environment", "join"]

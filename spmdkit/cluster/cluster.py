@@ -36,7 +36,9 @@ class Cluster:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         namespace: str | None = None,
+        notes: Sequence[str] = (),
     ):
+        self.notes = tuple(notes)  # how the environment was read, for the log
         self.process_index = process_index
         self.num_processes = num_processes
         self.devices = list(devices)

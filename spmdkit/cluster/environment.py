@@ -1,105 +1,135 @@
 """Environment variables -> `ClusterSpec`: how many processes there are, which one this is, where they meet. Pure.
 
-`READERS` is the table of dialects. Each reader returns a spec, or None when its variables are absent; the first that
-answers wins. Slurm, TF_CONFIG, Open MPI and the like are further rows.
+Every dialect of `dialects/` reads the same environment. The answer of the highest level wins (what was asked for spmdkit by name, then what started this
+process, then what lent the host) and the lower ones are a line in the log. Two of one level that disagree are an error, unless one of them has started
+the other's agents. Our variables about devices, timeout and address hold whoever says how many processes there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
 
-from spmdkit.errors import ConfigError
+from spmdkit.cluster.dialects import all_dialects
+from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Partial
+from spmdkit.cluster.dialects.spmdkit import NAMES, integer
+from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
+from spmdkit.errors import ConfigError, nearest
 
-COORDINATOR = "SPMDKIT_COORDINATOR"
-NUM_PROCESSES = "SPMDKIT_NUM_PROCESSES"
-PROCESS_ID = "SPMDKIT_PROCESS_ID"
+COORDINATOR = NAMES.coordinator
+NUM_PROCESSES = NAMES.num_processes
+PROCESS_ID = NAMES.process_id
 DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
 RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
-VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S)
 
-DEFAULT_RENDEZVOUS_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class ClusterSpec:
-    """One process's place in the cluster. `coordinator` is `host:port` of process 0, None for a single process."""
-
-    coordinator: str | None = None
-    num_processes: int = 1
-    process_id: int = 0
-    devices_per_process: int | None = None
-    rendezvous_timeout_s: float = DEFAULT_RENDEZVOUS_TIMEOUT_S
+Answers = Mapping[str, Found | Partial]
 
 
-def environment(env: Mapping[str, str]) -> ClusterSpec:
-    """Returns this process's place in the cluster; a single process when no reader finds its variables.
+def environment(env: Mapping[str, str], dialect: str = "auto") -> ClusterSpec:
+    """Returns this process's place in the cluster; a single process when no dialect finds its variables.
 
+    `dialect`: auto, the name of the one to read, or none for a single process whatever is set.
     Raises: ConfigError when variables are malformed, incomplete or contradict each other.
     """
-    for read in READERS:
-        spec = read(env)
-        if spec is not None:
-            return spec
-    return ClusterSpec()
+    dialects = all_dialects()
+    if dialect not in ("auto", "none", *dialects):
+        known = ["auto", "none", *dialects]
+        raise ConfigError(
+            f"cluster.dialect: {dialect!r} is not known. It is one of {', '.join(known)}.{nearest(dialect, known)}"
+        )
+    if dialect not in ("auto", "none"):
+        return _with_ours(_only(dialect, dialects[dialect].read(env), dialects[dialect].NAMES), env)
+    answers = {name: answer for name, module in dialects.items() if (answer := module.read(env)) is not None}
+    if dialect == "none":
+        return _with_ours(ClusterSpec(notes=_not_used(answers, "cluster.dialect is none")), env)
+    return _with_ours(resolve(answers), env)
 
 
-def read_spmdkit(env: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the variables that `spmdkit launch` sets; the whole interface for a launcher of one's own."""
-    given = {name: env[name] for name in VARIABLES if env.get(name)}
-    if not given:
-        return None
-    num_processes = _integer(given, NUM_PROCESSES, default=1, least=1)
-    process_id = _integer(given, PROCESS_ID, default=0, least=0)
-    devices = _integer(given, DEVICES_PER_PROCESS, default=1, least=1) if DEVICES_PER_PROCESS in given else None
-    if num_processes > 1:
-        absent = [name for name in (COORDINATOR, PROCESS_ID) if name not in given]
-        if absent:
+def resolve(answers: Answers) -> ClusterSpec:
+    """Returns the place that the answers of all dialects come to.
+
+    Raises: ConfigError when they disagree, or name processes that cannot meet.
+    """
+    demands = {name: answer for name, answer in answers.items() if isinstance(answer, Partial)}
+    found = {name: answer for name, answer in answers.items() if isinstance(answer, Found)}
+    if not found:
+        _refuse_incomplete(demands)
+        return ClusterSpec(notes=tuple(f"one process: {p.why}. {p.repair}" for p in demands.values()))
+    level = min((answer.level for answer in found.values()), key=LEVELS.index)
+    name = _one_of({name: answer for name, answer in found.items() if answer.level == level})
+    spec = found[name].spec
+    for demand in demands.values():
+        if LEVELS.index(demand.level) < LEVELS.index(level) and demand.num_processes not in (None, spec.num_processes):
             raise ConfigError(
-                f"{NUM_PROCESSES}={num_processes} asks for several processes, but {' and '.join(absent)} "
-                f"{'is' if len(absent) == 1 else 'are'} not set. Each process needs its own number and the address of "
-                f"process 0. Set {COORDINATOR}=host:port and {PROCESS_ID}=0..{num_processes - 1}, or use "
-                f"`spmdkit launch -n {num_processes} -- ...` on one machine."
+                f"{demand.why}, and {name} has started {spec.num_processes} ({_said(found[name])}). {demand.repair} "
+                f"Or leave the number to {name}."
             )
-    if process_id >= num_processes:
+    others = {n: a for n, a in answers.items() if n != name and LEVELS.index(a.level) >= LEVELS.index(level)}
+    return dataclasses.replace(spec, notes=_not_used(others, f"{name} says {_said(found[name])}"))
+
+
+def _refuse_incomplete(partials: Mapping[str, Partial]) -> None:
+    """Raises for what is asked or started and cannot be joined; the repairs of the allocation around it come last."""
+    broken = [p for p in partials.values() if p.level != "allocation"]
+    if not broken:
+        return
+    around = [f"{p.why}: {p.repair}" for p in partials.values() if p.level == "allocation"]
+    raise ConfigError(" ".join([f"{broken[0].why}. {broken[0].repair}", *around]))
+
+
+def _one_of(found: Mapping[str, Found]) -> str:
+    """Returns the name of the one to follow among those of one level."""
+    sizes_of_agents = {answer.agents for answer in found.values()} - {None}
+    inner = {n: a for n, a in found.items() if a.agents is not None or a.spec.num_processes not in sizes_of_agents}
+    inner = inner or dict(found)
+    places = {(a.spec.num_processes, a.spec.process_id) for a in inner.values()}
+    if len(places) > 1:
+        said = " and ".join(f"{_said(answer)}" for answer in inner.values())
         raise ConfigError(
-            f"{PROCESS_ID}={process_id} with {NUM_PROCESSES}={num_processes}: the numbers run from 0 to "
-            f"{num_processes - 1}. Set {NUM_PROCESSES} to the number of processes that are started."
+            f"two starters disagree about this process: {said}. One of them is left over from somewhere else, or has started the "
+            f"other by mistake. Name the right one, for example cluster: {{dialect: {next(iter(inner))}}}, or unset the variables of "
+            f"the other."
         )
-    coordinator = given.get(COORDINATOR) if num_processes > 1 else None
-    if coordinator is not None:
+    return next(iter(inner))
+
+
+def _said(answer: Found) -> str:
+    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`."""
+    names, spec = answer.names, answer.spec
+    return f"{names.num_processes}={spec.num_processes}, {names.process_id}={spec.process_id}"
+
+
+def _not_used(others: Answers, because: str) -> tuple[str, ...]:
+    """Returns one line for each answer that is not followed."""
+    shown = {name: _said(a) if isinstance(a, Found) else a.why for name, a in others.items()}
+    return tuple(f"{name} is not used ({said}): {because}" for name, said in shown.items())
+
+
+def _only(name: str, answer: Answer, names: tuple[str, ...]) -> ClusterSpec:
+    if isinstance(answer, Found):
+        return answer.spec
+    found = f"{answer.why}. {answer.repair}" if answer else f"found none of its variables ({', '.join(names)})."
+    raise ConfigError(
+        f"cluster.dialect: {name} was asked for; {found} Start it with {name}, or set cluster.dialect: auto."
+    )
+
+
+def _with_ours(spec: ClusterSpec, env: Mapping[str, str]) -> ClusterSpec:
+    """Returns the place with what our variables say beside the number of processes."""
+    coordinator = env.get(COORDINATOR) if spec.num_processes > 1 else None
+    if coordinator:
         split_address(coordinator)
-    return ClusterSpec(coordinator, num_processes, process_id, devices, _timeout(given))
+    return dataclasses.replace(
+        spec,
+        coordinator=coordinator or spec.coordinator,
+        devices_per_process=integer(env, DEVICES_PER_PROCESS, default=0, least=1) or None,
+        rendezvous_timeout_s=_timeout(env),
+    )
 
 
-# Order matters: what was set for spmdkit by name wins over what a scheduler left in the environment.
-READERS: tuple[Callable[[Mapping[str, str]], ClusterSpec | None], ...] = (read_spmdkit,)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Returns (host, port) of `host:port` or `[ipv6]:port`."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"{COORDINATOR}={address!r} is no address. It is host:port of process 0 with a port from 1 to 65535, "
-            f"for example 10.0.0.1:8476."
-        )
-    return host, int(port)
-
-
-def _integer(given: Mapping[str, str], name: str, *, default: int, least: int) -> int:
-    text = given.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ConfigError(f"{name}={text!r}: expected a whole number of at least {least}. Set {name}={least} or more.")
-    return int(text)
-
-
-def _timeout(given: Mapping[str, str]) -> float:
-    text = given.get(RENDEZVOUS_TIMEOUT_S)
-    if text is None:
+def _timeout(env: Mapping[str, str]) -> float:
+    text = env.get(RENDEZVOUS_TIMEOUT_S)
+    if not text:
         return DEFAULT_RENDEZVOUS_TIMEOUT_S
     try:
         value = float(text)

@@ -16,8 +16,8 @@ import jax
 
 from spmdkit import compat
 from spmdkit.cluster.cluster import Cluster
-from spmdkit.cluster.environment import ClusterSpec
 from spmdkit.cluster.rendezvous import roll_call
+from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
 from spmdkit.errors import ConfigError, RendezvousError
 
@@ -52,7 +52,13 @@ def join(spec: ClusterSpec, devices: str | Sequence[int] = "auto") -> Cluster:
         _initialize(spec)
     found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     chosen = _choose(found, spec, devices, num_cpu, num_processes)
-    return Cluster(process_index=jax.process_index(), num_processes=num_processes, devices=chosen, store=open_store())
+    return Cluster(
+        process_index=jax.process_index(),
+        num_processes=num_processes,
+        devices=chosen,
+        store=open_store(),
+        notes=spec.notes,
+    )
 
 
 def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], num_processes: int) -> int | None:

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from spmdkit.cluster.cluster import name_processes
-from spmdkit.cluster.environment import ClusterSpec, split_address
+from spmdkit.cluster.spec import ClusterSpec, split_address
 from spmdkit.errors import ConfigError, RendezvousError
 
 MOST_LINE_BYTES = 4096
@@ -117,12 +117,12 @@ def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, s
     error = None
     if count != spec.num_processes:
         error = (
-            f"process {process} was started with SPMDKIT_NUM_PROCESSES={count}, process 0 with {spec.num_processes}. "
+            f"process {process} was started with {spec.names.num_processes}={count}, process 0 with {spec.num_processes}. "
             f"The count must be the same in all processes. Start all of them with one count."
         )
     elif not 0 < process < count or (process in present and not _hung_up(present[process])):
         error = (
-            f"two processes were started with SPMDKIT_PROCESS_ID={process}. Each number from 0 to "
+            f"two processes were started with {spec.names.process_id}={process}. Each number from 0 to "
             f"{spec.num_processes - 1} is used once. End what is left of an earlier run, or use another port."
         )
         process = -1  # keep the first one's connection, and tell this one too

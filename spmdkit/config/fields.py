@@ -7,8 +7,10 @@ that finds something more to say raises `ValueError` with one sentence, which is
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
@@ -110,6 +112,23 @@ def choice(value: Any, names: Sequence[str]) -> str:
         return value
     raise ValueError
 
+
+# kinds that are a file each ---------------------------------------------------------------------------------------
+
+
+def kinds(folder: str) -> list[str]:
+    """Returns the names of the files of a folder of spmdkit that holds one kind in each, without importing any."""
+    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parents[1] / folder)]) if m.name != "base")
+
+
+DIALECTS = ("auto", "none", *kinds("cluster/dialects"))
+
+Dialect = Annotated[
+    str,
+    PlainValidator(lambda value: choice(value, DIALECTS)),
+    WithJsonSchema({"enum": list(DIALECTS)}),
+    Expects(f"one of {', '.join(DIALECTS)}", "auto", DIALECTS),
+]
 
 # devices ---------------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,16 @@ class Mesh(Section):
         return {axis: size for axis in fields.MESH_AXES if (size := getattr(self, axis)) is not None}
 
 
+class ClusterOptions(Section):
+    """How processes find each other."""
+
+    dialect: fields.Dialect = Field(
+        default="auto",
+        description="Whose environment variables say which process this is: auto reads all that are known, the most specific wins; a name reads that "
+        "one alone; none: one process, whatever is set.",
+    )
+
+
 class Layout(Section):
     """Where each parameter lives: rules, then metadata of the model, then the fsdp tactic."""
 
@@ -287,6 +297,7 @@ class Config(Section):
         default="auto",
         description="auto: all devices; cpu:N: N fake devices of this CPU, over all processes; or local indices.",
     )
+    cluster: ClusterOptions = Field(default_factory=ClusterOptions, description="How processes find each other.")
     mesh: Mesh = Field(default_factory=Mesh, description="Axis sizes. One -1 fills; empty: one device.")
     layout: Layout = Field(default_factory=Layout, description="Where each parameter lives.")
     pipeline: Pipeline = Field(default_factory=Pipeline, description="How sk.pipeline runs its stages.")

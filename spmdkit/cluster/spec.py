@@ -1,0 +1,52 @@
+"""`ClusterSpec`: one process's place among the processes that train together, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spmdkit.errors import ConfigError
+
+DEFAULT_RENDEZVOUS_TIMEOUT_S = 120.0
+
+
+class Names(NamedTuple):
+    """The environment variables that told a process its place, for messages about it."""
+
+    num_processes: str
+    process_id: str
+    coordinator: str
+
+
+OURS = Names("SPMDKIT_NUM_PROCESSES", "SPMDKIT_PROCESS_ID", "SPMDKIT_COORDINATOR")
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """One process's place in the cluster.
+
+    Attributes:
+        coordinator: `host:port` of process 0; None for a single process.
+        names: the variables that this was read from.
+        notes: what a person should know about how it was read; told once, by process 0.
+    """
+
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
+    devices_per_process: int | None = None
+    rendezvous_timeout_s: float = DEFAULT_RENDEZVOUS_TIMEOUT_S
+    names: Names = OURS
+    notes: tuple[str, ...] = ()
+
+
+def split_address(address: str, name: str = OURS.coordinator) -> tuple[str, int]:
+    """Returns (host, port) of `host:port` or `[ipv6]:port`, which the variable `name` holds."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"{name}={address!r} is no address. It is host:port of process 0 with a port from 1 to 65535, "
+            f"for example 10.0.0.1:8476."
+        )
+    return host, int(port)

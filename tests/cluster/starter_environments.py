@@ -1,0 +1,167 @@
+"""Environments that real starters set, and how each is to be read: a row each.
+
+Copied on 2026-11-22 from what they set on this kind of machine (only variables that some reader could look at are kept): Slurm 22.05.8 (srun, sbatch, salloc
+with and without `LaunchParameters=use_interactive_step`), Open MPI 4.1.4, torchrun of PyTorch 2.13.0; host names and node lists of several nodes are
+put in. From documentation and sources: GKE and JobSet (jax/_src/clusters/{cloud_tpu,k8s}_cluster.py), PyTorchJob (Lightning's KubeflowEnvironment),
+TF_CONFIG (tensorflow.org, TFConfigClusterResolver), Ray.
+
+`reads` is how the row is read now. `later` names a dialect that does not exist yet, and how the row is read once its file is there: a new dialect is one
+file, and the row that waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LATER_PORT = "*"
+"""In an address of a dialect that is still to be written: whatever port it chooses."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process should take for its place."""
+
+    num_processes: int = 1
+    process_id: int = 0
+    coordinator: str | None = None
+    by: str | None = None
+    notes: tuple[str, ...] = ()  # each is part of one note, in order
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Exit code 78, with these words."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    env: dict[str, str]
+    reads: Place | Refused
+    later: tuple[str, Place | Refused] | None = None
+
+
+def ours(num: int, process: int, port: int = 41001) -> dict[str, str]:
+    """Returns what `spmdkit launch` sets."""
+    return {
+        "SPMDKIT_COORDINATOR": f"127.0.0.1:{port}",
+        "SPMDKIT_NUM_PROCESSES": str(num),
+        "SPMDKIT_PROCESS_ID": str(process),
+        "SPMDKIT_ERROR_FILE": f"/tmp/spmdkit-launch-x/error-{process}.json",
+    }
+
+
+ALONE = {"PATH": "/usr/bin", "HOME": "/root", "HOSTNAME": "vm", "RANK_BY": "x"}
+
+KUBEFLOW = {
+    "KUBERNETES_PORT": "tcp://10.96.0.1:443",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+    "PYTHONUNBUFFERED": "1",
+    "PET_MASTER_ADDR": "job-master-0",
+    "PET_MASTER_PORT": "23456",
+    "PET_NNODES": "3",
+    "PET_NODE_RANK": "2",
+    "PET_NPROC_PER_NODE": "auto",
+}
+
+GKE_TPU = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "TPU_WORKER_ID": "1",
+    "TPU_WORKER_HOSTNAMES": "job-0-0.job,job-0-1.job",
+    "TPU_ACCELERATOR_TYPE": "v5p-16",
+    "JOB_COMPLETION_INDEX": "1",
+}
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "676855809",
+    "OMPI_MCA_orte_hnp_uri": "676855808.0;tcp://192.0.2.2:51829;tcp6://[fd00::2]:36681",
+    "OMPI_MCA_orte_num_nodes": "1",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_NAMESPACE": "676855809",
+    "PMIX_RANK": "1",
+}
+
+ROWS = [
+    Row("nothing", {}, Place()),
+    Row("a shell", ALONE, Place()),
+    Row("spmdkit launch -n 4", ALONE | ours(4, 3), Place(4, 3, "127.0.0.1:41001", "spmdkit")),
+    Row("spmdkit launch -n 1", ALONE | ours(1, 0), Place(by="spmdkit")),
+    Row(
+        "a starter of one's own on two hosts",
+        {
+            "SPMDKIT_COORDINATOR": "[fd00::2]:8476",
+            "SPMDKIT_NUM_PROCESSES": "2",
+            "SPMDKIT_PROCESS_ID": "1",
+            "SPMDKIT_DEVICES_PER_PROCESS": "4",
+            "SPMDKIT_RENDEZVOUS_TIMEOUT_S": "30",
+        },
+        Place(2, 1, "[fd00::2]:8476", "spmdkit", extra={"devices_per_process": 4, "rendezvous_timeout_s": 30.0}),
+    ),
+    Row("devices alone", {"SPMDKIT_DEVICES_PER_PROCESS": "2"}, Place(extra={"devices_per_process": 2})),
+    Row(
+        "a number of processes and nothing else",
+        {"SPMDKIT_NUM_PROCESSES": "4"},
+        Refused(
+            (
+                "SPMDKIT_NUM_PROCESSES=4 asks for several",
+                "SPMDKIT_COORDINATOR and SPMDKIT_PROCESS_ID are not set",
+                "spmdkit launch -n 4",
+            )
+        ),
+    ),
+    Row(
+        "mpirun -np 2",
+        OPEN_MPI,
+        Place(),
+        later=("open_mpi", Place(2, 1, f"192.0.2.2:{LATER_PORT}", "open_mpi")),
+    ),
+    Row(
+        "a JobSet of two TPU hosts on GKE",
+        GKE_TPU | {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
+        Place(),
+        later=("jobset", Place(2, 1, f"job-0-0.job:{LATER_PORT}", "jobset")),
+    ),
+    Row(
+        "a Cloud TPU slice of four hosts",
+        {
+            "TPU_WORKER_ID": "2",
+            "TPU_PROCESS_ADDRESSES": "10.164.0.2:8471,10.164.0.3:8471,10.164.0.4:8471,10.164.0.5:8471",
+            "TPU_ACCELERATOR_TYPE": "v4-32",
+        },
+        Place(),
+        later=("cloud_tpu", Place(4, 2, f"10.164.0.2:{LATER_PORT}", "cloud_tpu")),
+    ),
+    Row(
+        "TF_CONFIG of two workers and a chief",
+        {
+            "TF_CONFIG": '{"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 1}}'
+        },
+        Place(),
+        later=("tf_config", Place(3, 2, f"a:{LATER_PORT}", "tf_config")),
+    ),
+    Row(
+        "a worker of Ray Train",  # Ray itself sets no rank for a plain actor; Train's torch backend sets torch's
+        {"RAY_JOB_ID": "01000000", "RAY_ADDRESS": "10.0.0.2:6379", "RAY_CLIENT_MODE": "0"},
+        Place(),
+        later=("ray", Place()),
+    ),
+    Row(
+        "spmdkit launch in an MPI job",
+        OPEN_MPI | ours(2, 1),
+        Place(2, 1, "127.0.0.1:41001", "spmdkit"),
+        later=("open_mpi", Place(2, 1, "127.0.0.1:41001", "spmdkit", ("open_mpi is not used",))),
+    ),
+]

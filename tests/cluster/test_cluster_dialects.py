@@ -1,0 +1,191 @@
+"""The contract of a dialect, for every file of cluster/dialects, and a table of environments that real starters set."""
+
+import os
+import sys
+from types import MappingProxyType
+
+import pytest
+from starter_environments import LATER_PORT, ROWS, Refused
+
+from spmdkit.cluster import ClusterSpec, dialects, environment
+from spmdkit.cluster.dialects import all_dialects
+from spmdkit.cluster.dialects.base import LEVELS, Found, Partial
+from spmdkit.cluster.environment import resolve
+from spmdkit.cluster.spec import Names, split_address
+from spmdkit.config import parse_config
+from spmdkit.errors import ConfigError
+
+DIALECTS = all_dialects()
+
+
+def expected(row):
+    return row.later[1] if row.later and row.later[0] in DIALECTS else row.reads
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_an_environment_is_read_as_the_table_says(row):
+    wanted = expected(row)
+    if isinstance(wanted, Refused):
+        with pytest.raises(ConfigError) as caught:
+            environment(row.env)
+        assert all(words in str(caught.value) for words in wanted.words), caught.value
+        assert caught.value.exit_code == 78
+        return
+    spec = environment(row.env)
+    assert (spec.num_processes, spec.process_id) == (wanted.num_processes, wanted.process_id)
+    if wanted.coordinator and wanted.coordinator.endswith(LATER_PORT):
+        assert spec.coordinator.startswith(wanted.coordinator.removesuffix(LATER_PORT))
+    else:
+        assert spec.coordinator == wanted.coordinator
+    if wanted.by:
+        assert spec.names == DIALECTS[wanted.by].NAMES
+    assert len(spec.notes) == len(wanted.notes), spec.notes
+    for note, words in zip(spec.notes, wanted.notes, strict=True):
+        assert words in note and "\n" not in note
+    for name, value in wanted.extra.items():
+        assert getattr(spec, name) == value
+
+
+def test_the_table_has_a_row_that_each_dialect_decides():
+    decides = {expected(row).by for row in ROWS if not isinstance(expected(row), Refused)}
+    assert decides - {None} == set(DIALECTS)
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def check_contract(dialect, monkeypatch):
+    """Fails unless a module keeps what base.py says of a dialect, on every environment of the table."""
+    assert dialect.__doc__ and isinstance(dialect.NAMES, Names)
+    assert dialect.read({}) is None
+    for row in ROWS:
+        answer = dialect.read(MappingProxyType(row.env))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "environ", {key: "7" for one in ROWS for key in one.env})
+            assert dialect.read(dict(row.env)) == answer, f"{row.name}: read is not a function of its argument alone"
+        if isinstance(answer, Found):
+            spec = answer.spec
+            assert answer.level in LEVELS and answer.names == spec.names == dialect.NAMES
+            assert 0 <= spec.process_id < spec.num_processes
+            assert (spec.coordinator is None) == (spec.num_processes == 1)
+            if spec.coordinator:
+                split_address(spec.coordinator)
+            others = {k: v for k, v in row.env.items() if k not in dialect.NAMES}
+            assert not isinstance(dialect.read(others), Found), f"{row.name}: it reads what it does not name"
+            plain = ClusterSpec(spec.coordinator, spec.num_processes, spec.process_id, names=spec.names)
+            assert spec == plain, "devices, timeout and notes are not a dialect's"
+        elif isinstance(answer, Partial):
+            assert answer.level in LEVELS and answer.why and answer.why[-1] != "." and answer.repair[-1] == "."
+        else:
+            assert answer is None
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_dialect_keeps_the_contract(name, monkeypatch):
+    check_contract(DIALECTS[name], monkeypatch)
+
+
+BROKEN = {
+    "finds a cluster in nothing": "return Found(ClusterSpec('h:1', 2, 0, names=NAMES), 'starter', NAMES)",
+    "looks at the real environment": "return Partial('a', 'b.', 'starter') if env and 'TF_CONFIG' in os.environ else None",
+    "has a rank beyond its size": "return Found(ClusterSpec('h:1', 2, 2, names=NAMES), 'starter', NAMES) if env else None",
+    "gives no address": "return Found(ClusterSpec(None, 2, 1, names=NAMES), 'starter', NAMES) if env else None",
+    "reads what it does not name": "return Found(ClusterSpec('h:1', 2, 1, names=NAMES), 'starter', NAMES) if env else None",
+    "has no repair": "return Partial('a', '', 'starter') if env else None",
+    "says something else": "return False",
+}
+
+
+@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
+def test_a_file_in_the_folder_is_a_dialect_and_a_broken_one_fails_the_contract(body, tmp_path, monkeypatch):
+    source = (
+        "from spmdkit.cluster.dialects.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, Names\nimport os\n"
+    )
+    (tmp_path / "broken.py").write_text(
+        f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
+    )
+    monkeypatch.setattr(dialects, "__path__", [*dialects.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"{dialects.__name__}.broken", raising=False)
+    found = all_dialects()
+    assert set(found) == {*DIALECTS, "broken"}
+    with pytest.raises((AssertionError, IndexError)):
+        check_contract(found["broken"], monkeypatch)
+
+
+def found(num, process, level="starter", name="X", agents=None):
+    names = Names(f"{name}_SIZE", f"{name}_RANK", f"{name}_ADDR")
+    return Found(ClusterSpec("h:1" if num > 1 else None, num, process, names=names), level, names, agents)
+
+
+def test_the_highest_level_wins_and_the_others_are_a_line_each():
+    spec = resolve(
+        {"a": found(4, 1, "allocation", "A"), "b": found(2, 0, "starter", "B"), "c": found(8, 5, "asked", "C")}
+    )
+    assert (spec.num_processes, spec.process_id) == (8, 5)
+    assert spec.notes == (
+        "a is not used (A_SIZE=4, A_RANK=1): c says C_SIZE=8, C_RANK=5",
+        "b is not used (B_SIZE=2, B_RANK=0): c says C_SIZE=8, C_RANK=5",
+    )
+
+
+@pytest.mark.parametrize("other", [(4, 2), (2, 1)])
+def test_two_of_one_level_that_disagree_are_78_with_both_and_the_repair(other):
+    with pytest.raises(ConfigError) as caught:
+        resolve({"a": found(4, 1, name="A"), "b": found(*other, name="B")})
+    for words in (
+        "A_SIZE=4, A_RANK=1",
+        f"B_SIZE={other[0]}, B_RANK={other[1]}",
+        "cluster: {dialect: a}",
+        "unset",
+    ):
+        assert words in str(caught.value)
+
+
+def test_two_of_one_level_that_agree_are_one():
+    assert resolve({"a": found(4, 1, name="A"), "b": found(4, 1, name="B")}).process_id == 1
+
+
+def test_what_started_the_agents_of_a_starter_is_below_it():
+    spec = resolve({"a": found(2, 1, name="A"), "b": found(8, 6, name="B", agents=2)})
+    assert (spec.num_processes, spec.process_id) == (8, 6)
+    assert spec.notes == ("a is not used (A_SIZE=2, A_RANK=1): b says B_SIZE=8, B_RANK=6",)
+    with pytest.raises(ConfigError, match="disagree"):
+        resolve({"a": found(3, 1, name="A"), "b": found(8, 6, name="B", agents=2)})
+
+
+def test_a_number_that_is_asked_for_alone_has_to_be_the_number_that_is_found():
+    asked = Partial("4 are asked for", "Say who.", "asked", 4)
+    assert resolve({"a": found(4, 1), "ours": asked}).process_id == 1
+    with pytest.raises(ConfigError, match=r"4 are asked for, and a has started 2 .*Or leave the number to a"):
+        resolve({"a": found(2, 1), "ours": asked})
+
+
+def test_an_allocation_alone_is_one_process_and_a_line_and_an_error_where_processes_are_asked_for():
+    lent = Partial("a job of 4 tasks without a step", "Start it with srun.", "allocation", 4)
+    assert resolve({"a": lent}).notes == ("one process: a job of 4 tasks without a step. Start it with srun.",)
+    with pytest.raises(ConfigError, match=r"4 are asked for. Say who. a job of 4 tasks .*srun"):
+        resolve({"a": lent, "ours": Partial("4 are asked for", "Say who.", "asked", 4)})
+
+
+def test_a_starter_that_says_half_of_it_is_an_error():
+    with pytest.raises(ConfigError, match=r"half. Mend it."):
+        resolve({"a": Partial("half", "Mend it.", "starter")})
+
+
+def test_the_config_names_a_dialect_or_none():
+    env = next(row.env for row in ROWS if row.name == "spmdkit launch -n 4")
+    alone = environment(env, "none")
+    assert alone.num_processes == 1
+    assert "cluster.dialect is none" in alone.notes[0]
+    assert environment(env, "spmdkit") == environment(env)
+    with pytest.raises(ConfigError, match=r"cluster.dialect: spmdkit was asked for; found none of its variables"):
+        environment({}, "spmdkit")
+    with pytest.raises(ConfigError, match="'slrum' is not known"):
+        environment({}, "slrum")
+
+
+def test_a_config_knows_the_dialects_that_there_are():
+    for name in ("auto", "none", *DIALECTS):
+        assert parse_config({"task": "a.py:t", "cluster": {"dialect": name}}).cluster.dialect == name
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"task": "a.py:t", "cluster": {"dialect": "spmdkti"}})
+    assert "cluster.dialect: needs one of auto, none, " in str(caught.value)
+    assert "Did you mean 'spmdkit'?" in str(caught.value)
