@@ -94,7 +94,118 @@ OPEN_MPI = {
     "PMIX_RANK": "1",
 }
 
+SLURM_JOB = {
+    "SLURM_CLUSTER_NAME": "one",
+    "SLURM_JOBID": "2",
+    "SLURM_JOB_ID": "2",
+    "SLURM_JOB_NAME": "job.sh",
+    "SLURM_JOB_NODELIST": "node[007-008]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
+    "SLURM_NNODES": "2",
+    "SLURM_NODELIST": "node[007-008]",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_SUBMIT_DIR": "/home/u",
+    "SLURM_SUBMIT_HOST": "login",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+"""What `salloc -n 4 -N 2 command` sets for the command, which runs where `salloc` was typed."""
+
+SLURM_BATCH = SLURM_JOB | {
+    "SLURMD_NODENAME": "node007",
+    "SLURM_GTIDS": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_TASK_PID": "17216",
+}
+"""A batch script, before any srun: a process number 0 and a number of tasks, and yet no step."""
+
+
+def slurm_step(num: int, process: int, step: int = 0, nodes: str = "node[007-008]") -> dict[str, str]:
+    """Returns what `srun -n NUM` sets for a task."""
+    return SLURM_BATCH | {
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+        "SLURM_LOCALID": str(process % 2),
+        "SLURM_NPROCS": str(num),
+        "SLURM_NTASKS": str(num),
+        "SLURM_PROCID": str(process),
+        "SLURM_SRUN_COMM_HOST": "10.0.0.7",
+        "SLURM_SRUN_COMM_PORT": "41177",
+        "SLURM_STEPID": str(step),
+        "SLURM_STEP_ID": str(step),
+        "SLURM_STEP_LAUNCHER_PORT": "41177",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": str(num),
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+
+
+SALLOC_SHELL = slurm_step(1, 0, 4294967290, "node007") | {
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_PTY_PORT": "45303",
+}
+"""The shell of `salloc -n 4` where it is opened on the first host: a step of one task, with the tasks of the job."""
+
+NOT_IN_A_STEP = "one process: this is inside the Slurm job 2 of 4 tasks, and not in a step of it. Start it with srun"
+
 ROWS = [
+    Row("srun -n 4 on two hosts", slurm_step(4, 3), Place(4, 3, "node007:61442", "slurm")),
+    Row(
+        "srun -n 2 in an sbatch script, its second step",
+        slurm_step(2, 1, 1, "node008"),
+        Place(2, 1, "node008:61503", "slurm"),
+    ),
+    Row("srun -n 1 --pty bash", slurm_step(1, 0, 0, "node007"), Place(by="slurm")),
+    Row("an sbatch script without srun", SLURM_BATCH, Place(notes=(NOT_IN_A_STEP,))),
+    Row("salloc -n 4 python", SLURM_JOB, Place(notes=(NOT_IN_A_STEP,))),
+    Row("the shell that salloc opens on a host, a notebook in it", SALLOC_SHELL, Place(notes=(NOT_IN_A_STEP,))),
+    Row(
+        "ssh into a host of a job",  # pam_slurm_adopt sets the job alone, github.com/jax-ml/jax/issues/30073
+        {"SLURM_JOB_ID": "2", "SSH_CONNECTION": "10.0.0.1 5 10.0.0.7 22"},
+        Place(notes=("inside the Slurm job 2, and not in a step of it",)),
+    ),
+    Row(
+        "a number of processes asked for in an allocation",
+        SLURM_BATCH | {"SPMDKIT_NUM_PROCESSES": "4"},
+        Refused(
+            ("SPMDKIT_NUM_PROCESSES=4 asks for several", "inside the Slurm job 2 of 4 tasks", "Start it with srun")
+        ),
+    ),
+    Row(
+        "a number of processes asked for in a step of so many, at a port of one's own",
+        slurm_step(4, 2) | {"SPMDKIT_NUM_PROCESSES": "4", "SPMDKIT_COORDINATOR": "node007:9000"},
+        Place(4, 2, "node007:9000", "slurm"),
+    ),
+    Row(
+        "another number of processes asked for in a step",
+        slurm_step(4, 2) | {"SPMDKIT_NUM_PROCESSES": "8"},
+        Refused(("SPMDKIT_NUM_PROCESSES=8", "slurm has started 4 (SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=2)")),
+    ),
+    Row(
+        "spmdkit launch -n 2 in an sbatch script",
+        SLURM_BATCH | ours(2, 1),
+        Place(2, 1, "127.0.0.1:41001", "spmdkit", ("slurm is not used (this is inside the Slurm job 2 of 4 tasks",)),
+    ),
+    Row(
+        "spmdkit launch -n 2 in an srun step of one task",
+        slurm_step(1, 0) | ours(2, 1),
+        Place(2, 1, "127.0.0.1:41001", "spmdkit", ("slurm is not used (SLURM_STEP_NUM_TASKS=1, SLURM_PROCID=0)",)),
+    ),
+    Row(
+        "mpirun -np 2 inside salloc",
+        SLURM_JOB | OPEN_MPI,
+        Place(notes=(NOT_IN_A_STEP,)),
+        later=("open_mpi", Place(2, 1, f"192.0.2.2:{LATER_PORT}", "open_mpi", ("slurm is not used",))),
+    ),
+    Row(
+        "a step that lost a variable",
+        {k: v for k, v in slurm_step(4, 3).items() if k != "SLURM_PROCID"},
+        Refused(("step 0 of the Slurm job 2", "SLURM_PROCID=''", "Start it with srun")),
+    ),
     Row("nothing", {}, Place()),
     Row("a shell", ALONE, Place()),
     Row("spmdkit launch -n 4", ALONE | ours(4, 3), Place(4, 3, "127.0.0.1:41001", "spmdkit")),
