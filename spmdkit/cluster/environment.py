@@ -84,11 +84,11 @@ def _one_of(found: Mapping[str, Found]) -> str:
     inner = inner or dict(found)
     places = {(a.spec.num_processes, a.spec.process_id) for a in inner.values()}
     if len(places) > 1:
-        said = " and ".join(f"{_said(answer)}" for answer in inner.values())
+        said = " and ".join(_said(answer) for answer in inner.values())
+        named = " or ".join(f"cluster: {{dialect: {name}}}" for name in inner)
         raise ConfigError(
-            f"two starters disagree about this process: {said}. One of them is left over from somewhere else, or has started the "
-            f"other by mistake. Name the right one, for example cluster: {{dialect: {next(iter(inner))}}}, or unset the variables of "
-            f"the other."
+            f"two starters disagree about this process: {said}. One is left over from somewhere else, or has started the other by "
+            f"mistake. Name the right one in the config, {named}, or unset the variables of the other."
         )
     return next(iter(inner))
 
