@@ -94,6 +94,30 @@ OPEN_MPI = {
     "PMIX_RANK": "1",
 }
 
+
+def torchrun(rank: int, size: int = 4, agents: int = 2, **changes: str) -> dict[str, str]:
+    """Returns what an agent of torchrun sets for a worker, two on a host."""
+    return {
+        "GROUP_RANK": str(rank // 2),
+        "GROUP_WORLD_SIZE": str(agents),
+        "LOCAL_RANK": str(rank % 2),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node007",
+        "MASTER_PORT": "29513",
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "WORLD_SIZE": str(size),
+    } | changes
+
+
 SLURM_JOB = {
     "SLURM_CLUSTER_NAME": "one",
     "SLURM_JOBID": "2",
@@ -153,6 +177,77 @@ SALLOC_SHELL = slurm_step(1, 0, 4294967290, "node007") | {
 NOT_IN_A_STEP = "one process: this is inside the Slurm job 2 of 4 tasks, and not in a step of it. Start it with srun"
 
 ROWS = [
+    Row("torchrun, static, two hosts", torchrun(3), Place(4, 3, "node007:62282", "torchrun")),
+    Row(
+        "torchrun --standalone --nproc-per-node 2",
+        torchrun(
+            1,
+            2,
+            1,
+            MASTER_ADDR="localhost",
+            MASTER_PORT="39849",
+            TORCHELASTIC_RUN_ID="2ddbc21b-f336-46c1-a7ca-2d7b2c554e70",
+        ),
+        Place(2, 1, "localhost:64426", "torchrun"),
+    ),
+    Row(
+        "torchrun, elastic, after a restart",
+        torchrun(
+            0,
+            2,
+            1,
+            MASTER_PORT="35969",
+            TORCHELASTIC_RUN_ID="job7",
+            TORCHELASTIC_RESTART_COUNT="2",
+            TORCHELASTIC_MAX_RESTARTS="3",
+        ),
+        Place(2, 0, "node007:64642", "torchrun"),
+    ),
+    Row("torchrun --nproc-per-node 1 on one host", torchrun(0, 1, 1, LOCAL_WORLD_SIZE="1"), Place(by="torchrun")),
+    Row(
+        "torchrun in an srun step, one agent a host",
+        slurm_step(2, 1) | torchrun(3),
+        Place(4, 3, "node007:62282", "torchrun", ("slurm is not used (SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1)",)),
+    ),
+    Row(
+        "torchrun --standalone in a step of four tasks, by mistake",
+        slurm_step(4, 2) | torchrun(1, 2, 1),
+        Refused(("SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=2", "WORLD_SIZE=2, RANK=1", "{dialect: torchrun}")),
+    ),
+    Row(
+        "torchrun in an sbatch script",
+        SLURM_BATCH | torchrun(0, 2, 1),
+        Place(2, 0, "node007:62282", "torchrun", ("slurm is not used (this is inside the Slurm job 2",)),
+    ),
+    Row(
+        "the DeepSpeed launcher, which keeps no agent at the port",
+        {
+            "MASTER_ADDR": "fd00::2",
+            "MASTER_PORT": "29500",
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "LOCAL_SIZE": "2",
+            "WORLD_SIZE": "2",
+            "CROSS_RANK": "0",
+        },
+        Place(2, 1, "[fd00::2]:29500", "torchrun"),
+    ),
+    Row(
+        "a PyTorchJob of Kubeflow, python in each pod",
+        KUBEFLOW,
+        Place(notes=("one process: WORLD_SIZE=3 and RANK=2 are set, and LOCAL_RANK is not. Start it with torchrun",)),
+        later=("kubeflow", Place(3, 2, f"job-master-0:{LATER_PORT}", "kubeflow", ("torchrun is not used",))),
+    ),
+    Row(
+        "torchrun in a PyTorchJob of Kubeflow",
+        KUBEFLOW | torchrun(5, 6, 3, MASTER_ADDR="job-master-0"),
+        Place(6, 5, "job-master-0:62282", "torchrun"),
+    ),
+    Row(
+        "variables of torchrun without an address",
+        torchrun(1, MASTER_ADDR=""),
+        Refused(("LOCAL_RANK=1 is set", "MASTER_ADDR=''", "Start it with torchrun")),
+    ),
     Row("srun -n 4 on two hosts", slurm_step(4, 3), Place(4, 3, "node007:61442", "slurm")),
     Row(
         "srun -n 2 in an sbatch script, its second step",
