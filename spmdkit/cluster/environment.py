@@ -14,7 +14,8 @@ from spmdkit.cluster.dialects import all_dialects
 from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Partial
 from spmdkit.cluster.dialects.spmdkit import NAMES, integer
 from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
-from spmdkit.errors import ConfigError, nearest
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
 
 COORDINATOR = NAMES.coordinator
 NUM_PROCESSES = NAMES.num_processes

@@ -20,15 +20,10 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from spmdkit import files
-from spmdkit.errors import RendezvousError, SpmdkitError, UserCodeError
-
-ERROR_FILE = "SPMDKIT_ERROR_FILE"
-INTERRUPTED = 130
-BUG = 70
+from spmdkit.errors import ERROR_FILE, ExitCode, RendezvousError, SpmdkitError, UserCodeError
 
 # How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
 # 0.11.2.
@@ -51,21 +46,12 @@ def run_process(main: Callable[[], int | None]) -> int:
             code = request.code or 0
         else:
             print(request.code, file=sys.stderr)
-            code = 1
+            code = ExitCode.CHECK_FAILED
     except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
         code = report(error)
     if code != 0 or _one_of_many():
         leave(code)
     return code
-
-
-def install_excepthook() -> None:
-    """Makes an uncaught exception end this process as `run_process` does, for a script with its own loop."""
-
-    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        leave(report(error))
-
-    sys.excepthook = hook
 
 
 def report(error: BaseException) -> int:
@@ -93,7 +79,7 @@ def leave(code: int) -> NoReturn:
 def describe(error: BaseException) -> tuple[int, str]:
     """Returns (exit code, text for people) of an exception."""
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
+        return ExitCode.INTERRUPTED, "interrupted"
     if _one_of_many() and (lost := _peer_lost(error)):
         return RendezvousError.exit_code, (
             f"lost contact with another process: {lost}\nIt ended or became unreachable, so this one cannot go on; the "
@@ -104,7 +90,7 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, SpmdkitError):
         return error.exit_code, str(error) or type(error).__name__
     whole = "".join(traceback.format_exception(error)).rstrip()
-    return BUG, f"{whole}\nthis is a bug in spmdkit: please report it with the text above"
+    return ExitCode.FAILED, f"{whole}\nthis is a bug in spmdkit: please report it with the text above"
 
 
 def _one_of_many() -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-PREEMPTED = 42
-PEER_LOST = 75
+from spmdkit.errors import ExitCode
+
 ABORTED = 128 + signal.SIGABRT
 
 
@@ -41,10 +41,10 @@ def cause(exits: list[Exit]) -> Exit | None:
 def _weakness(e: Exit) -> tuple[int, float, int]:
     if e.ended_by_us:
         rank = 6
-    elif e.code == PREEMPTED:
+    elif e.code == ExitCode.PREEMPTED:
         rank = 3
     elif e.message is not None:
-        rank = 4 if e.code == PEER_LOST else 0
+        rank = 4 if e.code == ExitCode.PEER_LOST else 0
     elif e.code == ABORTED:
         rank = 5
     else:

@@ -24,6 +24,7 @@ import jax
 
 from spmdkit.config import Config, replace_keys, to_yaml
 from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.launch.process import start
 from spmdkit.plan.candidates import Candidate, candidates
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.target import Target
@@ -200,7 +201,7 @@ class _Worker:
             self._target.name,
             "--json",
         ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._running.add(process)
         try:
             out, errors = process.communicate(timeout=WORKER_TIMEOUT_S)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spmdkit.cluster.join import num_threads
+from spmdkit.launch.process import start
 
 JOB_TIMEOUT_S = 600.0
 SHOWN_LINES = 3
@@ -108,9 +109,8 @@ class _Worker:
     def _start(self) -> subprocess.Popen[str]:
         log: IO[str] = self._log.open("w", encoding="utf-8")
         command = [sys.executable, "-m", "spmdkit.verify.worker", str(self._spec)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment, text=True
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        self._process = start(command, self._environment, **pipes, text=True)
         log.close()
         return self._process
 

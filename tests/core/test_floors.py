@@ -23,8 +23,6 @@ STILL = {
     ("config.optimizer", "config.schema"),
     ("config.rules", "config.schema"),
     ("metrics.progress_bar", "metrics.progress"),
-    ("launch.local", "cluster.environment"),
-    ("launch.local", "faults.exceptions"),
 }
 """Imports that should go. Nothing is added here; a line goes with its import."""
 

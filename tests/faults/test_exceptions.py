@@ -110,7 +110,7 @@ def test_a_lost_peer_is_75_among_many_and_a_bug_alone(monkeypatch):
 
 
 def run(body, **env):
-    code = "import os, sys, atexit, time\nfrom spmdkit.faults import install_excepthook, run_process\n"
+    code = "import os, sys, atexit, time\nfrom spmdkit.faults import run_process\n"
     code += "from spmdkit.errors import *\natexit.register(lambda: print('atexit ran'))\n" + textwrap.dedent(body)
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -154,7 +154,6 @@ def test_success_returns_and_failure_leaves_at_once_with_everything_printed(tmp_
         ("sys.exit(run_process(lambda: sys.exit(5)))", 5),
         ("sys.exit(run_process(lambda: sys.exit()))", 0),
         ("def main(): raise KeyboardInterrupt\nrun_process(main)", 130),
-        ("install_excepthook()\nraise CheckpointError('gone')", 79),
     ],
 )
 def test_every_way_to_end_has_its_code(body, code):

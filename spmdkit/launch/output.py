@@ -1,0 +1,53 @@
+"""What the processes print comes out as ours, line by line, each with its process number in front."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections import deque
+from typing import IO, TextIO
+
+TAIL_LINES = 20
+
+NOISE = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
+"""Gloo greets on standard output for every group of processes; not for people."""
+
+
+class Output:
+    """Two threads that copy one process's lines to ours. `tail` is the end of what it wrote to standard error."""
+
+    def __init__(self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock):
+        assert popen.stdout is not None and popen.stderr is not None
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        prefix = f"[{process}] "
+        self._readers = [
+            threading.Thread(target=_copy, args=(popen.stdout, sys.stdout, prefix, lock, None), daemon=True),
+            threading.Thread(target=_copy, args=(popen.stderr, sys.stderr, prefix, lock, self.tail), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def run_out(self) -> None:
+        """Waits until the last lines of a process that has ended are copied."""
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+
+
+def _copy(source: IO[bytes], target: TextIO, prefix: str, lock: threading.Lock, tail: deque[str] | None) -> None:
+    readable = True
+    for raw in iter(source.readline, b""):
+        line = raw.decode(errors="replace").rstrip("\r\n")
+        if NOISE.match(line):
+            continue
+        if tail is not None:
+            tail.append(line)
+        if not readable:
+            continue  # our reader is gone; the child must still not block on a full pipe
+        with lock:
+            try:
+                target.write(f"{prefix}{line}\n")
+                target.flush()
+            except (OSError, ValueError):
+                readable = False

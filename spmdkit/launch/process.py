@@ -1,0 +1,75 @@
+"""Processes of ours: started so that they die with us, asked how they ended, sent signals. Used wherever spmdkit starts Python.
+
+`start` lets the kernel kill the child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). Two traps of it: the signal comes when the
+*thread* that started the child ends, so every child is started by a thread that lasts as long as this process; and Python code between fork and exec
+(`preexec_fn`) can deadlock where JAX's threads run, so a small Python asks the kernel and then becomes the command (about 20 ms).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+_BECOME = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit({128 + signal.SIGKILL})
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{{sys.argv[2]}}: {{error.strerror}}")
+"""
+"""Asks the kernel, looks whether the parent died in between, and becomes the command; -I -S: nothing else of Python is loaded."""
+
+_starter: concurrent.futures.ThreadPoolExecutor | None = None
+_lock = threading.Lock()
+
+
+def start(command: list[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
+    """Starts a process that dies with this one; `options` are those of `subprocess.Popen`."""
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command]
+    given = None if env is None else dict(env)
+    if threading.current_thread() is threading.main_thread():
+        return subprocess.Popen(command, env=given, **options)
+    return _lasting_thread().submit(lambda: subprocess.Popen(command, env=given, **options)).result()
+
+
+def _lasting_thread() -> concurrent.futures.ThreadPoolExecutor:
+    """Returns the one thread that starts children for threads that may end before them."""
+    global _starter
+    with _lock:
+        if _starter is None:
+            _starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="spmdkit-start")
+        return _starter
+
+
+def exit_status(pid: int) -> int | None:
+    """Returns the exit status (negative for a signal), or None while it runs. The dead stay zombies until they are waited for.
+
+    So their group's number is not given to anybody else before the group is killed.
+    """
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def send(pid: int, number: int) -> None:
+    """Sends a signal to the leader of a session; KILL goes to its whole group, so that its own children go too."""
+    try:
+        if number == signal.SIGKILL:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it ended in this moment

@@ -1,0 +1,27 @@
+"""The exit codes are one table, which the errors and the guide follow."""
+
+import re
+from pathlib import Path
+
+from spmdkit import errors
+from spmdkit.errors import ExitCode, SpmdkitError
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+
+
+def test_the_guide_names_every_code_and_no_other():
+    section = GUIDE.read_text().split("## Exit codes")[1].split("\n## ")[0]
+    named = {int(code) for code in re.findall(r"(?:^|· )(\d+) ", section.replace("\n", " ").strip())}
+    assert named == set(ExitCode) - {ExitCode.INTERRUPTED}
+    assert "128+n ended by signal n" in section
+
+
+def test_every_error_has_a_code_of_the_table():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SpmdkitError)]
+    assert len(kinds) >= 9
+    assert all(isinstance(kind.exit_code, ExitCode) for kind in kinds)
+    assert {kind.exit_code for kind in kinds} == set(ExitCode) - {
+        ExitCode.DONE,
+        ExitCode.CHECK_FAILED,
+        ExitCode.INTERRUPTED,
+    }

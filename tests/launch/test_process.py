@@ -1,0 +1,73 @@
+"""What spmdkit starts dies with it, and not with the thread that asked for it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdkit.launch.process import exit_status, start
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's"),
+]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def ended(pid, within_s):
+    """Returns whether a process that may not be our child has ended in time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_child_outlives_the_thread_that_started_it_and_answers():
+    started = []
+
+    def work():
+        started.append(start(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        started[0].stdin.write("first\n")
+        started[0].stdin.flush()
+        started[0].stdout.readline()  # it has asked the kernel and become `cat`
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    time.sleep(0.3)
+    process = started[0]
+    assert exit_status(process.pid) is None
+    assert process.communicate("still here\n", timeout=20)[0] == "still here\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_kill_9_of_the_parent_ends_a_child_that_listens_to_nothing(in_a_thread):
+    body = "print(start(['sleep', '60']).pid, flush=True)"
+    call = f"t = threading.Thread(target=lambda: {body}); t.start(); t.join()" if in_a_thread else body
+    code = f"import threading, time\nfrom spmdkit.launch.process import start\n{call}\ntime.sleep(60)"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        assert not ended(pid, 0.1)
+        parent.send_signal(signal.SIGKILL)
+    assert ended(pid, 5)
+
+
+def test_a_command_that_is_not_there_says_so():
+    process = start(["/nowhere/at-all"], stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert errors == "/nowhere/at-all: No such file or directory\n"
