@@ -1,8 +1,7 @@
-"""The kinds of value that a config field holds: their range, and the words that a message uses for them.
+"""The kinds of value that a config field holds: their type, their range, and how they are written in a JSON schema.
 
-Types are strict: `"10"` is no number, `true` is no 1, `64.0` is no whole number. Each kind carries an `Expects`, which
-`problems.py` turns into the rule and the repair of a message, so that no field writes its own error text. A validator
-that finds something more to say raises `ValueError` with one sentence, which is added to that message.
+Types are strict: `"10"` is no number, `true` is no 1, `64.0` is no whole number. pydantic words the rule of a plain type ("should be a valid integer",
+"should be greater than 0"); a validator of ours raises `Wants` with its own. wording.py adds the place, what was found and the repair.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 from pydantic.functional_validators import AfterValidator, PlainValidator
@@ -37,12 +36,12 @@ INT32_MAX = 2**31 - 1
 MAX_FAKE_DEVICES = 4096
 
 
-class Expects(NamedTuple):
-    """What a field wants, in words, and a value that works (as one writes it in YAML)."""
+class Wants(ValueError):
+    """A value of a field is refused: what it should be, a value that works (as one writes it in YAML), and the names among which to look for a near one."""
 
-    phrase: str
-    example: str = ""
-    options: Sequence[str] = ()
+    def __init__(self, phrase: str, example: str = "", options: Sequence[str] = ()):
+        super().__init__(f"should be {phrase}")
+        self.example, self.options = example, options
 
 
 class Section(BaseModel):
@@ -53,30 +52,30 @@ class Section(BaseModel):
 
 def _axis_size(value: int) -> int:
     if value == 0 or value < -1:
-        raise ValueError("-1 takes the devices that the other axes leave.")
+        raise Wants("at least 1, or -1 for the devices that the other axes leave", "-1")
     return value
 
 
 def _file_name(value: str) -> str:
     if any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise ValueError("Control characters (NUL, newline, tab) are refused in names of files.")
+        raise Wants("a path without control characters (NUL, newline, tab)", "runs/first")
     if not value.strip():
-        raise ValueError("It is empty.")
+        raise Wants("a path that is not empty", "runs/first")
     if value.startswith("~"):
-        raise ValueError("`~` is the shell's and is not expanded here: write the whole path.")
+        raise Wants("a whole path: `~` is the shell's and is not expanded here", "/home/me/runs/first")
     if any(len(part.encode("utf-8", "replace")) > 255 for part in value.split("/")) or len(value) > 4000:
-        raise ValueError("No part of a path is longer than 255 bytes.")
+        raise Wants("a path with at most 255 bytes in each part", "runs/first")
     return value
 
 
-Count = Annotated[int, Field(ge=1, le=INT32_MAX), Expects("a whole number of at least 1")]
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
 def _count_or_auto(value: Any) -> int | str:
     if value == "auto" and isinstance(value, str):
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INT32_MAX:
-        raise ValueError
+        raise Wants(f"a whole number from 1 to {INT32_MAX}, or auto", "1", ("auto",))
     return value
 
 
@@ -84,33 +83,26 @@ CountOrAuto = Annotated[
     int | Literal["auto"],
     PlainValidator(_count_or_auto),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
-    Expects("a whole number of at least 1, or auto", "1", ("auto",)),
 ]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1), Expects("a whole number from 0 to 4294967295")]
-NumBytes = Annotated[int, Field(ge=0, le=2**62), Expects("a whole number of bytes of at least 0")]
-Few = Annotated[int, Field(ge=1, le=1024), Expects("a whole number from 1 to 1024")]
-Seconds = Annotated[float, Field(gt=0, le=1e8), Expects("a number of seconds above 0")]
-Positive = Annotated[float, Field(gt=0), Expects("a number above 0")]
-Fraction = Annotated[float, Field(gt=0, lt=1), Expects("a number between 0 and 1, both excluded", "0.999")]
-Flag = Annotated[bool, Expects("true or false")]
-Name = Annotated[str, Field(min_length=1), Expects("text that is not empty")]
-TaskName = Annotated[
-    str, Field(min_length=1), Expects("path/to/file.py:name or package.module:name", "my_task.py:task")
-]
-FileName = Annotated[str, AfterValidator(_file_name), Expects("the path of a directory", "runs/first")]
-AxisSize = Annotated[
-    int,
-    Field(le=INT32_MAX),
-    AfterValidator(_axis_size),
-    Expects("a whole number of at least 1, or -1 for what is left", "-1"),
-]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+NumBytes = Annotated[int, Field(ge=0, le=2**62)]
+Few = Annotated[int, Field(ge=1, le=1024)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
+Positive = Annotated[float, Field(gt=0, examples=[1.0])]
+Fraction = Annotated[float, Field(gt=0, lt=1, examples=[0.999])]
+Flag = bool
+Name = Annotated[str, Field(min_length=1)]
+TaskName = Annotated[str, Field(min_length=1, examples=["my_task.py:task"])]
+FileName = Annotated[str, AfterValidator(_file_name), Field(examples=["runs/first"])]
+AxisSize = Annotated[int, Field(le=INT32_MAX, examples=[-1]), AfterValidator(_axis_size)]
 
 
-def choice(value: Any, names: Sequence[str]) -> str:
-    """Returns `value` when it is one of `names`; the message lists them and names the nearest."""
+def choice(value: Any, names: Sequence[str], also: str = "") -> str:
+    """Returns `value` when it is one of `names`; the message lists them, and what else there is, and names the nearest."""
     if isinstance(value, str) and value in names:
         return value
-    raise ValueError
+    listed = [*names, also] if also else list(names)
+    raise Wants(f"{', '.join(listed[:-1])} or {listed[-1]}", names[0], names)
 
 
 # kinds that are a file each ---------------------------------------------------------------------------------------
@@ -127,28 +119,28 @@ Dialect = Annotated[
     str,
     PlainValidator(lambda value: choice(value, DIALECTS)),
     WithJsonSchema({"enum": list(DIALECTS)}),
-    Expects(f"one of {', '.join(DIALECTS)}", "auto", DIALECTS),
 ]
 
 # devices ---------------------------------------------------------------------------------------------------------
 
 
 def _devices(value: Any) -> str | list[int]:
+    wants = Wants("auto, cpu:N or a list of local device indices", "cpu:8", ("auto", "cpu:8"))
     if value == "auto":
         return "auto"
     if isinstance(value, str):
         match = re.fullmatch(r"cpu:([0-9]{1,9})", value)
         if not match:
-            raise ValueError
+            raise wants
         if not 1 <= int(match[1]) <= MAX_FAKE_DEVICES:
-            raise ValueError(f"N is from 1 to {MAX_FAKE_DEVICES}.")
+            raise Wants(f"cpu:N with N from 1 to {MAX_FAKE_DEVICES}", "cpu:8")
         return f"cpu:{int(match[1])}"
     if not isinstance(value, list) or not value:
-        raise ValueError
+        raise wants
     if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= INT32_MAX for v in value):
-        raise ValueError("The indices are whole numbers of at least 0.")
+        raise Wants("auto, cpu:N or a list of whole numbers of at least 0", "[0, 1]")
     if len(set(value)) != len(value):
-        raise ValueError("An index is given twice.")
+        raise Wants("a list that names each device once", "[0, 1]")
     return value
 
 
@@ -163,7 +155,6 @@ Devices = Annotated[
             ]
         }
     ),
-    Expects("auto, cpu:N or a list of local device indices", "cpu:8", ("auto", "cpu:8")),
 ]
 
 # layout ----------------------------------------------------------------------------------------------------------
@@ -173,19 +164,28 @@ Rule = tuple[str, tuple[Dim, ...]]
 """A path pattern (regex, matched with fullmatch) and, for each dim, a logical or mesh axis, several, or None."""
 
 
+_RULE_EXAMPLE = '[["blocks/.*/kernel", ["embed", "mlp"]]]'
+
+
 def _rule(value: Any) -> Rule:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError
+        raise Wants("a pair [path pattern, [one axis name or null for each dim]]", _RULE_EXAMPLE)
     pattern, dims = value
     if not isinstance(pattern, str) or not pattern:
-        raise ValueError("The first item is a regular expression over paths of parameters.")
+        raise Wants("a pair whose first item is a regular expression over paths of parameters", _RULE_EXAMPLE)
     if not isinstance(dims, list | tuple) or not all(_is_dim(d) for d in dims):
-        raise ValueError("The second item is a list with a name, a list of names or null for each dim.")
+        raise Wants(
+            "a pair whose second item is a list with a name, a list of names or null for each dim", _RULE_EXAMPLE
+        )
+    _check_pattern(pattern, _RULE_EXAMPLE)
+    return pattern, tuple(tuple(d) if isinstance(d, list) else d for d in dims)
+
+
+def _check_pattern(pattern: str, example: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"The pattern is no regular expression: {error}.") from None
-    return pattern, tuple(tuple(d) if isinstance(d, list) else d for d in dims)
+        raise Wants(f"a regular expression ({error})", example) from None
 
 
 def _is_dim(value: Any) -> bool:
@@ -204,18 +204,17 @@ LayoutRule = Annotated[
             "minItems": 2,
         }
     ),
-    Expects("a pair [path pattern, [one axis name or null for each dim]]", '[["blocks/.*/kernel", ["embed", "mlp"]]]'),
 ]
 
 
 def _axes(value: Any) -> str | list[str] | None:
     names = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(names, list) or (value is not None and not names):
-        raise ValueError("null means: not sharded.")
+        raise Wants("a mesh axis, a list of them, or null for: not sharded", "fsdp")
     for name in names:
         choice(name, MESH_AXES)
     if len(set(names)) != len(names):
-        raise ValueError("An axis is given twice.")
+        raise Wants("a list that names each axis once", "[data, fsdp]")
     return value
 
 
@@ -231,7 +230,6 @@ MeshAxes = Annotated[
             ]
         }
     ),
-    Expects(f"mesh axes, out of {', '.join(MESH_AXES)}", "fsdp", MESH_AXES),
 ]
 
 # names with options ----------------------------------------------------------------------------------------------
@@ -240,14 +238,13 @@ MeshAxes = Annotated[
 def _name_or_options(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value)), str)):
         return value
-    raise ValueError
+    raise Wants("a name, or a mapping of one name to its options")
 
 
 NamedChoice = Annotated[
     str | dict[str, Any],
     PlainValidator(_name_or_options),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1, "maxProperties": 1}]}),
-    Expects("a name, or a mapping of one name to its options"),
 ]
 
 _NAMED = {
@@ -261,7 +258,7 @@ def _learning_rate(value: Any) -> Any:
     if isinstance(value, dict):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
-        raise ValueError
+        raise Wants("a number of at least 0, or a mapping {name: <optax schedule>, ...}", "1e-3")
     return float(value)
 
 
@@ -269,15 +266,14 @@ LearningRate = Annotated[
     float | dict[str, Any],
     PlainValidator(_learning_rate),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _NAMED]}),
-    Expects("a number of at least 0, or a mapping {name: <optax schedule>, ...}", "1e-3"),
 ]
 
 
 def _compiler_options(value: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
-        raise ValueError
+        raise Wants("a mapping of names of XLA's options to values", "{xla_tpu_scoped_vmem_limit_kib: 65536}")
     if not all(x is None or isinstance(x, bool | int | float | str) for x in value.values()):
-        raise ValueError("Each value is a number, text, true, false or null.")
+        raise Wants("a mapping to numbers, text, true, false or null", "{xla_tpu_scoped_vmem_limit_kib: 65536}")
     return value
 
 
@@ -285,12 +281,11 @@ CompilerOptions = Annotated[
     dict[str, bool | int | float | str | None],
     PlainValidator(_compiler_options),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": ["boolean", "number", "string", "null"]}}),
-    Expects("a mapping of names of XLA's options to values", "{xla_tpu_scoped_vmem_limit_kib: 65536}"),
 ]
 Optimizer = Annotated[
     dict[str, Any],
     WithJsonSchema(_NAMED),
-    Expects("a mapping {name: <optax optimizer>, ...}", "{name: adamw}"),
+    Field(examples=["{name: adamw}"]),
 ]
 
 # precision, remat, model state -----------------------------------------------------------------------------------
@@ -298,14 +293,13 @@ Optimizer = Annotated[
 
 def _no_float16(value: Any) -> Any:
     if value == "float16":
-        raise ValueError("float16 needs loss scaling, which is not built. bfloat16 has float32's range and needs none.")
+        raise Wants("bfloat16, which has float32's range: float16 needs loss scaling, which is not built", "bfloat16")
     return value
 
 
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float64"],
     BeforeValidator(_no_float16),
-    Expects("float32, bfloat16 or float64", "bfloat16", ("float32", "bfloat16", "float64")),
 ]
 
 
@@ -316,14 +310,11 @@ def widest(*names: str) -> Any:
 
 def _inputs(value: Any) -> str | list[str]:
     if not isinstance(value, list):
-        return choice(value, ("compute", "given"))
+        return choice(value, ("compute", "given"), "a list of patterns of paths in a batch")
     if not value or not all(isinstance(pattern, str) for pattern in value):
-        raise ValueError("A pattern is a regular expression that matches the whole path of an array in a batch.")
+        raise Wants("a list of regular expressions, each of a whole path of an array in a batch", "[image]")
     for pattern in value:
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"A pattern is no regular expression: {error}.") from None
+        _check_pattern(pattern, "[image]")
     return value
 
 
@@ -333,14 +324,17 @@ Inputs = Annotated[
     WithJsonSchema(
         {"anyOf": [{"enum": ["compute", "given"]}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
     ),
-    Expects("compute, given or a list of patterns of paths in a batch", "given", ("compute", "given")),
 ]
 
 
 def dtype_to_mapping(value: Any) -> Any:
     """Returns `{compute: value}` for the name of a dtype; everything else is left to the model."""
     if isinstance(value, str):
-        return {"compute": choice(_no_float16(value), ("float32", "bfloat16"))}
+        return {
+            "compute": choice(
+                _no_float16(value), ("float32", "bfloat16"), "a mapping {compute, params, reduce, inputs}"
+            )
+        }
     return value
 
 
@@ -350,6 +344,6 @@ def names_or(names: Sequence[str], model: type[Section]) -> WrapValidator:
     def check(value: Any, _handler: Any) -> Any:
         if isinstance(value, dict | model):
             return model.model_validate(value)
-        return choice(value, names)
+        return choice(value, names, f"a mapping with keys out of {', '.join(model.model_fields)}")
 
     return WrapValidator(check)

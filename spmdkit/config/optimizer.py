@@ -1,18 +1,17 @@
-"""optax optimizers and learning-rate schedules by name: checked against optax's own signatures, then built.
+"""optax optimizers and learning-rate schedules by name: bound to optax's own signatures, built, and tried on shapes.
 
-Only optax's public functions can be named: optimizers are those that take a learning rate, schedules those that return
-one. Checking builds the object, which touches no device. optax is imported when a config names one of its functions.
+Only optax's public functions can be named: optimizers are those that take a learning rate, schedules those that return one. What an argument may be, optax
+knows: an optimizer traces one step of two small arrays, which runs nothing and touches no device. optax is imported when a config names one of its functions.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.config.fields import INT32_MAX
 from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
 from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
@@ -144,8 +143,10 @@ def schedule_problems(value: Mapping[str, Any], path: KeyPath) -> Check:
         yield _bad_name(name, (*path, "name"), sorted(schedules()), "schedule", example)
         return
     function = _schedule(name)
-    found = list(_argument_problems(function, _arguments(value), path))
-    yield from found or _building(lambda: function(**_arguments(value)), f"optax.{function.__name__}", path)
+    arguments = _arguments(value)
+    yield from list(_bind(function, arguments, path)) or _try(
+        lambda: function(**arguments), function.__name__, path, arguments
+    )
 
 
 def _schedule(name: str) -> Any:
@@ -165,16 +166,16 @@ def optimizer_problems(value: Mapping[str, Any], has_learning_rate: bool) -> Che
     function = optimizers()[name]
     arguments = _arguments(value)
     rate = arguments.pop("learning_rate", None)
-    found = list(_argument_problems(function, arguments, path, without=("learning_rate",)))
+    found = list(_bind(function, arguments, path, without=("learning_rate",)))
     parameter = inspect.signature(function).parameters["learning_rate"]
     if isinstance(rate, dict) and "Callable" in str(parameter.annotation):
         found += schedule_problems(rate, (*path, "learning_rate"))
-    elif rate is not None and (isinstance(rate, bool) or not _is_number(rate) or rate < 0):
+    elif rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e30):
         found.append(Problem((*path, "learning_rate"), f"needs a number of at least 0, found {show(rate)}. Try 1e-3."))
     elif rate is None and not has_learning_rate and parameter.default is inspect.Parameter.empty:
         found.append(Problem(path, f"optax.{name} needs a learning rate, found none. Try learning_rate: 1e-3."))
     stand_in = 1e-3 if rate is None and has_learning_rate else None
-    yield from found or _building(lambda: _build_optimizer(value, stand_in), f"optax.{name}", path)
+    yield from found or _try(lambda: _build_optimizer(value, stand_in), name, path, _arguments(value))
 
 
 _IN_TASK = "Any other can be made in the task: Task(optimizer=...)."
@@ -191,61 +192,68 @@ def _arguments(value: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in value.items() if k != "name"}
 
 
-def _argument_problems(
+def _bind(
     function: Callable[..., Any], arguments: Mapping[Any, Any], path: KeyPath, without: tuple[str, ...] = ()
 ) -> Check:
-    """Yields arguments that the function does not have, lacks, or cannot take."""
-    parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in without}
+    """Yields arguments that the function does not have, and the first that it lacks."""
+    signature = inspect.signature(function)
+    parameters = {n: p for n, p in signature.parameters.items() if n not in without}
+    unknown = [key for key in arguments if key not in parameters]
+    for key in unknown:
+        yield Problem(
+            (*path, str(key)),
+            f"unknown argument of optax.{function.__name__}.{nearest(str(key), parameters)} "
+            f"Its arguments are {', '.join(parameters)}.",
+        )
     for key, value in arguments.items():
-        if key not in parameters:
-            yield Problem(
-                (*path, str(key)),
-                f"unknown argument of optax.{function.__name__}.{nearest(str(key), parameters)} "
-                f"Its arguments are {', '.join(parameters)}.",
-            )
-        elif wants := _mismatch(parameters[key], value):
-            yield Problem(
-                (*path, key), f"needs {wants}, found {show(value)}. It is given to optax.{function.__name__}."
-            )
-    for name, parameter in parameters.items():
-        if parameter.default is inspect.Parameter.empty and name not in arguments:
-            yield Problem(path, f"optax.{function.__name__} needs {name}, found none. Add {name}: ...")
-
-
-def _mismatch(parameter: inspect.Parameter, value: Any) -> str:
-    """Returns what the parameter wants when `value` is something else, in words."""
-    kind, text, default = parameter.annotation, str(parameter.annotation), parameter.default
-    if value is None and (default is None or "None" in text):
-        return ""
-    if parameter.name.endswith("dtype") or parameter.name.startswith("dtype"):
-        return "" if value in ("float32", "bfloat16", "float16") else "float32, bfloat16 or float16"
-    if "GradientTransformation" in text or ("mask" in parameter.name and not isinstance(default, bool)):
-        return "to be left out in a config (it is a function)"
-    if kind is bool or isinstance(default, bool):
-        return "" if isinstance(value, bool) else "true or false"
-    if kind is str:
-        return "" if isinstance(value, str) else "text"
-    if "dict[int" in text:
-        right = isinstance(value, dict) and all(type(k) is int and _is_number(v) for k, v in value.items())
-        return "" if right else "a mapping of step to factor, for example {1000: 0.1}"
-    if "dict[" in text:
-        right = isinstance(value, list) and all(isinstance(v, dict) and all(map(_is_number, v.values())) for v in value)
-        return "" if right and value else "a list of mappings of numbers"
-    if kind is int:
-        right = type(value) is int and 0 <= value <= INT32_MAX
-        return "" if right else f"a whole number from 0 to {INT32_MAX}"
-    return "" if _is_number(value) else "a finite number"
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and abs(value) < 1e30
-
-
-def _building(build: Callable[[], Any], what: str, path: KeyPath) -> Check:
-    """Yields optax's own complaint about values that are each of the right kind."""
+        if key in parameters and "mask" in key and not isinstance(value, bool | None):  # optax takes any text for true
+            yield Problem((*path, key), f"is a function or a tree, found {show(value)}. Leave it out. {_IN_TASK}")
     try:
-        build()
-    except (TypeError, ValueError, ArithmeticError, KeyError, IndexError, AttributeError) as error:
-        yield Problem(path, f"{what} refuses these arguments: {str(error).strip().rstrip('.')}. Change them.")
+        given = {key: value for key, value in arguments.items() if key not in unknown}
+        signature.replace(parameters=list(parameters.values())).bind(**given)
+    except TypeError as error:
+        lacks = re.findall(r"'(\w+)'", str(error))
+        yield Problem(path, f"optax.{function.__name__}: {error}, found none. Add {''.join(lacks[:1])}: ...")
+
+
+_passed: set[str] = set()
+"""Optimizers and schedules that were tried and work: a config is checked at every change, and a try is a trace."""
+
+
+def _try(build: Callable[[], Any], what: str, path: KeyPath, arguments: Mapping[str, Any]) -> Check:
+    """Yields what optax says against values, in building or in the trace of a step."""
+    key = f"{what} {arguments!r}"
+    if key in _passed:
+        return
+    try:
+        built = build()
+        _trace_step(built) if hasattr(built, "update") else _trace_schedule(built)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, NotImplementedError) as error:
+        said = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        yield Problem(path, f"optax.{what} refuses its arguments, found {show(dict(arguments))}: {said}. Change them.")
+        return
+    _passed.add(key)
+
+
+def _trace_step(transformation: Any) -> None:
+    """Traces `init` and `update` of two small arrays."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    tx = optax.with_extra_args_support(transformation)
+
+    def value_fn(params: Any) -> Any:
+        return sum((x**2).sum() for x in jax.tree.leaves(params))
+
+    def step(params: Any) -> Any:
+        return tx.update(params, tx.init(params), params, value=value_fn(params), grad=params, value_fn=value_fn)
+
+    jax.eval_shape(step, {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def _trace_schedule(schedule: Callable[[Any], Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))

@@ -201,6 +201,11 @@ def _remat(config: Config) -> Iterator[Problem]:
 
 
 def _learning(config: Config) -> Iterator[Problem]:
+    for key in ("optimizer", "learning_rate"):
+        value = getattr(config, key)
+        if unplain := list(plain_values(value, (key,))):
+            yield from unplain
+            return
     own = config.optimizer is not None and "learning_rate" in config.optimizer
     if own and config.learning_rate is not None:
         yield Problem(

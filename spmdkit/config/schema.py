@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from spmdkit.config import fields, problems, rules, wording
-from spmdkit.config.fields import Expects, Section
+from spmdkit.config.fields import Section
 from spmdkit.errors import ConfigError
 
 
@@ -74,7 +74,7 @@ class Layout(Section):
         default="auto",
         description="auto: leaves that no rule shards are cut on their largest divisible dim over the fsdp axis.",
     )
-    zero: Annotated[Literal[1, 2, 3], Expects("1, 2 or 3", "3")] = Field(
+    zero: Literal[1, 2, 3] = Field(
         default=3,
         description="What the fsdp axis cuts: 1 optimizer state, 2 gradients too, 3 parameters too. Needs mesh.fsdp.",
     )
@@ -153,14 +153,16 @@ class Attention(Section):
 class RematNames(Section):
     """Rematerialisation that keeps only what the model has named."""
 
-    save: Annotated[list[fields.Name], Expects("a list of at least one name", "[attention]")] = Field(
+    save: list[fields.Name] = Field(
         default_factory=list,
         min_length=1,
+        examples=["[attention]"],
         description="Names given with jax.ad_checkpoint.checkpoint_name whose values are kept.",
     )
-    offload: Annotated[list[fields.Name], Expects("a list of at least one name", "[block]")] = Field(
+    offload: list[fields.Name] = Field(
         default_factory=list,
         min_length=1,
+        examples=["[block]"],
         description="Names whose values are kept in host memory until the backward pass needs them. Excludes the same name in save.",
     )
 
@@ -247,25 +249,19 @@ class Budget(Section):
         default=None, description="Bytes that one device may send over the links in a step."
     )
     peak_memory: fields.NumBytes | None = Field(default=None, description="Bytes of one device that a step may need.")
-    collectives_in_loop: (
-        Annotated[int, Field(ge=0, le=fields.INT32_MAX), Expects("a whole number of at least 0")] | None
-    ) = Field(default=None, description="Collective operations that may stand inside loops.")
+    collectives_in_loop: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = Field(
+        default=None, description="Collective operations that may stand inside loops."
+    )
     findings: Literal["none"] | None = Field(default=None, description="none: a plan may have no findings.")
 
 
 Remat = Annotated[
     Literal["none", "full", "dots", "dots_no_batch", "auto"] | RematNames,
     fields.names_or(("none", "full", "dots", "dots_no_batch", "auto"), RematNames),
-    Expects(
-        "none, full, dots, dots_no_batch, auto or a mapping {save: [names], offload: [names]}",
-        "full",
-        ("none", "full", "dots", "dots_no_batch", "auto"),
-    ),
 ]
 ModelState = Annotated[
     Literal["global", "replica"] | StateGroup,
     fields.names_or(("global", "replica"), StateGroup),
-    Expects("global, replica or a mapping {group: k}", "global", ("global", "replica")),
 ]
 
 
@@ -275,8 +271,10 @@ class Config(Section):
     task: fields.TaskName = Field(
         description="The user's Task: path/to/file.py:name (path from the config's folder) or package.module:name."
     )
-    task_args: Annotated[dict[str, Any], Expects("a mapping of keyword arguments", "{width: 64}")] = Field(
-        default_factory=dict, description="Keyword arguments, when the target is a function that returns a Task."
+    task_args: dict[str, Any] = Field(
+        default_factory=dict,
+        examples=["{width: 64}"],
+        description="Keyword arguments, when the target is a function that returns a Task.",
     )
     run_dir: fields.FileName | None = Field(
         default=None, description="Directory of the run, from the config's folder; null: runs/<config name>."
@@ -307,9 +305,6 @@ class Config(Section):
     precision: Annotated[
         Precision,
         BeforeValidator(fields.dtype_to_mapping, json_schema_input_type=Literal["float32", "bfloat16"] | Precision),
-        Expects(
-            "float32, bfloat16 or a mapping {compute, params, reduce, inputs}", "bfloat16", ("float32", "bfloat16")
-        ),
     ] = Field(default_factory=Precision, description="Dtype of the computation, or dtypes of compute, params, reduce.")
     remat: Remat = Field(
         default="none",

@@ -3,7 +3,7 @@
 import pytest
 
 from spmdkit.config import Config, parse_config, to_yaml
-from spmdkit.config.wording import _models
+from spmdkit.config.wording import sections
 from spmdkit.errors import ConfigError
 
 VALUES = {
@@ -45,11 +45,10 @@ VALUES = {
 }
 
 
-def fields(model=Config, path=()):
-    for name, info in model.model_fields.items():
-        yield (*path, name)
-        for inner in _models(info.annotation):
-            yield from fields(inner, (*path, name))
+def fields():
+    for path, section in sections(Config):
+        for name in section.model_fields:
+            yield (*path, name)
 
 
 FIELDS = list(fields())

@@ -1,5 +1,9 @@
 """optax by name: what can be named is what optax has, and what is built is what optax builds."""
 
+import inspect
+import subprocess
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -114,3 +118,34 @@ def test_an_optimizer_that_cannot_be_chosen_is_told(rate, optimizer, expected):
     with pytest.raises(ConfigError) as caught:
         choose_optimizer(Config(task="a.py:t", learning_rate=rate), optimizer)
     assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_an_argument_that_optax_cannot_use_is_refused_before_training(name):
+    known = [
+        n
+        for n in ("b1", "decay", "momentum", "weight_decay", "eps")
+        if n in inspect.signature(optimizers()[name]).parameters
+    ]
+    if not known:
+        pytest.skip(f"{name} has none of these")
+    refused = []
+    for argument in known:
+        try:
+            build_optimizer({"name": name, argument: "high"}, 1e-3)
+        except ConfigError as error:
+            assert f"'{argument}': 'high'" in str(error) and "Change them." in str(error)
+            refused.append(argument)
+    assert refused
+
+
+def test_trying_an_optimizer_creates_no_device():
+    code = """
+from spmdkit.config import Config
+from spmdkit import compat
+for name in ("adamw", "adafactor", "lbfgs", "lion"):
+    Config(task="a.py:t", optimizer={"name": name}, learning_rate={"name": "cosine_decay", "init_value": 1, "decay_steps": 9})
+print(compat.backends_initialized())
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert shown.strip() == "False"

@@ -70,8 +70,8 @@ def test_the_file_is_not_needed_to_name_what_an_override_sets(tmp_path):
 BAD = {
     "mesh.dtaa=4": "override mesh.dtaa=4: mesh.dtaa: unknown key. Did you mean 'data'?",
     "stepps=4": "override stepps=4: stepps: unknown key. Did you mean 'steps'?",
-    "steps='4'": "override steps='4': steps: needs a whole number of at least 1, found '4' (text). Write steps: 4",
-    "steps=4.0": "override steps=4.0: steps: needs a whole number of at least 1, found 4.0 (a number). Write steps: 4.",
+    "steps='4'": "override steps='4': steps: should be a valid integer, found '4' (text). Write steps: 4",
+    "steps=4.0": "override steps=4.0: steps: should be a valid integer, found 4.0 (a number). Try steps: 100.",
     "steps": "override steps: needs key=value, found no `=`. Write steps=...",
     "=4": "override =4: needs a dotted key before `=`, found ''. Write for example mesh.data=8.",
     "mesh..data=4": "override mesh..data=4: needs a dotted key before `=`, found 'mesh..data'.",

@@ -66,8 +66,8 @@ def test_a_config_of_python_is_checked_like_a_file():
     with pytest.raises(ConfigError) as caught:
         Config(task="a.py:t", mesh={"dtaa": 8}, steps="3", batch_size=True)
     assert str(caught.value).splitlines() == [
-        "steps: needs a whole number of at least 1, found '3' (text). Write steps: 3, without quotes.",
-        "batch_size: needs a whole number of at least 1, found true. Try batch_size: 32.",
+        "steps: should be a valid integer, found '3' (text). Write steps: 3, without quotes.",
+        "batch_size: should be a valid integer, found true. Try batch_size: 32.",
         "mesh.dtaa: unknown key. Did you mean 'data'?",
     ]
     with pytest.raises(ConfigError, match=r"eval.params: is ema, and there is no average"):
@@ -101,7 +101,7 @@ def test_what_is_no_mapping_is_a_config_error():
 def test_parse_config_starts_paths_from_its_source(tmp_path):
     config = parse_config({"task": "a.py:t"}, source=tmp_path / "x.yaml")
     assert config.resolved_run_dir() == tmp_path / "runs" / "x"
-    with pytest.raises(ConfigError, match=r"x\.yaml: steps: needs"):
+    with pytest.raises(ConfigError, match=r"x\.yaml: steps: should be"):
         parse_config({"task": "a.py:t", "steps": 0}, source=tmp_path / "x.yaml")
 
 
