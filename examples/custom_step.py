@@ -24,6 +24,7 @@ def train_step(state: sk.TrainState, batch: dict) -> tuple[sk.TrainState, dict[s
     return state.apply_gradients(grads), {"loss": loss, "gradient_norm": optax.tree.norm(grads), **metrics}
 
 
+@sk.task
 def task() -> sk.Task:
     """Returns the linear regression with the step above; its `loss_fn` still evaluates."""
     return dataclasses.replace(linear_regression.task(), train_step=train_step)

@@ -24,6 +24,7 @@ REPLICA_AXES = ("replica", "data")
 Arrays = dict[str, Any]
 
 
+@sk.task
 def task(width: int = 32, dropout: float = 0.3, short_batches: bool = False) -> sk.Task:
     """Returns the task; the arguments are the config's `task_args`.
 

@@ -34,6 +34,7 @@ class Classifier(eqx.Module):
         return self.mlp(self.dropout(jnp.ravel(image), key=key, inference=key is None))
 
 
+@sk.task
 def task(width: int = 128, depth: int = 2, dropout: float = 0.1) -> sk.Task:
     """Returns the task; the arguments are the config's `task_args`.
 

@@ -40,6 +40,7 @@ class CNN(nnx.Module):
         return self.dense(x_BC if evaluates else drop(x_BC, self.dropout, keys_B))
 
 
+@sk.task
 def task(width: int = 32, dropout: float = 0.3) -> sk.Task:
     """Returns the task; the arguments are the config's `task_args`.
 

@@ -77,6 +77,7 @@ class Options:
     training: bool = False
 
 
+@sk.task
 def task(
     width: int = 128,
     layers: int = 4,

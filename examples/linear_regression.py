@@ -34,6 +34,7 @@ def points(num_examples: int, slope: float, noise: float, seed: int) -> dict[str
     return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 
+@sk.task
 def task(num_examples: int = 1024, slope: float = 2.0, noise: float = 0.1) -> sk.Task:
     """Returns the task; the arguments are the config's `task_args`."""
     return sk.Task(

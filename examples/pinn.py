@@ -91,6 +91,7 @@ def eval_fn(params, state, batch):
     return {"error": sk.mean(jnp.abs(u_B - batch["u"]))}
 
 
+@sk.task
 def task(width=32, num_points=4096):
     return sk.Task(
         init=lambda key: init(key, width),

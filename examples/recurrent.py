@@ -53,6 +53,7 @@ BLOCK_DIMS = {
 """Weight of a block -> logical name of each dim: `embed` is cut over fsdp, `mlp` over tensor."""
 
 
+@sk.task
 def task(
     width: int = 128,
     layers: int = 4,

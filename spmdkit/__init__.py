@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from spmdkit.scope import shard
     from spmdkit.state import TrainState, Variables
     from spmdkit.step import Batch
-    from spmdkit.task import Task
+    from spmdkit.tasks import Task
+    from spmdkit.user_code import hook, reducer, sink, task
 
 _HOME = {
     "Batch": "step",
@@ -38,7 +39,7 @@ _HOME = {
     "Mean": "means",
     "Program": "program",
     "SpmdkitError": "errors",
-    "Task": "task",
+    "Task": "tasks",
     "TrainState": "state",
     "Variables": "state",
     "attention": "ops.attention",
@@ -52,6 +53,7 @@ _HOME = {
     "example_keys": "means",
     "example_mask": "means",
     "examples": "means",
+    "hook": "user_code",
     "load_config": "config",
     "manual": "ops.manual",
     "mean": "means",
@@ -59,8 +61,11 @@ _HOME = {
     "pipeline": "ops.pipeline",
     "pmean": "replica",
     "psum": "replica",
+    "reducer": "user_code",
     "remat": "ops.remat",
     "shard": "scope",
+    "sink": "user_code",
+    "task": "user_code",
     "train": "loop",
     "value_and_grad": "gradient",
 }

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import agree, keys, padding, scope
-from spmdkit.checks import call_user, refuses_none_key
 from spmdkit.errors import ConfigError
 from spmdkit.feed import Feed
 from spmdkit.gradient import evaluate
@@ -21,8 +20,9 @@ from spmdkit.means import Mean
 from spmdkit.returned import checked_loss
 from spmdkit.state import TrainState
 from spmdkit.step import Batch
-from spmdkit.task import Task
+from spmdkit.tasks import Task
 from spmdkit.tree import abstract
+from spmdkit.user_code import call_user
 
 
 class Evaluator:
@@ -138,7 +138,7 @@ def _function(
         model_state = (jax.tree.map(one, state.model_state),)
     note = None
     # Without placements: parameters on the host would be refused in a trace of the loss alone.
-    needs_key = refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
+    needs_key = _refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
     if needs_key:
         note = (
             "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept key=None: dropout stays on. "
@@ -150,3 +150,18 @@ def _function(
         return {"loss": loss, **metrics}
 
     return eval_fn, needs_key, note
+
+
+def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+    """Returns whether `loss_fn(*arguments, None)` fails to trace, while other things are as in training."""
+    num = jax.tree.leaves(arguments[-1])[0].shape[0]
+
+    def run(*args: Any) -> Any:
+        with scope.over(scope.Examples(num, None, jnp.arange(num), None)):
+            return loss_fn(*args, None)
+
+    try:
+        jax.eval_shape(run, *arguments)
+    except Exception as error:  # noqa: BLE001 - any failure at all means: this loss wants its key
+        return not isinstance(error, NameError) or "unbound axis" not in str(error)
+    return False

@@ -21,7 +21,7 @@ from spmdkit.plan.start import check_start, check_state, common_limit, plan_besi
 from spmdkit.program import Program, open_program, task_of
 from spmdkit.run import Run, latest_for_all
 from spmdkit.state import TrainState
-from spmdkit.task import Task
+from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
 from spmdkit.verify import certificate
 

@@ -31,9 +31,10 @@ from spmdkit.state_layout import place_state, state_groups
 from spmdkit.step import Batch
 from spmdkit.step_record import forms_of, step_record
 from spmdkit.summed import refuse_summed
-from spmdkit.task import Task, load_task
+from spmdkit.tasks import Task, load_task
 from spmdkit.tree import named_leaves
 from spmdkit.unused import check_used
+from spmdkit.user_code import call_user
 from spmdkit.variables import abstract_init, check_precision, input_notes, make_optimizer
 from spmdkit.words import nearest
 from spmdkit.xla_defects import check_pools

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmdkit.checks import call_user
 from spmdkit.config import Config, choose_optimizer
 from spmdkit.errors import ConfigError
 from spmdkit.gradient import is_cast
 from spmdkit.state import Variables
-from spmdkit.task import Task
+from spmdkit.tasks import Task
 from spmdkit.tree import named_leaves
+from spmdkit.user_code import call_user
 from spmdkit.words import nearest
 
 

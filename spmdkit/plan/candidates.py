@@ -29,6 +29,7 @@ from spmdkit.plan.links import way
 from spmdkit.plan.target import Target
 from spmdkit.program import Program
 from spmdkit.task import Task
+from spmdkit.tasks import Task
 from spmdkit.words import format_bytes
 
 SEARCHED_AXES = ("data", "fsdp", "tensor")

@@ -19,7 +19,8 @@ from spmdkit.checks import call_user
 from spmdkit.jaxprs import equations
 from spmdkit.means import Mean
 from spmdkit.program import Program
-from spmdkit.task import Task
+from spmdkit.tasks import Task
+from spmdkit.user_code import call_user
 from spmdkit.verify.unpadded import Unpadded
 
 COUNT = "verify_count"

@@ -9,7 +9,9 @@ import jax
 from spmdkit.checks import call_user
 from spmdkit.errors import ConfigError
 from spmdkit.task import Task
+from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
+from spmdkit.user_code import call_user
 from spmdkit.words import format_bytes
 
 COPIES = 6

@@ -24,7 +24,7 @@ from spmdkit.data.source import ArraySource
 from spmdkit.mesh import count
 from spmdkit.program import Program
 from spmdkit.state import TrainState
-from spmdkit.task import Task
+from spmdkit.tasks import Task
 from spmdkit.tree import is_key, named_leaves
 from spmdkit.variables import make_optimizer
 from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants

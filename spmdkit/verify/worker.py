@@ -39,7 +39,7 @@ def _open(spec: dict[str, Any]) -> Any:
 
     from spmdkit.cluster import environment, join
     from spmdkit.config import parse_config, task_reference
-    from spmdkit.task import load_task
+    from spmdkit.tasks import load_task
     from spmdkit.verify.judge import Judge
     from spmdkit.verify.room import check_room
     from spmdkit.verify.subject import Subject

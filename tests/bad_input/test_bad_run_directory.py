@@ -19,7 +19,7 @@ OTHER_RUN = {
     "another batch size": Case(("run holds a run with batch_size: 8, saved at step 2; now batch_size is 16. A run keeps task, seed,", "examples would be others. Set batch_size back, or give the new run a run_dir of its own."), config={"batch_size": "16"}),
     "another order": Case(("run holds a run with data.shuffle: true, saved at step 2; now data.shuffle is false. A run keeps", "would be others. Set data.shuffle back, or give the new run a run_dir of its own."), config={"data": "{shuffle: false}"}),
     "another number of examples": Case(("train_data is not what it was: batch 3 has other examples than when step 2 was saved (24 examples now). Bring the data back, or give the new run a run_dir of its own.",), "DATA = {'x': DATA['x'][:24], 'y': DATA['y'][:24]}"),
-    "another task": Case(("run holds a run with task: task.py:task, saved at step 2; now task is task.py:make. A run keeps", "or its examples would be others. Set task back, or give the new run a run_dir of its own."), "other = None\ndef make(): return task", config={"task": "task.py:make"}),
+    "another task": Case(("run holds a run with task: task.py:task, saved at step 2; now task is task.py:make. A run keeps", "or its examples would be others. Set task back, or give the new run a run_dir of its own."), "other = None\n@sk.task\ndef make(): return task", config={"task": "task.py:make"}),
 }  # fmt: skip
 
 BELOW_A_FILE = {

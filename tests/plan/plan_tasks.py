@@ -8,6 +8,7 @@ import optax
 import spmdkit as sk
 
 
+@sk.task
 def task(width: int = 64, layers: int = 4) -> sk.Task:
     def init(key):
         return {"layers": jax.random.normal(key, (layers, width, width)) / width**0.5}

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import spmdkit as sk
 
+@sk.task
 def task(width=32, pause_s=0.0, optimizer=True):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(512, 8)).astype(np.float32)

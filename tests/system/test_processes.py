@@ -36,8 +36,8 @@ def test_a_config_that_differs_between_processes_is_refused(folder):
         (folder.path / "task.py")
         .read_text()
         .replace(
-            "def task(",
-            "import os\nif os.environ.get('SPMDKIT_PROCESS_ID') == '1':\n    raise ValueError('boom')\n\ndef task(",
+            "@sk.task\ndef task(",
+            "import os\nif os.environ.get('SPMDKIT_PROCESS_ID') == '1':\n    raise ValueError('boom')\n\n@sk.task\ndef task(",
         )
     )
     code, output = folder.run("launch", "-n", "2", "--", "train", "run.yaml")

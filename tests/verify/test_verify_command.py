@@ -19,6 +19,7 @@ import optax
 import spmdkit as sk
 from jax import lax
 
+@sk.task
 def task(width=8, wrong=False, dies=False):
     x = np.linspace(-1, 1, 64 * 4, dtype=np.float32).reshape(64, 4)
 

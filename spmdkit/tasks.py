@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +10,8 @@ from typing import Any, Literal
 
 import optax
 
+from spmdkit import user_code
 from spmdkit.agree import KINDS
-from spmdkit.checks import shortened, user_frame
 from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
 
@@ -123,103 +120,20 @@ def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> 
 
     Args:
         target: `path/to/file.py` relative to `folder`, or `package.module`.
-        name: a `Task`, or a function that returns one.
+        name: a `Task`, or a function under `@sk.task` that returns one.
         folder: the config's own folder.
         args: keyword arguments of the function (`task_args`).
 
     Raises:
-        ConfigError: no such file, module or name; the import raised; the function refused its arguments.
+        ConfigError: no such file, module or name; it is not declared; the import raised; the function refused its arguments.
     """
-    module = _import(target, folder)
-    if not hasattr(module, name):
-        public = [n for n, v in vars(module).items() if not n.startswith("_") and (callable(v) or isinstance(v, Task))]
+    text = f"{target}:{name}"
+    found = user_code.find(text, "task", folder, Task)
+    if not isinstance(found, Task):
+        return user_code.call_declared(found, text, "task", args, Task, "task_args")
+    if args:
         raise ConfigError(
-            f"task: {target} has no '{name}'.{nearest(name, public)} It defines: {', '.join(public[:12])}."
+            f"task_args {sorted(args)} have no effect: {text} is a Task, not a function that returns one. "
+            f"Write `def {name}({', '.join(sorted(args))}): return Task(...)` under @sk.task, or remove task_args."
         )
-    found = getattr(module, name)
-    if isinstance(found, Task):
-        if args:
-            raise ConfigError(
-                f"task_args {sorted(args)} have no effect: {target}:{name} is a Task, not a function that returns one. "
-                f"Write `def {name}({', '.join(sorted(args))}): return Task(...)`, or remove task_args."
-            )
-        return found
-    if not callable(found):
-        raise ConfigError(
-            f"task: {target}:{name} is {type(found).__name__}. It must be a spmdkit.Task or a function that returns one."
-        )
-    others = [n for n, v in vars(module).items() if isinstance(v, Task)]
-    task = _call(found, f"{target}:{name}", args, others)
-    if not isinstance(task, Task):
-        raise ConfigError(f"task: {target}:{name}(...) returned {type(task).__name__}. It must return a spmdkit.Task.")
-    return task
-
-
-def _import(target: str, folder: Path) -> Any:
-    if not target.endswith(".py"):
-        try:
-            return importlib.import_module(target)
-        except ModuleNotFoundError as error:
-            if error.name and (target == error.name or target.startswith(error.name + ".")):
-                raise ConfigError(
-                    f"task: module '{target}' was not found. It must be importable, or a path that ends in .py. "
-                    f"Try {target.replace('.', '/')}.py:NAME."
-                ) from None
-            raise ConfigError(_raised(f"importing {target}", error)) from error
-        except (Exception, SystemExit) as error:
-            raise ConfigError(_raised(f"importing {target}", error)) from error
-    path = (folder / target).resolve()
-    if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(
-            f"task: file {path} does not exist. Paths are relative to the config's folder.{nearest(path.name, siblings)}"
-        )
-    module_name = "spmdkit_task_" + path.stem
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(_raised(f"importing {path}", error)) from error
-    return module
-
-
-def _call(fn: Callable[..., Any], name: str, args: Mapping[str, Any], others: Sequence[str]) -> Any:
-    signature = inspect.signature(fn)
-    known = list(signature.parameters)
-    unknown = [a for a in args if a not in known]
-    try:
-        signature.bind(**args)
-    except TypeError as error:
-        if unknown:
-            hint = nearest(unknown[0], known) or f" It takes: {', '.join(known) or 'nothing'}."
-        else:
-            hint = f" Give task_args: {{{', '.join(f'{a}: ...' for a in known)}}}, or name a Task{_tasks(others)}."
-        raise ConfigError(
-            f"task_args {dict(args)} do not fit {name}{signature}: {error}. task_args are its keyword arguments.{hint}"
-        ) from None
-    try:
-        return fn(**args)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(_raised(f"{name}(...)", error)) from error
-
-
-def _tasks(names: Sequence[str]) -> str:
-    return f", such as {', '.join(names[:6])}" if names else ""
-
-
-def _raised(what: str, error: BaseException) -> str:
-    text, where = shortened(error).replace("Task.__init__()", "Task(...)"), ""
-    if isinstance(error, SyntaxError) and error.filename:
-        text, where = error.msg, f" at {error.filename}:{error.lineno}"
-    elif (frame := user_frame(error)) is not None:
-        where = f" at {frame.filename}:{frame.lineno}"
-    return f"task: {what} raised {type(error).__name__}{where}: {text}. It must run to its end. Mend that line."
+    return found

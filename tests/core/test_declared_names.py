@@ -1,0 +1,83 @@
+"""What a config names is called only where it is defined and declared: `task: os:system` must not run a command."""
+
+import functools
+import sys
+
+import pytest
+
+import spmdkit as sk
+from spmdkit import user_code
+from spmdkit.errors import ConfigError
+from spmdkit.tasks import load_task
+
+KINDS = ("task", "hook", "reducer", "sink")
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Returns a function that writes mine.py and finds a name in it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+    def find(code, kind, name="made", instance=None):
+        (tmp_path / "mine.py").write_text(f"import spmdkit as sk\n{code}\n")
+        return user_code.find(f"mine.py:{name}", kind, tmp_path, instance)
+
+    return find
+
+
+def test_a_function_of_python_is_never_called_however_a_config_names_it(tmp_path):
+    proof = tmp_path / "proof"
+    with pytest.raises(ConfigError, match=r"os:system is a function of .*@sk\.task\. Write one, in a file of yours"):
+        load_task("os", "system", tmp_path, {"command": f"touch {proof}"})
+    with pytest.raises(ConfigError, match=r"subprocess:Popen is the class subprocess\.Popen"):
+        load_task("subprocess", "Popen", tmp_path, {"args": ["touch", str(proof)]})
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_is_found_under_its_own_decorator_and_no_other(kind, mine):
+    assert mine(f"@sk.{kind}\ndef made(): return 3", kind)() == 3
+    assert getattr(sk, kind) is getattr(user_code, kind)
+    other = KINDS[KINDS.index(kind) - 1]
+    sys.modules.pop("spmdkit_task_mine")
+    with pytest.raises(
+        ConfigError, match=rf"declared in \w+ with @sk\.{other}.* Write @sk\.{kind} above its definition"
+    ):
+        mine(f"@sk.{other}\ndef made(): return 3", kind)
+    sys.modules.pop("spmdkit_task_mine")
+    with pytest.raises(ConfigError, match=r"a function of mine\. A config names what its module declares"):
+        mine("def made(): return 3", kind)
+
+
+def test_what_another_module_declares_is_named_there(mine, tmp_path):
+    (tmp_path / "elsewhere.py").write_text("import spmdkit as sk\n@sk.hook\ndef made(): pass\n")
+    with pytest.raises(ConfigError, match="Name it where it is declared: elsewhere:made"):
+        mine("from elsewhere import made", "hook")
+    assert callable(user_code.find("elsewhere:made", "hook", tmp_path))
+
+
+def test_an_object_of_the_kind_needs_no_decorator_and_a_class_does_not_pass_its_own_on(mine):
+    assert mine("made = frozenset([1])", "hook", instance=frozenset) == {1}
+    sys.modules.pop("spmdkit_task_mine")
+    with pytest.raises(ConfigError, match=r"is the class mine\.made"):
+        mine("@sk.task\nclass First: pass\nclass made(First): pass", "task")
+
+
+def test_a_decorator_may_stand_above_and_a_partial_may_be_declared(mine):
+    code = "import functools\ndef twice(fn):\n    return functools.wraps(fn)(lambda: 2 * fn())\n"
+    assert mine(f"{code}@twice\n@sk.hook\ndef made(): return 3", "hook")() == 6
+    sys.modules.pop("spmdkit_task_mine")
+    found = mine("import functools\nmade = sk.hook(functools.partial(max, 2))", "hook")
+    assert isinstance(found, functools.partial)
+    with pytest.raises(
+        ConfigError, match=r"@sk\.hook is given a function of builtins\. It declares a function of yours"
+    ):
+        sk.hook(max)
+
+
+def test_a_file_that_holds_a_task_and_a_hook_runs_once(mine, tmp_path):
+    code = "import pathlib\nwith open(pathlib.Path(__file__).parent / 'runs', 'a') as f: f.write('1')\n"
+    mine(f"{code}@sk.task\ndef made(): pass\n@sk.hook\ndef hooked(): pass", "task")
+    user_code.find("mine.py:hooked", "hook", tmp_path)
+    assert (tmp_path / "runs").read_text() == "1"
