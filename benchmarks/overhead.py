@@ -37,12 +37,12 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from spmdkit.loop import run_steps
 
 import spmdkit as sk
 from spmdkit import compat
 from spmdkit.cluster import environment, join
 from spmdkit.faults import StopSignals
-from spmdkit.loop import run_steps
 from spmdkit.program import Program
 from spmdkit.run import Run
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import agree, auto, compile_log, compiler, data, layout, memory, mesh, padding, scope, state, step
-from spmdkit.checks import call_user
 from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator

@@ -7,15 +7,14 @@ Nothing optional and nothing slow (rich, tensorboardX) is imported before it is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
-
 from spmdkit.metrics.environment import environment
 from spmdkit.metrics.events import EventLog
-from spmdkit.metrics.jsonl import JsonlSink, read_lines
+from spmdkit.metrics.jsonl import read_lines
 from spmdkit.metrics.progress import ProgressFace
 from spmdkit.metrics.report import write_report
-from spmdkit.metrics.tensorboard import TensorboardSink
+from spmdkit.metrics.sinks import Sink, Sinks
+from spmdkit.metrics.sinks.jsonl import JsonlSink
+from spmdkit.metrics.sinks.tensorboard import TensorboardSink
 from spmdkit.metrics.throughput import Throughput
 
 __all__ = [
@@ -23,19 +22,10 @@ __all__ = [
     "JsonlSink",
     "ProgressFace",
     "Sink",
+    "Sinks",
     "TensorboardSink",
     "Throughput",
     "environment",
     "read_lines",
     "write_report",
 ]
-
-
-class Sink(Protocol):
-    """Takes one record at a time: `{"step", "loss", ...}`, with `"split": "eval"` for an evaluation."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Takes a record of host numbers."""
-
-    def close(self) -> None:
-        """Writes out what is left. May be called twice."""

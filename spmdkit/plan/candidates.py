@@ -28,7 +28,6 @@ from spmdkit.plan.least import least_bytes
 from spmdkit.plan.links import way
 from spmdkit.plan.target import Target
 from spmdkit.program import Program
-from spmdkit.task import Task
 from spmdkit.tasks import Task
 from spmdkit.words import format_bytes
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdkit.checks import call_user
 from spmdkit.jaxprs import equations
 from spmdkit.means import Mean
 from spmdkit.program import Program

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import jax
 
-from spmdkit.checks import call_user
 from spmdkit.errors import ConfigError
-from spmdkit.task import Task
 from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
 from spmdkit.user_code import call_user

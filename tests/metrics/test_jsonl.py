@@ -85,7 +85,7 @@ def test_each_line_is_in_the_file_before_write_returns(tmp_path):
 def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path):
     program = """
     import os, signal, sys
-    from spmdkit.metrics.jsonl import JsonlSink
+    from spmdkit.metrics import JsonlSink
     sink = JsonlSink(sys.argv[1], 0)
     for step in range(1, 51):
         sink.write({"step": step, "loss": 1 / step})

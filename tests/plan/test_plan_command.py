@@ -7,10 +7,10 @@ import re
 import jax
 import pytest
 from plan_files import config, write
+from spmdkit.loop import train
 
 from spmdkit.cluster import environment, join
 from spmdkit.errors import ConfigError
-from spmdkit.loop import train
 from spmdkit.plan.command import Options, make_plan, run_plan
 from spmdkit.plan.document import NotAllowed
 from spmdkit.plan.table import WIDTH, console, show

@@ -13,12 +13,12 @@ from pathlib import Path
 import jax
 import pytest
 from plan_files import config, write
+from spmdkit.loop import train
 
 from spmdkit import auto, memory
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import MemoryStore
 from spmdkit.errors import RendezvousError
-from spmdkit.loop import train
 from spmdkit.plan import start
 from spmdkit.plan.command import make_plan
 from spmdkit.plan.document import NotAllowed

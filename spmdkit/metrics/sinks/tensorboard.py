@@ -8,6 +8,14 @@ from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.metrics.jsonl import LAST_KEYS, plain_number
+from spmdkit.metrics.sinks.base import Sink
+
+
+def open(run: Any, options: Mapping[str, Any], last_step: int) -> Sink:
+    """Returns the sink of event files in `tensorboard/` of the run's directory."""
+    files = TensorboardSink(run.directory / "tensorboard", keep_through_step=last_step)
+    write = lambda kind, record: files.write(record)
+    return Sink(write, flush=files.flush, rewind=files.rewind, close=files.close)
 
 
 class TensorboardSink:
@@ -22,12 +30,12 @@ class TensorboardSink:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "log.tensorboard is true, but the package tensorboardX was not found."
+                "log.sinks names tensorboard, but the package tensorboardX was not found."
                 " TensorBoard files are written by it."
-                " Run `pip install 'spmdkit[tensorboard]'`, or set log.tensorboard: false."
+                " Run `pip install 'spmdkit[tensorboard]'`, or leave it out (log.tensorboard: false)."
             ) from error
-        purge_step = None if not keep_through_step else keep_through_step + 1
-        self._writer: Any = SummaryWriter(os.fspath(directory), purge_step=purge_step)
+        self._open = lambda step: SummaryWriter(os.fspath(directory), purge_step=step + 1 if step else None)
+        self._writer: Any = self._open(keep_through_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds the record's numbers; the files are written by a thread of tensorboardX."""
@@ -37,6 +45,15 @@ class TensorboardSink:
             if key not in ("step", "split"):
                 tag = f"throughput/{key}" if key in LAST_KEYS else f"{group}/{key}"
                 self._writer.add_scalar(tag, float(plain_number(key, value)), step)
+
+    def flush(self) -> None:
+        """Hands what was written to the operating system."""
+        self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Tells TensorBoard to hide what is newer than `step`."""
+        self._writer.close()
+        self._writer = self._open(step)
 
     def close(self) -> None:
         """Writes out what is left. May be called twice."""

@@ -1,0 +1,45 @@
+"""What a sink is: where the records of a run go besides the terminal. A file each in this folder, found by its name.
+
+A file holds `open(run, options, last_step) -> Sink`, as a user's own does under `@sk.sink`. `run` has `directory` and `config`, `options` is
+what the config says behind the name, and `last_step` the step that was restored, or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = ("scalars", "text", "image", "histogram", "hparams", "table")
+"""What can be written. A run writes scalars, and a hook what it likes (`run.write`)."""
+
+Record = Mapping[str, Any]
+"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation: of scalars numbers by their names."""
+
+
+def nothing(*_: Any) -> None:
+    """Does nothing."""
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Takes records, one after the other, in one thread of process 0. What it raises is told once, and it is not asked again.
+
+    Attributes:
+        write: `(kind, record)`, with a kind of `accepts`.
+        accepts: kinds of records.
+        flush: returns when all of it is safe.
+        rewind: `(step)`: drops what is newer, or marks it where the service cannot; after training went back to an earlier step.
+        close: writes out what is left.
+        own: the run's own record: it is written at once, by the training itself, and what it raises ends the run.
+    """
+
+    write: Callable[[str, Record], None]
+    accepts: frozenset[str] = frozenset({"scalars"})
+    flush: Callable[[], None] = nothing
+    rewind: Callable[[int], None] = nothing
+    close: Callable[[], None] = nothing
+    own: bool = False
+
+    def __post_init__(self) -> None:
+        assert set(self.accepts) <= set(KINDS), f"a sink accepts {sorted(self.accepts)}, out of {KINDS}"

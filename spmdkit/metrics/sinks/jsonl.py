@@ -1,0 +1,113 @@
+"""`metrics.jsonl`: the run's own record, one line for each, cut back to the restored step on resume.
+
+Durability: each record is one `write` to the file, with no buffer of ours, so a killed process loses nothing that was
+written. `sync` waits for the disk; called before a checkpoint is saved, it makes sure that no checkpoint is newer than
+its metrics even when the power fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.files import not_writable, replace
+from spmdkit.metrics.jsonl import parse_object, record_line
+from spmdkit.metrics.sinks.base import Sink
+
+
+def open(run: Any, options: Mapping[str, Any], last_step: int) -> Sink:
+    """Returns the sink of `metrics.jsonl` in the run's directory."""
+    file = JsonlSink(run.directory / "metrics.jsonl", keep_through_step=last_step)
+    return Sink(
+        lambda kind, record: file.write(record), flush=file.sync, rewind=file.rewind, close=file.close, own=True
+    )
+
+
+class JsonlSink:
+    """Appends records to `path`, after cutting back what an interrupted run wrote past its last checkpoint.
+
+    `keep_through_step`: the step that was restored (0: start anew). Lines of later steps and lines that are no record
+    (torn by a kill, garbage) are dropped; the other lines keep their order and their bytes. None keeps all steps.
+    `.dropped_steps` and `.dropped_damaged` count what went away. The file is replaced in one rename, so a kill at any
+    moment leaves the old file or the new one.
+
+    Key order of a line: step, split, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
+
+    Raises ConfigError when the file cannot be opened or written (folder not writable, disk full); a line that did not
+    fit is taken back, so the file stays whole. Raises UserCodeError for a metric that is not one number.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keep_through_step: int | None) -> None:
+        self.path = Path(path)
+        self.dropped_steps = 0
+        self.dropped_damaged = 0
+        try:
+            if self.path.exists():
+                self._cut_back(keep_through_step)
+            self._descriptor: int | None = self._open()
+        except OSError as error:
+            raise not_writable(self.path, error) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one line and hands it to the operating system before it returns."""
+        assert self._descriptor is not None, "write after close"
+        line = record_line(record).encode()
+        size_before = os.fstat(self._descriptor).st_size
+        try:
+            written = os.write(self._descriptor, line)
+            while written < len(line):  # a disk that fills up takes part of a line, and refuses the rest
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            os.ftruncate(self._descriptor, size_before)
+            raise not_writable(self.path, error) from error
+
+    def sync(self) -> None:
+        """Waits until every line so far is on the disk. A few ms on a local disk: once per checkpoint, not per line."""
+        assert self._descriptor is not None, "sync after close"
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise not_writable(self.path, error) from error
+
+    def close(self) -> None:
+        """Syncs and closes the file. May be called twice."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                raise not_writable(self.path, error) from error
+            finally:
+                os.close(descriptor)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of steps after `step`: training goes on from there again."""
+        assert self._descriptor is not None, "rewind after close"
+        try:
+            self._cut_back(step)
+            os.close(self._descriptor)  # of the file that was replaced
+            self._descriptor = self._open()
+        except OSError as error:
+            raise not_writable(self.path, error) from error
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _cut_back(self, keep_through_step: int | None) -> None:
+        content = self.path.read_bytes()
+        kept = []
+        for line in content.split(b"\n"):
+            if not line.strip():
+                continue
+            record = parse_object(line)
+            step = record.get("step") if record is not None else None
+            if not isinstance(step, int) or isinstance(step, bool):
+                self.dropped_damaged += 1
+            elif keep_through_step is not None and step > keep_through_step:
+                self.dropped_steps += 1
+            else:
+                kept.append(line + b"\n")
+        if b"".join(kept) != content:
+            replace(self.path, b"".join(kept))

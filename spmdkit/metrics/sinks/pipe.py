@@ -1,0 +1,127 @@
+"""`Sinks`: all sinks of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning and never a step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.metrics.sinks.base import Record, Sink
+
+MOST_WAITING = 1024
+PATIENCE_S = 10.0
+"""How long the end of a run waits for a sink."""
+
+Open = Callable[[], Sink]
+
+
+class Sinks:
+    """Writes records to every sink that accepts them.
+
+    The run's own record (`Sink.own`) is written before `write` returns. The others follow in a thread: what finds the queue full is dropped, and a
+    sink that raises is given up; both are said once by `warn`.
+    """
+
+    def __init__(self, warn: Callable[[str], Any], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S):
+        self._warn, self._patience_s = warn, patience_s
+        self._own: list[Sink] = []
+        self._others: dict[str, Sink] = {}
+        self._dropped = 0
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
+        self._thread: threading.Thread | None = None
+
+    def add(self, name: str, open: Open) -> None:
+        """Opens a sink. A user's mistake in its options is raised; a service that does not answer costs a warning."""
+        try:
+            sink = open()
+        except SpmdkitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a service raises
+            self._given_up(name, error)
+            return
+        if not isinstance(sink, Sink):
+            raise ConfigError(
+                f"sink {name}: open returned {type(sink).__name__}. It opens one place to write to. Return sk.Sink(write)."
+            )
+        if sink.own:
+            self._own.append(sink)
+            return
+        self._others[name] = sink
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="spmdkit-sinks", daemon=True)
+            self._thread.start()
+
+    def write(self, record: Record, kind: str = "scalars") -> None:
+        """Takes a record of host values."""
+        for sink in self._own:
+            if kind in sink.accepts:
+                sink.write(kind, record)
+        if self._others:
+            self._put(lambda: self._each(lambda sink: sink.write(kind, record) if kind in sink.accepts else None))
+
+    def flush(self) -> None:
+        """Returns when the run's own record is on the disk. The others are not waited for."""
+        for sink in self._own:
+            sink.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drops what is newer than `step`, everywhere."""
+        for sink in self._own:
+            sink.rewind(step)
+        if self._others:
+            self._put(lambda: self._each(lambda sink: sink.rewind(step)))
+
+    def close(self) -> None:
+        """Writes out what is left, and waits for others `patience_s` at most. May be called twice."""
+        own, self._own = self._own, []
+        for sink in own:
+            sink.close()
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            self._stop(thread)
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            self._warn(f"sinks: {dropped} records were dropped: {', '.join(self._others)} took longer than the steps.")
+
+    def _stop(self, thread: threading.Thread) -> None:
+        try:
+            self._queue.put(None, timeout=self._patience_s)
+            thread.join(self._patience_s)
+        except queue.Full:
+            pass
+        if thread.is_alive():
+            names = ", ".join(self._others)
+            self._warn(
+                f"sinks: {names} did not take its last records within {self._patience_s:g} s. They are left out."
+            )
+
+    def _put(self, work: Callable[[], None]) -> None:
+        try:
+            self._queue.put_nowait(work)
+        except queue.Full:
+            if not self._dropped:
+                self._warn(
+                    f"sinks: {', '.join(self._others)} is slower than the steps. Records are dropped, training goes on."
+                )
+            self._dropped += 1
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+        self._each(lambda sink: sink.flush())
+        self._each(lambda sink: sink.close())
+
+    def _each(self, use: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._others.items()):
+            try:
+                use(sink)
+            except Exception as error:  # noqa: BLE001 - whatever a service raises
+                del self._others[name]
+                self._given_up(name, error)
+
+    def _given_up(self, name: str, error: Exception) -> None:
+        self._warn(
+            f"sink {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training goes on."
+        )

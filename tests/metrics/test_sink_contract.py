@@ -1,0 +1,203 @@
+"""What every sink keeps to; a new one is tested because its file exists. And what a slow, dead or wrong one costs: a warning."""
+
+import importlib
+import inspect
+import threading
+import types
+
+import pytest
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from spmdkit.metrics import sinks
+from spmdkit.metrics.sinks.base import KINDS, Sink
+from spmdkit.metrics.sinks.pipe import Sinks
+
+NAMES = sinks.names()
+
+
+def opened(name, folder, last_step=0):
+    run = types.SimpleNamespace(directory=folder, config=None)
+    return importlib.import_module(f"spmdkit.metrics.sinks.{name}").open(run, {}, last_step)
+
+
+def written(folder):
+    """Returns all bytes below a folder."""
+    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def test_sinks_are_found_by_their_files():
+    assert {"jsonl", "tensorboard"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sink_writes_what_it_accepts_below_the_runs_directory_and_goes_back(name, tmp_path):
+    module = importlib.import_module(f"spmdkit.metrics.sinks.{name}")
+    assert inspect.getdoc(module) and list(inspect.signature(module.open).parameters) == ["run", "options", "last_step"]
+    sink = opened(name, tmp_path)
+    assert isinstance(sink, Sink) and "scalars" in sink.accepts and set(sink.accepts) <= set(KINDS)
+    for step in range(1, 6):
+        sink.write("scalars", {"step": step, "loss": 1 / step, "accuracy": 0.5})
+        sink.write("scalars", {"step": step, "split": "eval", "loss": 2.0})
+    sink.flush()
+    before = written(tmp_path)
+    assert b"accuracy" in before, "after flush everything is in its file"
+    sink.rewind(3)
+    sink.write("scalars", {"step": 4, "loss": 9.0})
+    sink.flush()
+    assert written(tmp_path) != before
+    sink.close()
+    sink.close()
+    again = opened(name, tmp_path, last_step=3)  # as after a restart
+    again.write("scalars", {"step": 4, "loss": 9.0})
+    again.close()
+
+
+def test_jsonl_holds_each_step_once_after_it_went_back(tmp_path):
+    sink = opened("jsonl", tmp_path)
+    for step in (1, 2, 3):
+        sink.write("scalars", {"step": step, "loss": 1.0})
+    sink.rewind(1)
+    sink.write("scalars", {"step": 2, "loss": 5.0})
+    sink.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 5.0}\n'
+
+
+# ---- one thread behind a queue -----------------------------------------------------------------------------------------
+
+
+class Injected:
+    """A sink that waits at a gate, or raises, and what it was given."""
+
+    def __init__(self, raises=None, waits=False):
+        self.gate, self.raises, self.seen, self.closed = threading.Event(), raises, [], False
+        if not waits:
+            self.gate.set()
+
+    def open(self):
+        def write(kind, record):
+            assert threading.current_thread().name == "spmdkit-sinks"
+            self.gate.wait()
+            if self.raises is not None:
+                raise self.raises
+            self.seen.append((kind, record["step"]))
+
+        return Sink(write, frozenset({"scalars", "text"}), rewind=self.back, close=self.close)
+
+    def back(self, step):
+        self.seen.append(("back", step))
+
+    def close(self):
+        self.closed = True
+
+
+def test_records_arrive_in_their_order_and_only_those_that_a_sink_accepts():
+    said, injected = [], Injected()
+    pipe = Sinks(said.append)
+    pipe.add("mine", injected.open)
+    for step in (1, 2):
+        pipe.write({"step": step})
+    pipe.write({"step": 3, "it": "text"}, "text")
+    pipe.write({"step": 4}, "image")
+    pipe.rewind(2)
+    pipe.close()
+    assert injected.seen == [("scalars", 1), ("scalars", 2), ("text", 3), ("back", 2)]
+    assert injected.closed and said == []
+
+
+def test_a_sink_that_raises_costs_one_warning_and_nothing_else():
+    said, dead, alive = [], Injected(raises=OSError("no route to host")), Injected()
+    pipe = Sinks(said.append)
+    pipe.add("dead", dead.open)
+    pipe.add("alive", alive.open)
+    for step in range(5):
+        pipe.write({"step": step})
+    pipe.close()
+    assert said == ["sink dead: OSError: no route to host. Nothing more is written there, training goes on."]
+    assert [step for _, step in alive.seen] == [0, 1, 2, 3, 4]
+
+
+def test_a_sink_that_hangs_holds_no_step_up_and_is_left_behind_at_the_end():
+    said, slow = [], Injected(waits=True)
+    pipe = Sinks(said.append, most_waiting=3, patience_s=0.05)
+    pipe.add("slow", slow.open)
+    for step in range(100):
+        pipe.write({"step": step})  # returns at once, though nothing is taken
+    pipe.close()
+    assert said[0] == "sinks: slow is slower than the steps. Records are dropped, training goes on."
+    assert "slow did not take its last records within 0.05 s" in said[1]
+    assert "records were dropped" in said[2] and len(said) == 3
+    slow.gate.set()
+
+
+def test_a_service_that_is_not_there_at_the_start_costs_a_warning_and_a_wrong_option_is_an_error():
+    said = []
+    pipe = Sinks(said.append)
+
+    def refused():
+        raise ConnectionError("refused")
+
+    def wrong():
+        raise ConfigError("no such project")
+
+    pipe.add("service", refused)
+    assert said == ["sink service: ConnectionError: refused. Nothing more is written there, training goes on."]
+    with pytest.raises(ConfigError, match="no such project"):
+        pipe.add("service", wrong)
+    with pytest.raises(ConfigError, match=r"sink mine: open returned int\. .* Return sk\.Sink"):
+        pipe.add("mine", lambda: 3)
+
+
+MINE = """
+import spmdkit as sk
+
+seen = []
+
+@sk.sink
+def open(run, options, last_step):
+    seen.append((options, last_step))
+    return sk.Sink(lambda kind, record: seen.append((kind, record["step"])))
+"""
+
+
+def test_a_sink_of_a_users_own_needs_one_file_and_one_line(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_sink.py").write_text(MINE)
+    own, mine = sinks.chosen([{"my_sink.py:open": {"project": "x"}}], tmp_path)
+    assert own.name == "jsonl" and mine.options == {"project": "x"}
+    pipe = Sinks(print)
+    pipe.add(mine.name, lambda: mine.open(None, mine.options, 3))
+    pipe.write({"step": 4})
+    pipe.close()
+    assert sys.modules["spmdkit_task_my_sink"].seen == [({"project": "x"}, 3), ("scalars", 4)]
+    with pytest.raises(
+        ConfigError, match=r"'tensorbord' is not known. Valid: jsonl, tensorboard, .* Did you mean 'tensorboard'"
+    ):
+        sinks.chosen(["tensorbord"], tmp_path)
+    with pytest.raises(ConfigError, match="tensorboard is written to already"):
+        sinks.chosen(["tensorboard", "tensorboard"], tmp_path)
+    with pytest.raises(ConfigError, match=r"log\.sinks: os:open is a function of"):
+        sinks.chosen(["os:open"], tmp_path)
+
+
+def test_a_run_with_a_dead_sink_ends_well(tmp_path, monkeypatch, capfd):
+    import sys
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_dead.py").write_text(
+        "import jax.numpy as jnp, numpy as np, optax\n"
+        "import spmdkit as sk\n"
+        "x = np.ones((8, 2), np.float32)\n"
+        "task = sk.Task(lambda key: jnp.zeros(2), lambda w, b, key: sk.mean((b @ w - 1) ** 2), optax.sgd(0.1), train_data=x)\n"
+        "def dead(kind, record):\n    raise OSError('gone')\n"
+        "@sk.sink\ndef open(run, options, last_step):\n    return sk.Sink(dead)\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: plain, sinks: ['my_dead.py:open']}\n"
+    )
+    assert int(sk.train(tmp_path / "run.yaml").state.step) == 3
+    assert capfd.readouterr().out.count("sink my_dead.py:open: OSError: gone") == 1
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
