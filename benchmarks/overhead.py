@@ -37,14 +37,14 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from spmdkit.loop import run_steps
 
 import spmdkit as sk
 from spmdkit import compat
 from spmdkit.cluster import environment, join
 from spmdkit.faults import StopSignals
 from spmdkit.program import Program
-from spmdkit.run import Run
+from spmdkit.run.loop import run_steps
+from spmdkit.run.run import Run
 
 BATCH, FEATURES, CLASSES, NUM_EXAMPLES = 64, 64, 16, 4096
 LOG_EVERY = 10
@@ -182,7 +182,8 @@ class ByToolkit:
 
     def __enter__(self) -> ByToolkit:
         with ExitStack() as stack:
-            self.training, self.signals = stack.enter_context(self.context), stack.enter_context(StopSignals())
+            self.training = stack.enter_context(self.context)
+            self.training.signals = stack.enter_context(StopSignals())
             self.state = jax.block_until_ready(self.training.restore_or_init())
             self.stack = stack.pop_all()
         return self
@@ -195,7 +196,7 @@ class ByToolkit:
         first = self.training.step + 1
         begun = Spent.now()
         with self.program.stream(first, first + steps - 1) as batches:
-            self.state = run_steps(self.training, self.program, self.state, batches, self.signals)
+            self.state, _ = run_steps(self.training, self.state, batches)
             jax.block_until_ready(self.state.params)
             return begun.until_now()
 

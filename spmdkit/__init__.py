@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from spmdkit.config import Config, load_config
     from spmdkit.errors import SpmdkitError
     from spmdkit.gradient import value_and_grad
-    from spmdkit.loop import train
     from spmdkit.means import Mean, example_keys, example_mask, examples, mean
+    from spmdkit.metrics.sinks.base import Sink
     from spmdkit.ops.attention import attention
     from spmdkit.ops.context import context_order, context_positions, context_restore
     from spmdkit.ops.manual import manual
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from spmdkit.ops.vocab import cross_entropy, embed
     from spmdkit.program import Program, build
     from spmdkit.replica import pmean, psum
+    from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
+    from spmdkit.run.loop import train
     from spmdkit.scope import shard
     from spmdkit.state import TrainState, Variables
     from spmdkit.step import Batch
@@ -36,9 +38,16 @@ if TYPE_CHECKING:
 _HOME = {
     "Batch": "step",
     "Config": "config",
+    "Evaluate": "run.hooks.base",
+    "Hook": "run.hooks.base",
     "Mean": "means",
     "Program": "program",
+    "Replace": "run.hooks.base",
+    "Rollback": "run.hooks.base",
+    "Save": "run.hooks.base",
+    "Sink": "metrics.sinks.base",
     "SpmdkitError": "errors",
+    "Stop": "run.hooks.base",
     "Task": "tasks",
     "TrainState": "state",
     "Variables": "state",
@@ -66,7 +75,7 @@ _HOME = {
     "shard": "scope",
     "sink": "user_code",
     "task": "user_code",
-    "train": "loop",
+    "train": "run.loop",
     "value_and_grad": "gradient",
 }
 

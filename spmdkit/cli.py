@@ -59,7 +59,7 @@ def options(
 @app.command(epilog="Example: spmdkit train configs/linear_regression.yaml steps=50")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a config, from its newest checkpoint or from the start."""
-    from spmdkit.loop import train as run
+    from spmdkit.run.loop import train as run
 
     loaded, cluster = _join(config, overrides)
     run(loaded, cluster)
@@ -68,7 +68,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")
 def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False) -> None:
     """Evaluate the newest checkpoint of a config's run."""
-    from spmdkit.loop import evaluate as run
+    from spmdkit.run.loop import evaluate as run
 
     loaded, cluster = _join(config, overrides)
     step, values = run(loaded, cluster)
@@ -84,8 +84,8 @@ def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False)
 def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show where each leaf of the train state lives, and why. Allocates nothing."""
     from spmdkit.layout import table
-    from spmdkit.loop import load
     from spmdkit.mesh import describe_mesh
+    from spmdkit.run.loop import load
 
     program = load(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")

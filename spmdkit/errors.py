@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import enum
 
-ERROR_FILE = "SPMDKIT_ERROR_FILE"
-"""The variable that names the file into which a process that fails writes its message, for the launcher that set it."""
-
 
 class ExitCode(enum.IntEnum):
     """How the command line ends; beside these 128+n, ended by signal n. The one table: docs/guide.md is held to it by a test."""

@@ -30,7 +30,7 @@ from spmdkit.state_layout import place_state, state_groups
 from spmdkit.step import Batch
 from spmdkit.step_record import forms_of, step_record
 from spmdkit.summed import refuse_summed
-from spmdkit.tasks import Task, load_task
+from spmdkit.tasks import Task, load_hooks, load_task
 from spmdkit.tree import named_leaves
 from spmdkit.unused import check_used
 from spmdkit.user_code import call_user
@@ -203,6 +203,7 @@ class Program:
 
     def _step_function(self, record: scope.Step, typed: bool = True) -> step.StepFn:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
+        train_step = step.with_hooks(train_step, self.task.hooks)
         if self.task.view == "replica":
             return step.replica_step(train_step, record, self._to_device, typed)
         return step.global_step(train_step, record, self._to_device)
@@ -314,6 +315,11 @@ class Program:
         """Returns an iterator of `(step, batch, wait_s)`, with the seconds that the caller waited for input."""
         return self._feed.stream(start, self.config.steps if stop is None else stop)
 
+    def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Leaves batches out of the schedule: numbers (first, last), counted as if none were left out."""
+        self.schedule = dataclasses.replace(self.schedule, skipped=data.merged(ranges))
+        self._feed.schedule = self.schedule
+
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own data."""
         return self._feed.put(examples, mask)
@@ -403,9 +409,15 @@ def build(
 
 
 def task_of(config: Config) -> Task:
-    """Returns the task that a config names."""
+    """Returns the task that a config names, with the hooks that it names."""
     target, name = task_reference(config)
-    return load_task(target, name, config.folder, config.task_args)
+    return with_hooks(load_task(target, name, config.folder, config.task_args), config)
+
+
+def with_hooks(task: Task, config: Config) -> Task:
+    """Returns the task with the config's hooks after its own."""
+    own = load_hooks(config.hooks, config.folder)
+    return dataclasses.replace(task, hooks=(*task.hooks, *own)) if own else task
 
 
 def open_program(

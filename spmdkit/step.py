@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,22 @@ def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
 
     value.defvjp(forward, lambda grads, out: (jax.tree.map(lambda g: g * out.astype(g.dtype), grads),))
     return value
+
+
+def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
+    """Returns the step with what hooks do in it: `in_step(old, new, metrics) -> (new, metrics)` of each, in their order."""
+    calls = [hook.in_step for hook in sorted(hooks, key=lambda hook: hook.order) if hook.in_step is not None]
+    if not calls:
+        return train_step
+
+    def hooked(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        out = _checked(state, train_step(state, batch))
+        old = mirrored(scope.current_step(), state)
+        for call in calls:
+            out = _checked(state, call(old, *out))
+        return out
+
+    return hooked
 
 
 def global_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any]) -> StepFn:

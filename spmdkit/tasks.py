@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import optax
 
@@ -14,6 +14,15 @@ from spmdkit import user_code
 from spmdkit.agree import KINDS
 from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
+
+
+@runtime_checkable
+class Hook(Protocol):
+    """What the step needs of a `sk.Hook`, which is defined with the loop, above."""
+
+    name: str
+    order: int
+    in_step: Callable[[Any, Any, Any], tuple[Any, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Task:
         rules: layout rules of the model, as in `layout.rules` of a config.
         agree: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica adds), `max`, or
             `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it is asked for. See `spmdkit.agree`.
+        hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see `spmdkit/run/hooks/base.py`.
         unit: what one example is called in messages.
     """
 
@@ -48,6 +58,7 @@ class Task:
     view: Literal["global", "replica"] = "global"
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
     agree: Mapping[str, str] = field(default_factory=dict)
+    hooks: Sequence[Any] = ()
     unit: str = "examples"
 
     def __post_init__(self) -> None:
@@ -75,6 +86,11 @@ class Task:
                 raise ConfigError(
                     f"Task.rules holds {rule!r}. A rule is a pair (path pattern, a name or None for each dim). "
                     "Write for example ('blocks/.*/kernel', ('embed', 'mlp'))."
+                )
+        for hook in self.hooks:
+            if not isinstance(hook, Hook):
+                raise ConfigError(
+                    f"Task.hooks holds {type(hook).__name__}. A hook says what is due around a step. Write hooks=[sk.Hook('mine', ...)]."
                 )
         for pattern, kind in self.agree.items():
             if kind not in KINDS:
@@ -113,6 +129,27 @@ def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...])
             f"{name} is defined as {name}{signature}, and is called as {name}({', '.join(args)}). "
             f"It takes {len(args)} positional argument{'s' * (len(args) != 1)}. Write def {name}({', '.join(args)})."
         ) from None
+
+
+def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[Hook]:
+    """Returns the hooks that a config names, each as `module:name` or `{module:name: options}`: a hook, or a function that makes one.
+
+    Raises:
+        ConfigError: it is not found, not declared, or no hook.
+    """
+    found = []
+    for entry in asked:
+        text, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
+        named = user_code.find(text, "hook", folder, Hook)
+        if not isinstance(named, Hook):
+            named = user_code.call_declared(named, text, "hook", options or {}, Hook, f"hooks: {text}")
+        elif options:
+            raise ConfigError(
+                f"hooks: {text} is a hook, and the options {sorted(options)} have no effect. Options are for a function under @sk.hook. "
+                "Write one that takes them, or leave them out."
+            )
+        found.append(named)
+    return found
 
 
 def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:

@@ -288,6 +288,22 @@ class Checkpoints:
             if checkpointer is not None:
                 checkpointer.close()
 
+    def forget_after(self, step: int) -> None:
+        """Deletes the checkpoints after `step`: training has gone back to it, and those steps come again. On process 0.
+
+        Raises:
+            CheckpointWriteError: one cannot be deleted.
+        """
+        self._join()
+        for newer in [s for s in self.steps() if s > step] if self._is_main else []:
+            try:
+                retention.delete_step(self.directory, newer)
+            except OSError as error:
+                raise CheckpointWriteError(
+                    f"going back to step {step}: step {newer} could not be deleted from {self.directory} ({records.first_line(error)}). "
+                    "It would be taken for the newest. Delete it by hand."
+                ) from error
+
     def read_record(self, step: int) -> dict[str, Any]:
         """Returns the caller's record of a step, as given to `save`."""
         return records.read_record(self.directory, step).user

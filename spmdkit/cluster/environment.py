@@ -12,15 +12,12 @@ from collections.abc import Mapping
 
 from spmdkit.cluster.dialects import all_dialects
 from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Partial
-from spmdkit.cluster.dialects.spmdkit import NAMES, integer
+from spmdkit.cluster.dialects.spmdkit import integer
 from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
+from spmdkit.told import COORDINATOR, DEVICES_PER_PROCESS
 from spmdkit.words import nearest
 
-COORDINATOR = NAMES.coordinator
-NUM_PROCESSES = NAMES.num_processes
-PROCESS_ID = NAMES.process_id
-DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
 RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
 
 Answers = Mapping[str, Found | Partial]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from spmdkit import told
 from spmdkit.errors import ConfigError
 
 DEFAULT_RENDEZVOUS_TIMEOUT_S = 120.0
@@ -18,7 +19,7 @@ class Names(NamedTuple):
     coordinator: str
 
 
-OURS = Names("SPMDKIT_NUM_PROCESSES", "SPMDKIT_PROCESS_ID", "SPMDKIT_COORDINATOR")
+OURS = Names(told.NUM_PROCESSES, told.PROCESS_ID, told.COORDINATOR)
 
 
 @dataclass(frozen=True)

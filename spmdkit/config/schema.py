@@ -233,6 +233,11 @@ class Log(Section):
         default="auto", description="The display on process 0; auto: rich on a terminal, plain lines elsewhere."
     )
     tensorboard: fields.Flag = Field(default=False, description="Also writes TensorBoard files (extra: tensorboard).")
+    sinks: list[fields.NamedChoice] = Field(
+        default_factory=list,
+        description="Where records go beside metrics.jsonl: tensorboard, or a user's own function under @sk.sink, file.py:name; "
+        "{name: {option: value}} with options.",
+    )
 
 
 class Profile(Section):
@@ -340,6 +345,11 @@ class Config(Section):
     )
     eval: Eval = Field(default_factory=Eval, description="When and on what the evaluation runs.")
     log: Log = Field(default_factory=Log, description="What is told while a run goes on.")
+    hooks: list[fields.NamedChoice] = Field(
+        default_factory=list,
+        description="A user's own hooks beside Task(hooks=...): path/to/file.py:name or package.module:name of a sk.Hook, or of a function "
+        "under @sk.hook; {name: {option: value}} with its keyword arguments.",
+    )
     profile: Profile | None = Field(default=None, description="Steps of which a profiler trace is taken; null: none.")
     certificate: fields.FileName | None = Field(
         default=None,
@@ -347,7 +357,8 @@ class Config(Section):
     )
     on_nonfinite: Literal["stop", "continue"] = Field(
         default="stop",
-        description="When the loss or the gradient is not finite: stop with code 77, or go on and report.",
+        description="When the loss or the state is not finite, where a gradient that is not finite ends: stop with code 77, or go on and "
+        "report. Looked at in log steps and before each save.",
     )
 
     _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)

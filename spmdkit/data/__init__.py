@@ -10,7 +10,7 @@ Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator 
 """
 
 from spmdkit.data.read import HostBatch
-from spmdkit.data.schedule import Schedule, eval_schedule
+from spmdkit.data.schedule import Schedule, eval_schedule, merged
 from spmdkit.data.source import Source, open_source
 from spmdkit.data.stream import DeviceBatches, device_batches, host_batches
 
@@ -22,5 +22,6 @@ __all__ = [
     "device_batches",
     "eval_schedule",
     "host_batches",
+    "merged",
     "open_source",
 ]

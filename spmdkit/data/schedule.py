@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,8 @@ class Schedule:
     With `remainder` "drop" an epoch has `num_examples // batch_size` full batches and leaves the rest of its own order
     out; with "mask" every example is in every epoch and the last batch may be short.
 
+    `skipped`: batches (first, last) that are left out, in order and apart, counted as if none were; see `merged`.
+
     Raises:
       ConfigError: no example, a batch size below 1, or "drop" with fewer examples than one batch.
     """
@@ -38,6 +41,7 @@ class Schedule:
     remainder: Literal["drop", "mask"] = "drop"
     what: str = "train_data"
     finite: bool = False
+    skipped: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_examples < 1:
@@ -73,7 +77,18 @@ class Schedule:
     def epoch(self, step: int) -> int:
         """Returns the epoch, from 0, of the batch of `step`."""
         self._check(step)
-        return (step - 1) // self.steps_per_epoch
+        return (self.number(step) - 1) // self.steps_per_epoch
+
+    def number(self, step: int) -> int:
+        """Returns the number of the batch of `step`, which is `step` as long as none is left out."""
+        for first, last in self.skipped:
+            if step >= first:
+                step += last - first + 1
+        return step
+
+    def numbers(self, step: int, count: int) -> list[tuple[int, int]]:
+        """Returns the batches of `count` steps from `step` on, each as (number, number)."""
+        return [(number, number) for number in map(self.number, range(step, step + count))]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices int64[batch_size], mask bool[batch_size]) of `step` >= 1, both read-only.
@@ -81,7 +96,7 @@ class Schedule:
         A missing row has mask False and the index of the last row that is there: something valid to load.
         """
         self._check(step)
-        epoch, row = divmod(step - 1, self.steps_per_epoch)
+        epoch, row = divmod(self.number(step) - 1, self.steps_per_epoch)
         chunk_steps = max(1, CHUNK_EXAMPLES // self.batch_size)
         chunk = _chunk(self, epoch, row // chunk_steps, chunk_steps)
         first = row % chunk_steps * self.batch_size
@@ -100,6 +115,17 @@ class Schedule:
             raise ValueError(
                 f"step {step} of a schedule whose steps are 1 to {self.num_batches if self.finite else 'any'}"
             )
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns ranges (first, last) in order, those that meet as one."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return tuple(found)
 
 
 def eval_schedule(num_examples: int, batch_size: int, what: str = "eval_data") -> Schedule:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from spmdkit import files
-from spmdkit.errors import ERROR_FILE, ExitCode, RendezvousError, SpmdkitError, UserCodeError
+from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
+from spmdkit.told import ERROR_FILE
 
 # How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
 # 0.11.2.

@@ -20,12 +20,12 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmdkit.cluster.environment import COORDINATOR, DEVICES_PER_PROCESS, NUM_PROCESSES, PROCESS_ID
-from spmdkit.errors import ERROR_FILE, ConfigError, ExitCode
+from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.launch.cause import Exit, cause
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
 from spmdkit.launch.supervise import Child, Supervisor, end, queued_signals
+from spmdkit.told import COORDINATOR, DEVICES_PER_PROCESS, ERROR_FILE, NUM_PROCESSES, PROCESS_ID
 
 
 def launch(

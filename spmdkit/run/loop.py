@@ -18,8 +18,11 @@ from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
-from spmdkit.program import Program, open_program, task_of
-from spmdkit.run import Run, latest_for_all
+from spmdkit.program import Program, open_program, task_of, with_hooks
+from spmdkit.run.actions import perform
+from spmdkit.run.due import NOTHING
+from spmdkit.run.hooks.base import Stop
+from spmdkit.run.run import Run, latest_for_all
 from spmdkit.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
@@ -73,10 +76,11 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         cluster.same_everywhere("auto", to_yaml(config))
     check_state(program, cluster, limit_bytes)
     certificate.require(config, program.sizes)
-    with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as signals:
+    with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as run.signals:
         state = run.restore_or_init()
-        if run.step >= config.steps:
-            run.face.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}")
+        if run.step >= config.steps or run.finished is not None:
+            end = f", where it stopped: {run.finished}" if run.finished else ""
+            run.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}{end}")
             cluster.shutdown()
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
@@ -84,34 +88,38 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         with program.stream(run.step + 1) as batches:
             with run.face.compiling():
                 check_start(program, cluster, run.directory, limit_bytes)
-            wait_for_plan = plan_beside(program, cluster, run.directory, run.face.message, run.events.write)
-            state = run_steps(run, program, state, batches, signals)
+            wait_for_plan = plan_beside(program, cluster, run.directory, run.message, run.events.write)
+            state, stopped = run_steps(run, state, batches)
         if run.step == config.steps:
             wait_for_plan()
         run.finish()
         # Together, and only after success: a process that left alone would make JAX abort the others.
         cluster.shutdown()
-        if run.step < config.steps:
-            raise _preempted(run, signals)
-        run.events.write("stopped", step=run.step, code=0)
-        _conclude(run)
+        if stopped is not None and stopped.code == Preempted.exit_code:
+            raise _preempted(run, stopped)
+        run.events.write("stopped", step=run.step, code=0, **({"why": stopped.why} if stopped else {}))
+        _conclude(run, stopped)
     return Result(state, program, run)
 
 
-def run_steps(
-    run: Run, program: Program, state: TrainState, batches: DeviceBatches, signals: StopSignals
-) -> TrainState:
-    """Returns the state after the last step, or after the step at which all processes agreed to stop."""
+def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
+    """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped it."""
+    program, due, stop = run.program, run.due, None
     run.throughput.start()
-    for step, batch, wait_s in batches:
-        state, metrics = program.step(state, batch)
-        run.push(step, metrics, wait_s)
-        run.evaluate_if_due(step, state)
-        run.save_if_due(step, state)
-        if run.should_stop(step, signals):
-            run.save(step, state)
-            break
-    return state
+    due.tell("begin", run, run.step, state)
+    try:
+        while stop is None and (taken := next(batches, None)) is not None:
+            step, batch, wait_s = taken
+            due.before_step(run, step, state)
+            state, metrics = program.step(state, batch)
+            run.dispatched(step, metrics, wait_s)
+            due.after_step(run, step, state, metrics)
+            if (decision := due.decision(step)) is not NOTHING:
+                state, batches, stop = perform(run, step, state, batches, decision)
+    finally:
+        batches.close()
+    due.tell("end", run, run.step, state)
+    return state, stop
 
 
 def _introduce(run: Run, state: TrainState) -> None:
@@ -130,13 +138,16 @@ def _introduce(run: Run, state: TrainState) -> None:
     face.start()
 
 
-def _conclude(run: Run) -> None:
+def _conclude(run: Run, stopped: Stop | None) -> None:
+    if stopped is not None:
+        run.message(f"stopped at step {run.step}: {stopped.why}")
     if run.cluster.is_main and run.config.log.progress != "off":
         print(f"report {run.directory / 'report.html'}", flush=True)
 
 
-def _preempted(run: Run, signals: StopSignals) -> Preempted:
-    name = signal.Signals(signals.requested).name if signals.requested is not None else "a signal to another process"
+def _preempted(run: Run, stopped: Stop) -> Preempted:
+    asked = None if run.signals is None else run.signals.requested
+    name = stopped.why or ("a signal to another process" if asked is None else signal.Signals(asked).name)
     run.events.write("preempted", step=run.step, signal=name, code=Preempted.exit_code)
     if run.checkpoints is None:
         return Preempted(
@@ -149,7 +160,9 @@ def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes
     """Returns the program of a config; what `auto` tries is said on standard error, unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(line, file=sys.stderr, flush=True)
-    return open_program(config, task_of(config) if task is None else task, cluster.devices, limit_bytes, say)
+    return open_program(
+        config, task_of(config) if task is None else with_hooks(task, config), cluster.devices, limit_bytes, say
+    )
 
 
 def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, float]]:

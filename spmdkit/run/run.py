@@ -1,4 +1,4 @@
-"""A run: its directory, its record on disk, its face, and what is due at which step. The loop itself is in loop.py.
+"""A run: its directory and lock, what it restores, and what it tells. What is due around a step is in hooks/, the loop in loop.py.
 
     run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  tensorboard/  profile/
 
@@ -9,9 +9,9 @@ processes, at the same step.
 from __future__ import annotations
 
 import collections
-import math
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from spmdkit import files, keys, metrics
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
-from spmdkit.errors import CheckpointWriteError, ConfigError, NonFiniteError, Preempted
+from spmdkit.errors import CheckpointWriteError, ConfigError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
+from spmdkit.metrics import sinks
 from spmdkit.program import Program
+from spmdkit.run import hooks
+from spmdkit.run.due import Due
 from spmdkit.state import TrainState
 
 STEPS_IN_FLIGHT = 16
@@ -39,22 +42,29 @@ class Run:
     def __init__(
         self, config: Config, cluster: Cluster, program: Program, *, clock: Callable[[], float] = time.monotonic
     ):
-        self.config, self.cluster, self.program, self._clock = config, cluster, program, clock
+        self.config, self.cluster, self.program, self.clock = config, cluster, program, clock
         self.directory = config.resolved_run_dir()
-        self.step = 0
-        self._first_step = 1
+        self.step, self.first_step = 0, 1
+        self.finished: str | None = None
+        self.signals: StopSignals | None = None
         self._stack = ExitStack()
-        self._flying: collections.deque[tuple[int, Any]] = collections.deque()
+        self.flying: collections.deque[Any] = collections.deque()
         cpu = cluster.devices[0].platform == "cpu"
         several = cluster.num_processes > 1 and len(cluster.devices) > cluster.num_processes
         # Several CPU devices in each of several processes deadlock in Gloo when many steps are dispatched without waiting
         # (jaxlib 0.10.2). In one process `join` has made the thread pool large enough; there, waiting after each step
         # cost 7 % at 10 ms a step (two devices on two cores, 2026-11-20).
         self._most_in_flight = 1 if cpu and several else STEPS_IN_FLIGHT
-        self._last_logged: dict[str, float] = {}
-        self._last_eval: tuple[int, dict[str, float]] | None = None
-        self._saved_at_step, self._saved_at_time = 0, clock()
-        self._trace_until: int | None = None
+        self.last_logged: dict[str, float] = {}
+        self.last_eval: tuple[int, dict[str, float]] | None = None
+        self.saved_at_step, self.saved_at_time = 0, clock()
+        self.ways_back: set[Any] = set()
+        self._numbers: tuple[int, dict[str, float]] | None = None
+        asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
+        self._chosen_sinks = sinks.chosen(
+            asked, config.folder
+        )  # on every process: a mistake must not end one of many alone
+        self.due = Due(hooks.of_run(config, program.task.hooks), cluster, config.steps, self._most_in_flight)
         self._environment = metrics.environment(
             folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes
         )
@@ -90,7 +100,7 @@ class Run:
         )
         try:
             if waits and self.checkpoints is not None:
-                self._note_commits(self.checkpoints.close())
+                self.events_of(self.checkpoints.close())
         except CheckpointWriteError as failed:
             self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
             if kind is None:
@@ -102,7 +112,7 @@ class Run:
     @property
     def last_evaluation(self) -> dict[str, float] | None:
         """The metrics of the last evaluation in this process, or None."""
-        return self._last_eval[1] if self._last_eval else None
+        return self.last_eval[1] if self.last_eval else None
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 
@@ -118,14 +128,59 @@ class Run:
             self._open_records(0)
             self.events.write("started", step=0, mesh=describe_mesh(self.program.sizes), form=self.program.form)
             return self.program.init()
-        assert self.checkpoints is not None
-        state, record = self.checkpoints.restore(latest, self.program.abstract_state)
+        state, record = self._restored(latest)
         self._check_same_run(record, latest)
-        self.step = self._saved_at_step = latest
-        self._first_step = latest + 1
+        self.first_step = latest + 1
         self._open_records(latest)
         self.events.write("restored", step=latest, mesh=describe_mesh(self.program.sizes), form=self.program.form)
         self._note_randomness(record, latest)
+        ended = record.get("finished")
+        if ended is not None and ended["steps"] == self.config.steps:
+            self.finished = ended["why"]
+        return state
+
+    def _restored(self, step: int) -> tuple[TrainState, dict[str, Any]]:
+        """Returns (state, record) of a saved step, and gives the schedule and the hooks what was saved of them."""
+        assert self.checkpoints is not None
+        state, record = self.checkpoints.restore(step, self.program.abstract_state)
+        self.program.skip_batches([tuple(pair) for pair in record.get("skipped_batches", [])])
+        for name in self.due.restore(record.get("hooks", {})):
+            self.events.write("hook is gone", step=step, hook=name)
+        self.step = self.saved_at_step = step
+        return state, record
+
+    def go_back(self, to_step: int | None, skip_batches: int) -> TrainState:
+        """Returns the state of the newest checkpoint up to `to_step`, the beginning where there is none. What is newer is forgotten.
+
+        Everything that training writes goes back with it: checkpoints, sinks, the schedule, the hooks' own state.
+        """
+        left = self.step
+        epoch = self.due.went_back()
+        self.flying.clear()
+        self._numbers, self.last_eval, self.last_logged = None, None, {}
+        target = 0
+        if self.checkpoints is not None:
+            self.events_of(self.checkpoints.wait())
+            target = latest_for_all(self.cluster, self.checkpoints, f" {epoch}", to_step) or 0
+            self.cluster.barrier("before going back")
+            self.checkpoints.forget_after(target)
+            self.cluster.barrier("went back")
+        if target:
+            state, _ = self._restored(target)
+        else:
+            state = self.program.init()
+            self.program.skip_batches([])
+            self.due.restore(self._hooks_at_start)
+            self.step = self.saved_at_step = 0
+        skipped = [*self.program.schedule.skipped, *self.program.schedule.numbers(target + 1, skip_batches)]
+        self.program.skip_batches(skipped)
+        if self.cluster.is_main:
+            self.sinks.rewind(target)
+        self.events.write("rolled back", step=target, from_step=left, skipped_batches=skip_batches)
+        self.message(
+            f"back to step {target}, from step {left}{f', {skip_batches} batches left out' if skip_batches else ''}"
+        )
+        self.throughput.start()
         return state
 
     def _note_randomness(self, record: dict[str, Any], step: int) -> None:
@@ -133,7 +188,7 @@ class Run:
         before, now = record.get("randomness", {"version": 1}), keys.identity()
         if before != now:
             self.events.write("randomness changed", step=step, before=before, now=now)
-            self.face.message(
+            self.message(
                 f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
                 "continues differently from here, dropout and noise are not what they would have been"
             )
@@ -171,137 +226,69 @@ class Run:
 
     def _open_records(self, step: int) -> None:
         config = self.config
-        self.sinks: list[Any] = []
         mode = config.log.progress if self.cluster.is_main else "off"
         self.face = metrics.ProgressFace(config.steps, step + 1, mode, examples_unit=self.program.task.unit)
         self._stack.callback(self.face.close)
-        self.throughput = metrics.Throughput(config.batch_size, self._clock)
+        self.throughput = metrics.Throughput(config.batch_size, self.clock)
+        self.sinks = sinks.Sinks(self.message)
+        self._hooks_at_start = self.due.state()
         if not self.cluster.is_main:
             return
         files.write_text(self.directory / "config.yaml", to_yaml(config, absolute_paths=True))
         files.write_json(self.directory / "environment.json", self._environment)
-        self.sinks = [metrics.JsonlSink(self.directory / "metrics.jsonl", keep_through_step=step)]
-        if config.log.tensorboard:
-            self.sinks.append(metrics.TensorboardSink(self.directory / "tensorboard", keep_through_step=step))
-        for sink in self.sinks:
-            self._stack.callback(sink.close)
-        self.sinks.append(self.face)
+        self._stack.callback(self.sinks.close)
+        for sink in self._chosen_sinks:
+            self.sinks.add(sink.name, functools.partial(sink.open, self, sink.options, step))
 
-    # ---- every step --------------------------------------------------------------------------------------------------
+    # ---- what hooks use ----------------------------------------------------------------------------------------------
 
-    def push(self, step: int, values: dict[str, jax.Array], wait_s: float) -> None:
-        """Takes the metrics of a dispatched step; waits for the device only at a log step, or with too many in flight."""
-        self.step = step
-        self.throughput.tick(step, wait_s)
-        self._flying.append((step, values))
-        if len(self._flying) > self._most_in_flight:
-            jax.block_until_ready(self._flying.popleft())
-        if step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps:
-            self._log(step, values)
-        elif self.cluster.is_main:
-            self.face.advance(step)
-        if self.config.profile is not None:
-            self._profile(step, values)
+    def is_log_step(self, step: int) -> bool:
+        """Returns whether metrics of `step` are told: the first, each `log.every_steps`, the last."""
+        return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
-    def _log(self, step: int, values: dict[str, jax.Array]) -> None:
-        numbers = {name: float(value) for name, value in jax.device_get(values).items()}
-        self._flying.clear()
-        if self.checkpoints is not None:
-            self._note_commits(self.checkpoints.check())
-        speed = self.throughput.snapshot(step)
-        # The first step of a process warms up; its speed says nothing.
-        record = {"step": step, **numbers, **(speed if step > self._first_step else {})}
-        for sink in self.sinks:
-            sink.write(record)
-        loss = numbers.get("loss", 0.0)
-        if not math.isfinite(loss):
-            if self.config.on_nonfinite == "stop":
-                raise NonFiniteError(
-                    f"the loss is {loss} at step {step} (it was {self._last_logged.get('loss', 'not logged before')} at step "
-                    f"{int(self._last_logged.get('step', 0))}). A loss has to be finite. {self._newest()} Lower the learning rate, set clip_norm, "
-                    "or look at the batches between those steps."
-                )
-            self.face.message(f"step {step}: the loss is {loss}")
-        self._last_logged = {"step": step, **numbers}
+    def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Returns the metrics of `step` on the host. Waits for the device, once for each step."""
+        if self._numbers is None or self._numbers[0] != step:
+            self._numbers = step, {name: float(value) for name, value in jax.device_get(values).items()}
+            self.flying.clear()
+        return self._numbers[1]
 
-    def _newest(self) -> str:
+    def message(self, text: str) -> None:
+        """Shows a line on the terminal of process 0."""
+        self.face.message(text)
+
+    def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
+        """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too."""
+        if self.cluster.is_main:
+            self.sinks.write(record, kind)
+            if kind == "scalars":
+                self.face.write(record)
+
+    def newest(self) -> str:
+        """Returns a sentence on the newest checkpoint, once those in flight are written."""
         if self.checkpoints is None:
             return "No checkpoints are kept."
-        self._note_commits(self.checkpoints.wait())
+        self.events_of(self.checkpoints.wait())
         latest = self.checkpoints.latest()
         return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
-    def _profile(self, step: int, values: Any) -> None:
-        options = self.config.profile
-        assert options is not None
-        if step == options.start - 1 or (options.start == 1 and step == 1):
-            jax.block_until_ready(values)
-            jax.profiler.start_trace(str(self.directory / "profile"))
-            self._trace_until = max(step, options.start - 1) + options.steps
-        elif step == self._trace_until:
-            jax.block_until_ready(values)
-            jax.profiler.stop_trace()
-            self._trace_until = None
-            self.face.message(f"profile of {options.steps} steps: {self.directory / 'profile'}")
-
-    # ---- when it is due ----------------------------------------------------------------------------------------------
-
-    def evaluate_if_due(self, step: int, state: TrainState) -> None:
-        """Evaluates every `eval.every_steps` steps, and after the last one."""
-        every = self.config.eval.every_steps
-        if self.program.has_eval and (step == self.config.steps or (every is not None and step % every == 0)):
-            jax.block_until_ready(state.step)
-            with self.throughput.paused():
-                values = self.program.eval(state)
-            self._last_eval = (step, values)
-            for sink in self.sinks:
-                sink.write({"step": step, "split": "eval", **values})
-
-    def save_if_due(self, step: int, state: TrainState) -> None:
-        """Saves every N steps, every N seconds on process 0's clock, and after the last step."""
-        options = self.config.checkpoint
-        if options is None:
-            return
-        late = options.every_seconds is not None and self._clock() - self._saved_at_time >= options.every_seconds
-        by_time = self.cluster.agree_main("save", step, late, self._most_in_flight)
-        by_step = options.every_steps is not None and step % options.every_steps == 0
-        if by_time or by_step or step == self.config.steps:
-            self.save(step, state)
-
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves the state of `step`, unless it is saved already. Returns when the arrays are copied; writing goes on behind.
+    def note_commits(self) -> None:
+        """Tells of checkpoints that are written by now.
 
         Raises:
-            NonFiniteError: the state is not finite: it would replace a good checkpoint.
-            CheckpointWriteError: this or an earlier save failed.
+            CheckpointWriteError: one could not be.
         """
-        if self.checkpoints is None or self._saved_at_step == step:
-            return
-        jax.block_until_ready(state.step)
-        with self.throughput.paused():
-            bad = self.program.non_finite_leaf(state)
-            if bad is not None:
-                text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {self._newest()}"
-                if self.config.on_nonfinite == "stop" or step == self.config.steps:
-                    raise NonFiniteError(
-                        f"{text} Lower the learning rate or set clip_norm, and start again from there."
-                    )
-                self.face.message(text)
-                return
-            for sink in self.sinks:
-                if isinstance(sink, metrics.JsonlSink):
-                    sink.sync()
-            fresh = self._last_eval is not None and self._last_eval[0] == step
-            self.checkpoints.save(
-                step, state, self._record(step), self._last_eval[1] if fresh and self._last_eval else None
-            )
-        self._saved_at_step, self._saved_at_time = step, self._clock()
+        if self.checkpoints is not None:
+            self.events_of(self.checkpoints.check())
 
-    def _note_commits(self, steps: list[int]) -> None:
-        for step in steps:
+    def events_of(self, saved: list[int]) -> None:
+        """Writes the events of saved steps."""
+        for step in saved:
             self.events.write("saved", step=step)
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def record(self, step: int) -> dict[str, Any]:
+        """Returns what a checkpoint holds beside the arrays."""
+        ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}
         return {
             "config": to_yaml(self.config),
             "settings": self._settings(),
@@ -309,13 +296,20 @@ class Run:
             "versions": self._environment["versions"],
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
             "randomness": keys.identity(),
+            "hooks": self.due.state(),
+            "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
+            **ended,
         }
 
-    def should_stop(self, step: int, signals: StopSignals) -> bool:
-        """Returns whether a process was asked to stop; True on every process at the same step."""
-        return self.cluster.agree("stop", step, signals.requested is not None, self._most_in_flight)
+    # ---- every step, and the end -------------------------------------------------------------------------------------
 
-    # ---- end ---------------------------------------------------------------------------------------------------------
+    def dispatched(self, step: int, values: Mapping[str, jax.Array], wait_s: float) -> None:
+        """Takes note of a step whose metrics are on their way; waits for the device only with too many in flight."""
+        self.step = step
+        self.throughput.tick(step, wait_s)
+        self.flying.append(values)
+        if len(self.flying) > self._most_in_flight:
+            jax.block_until_ready(self.flying.popleft())
 
     def finish(self) -> None:
         """Waits until everything is on disk, and writes the report.
@@ -323,13 +317,12 @@ class Run:
         Raises:
             CheckpointWriteError: the last save did not commit.
         """
-        if self._trace_until is not None:
-            jax.profiler.stop_trace()
         if self.checkpoints is not None:
-            self._note_commits(self.checkpoints.wait())
+            self.events_of(self.checkpoints.wait())
             # A process that left before process 0 has committed would make a launcher end process 0.
             self.cluster.barrier("committed")
         if self.cluster.is_main:
+            self.sinks.close()
             self.face.close()
             metrics.write_report(self.directory)
 
@@ -338,10 +331,18 @@ def _described(randomness: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in randomness.items())
 
 
-def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:
-    """Returns the newest committed step as process 0 sees it: a shared file system may show others an older one."""
+def latest_for_all(
+    cluster: Cluster, checkpoints: Checkpoints, question: str = "", most: int | None = None
+) -> int | None:
+    """Returns the newest committed step, up to `most`, as process 0 sees it: a shared file system may show others an older one.
+
+    Args:
+        question: another text each time that processes ask.
+    """
+    found = [step for step in checkpoints.steps() if most is None or step <= most]
+    latest = found[-1] if found else None
     if cluster.num_processes == 1:
-        return checkpoints.latest()
+        return latest
     if cluster.is_main:
-        cluster.put("newest checkpoint", str(checkpoints.latest() or ""))
-    return int(cluster.get("newest checkpoint") or 0) or None
+        cluster.put(f"newest checkpoint{question}", str(latest or ""))
+    return int(cluster.get(f"newest checkpoint{question}") or 0) or None

@@ -17,13 +17,14 @@ KINDS = ("task", "hook", "reducer", "sink")
 def mine(tmp_path, monkeypatch):
     """Returns a function that writes mine.py and finds a name in it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
     def find(code, kind, name="made", instance=None):
         (tmp_path / "mine.py").write_text(f"import spmdkit as sk\n{code}\n")
         return user_code.find(f"mine.py:{name}", kind, tmp_path, instance)
 
-    return find
+    yield find
+    for name in ("spmdkit_task_mine", "elsewhere"):
+        sys.modules.pop(name, None)
 
 
 def test_a_function_of_python_is_never_called_however_a_config_names_it(tmp_path):

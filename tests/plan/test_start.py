@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import pytest
 from plan_files import config, write
-from spmdkit.loop import train
 
 from spmdkit import auto, memory
 from spmdkit.cluster import Cluster
@@ -23,6 +22,7 @@ from spmdkit.plan import start
 from spmdkit.plan.command import make_plan
 from spmdkit.plan.document import NotAllowed
 from spmdkit.program import Program, open_program, task_of
+from spmdkit.run.loop import train
 
 
 def events(run_dir):
@@ -210,7 +210,7 @@ from spmdkit import memory
 from spmdkit.cluster import environment, join
 from spmdkit.config import load_config
 from spmdkit.faults import run_process
-from spmdkit.loop import train
+from spmdkit.run.loop import train
 me = int(os.environ["SPMDKIT_PROCESS_ID"])
 def main():
     loaded = load_config(sys.argv[1])

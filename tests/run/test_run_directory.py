@@ -15,7 +15,8 @@ from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import environment, join
 from spmdkit.errors import CheckpointWriteError, NonFiniteError
 from spmdkit.program import Program
-from spmdkit.run import Run
+from spmdkit.run.loop import run_steps
+from spmdkit.run.run import Run
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(256, 1)).astype(np.float32)
@@ -51,6 +52,18 @@ def make_config(tmp_path, **changes):
         "log": {"every_steps": 5, "progress": "off"},
     }
     return sk.Config(**{**values, **changes})
+
+
+class Slow:
+    """Batches that come every three seconds of a clock."""
+
+    def __init__(self, batches, now):
+        self._batches, self._now = batches, now
+        self.close = batches.close
+
+    def __next__(self):
+        self._now[0] += 3.0
+        return next(self._batches)
 
 
 def train(config, task):
@@ -93,11 +106,7 @@ def test_the_state_is_saved_every_so_many_seconds(tmp_path):
     now = [0.0]
     with Run(config, cluster, program, clock=lambda: now[0]) as run:
         state = run.restore_or_init()
-        for step, batch in program.batches():
-            now[0] += 3.0
-            state, values = program.step(state, batch)
-            run.push(step, values, 0.0)
-            run.save_if_due(step, state)
+        run_steps(run, state, Slow(program.stream(1), now))
         run.finish()
     # Every 3 s a step: due at 12 s and then 12 s after each; the last step always.
     assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [4, 8, 12, 16, 20]

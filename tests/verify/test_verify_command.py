@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from spmdkit.loop import train
 
 import spmdkit as sk
 from spmdkit import cli
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
+from spmdkit.run.loop import train
 from spmdkit.verify import Options, cases, certificate, verify
 
 TASK = """

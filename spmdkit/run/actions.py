@@ -1,0 +1,120 @@
+"""What hooks ask for, done: evaluate, save, replace the state, go back, stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from spmdkit.data import DeviceBatches
+from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeError
+from spmdkit.run.hooks.base import Decision, Replace, Rollback, Stop
+from spmdkit.run.run import Run
+from spmdkit.state import TrainState
+from spmdkit.tree import first_difference
+
+
+def perform(
+    run: Run, step: int, state: TrainState, batches: DeviceBatches, decision: Decision
+) -> tuple[TrainState, DeviceBatches, Stop | None]:
+    """Returns (state, batches, how training stops or None) after everything that was decided at `step` is done.
+
+    Raises:
+        SpmdkitError: a `Stop` that is a failure; see `evaluate`, `save`, `go_back`.
+    """
+    turn = decision.turn
+    if isinstance(turn, Stop) and not turn.saves:
+        raise _failure(turn)
+    if isinstance(turn, Rollback):
+        state, batches = go_back(run, turn, batches)
+        return state, batches, None
+    if isinstance(turn, Replace):
+        state = replaced(run, step, state, turn.state)
+    if decision.evaluate:
+        evaluate(run, step, state)
+    more = run.due.more()  # of after_eval: a best loss that is to be saved, patience that ends
+    turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
+    if isinstance(more.turn, Rollback | Replace) or (isinstance(more.turn, Stop) and not more.turn.saves):
+        return perform(run, step, state, batches, more)
+    if turn is not None and turn.code == 0:
+        run.finished = turn.why or "a hook"
+    if decision.save or more.save or turn is not None:
+        save(run, step, state)
+    return state, batches, turn
+
+
+def evaluate(run: Run, step: int, state: TrainState) -> None:
+    """Evaluates the state of `step`, unless that is done already or the task has nothing to evaluate."""
+    if not run.program.has_eval or (run.last_eval is not None and run.last_eval[0] == step):
+        return
+    jax.block_until_ready(state.step)
+    with run.throughput.paused():
+        values = run.program.eval(state)
+    run.last_eval = (step, values)
+    run.write({"step": step, "split": "eval", **values})
+    run.due.tell("after_eval", run, step, values)
+
+
+def save(run: Run, step: int, state: TrainState) -> None:
+    """Saves the state of `step`, unless it is saved already. Returns when the arrays are copied; writing goes on behind.
+
+    Raises:
+        NonFiniteError: the state is not finite: it would replace a good checkpoint.
+        CheckpointWriteError: this or an earlier save failed.
+    """
+    if run.checkpoints is None or run.saved_at_step == step:
+        return
+    jax.block_until_ready(state.step)
+    with run.throughput.paused():
+        bad = run.program.non_finite_leaf(state)
+        if bad is not None:
+            text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {run.newest()}"
+            if run.config.on_nonfinite == "stop" or step == run.config.steps:
+                raise NonFiniteError(f"{text} Lower the learning rate or set clip_norm, and start again from there.")
+            run.message(text)
+            return
+        run.sinks.flush()
+        fresh = run.last_eval is not None and run.last_eval[0] == step
+        run.checkpoints.save(step, state, run.record(step), run.last_eval[1] if fresh and run.last_eval else None)
+    run.saved_at_step, run.saved_at_time = step, run.clock()
+    run.due.tell("after_save", run, step)
+
+
+def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
+    """Returns the state that a hook wants instead, where the layout puts it.
+
+    Raises:
+        ConfigError: it has other leaves.
+    """
+    if not isinstance(new, TrainState) or (difference := first_difference(state, new)):
+        found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
+        raise ConfigError(
+            f"sk.Replace at step {step}: the new state is shaped otherwise: {found}. Shapes and dtypes of the state stay the same over all "
+            "steps. Write sk.Replace(state.replace(params=...))."
+        )
+    run.saved_at_step = 0 if run.saved_at_step == step else run.saved_at_step
+    return jax.device_put(new, run.program.state_sharding)
+
+
+def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainState, DeviceBatches]:
+    """Returns the state of an earlier step and the batches that follow it.
+
+    Raises:
+        UserCodeError: the same way back was taken before, with nothing left out: it would be taken for ever.
+    """
+    batches.close()
+    left, skipped_before = run.step, run.program.schedule.skipped
+    state = run.go_back(asked.to_step, asked.skip_batches)
+    way = (left, run.step, skipped_before)
+    if way in run.ways_back and not asked.skip_batches:
+        raise UserCodeError(
+            f"a hook goes back from step {left} to step {run.step} for the second time, and nothing is different: the same batches give the same "
+            "again. Leave some out, as in sk.Rollback(skip_batches=10), or stop."
+        )
+    run.ways_back.add(way)
+    return state, run.program.stream(run.step + 1)
+
+
+def _failure(stop: Stop) -> SpmdkitError:
+    kinds = {kind.exit_code: kind for kind in reversed(SpmdkitError.__subclasses__())}
+    return kinds.get(stop.code, UserCodeError)(stop.why or f"a hook stopped training with code {stop.code}")

@@ -1,0 +1,61 @@
+"""Looks whether training is finite: at log steps the loss, and every leaf of the state, to which a gradient that is not finite has gone.
+
+The state is looked at by a small program of its own, and not inside the step: there every leaf that is cut over devices would need one
+more reduction in each step, and what is not finite stays in the state until it is looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdkit.errors import NonFiniteError
+from spmdkit.run.hooks.base import Action, Hook, Stop
+
+
+def make(config: Any) -> Hook:
+    """Returns the guard: `on_nonfinite` says whether it stops the run or tells."""
+    stops = config.on_nonfinite == "stop"
+
+    def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
+        if not run.is_log_step(step):
+            return None
+        # At the first step training would wait for one more compilation; what is not finite then is found at the next.
+        finite = None if step == run.first_step else _look(run.program.mesh)(state)
+        loss = run.numbers(step, metrics).get("loss", 0.0)
+        if not math.isfinite(loss):
+            what, whose = f"the loss is {loss}", "it"
+        elif finite is not None and not finite:
+            what = f"the state is not finite: '{run.program.non_finite_leaf(state)}'"
+            whose = "the loss"
+        else:
+            return None
+        if not stops:
+            run.message(f"step {step}: {what}")
+            return None
+        before = run.last_logged
+        return Stop(
+            NonFiniteError.exit_code,
+            f"{what} at step {step} ({whose} was {before.get('loss', 'not logged before')} at step {int(before.get('step', 0))}). Loss, "
+            f"parameters and the optimizer's state have to be finite. {run.newest()} Lower the learning rate, set clip_norm, or look at the "
+            "batches between those steps.",
+            known=True,
+        )
+
+    return Hook("finite", order=10, after_step=after_step)
+
+
+@functools.cache
+def _look(mesh: Mesh) -> Any:
+    """Returns the compiled `state -> bool[]`, the same on every device: whether no leaf holds a NaN or an infinity."""
+
+    def finite(state: Any) -> jax.Array:
+        leaves = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in leaves], jnp.array(True))
+
+    return jax.jit(finite, out_shardings=NamedSharding(mesh, PartitionSpec()))

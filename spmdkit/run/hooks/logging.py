@@ -1,0 +1,24 @@
+"""Writes the first step, every `log.every_steps` steps and the last one to the sinks, and shows them; between them the bar moves on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdkit.run.hooks.base import Hook
+
+
+def make(config: Any) -> Hook:
+    """Returns the hook that tells how training goes."""
+
+    def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
+        if not run.is_log_step(step):
+            run.face.advance(step)
+            return
+        numbers = run.numbers(step, metrics)
+        run.note_commits()
+        speed = run.throughput.snapshot(step)
+        # The first step of a process warms up; its speed says nothing.
+        run.write({"step": step, **numbers, **(speed if step > run.first_step else {})})
+        run.last_logged = {"step": step, **numbers}
+
+    return Hook("logging", order=40, after_step=after_step)

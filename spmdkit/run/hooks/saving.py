@@ -1,0 +1,23 @@
+"""Saves every N steps, every N seconds on process 0's clock, and after the last step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdkit.run.hooks.base import Action, Hook, Save
+
+
+def make(config: Any) -> Hook | None:
+    """Returns the hook that asks for checkpoints, None where none are kept."""
+    options = config.checkpoint
+    if options is None:
+        return None
+    every_s, every_steps, last = options.every_seconds, options.every_steps, config.steps
+
+    def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
+        if step == last or (every_steps is not None and step % every_steps == 0):
+            return Save(known=True)
+        late = every_s is not None and run.cluster.is_main and run.clock() - run.saved_at_time >= every_s
+        return Save() if late else None
+
+    return Hook("saving", order=30, after_step=after_step)
