@@ -5,7 +5,7 @@
     step  120/2000  loss 2.3411  12345 examples/s  left 1m20s  input wait 2%
     step  120 eval  loss 2.4021  accuracy 0.9100
 
-No line is wider than 100 columns. The face is never the reason that a run ends: when its stream goes away (a closed
+No line is wider than 100 columns. Progress is never the reason that a run ends: when its stream goes away (a closed
 terminal, a closed pipe), it falls silent and training goes on.
 """
 
@@ -17,62 +17,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TextIO
+from dataclasses import replace
+from typing import Any, Literal, TextIO
 
-from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, plain_number
-from spmdkit.words import format_duration, format_rate, format_seconds, format_value
+from spmdkit.metrics.status import Status, evaluation_line, status_of
+from spmdkit.words import format_duration, format_seconds
 
-MAX_COLUMNS = 100
 RECENT_RECORDS = 16  # time left is the pace of this many records, evaluations and saves among them included
 
 
-@dataclass(frozen=True)
-class Status:
-    """Where training stands, in words ready to print. Empty where unknown."""
-
-    step: int
-    total_steps: int
-    loss: str = ""
-    metrics: tuple[str, ...] = ()
-    rate: str = ""
-    left: str = ""
-    wait: str = ""
-
-    @property
-    def place(self) -> str:
-        """`step  120/2000`, of the same width at every step."""
-        total = str(self.total_steps)
-        return f"step {self.step:>{len(total)}}/{total}"
-
-
-class Display(Protocol):
-    """Puts words on a stream; one for plain streams, one for terminals.
-
-    Attributes:
-        follows_steps: whether it shows steps between records.
-    """
-
-    follows_steps: bool
-
-    def show(self, status: Status, record: bool) -> None:
-        """Shows where training stands; `record` is False when only the step moved on."""
-
-    def line(self, text: str) -> None:
-        """Shows one line that stays."""
-
-    def begin(self, text: str) -> None:
-        """Shows that something which takes a while has begun."""
-
-    def end(self, text: str) -> None:
-        """Completes what `begin` showed by its outcome."""
-
-    def close(self) -> None:
-        """Leaves the stream as it was found."""
-
-
 class ProgressFace:
-    """A sink that shows records to a person.
+    """Shows records to a person.
 
     `start_step`: the first step that this process trains (1 in a new run). `mode`: "rich" (a bar), "plain" (lines),
     "auto" (a bar where `stream` is a terminal that can show one), "off" (nothing at all). `examples_unit`: what is
@@ -95,7 +50,7 @@ class ProgressFace:
         self._first = start_step
         self._status = Status(step=start_step - 1, total_steps=total_steps)
         self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT_RECORDS)  # (step, time) of recent records
-        self._display = _open_display(mode, sys.stdout if stream is None else stream, clock, console)
+        self._display = _open_display(mode, QuietStream(sys.stdout if stream is None else stream), clock, console)
 
     def start(self) -> None:
         """Shows the first line, at once; call it before anything slow."""
@@ -132,26 +87,16 @@ class ProgressFace:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Shows a training record, or the line of an evaluation (a record with `split`)."""
-        step = int(record["step"])
+        step, total = int(record["step"]), self._status.total_steps
         if "split" in record:
-            self._display.line(self._evaluation_line(step, record))
+            self._display.line(evaluation_line(record, total))
             return
-        self._mark(step)
-        step_time_s, wait_s = record.get("step_time_s"), record.get("input_wait_s")
-        share = wait_s / step_time_s if wait_s is not None and step_time_s else None
-        rate = record.get("examples_per_s")
-        if rate is None and step == self._first:  # the first step: how long it took says nothing about the rest
+        if (
+            step == self._first and "examples_per_s" not in record
+        ):  # how long the first step took says nothing about the rest
             self._marks.clear()
-            self._mark(step)
-        self._status = Status(
-            step=step,
-            total_steps=self._status.total_steps,
-            loss=f"loss {format_value(plain_number('loss', record['loss']))}" if "loss" in record else "",
-            metrics=tuple(_extra_metrics(record)),
-            rate=f"{format_rate(rate)} {self._unit}/s" if rate is not None else "",
-            left=self._left(step),
-            wait=f"input wait {min(share, 1):.0%}" if share is not None else "",
-        )
+        self._mark(step)
+        self._status = status_of(record, total, self._unit, self._left(step))
         self._display.show(self._status, record=True)
 
     def message(self, text: str) -> None:
@@ -174,88 +119,54 @@ class ProgressFace:
         pace_s = (last_time - first_time) / (last_step - first_step)
         return f"left {format_duration(pace_s * (self._status.total_steps - step))}"
 
-    def _evaluation_line(self, step: int, record: Mapping[str, Any]) -> str:
-        width = len(self._status.place)
-        place = f"step {step:>{len(str(self._status.total_steps))}} {record['split']}".ljust(width)
-        loss = [f"loss {format_value(plain_number('loss', record['loss']))}"] if "loss" in record else []
-        return fit([place, *loss, *_extra_metrics(record)])
-
-
-def fit(pieces: list[str], optional: range = range(0), columns: int = MAX_COLUMNS) -> str:
-    """Returns the pieces that are not empty, two spaces apart, in at most `columns`.
-
-    Those with an index in `optional` go first, from the last one; then whatever is too much at the end.
-    """
-    parts = dict(enumerate(pieces))
-    for index in (*reversed(optional), *reversed(range(1, len(pieces)))):
-        if len(_join(parts)) <= columns:
-            break
-        parts.pop(index, None)
-    return _join(parts)[:columns]
-
-
-def _join(parts: Mapping[int, str]) -> str:
-    return "  ".join(text for text in parts.values() if text)
-
-
-def training_line(status: Status, columns: int = MAX_COLUMNS) -> str:
-    """Returns `step  120/2000  loss 2.3411  <other metrics>  12345 examples/s  left 1m20s  input wait 2%`."""
-    pieces = [status.place, status.loss, *status.metrics, status.rate, status.left, status.wait]
-    return fit(pieces, range(2, 2 + len(status.metrics)), columns)
-
 
 class PlainDisplay:
-    """Lines for a file, a pipe or a plain terminal; each is flushed."""
+    """Lines for a file, a pipe or a plain terminal; each is flushed. `progress_bar.BarDisplay` is the one for terminals.
+
+    Attributes:
+        follows_steps: whether steps between records are shown.
+    """
 
     follows_steps = False
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._open_line = False
 
     def show(self, status: Status, record: bool) -> None:
+        """Shows where training stands; `record` is False when only the step moved on."""
         if record:
-            self.line(training_line(status))
+            self.line(status.words())
 
     def line(self, text: str) -> None:
-        self._put(("\n" if self._open_line else "") + text + "\n")
-        self._open_line = False
+        """Shows one line that stays."""
+        self._put(("\n" if self._open_line else "") + text + "\n", open_line=False)
 
     def begin(self, text: str) -> None:
-        self._put(("\n" if self._open_line else "") + text)
-        self._open_line = True
+        """Shows that something which takes a while has begun."""
+        self._put(("\n" if self._open_line else "") + text, open_line=True)
 
     def end(self, text: str) -> None:
-        self._put(f"  {text}\n")
-        self._open_line = False
+        """Completes what `begin` showed by its outcome."""
+        self._put(f"  {text}\n", open_line=False)
 
     def close(self) -> None:
+        """Leaves the stream as it was found."""
         if self._open_line:
             self.line("")
 
-    def _put(self, text: str) -> None:
+    def _put(self, text: str, open_line: bool) -> None:
+        self._open_line = open_line
         self._stream.write(text)
         self._stream.flush()
-
-
-class SilentDisplay:
-    """Shows nothing."""
-
-    follows_steps = False
-
-    def show(self, status: Status, record: bool) -> None: ...
-    def line(self, text: str) -> None: ...
-    def begin(self, text: str) -> None: ...
-    def end(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 class QuietStream:
     """A text stream that falls silent when what is behind it is gone, and prints `?` for what it cannot encode."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._gone = False
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream: Any = stream
+        self._gone = stream is None
 
     def write(self, text: str) -> int:
         if not self._gone:
@@ -276,36 +187,21 @@ class QuietStream:
                 self._gone = True
 
     def isatty(self) -> bool:
-        return not self._gone and is_terminal(self._stream)
+        try:
+            return not self._gone and bool(self._stream.isatty())
+        except (AttributeError, ValueError):
+            return False
 
     def __getattr__(self, name: str) -> Any:  # encoding, fileno: what rich asks a stream for
         return getattr(self._stream, name)
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal; False for closed streams and objects that cannot say."""
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):
-        return False
-
-
-def _open_display(mode: str, stream: TextIO, clock: Callable[[], float], console: Any) -> Display:
+def _open_display(mode: str, stream: QuietStream, clock: Callable[[], float], console: Any) -> Any:
     if mode == "off":
-        return SilentDisplay()
-    quiet: Any = QuietStream(stream)
+        return PlainDisplay(QuietStream(None))
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    wants_bar = mode == "rich" or (mode == "auto" and is_terminal(stream))
-    if console is not None:
-        wants_bar = mode == "rich" or (mode == "auto" and console.is_terminal)
-        dumb = console.is_dumb_terminal
-    if not wants_bar or dumb:
-        return PlainDisplay(quiet if console is None else console.file)
+    if dumb or not (mode == "rich" or (mode == "auto" and stream.isatty())):
+        return PlainDisplay(stream)
     from spmdkit.metrics.progress_bar import BarDisplay  # rich takes 60 ms to import
 
-    return BarDisplay(quiet, clock, console)
-
-
-def _extra_metrics(record: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted(set(record) - set(FIRST_KEYS) - set(LAST_KEYS)):
-        yield f"{name} {format_value(plain_number(name, record[name]))}"
+    return BarDisplay(stream, clock, console)
