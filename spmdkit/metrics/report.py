@@ -97,10 +97,10 @@ def report_body(
 
 
 def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> str:
-    last = str(events[-1].get("event", "")) if events else ""
-    tone = TONES.get(last, "open")
-    if tone == "good" and events[-1].get("code") not in (None, 0):
-        tone = "bad"
+    told = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" says nothing about how it ended
+    last, done = str(told.get("event", "")), told.get("code") in (None, 0)
+    tone = "bad" if TONES.get(last) == "good" and not done else TONES.get(last, "open")
+    last = "finished" if last == "stopped" and done else last
     pill = f'<span class="pill {tone}">{escape(last)}</span>' if last else ""
     times = [t for t in (parse_time(e.get("time")) for e in events) if t is not None]
     facts = [f"{max((r['step'] for r in records), default=0)} steps"]

@@ -42,7 +42,7 @@ svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-num
 svg polyline { fill: none; stroke: var(--train); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 svg polyline.raw { stroke-width: 1; stroke-opacity: .32; } svg polyline.eval { stroke: var(--eval); }
 svg circle { fill: var(--train); stroke: var(--card); stroke-width: 1.5; } svg circle.eval { fill: var(--eval); }
-.small { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); gap: 20px 24px; }
+.small { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(380px, 100%), 1fr)); gap: 20px 24px; }
 .scroll { max-height: 380px; overflow: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }

@@ -97,8 +97,10 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         cluster.shutdown()
         if stopped is not None and stopped.code == Preempted.exit_code:
             raise _preempted(run, stopped)
-        run.events.write("stopped", step=run.step, code=0, **({"why": stopped.why} if stopped else {}))
-        _conclude(run, stopped)
+        if stopped is not None:
+            run.message(f"stopped at step {run.step}: {stopped.why}")
+        run.tell("stopped", code=0, **({"why": stopped.why} if stopped else {}))
+        _conclude(run)
     return Result(state, program, run)
 
 
@@ -138,9 +140,7 @@ def _introduce(run: Run, state: TrainState) -> None:
     face.start()
 
 
-def _conclude(run: Run, stopped: Stop | None) -> None:
-    if stopped is not None:
-        run.message(f"stopped at step {run.step}: {stopped.why}")
+def _conclude(run: Run) -> None:
     if run.cluster.is_main and run.config.log.progress != "off":
         print(f"report {run.directory / 'report.html'}", flush=True)
 
@@ -148,7 +148,7 @@ def _conclude(run: Run, stopped: Stop | None) -> None:
 def _preempted(run: Run, stopped: Stop) -> Preempted:
     asked = None if run.signals is None else run.signals.requested
     name = stopped.why or ("a signal to another process" if asked is None else signal.Signals(asked).name)
-    run.events.write("preempted", step=run.step, signal=name, code=Preempted.exit_code)
+    run.tell("preempted", signal=name, code=Preempted.exit_code)
     if run.checkpoints is None:
         return Preempted(
             f"stopped after step {run.step} by {name}. Nothing was saved: checkpoint is null in the config."

@@ -312,7 +312,7 @@ class Run:
             jax.block_until_ready(self.flying.popleft())
 
     def finish(self) -> None:
-        """Waits until everything is on disk, and writes the report.
+        """Waits until everything is on disk.
 
         Raises:
             CheckpointWriteError: the last save did not commit.
@@ -321,6 +321,10 @@ class Run:
             self.events_of(self.checkpoints.wait())
             # A process that left before process 0 has committed would make a launcher end process 0.
             self.cluster.barrier("committed")
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Writes how the run ended, into the events and the report."""
+        self.events.write(event, step=self.step, **fields)
         if self.cluster.is_main:
             self.sinks.close()
             self.face.close()

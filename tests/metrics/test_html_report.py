@@ -189,3 +189,15 @@ def test_thinning_keeps_every_spike():
     kept = thin(points, 800)
     assert len(kept) <= 810 and (31_415, 50.0) in kept and any(v != v for _, v in kept)
     assert [s for s, _ in kept] == sorted(s for s, _ in kept)
+
+
+def test_a_run_is_finished_or_open_whatever_was_saved_last(run_dir):
+    assert 'class="pill good">finished' in report(run_dir)[0]
+    EventLog(run_dir / "events.jsonl", 0).write("restored", step=500)
+    EventLog(run_dir / "events.jsonl", 0).write("saved", step=700)
+    assert 'class="pill open">restored' in report(run_dir)[0]
+
+
+def test_a_single_further_metric_is_no_larger_than_the_loss(run_dir):
+    """Its box takes one column of the grid, not the whole row: looked at in Chromium."""
+    assert "auto-fill" in re.search(r"\.small \{[^}]*\}", report(run_dir)[0])[0]

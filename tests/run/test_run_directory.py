@@ -203,3 +203,11 @@ def test_a_checkpoint_of_other_random_keys_says_that_randomness_continues_differ
     assert (printed.out + printed.err).count("randomness continues differently") == 1
     (event,) = [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "randomness changed"]
     assert event["step"] == 10 and event["before"] == {"version": 1} and event["now"]["version"] == 2
+
+
+def test_the_report_says_that_a_finished_run_is_finished(tmp_path):
+    train(make_config(tmp_path), make_task())
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '<span class="pill good">finished</span>' in page
+    events = tmp_path / "run" / "events.jsonl"
+    assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["started", "saved", "stopped"]
