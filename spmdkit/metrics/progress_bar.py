@@ -10,7 +10,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.spinner import Spinner
 from rich.text import Text
 
-from spmdkit.metrics.progress import MAX_COLUMNS, Status
 from spmdkit.metrics.status import MAX_COLUMNS, Status
 from spmdkit.words import format_duration
 

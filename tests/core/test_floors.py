@@ -22,7 +22,6 @@ STILL = {
     ("config.task", "config.schema"),
     ("config.optimizer", "config.schema"),
     ("config.rules", "config.schema"),
-    ("metrics.progress_bar", "metrics.progress"),
 }
 """Imports that should go. Nothing is added here; a line goes with its import."""
 
