@@ -109,6 +109,19 @@ def as_varying(tree: T, axes: Sequence[str]) -> T:
     return jax.tree.map(cast, tree)
 
 
+def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Returns the parts of all devices along `axes` one after the other along dim 0, typed as the same on each of them."""
+    gathered: jax.Array = lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
+    return gathered
+
+
+def current_trace() -> Any:
+    """Returns what tells one trace from another: a loop, a branch, `vmap`, `grad` and `jit` each have their own."""
+    from jax._src import core
+
+    return core.trace_ctx.trace
+
+
 def auto_mesh(devices: np.ndarray, axes: Sequence[str]) -> Mesh:
     """Returns a mesh whose axes are all of type Auto (`jax.make_mesh` would make them Explicit)."""
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

@@ -28,90 +28,97 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, compat, reducers, scope
+from spmdkit import agree, compat, reduction, scope
 from spmdkit.mesh import REPLICA_AXES
+from spmdkit.reduction import Call
 from spmdkit.sums import Sums
 
 Local = Callable[..., Any]
 
 
-def map_replicas(step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds) -> Any:
-    """Returns (`Sums` over all replicas, model state) of `local(index, params, state, rows, mask) -> (Sums, state)`.
+def map_replicas(
+    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+) -> Any:
+    """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask) -> (Sums, state)`.
 
-    Gradients are trees like the parameters, and leave in the gradient's placement.
+    Gradients are trees like the parameters, and leave in the gradient's placement; divided already where the reducer takes no sums.
 
     Args:
         kinds: how replicas agree on each leaf of the model state.
+        call: of `sk.value_and_grad`; None in an evaluation.
     """
-    reducer = reducers.get(step.reducer)
     if step.inside:
-        return _inside_replica(step, local, reducer, params, state, batch, kinds)
+        return _inside_replica(step, local, params, state, batch, kinds, call)
     run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[step.form]
     groups, old = step.state_groups, state
     if groups is not None:
         state = jax.tree.map(lambda x: jnp.repeat(x, step.size("replica", *step.data_axes) // groups, axis=0), state)
-    sums, new_state = run(step, local, reducer, params, state, batch, kinds)
+    sums, new_state, kept = run(step, local, params, state, batch, kinds, call)
     if groups is not None and new_state is not None:
         new_state = agree.by_group(kinds, old, new_state, groups)
-    return sums, new_state
+    return sums, new_state, kept
 
 
-def _plain(step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, _: agree.Kinds) -> Any:
+def _plain(
+    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, _: agree.Kinds, call: Call | None
+) -> Any:
     if step.state_groups is not None:
         state = jax.tree.map(lambda x: x[0], state)
     sums, new_state = local(0, params, state, batch, step.mask)
     if step.state_groups is not None:
         new_state = jax.tree.map(lambda x: x[None], new_state)
-    return sums, new_state
+    return sums, new_state, None if call is None else call.kept
 
 
 def _inside_replica(
-    step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, kinds: agree.Kinds
+    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one reduction."""
     index = lax.axis_index(REPLICA_AXES)
     own_params, own_state, batch, mask = as_local(step, (params, state, batch, step.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
     if step.state_groups is not None:
-        with jax.named_scope(scope.REDUCE):
-            return reducer(as_local(step, sums), REPLICA_AXES), new_state
+        sums, _, kept = reduction.reduced(step, as_local(step, sums), {}, REPLICA_AXES, call)
+        return sums, new_state, kept
     added, largest = agree.crossing(kinds, own_state, new_state, index == 0)
+    sums, added = as_local(step, (sums, added))
+    sums, added, kept = reduction.reduced(step, sums, added, REPLICA_AXES, call)
     with jax.named_scope(scope.REDUCE):
-        sums, added = reducer(as_local(step, (sums, added)), REPLICA_AXES)
         largest = lax.pmax(as_local(step, largest), REPLICA_AXES) if largest else largest
-    return sums, agree.agreed(kinds, state, new_state, added, largest, step.size(*REPLICA_AXES))
+    return sums, agree.agreed(kinds, state, new_state, added, largest, step.size(*REPLICA_AXES)), kept
 
 
 def _manual(
-    step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, kinds: agree.Kinds
+    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     own_state = step.state_groups is not None
     rows = PartitionSpec(_non_trivial(step, REPLICA_AXES))
 
-    def body(params: Any, state: Any, batch: Any, mask: Any) -> Any:
+    def body(params: Any, state: Any, batch: Any, mask: Any, kept: Any) -> Any:
         inner = dataclasses.replace(step, mask=mask)
         if own_state:
             state = jax.tree.map(lambda x: x[0], state)
-        sums, new_state = _inside_replica(inner, local, reducer, params, state, batch, kinds)
+        own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
+        sums, new_state, kept = _inside_replica(inner, local, params, state, batch, kinds, own)
         if own_state:
             new_state = jax.tree.map(lambda x: x[None], new_state)
-        return sums, new_state
+        return sums, new_state, jax.tree.map(lambda x: x[None], kept)
 
     states = rows if own_state else PartitionSpec()
     run = jax.shard_map(
         body,
         mesh=step.mesh,
-        in_specs=(PartitionSpec(), states, rows, rows),
-        out_specs=(PartitionSpec(), states),
+        in_specs=(PartitionSpec(), states, rows, rows, rows),
+        out_specs=(PartitionSpec(), states, rows),
         # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters, and of every
         # constant with respect to which the loss itself differentiates. Here a replica differentiates for itself.
         check_vma=False,
     )
-    return run(params, state, batch, step.mask)
+    return run(params, state, batch, step.mask, None if call is None else call.kept)
 
 
 def _mapped(
-    step: scope.Step, local: Local, reducer: Any, params: Any, state: Any, batch: Any, kinds: agree.Kinds
+    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     num_replica, num_data = step.size("replica"), step.size(*step.data_axes)
     own_state = step.state_groups is not None
@@ -133,47 +140,67 @@ def _mapped(
     sums, new_state = stacked
     if own_state:
         new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)
-        return _reduce_stacked(step, reducer, sums, {})[0], new_state
+        sums, _, kept = _reduce_stacked(step, sums, {}, call)
+        return sums, new_state, kept
     first = jnp.arange(num_replica * num_data).reshape(num_replica, num_data) == 0
     added, largest = agree.crossing(kinds, state, new_state, first)
-    sums, added = _reduce_stacked(step, reducer, sums, added)
+    sums, added, kept = _reduce_stacked(step, sums, added, call)
     largest = {path: x.max((0, 1)) for path, x in largest.items()}
-    return sums, agree.agreed(kinds, state, new_state, added, largest, num_replica * num_data)
+    return sums, agree.agreed(kinds, state, new_state, added, largest, num_replica * num_data), kept
 
 
-def _reduce_stacked(step: scope.Step, reducer: Any, sums: Sums, added: Any) -> Any:
+def _reduce_stacked(step: scope.Step, sums: Sums, added: Any, call: Call | None) -> Any:
     """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual `shard_map`."""
     axes = tuple(a for a in ("replica", *step.data_axes) if step.size(a) > 1)
-    stacked = (sums, added)
     if not axes:
-        return jax.tree.map(lambda x: x[0, 0], stacked)
+        sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
+        return sums, added, None if call is None else call.kept
     before, after = _specs(step, sums, added, "compute"), _specs(step, sums, added, "gradient")
     stack = (_axes_or_none(step, ("replica",)), _axes_or_none(step, step.data_axes))
+    dims = None
+    if call is not None and "fsdp" in axes and before != after:
+        dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
+    if not step.gives_sums:
+        after = (dataclasses.replace(after[0], count_gradient=None), after[1])
+    kept = None if call is None else call.kept
+    kept_specs = None if kept is None else _kept_specs(step, after[0].gradient, kept)
 
-    def body(tree: Any) -> Any:
-        tree = jax.tree.map(lambda x: x[0, 0], tree)
-        if "fsdp" not in axes or before == after:
-            return reducer(tree, axes)
-        outer = tuple(a for a in axes if a != "fsdp")
-        paired = jax.tree.map(lambda s, t: _scatter_dim(s, t), before, after)
-        scattered = jax.tree.map(
-            lambda x, dim: x if dim < 0 else _reduce_scatter(x, dim),
-            tree,
-            paired,
-        )
-        cut = jax.tree.map(lambda x, dim: x if dim >= 0 else None, scattered, paired)
-        kept = jax.tree.map(lambda x, dim: x if dim < 0 else None, scattered, paired)
-        cut, kept = reducer(cut, outer) if outer else cut, reducer(kept, axes)
-        return jax.tree.map(lambda dim, x, y: y if x is None else x, paired, cut, kept)
+    def body(tree: Any, kept: Any) -> Any:
+        sums, added = jax.tree.map(lambda x: x[0, 0], tree)
+        own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
+        sums, added, kept = reduction.reduced(step, sums, added, axes, own, dims)
+        return (sums, added), jax.tree.map(lambda x: x[None], kept)
 
     run = jax.shard_map(
         body,
         mesh=step.mesh,
-        in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before),),
-        out_specs=after,
+        in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before), kept_specs),
+        out_specs=(after, kept_specs),
     )
-    with jax.named_scope(scope.REDUCE):
-        return run(stacked)
+    (sums, added), kept = run((sums, added), kept)
+    return sums, added, kept
+
+
+def _kept_specs(step: scope.Step, gradient: Any, kept: Any) -> Any:
+    """Returns the specs of a reducer's state: the replicas of each leaf first, then as its gradient is cut."""
+    specs = jax.tree.leaves(gradient)
+    structure: Any = jax.tree.structure(gradient)
+    of_leaf = [
+        jax.tree.map(lambda _, spec=spec: kept_spec(step, spec), state)  # type: ignore[misc]
+        for spec, state in zip(specs, structure.flatten_up_to(kept), strict=True)
+    ]
+    return jax.tree.unflatten(structure, of_leaf)
+
+
+def kept_spec(step: scope.Step, gradient: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of the state that a reducer has for a leaf whose gradient is cut as `gradient`."""
+    return PartitionSpec(replica_axes_of(step, gradient) or None, *gradient)
+
+
+def replica_axes_of(step: scope.Step, gradient: PartitionSpec) -> tuple[str, ...]:
+    """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its gradient."""
+    cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
+    return tuple(a for a in ("replica", *step.data_axes) if step.size(a) > 1 and a not in cut)
 
 
 def _specs(step: scope.Step, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
@@ -185,23 +212,6 @@ def _specs(step: scope.Step, sums: Sums, added: Any, placement: Literal["compute
     specs = getattr(step.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
     of_count = None if sums.count_gradient is None else specs
     return dataclasses.replace(whole, gradient=specs, count_gradient=of_count), added
-
-
-def _reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
-    """Returns this device's part along `dim` of the sum over `fsdp`.
-
-    The dim that is cut is sent as the last but one. The TPU compiler (libtpu 0.0.42) has a reduce_scatter for that one alone; along any
-    other it sends an all_reduce, twice the bytes, and slices (docs/collectives.md, `zero2`).
-
-    Wire: (N-1)/N of x.
-    """
-    if x.ndim == 1:
-        return lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
-    if dim == x.ndim - 1:
-        part = lax.psum_scatter(jnp.swapaxes(x, dim - 1, dim), "fsdp", scatter_dimension=dim - 1, tiled=True)
-        return jnp.swapaxes(part, dim - 1, dim)
-    part = lax.psum_scatter(x.reshape(*x.shape[: dim + 1], -1), "fsdp", scatter_dimension=dim, tiled=True)
-    return part.reshape(*part.shape[: dim + 1], *x.shape[dim + 1 :])
 
 
 def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:

@@ -27,6 +27,7 @@ from spmdkit import agree, keys, scope
 from spmdkit.errors import ConfigError
 from spmdkit.forms import as_local, constrain, map_replicas
 from spmdkit.means import Mean
+from spmdkit.reduction import Call
 from spmdkit.returned import checked_loss, checked_metrics
 from spmdkit.sums import Sums
 from spmdkit.tree import describe, first_difference, named_leaves, path_name
@@ -59,10 +60,13 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         counts: dict[str, Mean] = {}
         kinds = _kinds(loss_fn, step, params, model_state, batch, key) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, step, key, counts)
-        sums, new_state = map_replicas(step, local, params, model_state, batch, kinds)
-        loss = _known_count(step, sums.loss, counts["loss"])
+        total = lambda loss: _known_count(step, loss, counts["loss"])
+        call = Call(total, step.carried.take(_gradient_shapes(step, params)), key)
+        sums, new_state, kept = map_replicas(step, local, params, model_state, batch, kinds, call)
+        step.carried.put(kept)
+        loss = total(sums.loss)
         metrics = {name: _known_count(step, metric, counts[name]) for name, metric in sums.metrics.items()}
-        grads = _of_mean(loss, sums)
+        grads = sums.mean_gradient(loss) if step.gives_sums else sums.gradient
         values = {name: metric.value for name, metric in metrics.items()}
         if len(args) == 3:
             return (loss.value, values, new_state), grads
@@ -94,7 +98,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
                 )
             return Sums(None, checked_metrics(metrics, "eval_fn")), None
 
-        found: dict[str, Mean] = map_replicas(step, local, params, model_state, batch, {})[0].metrics
+        found: dict[str, Mean] = map_replicas(step, local, params, model_state, batch, {}, None)[0].metrics
         return found
 
     return run
@@ -176,23 +180,15 @@ def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
     return noted_count
 
 
+def _gradient_shapes(step: scope.Step, params: Any) -> Any:
+    """Returns the gradient that is reduced as `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), step.reduce_dtype or jnp.result_type(p)), params)
+
+
 def _as_reduced(step: scope.Step, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
     grads = jax.tree.map(lambda g, p: g.astype(step.reduce_dtype or p.dtype), grads, params)
     return _constrain_gradient(step, grads)
-
-
-def _of_mean(loss: Mean, sums: Sums) -> Any:
-    """Returns the gradient of `S / C` from those of its sum S and its count C: `G_s / C - S / C^2 G_c`.
-
-    One division here, not one per element and use: the optimizer's fused loops would each repeat it.
-    """
-    scale = 1 / loss.divisor
-    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), sums.gradient)
-    if sums.count_gradient is None:
-        return grads
-    ratio = loss.value * scale
-    return jax.tree.map(lambda g, c: g - c * ratio.astype(c.dtype), grads, sums.count_gradient)
 
 
 def _kinds(loss_fn: Loss, step: scope.Step, params: Any, state: Any, batch: Any, key: Any) -> agree.Kinds:
@@ -337,7 +333,6 @@ def _check_differentiable(params: Any) -> None:
 
 
 SEAMS = {
-    "of_mean": _of_mean,
     "local_gradient": _local_gradient,
     "positions": _positions,
     "loss_key": _loss_key,

@@ -3,7 +3,8 @@
     key(seed)                                         given to `init` as it is: users compare with plain JAX
     |- fold STEPS - fold step                         `state.key`
     |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
-    |     `- fold EXAMPLES - fold salt - fold place   `sk.example_keys(salt)`
+    |     |- fold EXAMPLES - fold salt - fold place   `sk.example_keys(salt)`
+    |     `- fold REDUCER                             of a reducer that draws numbers
     `- fold EVALUATION                                the same below it, with the number of the batch for the step
 
 With threefry `split(key, n)[i]` is `fold_in(key, i)`, so the branches hang below large tags: what a user splits off never meets them.
@@ -23,8 +24,8 @@ import jax.numpy as jnp
 VERSION = 2
 """Of this tree, written with every checkpoint. 1: no tags; `init`, the steps and the evaluation drew from the same keys."""
 
-STEPS, EVALUATION, LOSS, EXAMPLES = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70
-"""ASCII: step, eval, loss, exmp."""
+STEPS, EVALUATION, LOSS, EXAMPLES, REDUCER = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70, 0x72656475
+"""ASCII: step, eval, loss, exmp, redu."""
 
 THREEFRY = "threefry2x32"
 
@@ -62,6 +63,11 @@ def batch_key(key: jax.Array, number: Any) -> jax.Array:
 def loss_key(key: jax.Array, replica: Any, micro: Any) -> jax.Array:
     """Returns the plain key of a loss, of the same implementation as `key`: another one on each replica and in each microbatch."""
     return _like(_fold(_threefry(key), LOSS, replica, micro), key)
+
+
+def reducer_key(key: jax.Array) -> jax.Array:
+    """Returns the threefry key of a step's reducer, the same on every replica."""
+    return _fold(_threefry(key), REDUCER)
 
 
 def example_keys(key: jax.Array, salt: Any, places: jax.Array) -> jax.Array:

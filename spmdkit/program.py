@@ -18,15 +18,32 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, auto, compile_log, compiler, data, layout, memory, mesh, padding, scope, state, step
+from spmdkit import (
+    agree,
+    auto,
+    compile_log,
+    compiler,
+    data,
+    kinds,
+    layout,
+    memory,
+    mesh,
+    padding,
+    reducer_state,
+    scope,
+    state,
+    step,
+)
 from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.ops.remat import check_names
+from spmdkit.reducers.base import Reducer, stateless
+from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.replica import check_reductions
 from spmdkit.state import TrainState, check_not_donated
-from spmdkit.state_layout import place_state, state_groups
+from spmdkit.state_layout import StateLayout, laid_out, place_state, state_groups
 from spmdkit.step import Batch
 from spmdkit.step_record import forms_of, step_record
 from spmdkit.summed import refuse_summed
@@ -73,9 +90,9 @@ class Program:
         self.zero = config.layout.zero
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
         self._agree = agree.said_of(task.agree, abstract_model_state)
+        self._kept_by_reducer: tuple[Any, ...] = ()
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
-        placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
-        self.layout, self.state_sharding, self.abstract_state, self._placements = placed
+        self._place(place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes))
         self._open_data()
         self._step_record = self._choose_form()
         self.form = self._step_record.form
@@ -102,12 +119,16 @@ class Program:
         """The number of parts into which the mesh cuts a batch."""
         return mesh.count(self.sizes, mesh.BATCH_AXES)
 
+    def _place(self, placed: StateLayout) -> None:
+        self.layout, self.state_sharding, self.abstract_state, self._placements = placed
+
     def _create_state(self, key: jax.Array) -> TrainState:
         variables = self._init(key)
         model_state = variables.state
         if (groups := self._state_groups) is not None:
             model_state = jax.tree.map(lambda x: jnp.stack([x] * groups), model_state)
-        return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema)
+        kept = reducer_state.zeros(self._kept_by_reducer)
+        return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema, kept)
 
     def _open_data(self) -> None:
         config, options = self.config, self.config.data
@@ -153,8 +174,28 @@ class Program:
             state_groups=self._state_groups,
             agree=self._agree,
         )
+        reducer = record.reducer
+        keeps = reducer.init is not stateless and self.num_replicas > 1
+        if keeps:  # the form and the calls are found without it
+            record = dataclasses.replace(record, reducer=plain_sum())
         forms = forms_of(self.task.view, self.sizes, self.num_replicas)
-        return self._settle(self._first_traced([dataclasses.replace(record, form=form, uses=set()) for form in forms]))
+        record = self._first_traced([dataclasses.replace(record, form=form, uses=set()) for form in forms])
+        reducer_state.check_effect(kinds.split(self.config.reducer)[0], reducer, record, self.sizes, self._what())
+        return self._settle(self._with_state_of(reducer, record) if keeps else record)
+
+    def _with_state_of(self, reducer: Reducer, record: scope.Step) -> scope.Step:
+        """Returns the record of the step with a reducer that keeps something, for which the train state gets its place."""
+        gradients: list[Any] = []
+        call_user(lambda: self._eval_shape(self._step_function(record, gradients)), self._what())
+        record = dataclasses.replace(record, reducer=reducer, uses=set())
+        self._kept_by_reducer, table = reducer_state.shapes(reducer, gradients, record)
+        self._abstract_state = self._abstract_state.replace(reducer=self._kept_by_reducer)
+        self._place(laid_out([*self.layout, *table], self._abstract_state, self.mesh, self._placements))
+        call_user(functools.partial(self._trace, record), self._what())
+        return record
+
+    def _eval_shape(self, step_function: step.StepFn) -> Any:
+        return jax.eval_shape(step_function, self.abstract_state, self.abstract_batch)
 
     def _first_traced(self, records: Sequence[scope.Step]) -> scope.Step:
         """Returns the first record in whose form the user's functions can be traced.
@@ -201,12 +242,12 @@ class Program:
         self._last_trace = (record, traced)
         return traced
 
-    def _step_function(self, record: scope.Step, typed: bool = True) -> step.StepFn:
+    def _step_function(self, record: scope.Step, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
         train_step = step.with_hooks(train_step, self.task.hooks)
         if self.task.view == "replica":
-            return step.replica_step(train_step, record, self._to_device, typed)
-        return step.global_step(train_step, record, self._to_device)
+            return step.replica_step(train_step, record, self._to_device, gradients, typed)
+        return step.global_step(train_step, record, self._to_device, gradients)
 
     def _to_device(self, state: TrainState) -> TrainState:
         """Brings the leaves that live on the host to the devices, inside the step."""

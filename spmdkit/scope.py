@@ -19,7 +19,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
+from spmdkit.carried import Carried
 from spmdkit.mesh import MODEL_AXES
+from spmdkit.reducers.base import Reducer
+from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.tree import named_leaves
 
 _tokens = itertools.count()
@@ -104,6 +107,8 @@ class Step:
         data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
         inner_axes: the mesh axes over which one replica's examples are cut.
         inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or patterns of paths.
+        reducer: how gradients are added over replicas.
+        carried: the reducer's state on its way through this trace.
         mask: bool[global batch] or None; False marks padding rows.
         agree: path of a leaf of the model state -> how the task says that replicas agree on it (agree.py).
         inside: True while a per-replica step is traced, inside `shard_map`.
@@ -125,7 +130,8 @@ class Step:
     compute_dtype: Any = None
     inputs: str | Sequence[str] = "compute"
     reduce_dtype: Any = None
-    reducer: str = "sum"
+    reducer: Reducer = field(default_factory=plain_sum)
+    carried: Carried = field(default_factory=lambda: Carried(()))
     remat: Any = None
     remat_whole: bool = False
     placements: Placements | None = None
@@ -141,6 +147,11 @@ class Step:
     mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
+
+    @property
+    def gives_sums(self) -> bool:
+        """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
+        return self.reducer.takes == "sum" or self.size("replica", *self.data_axes) == 1
 
     def size(self, *axes: str) -> int:
         """Returns the number of positions along `axes`; axes of no mesh have size one."""

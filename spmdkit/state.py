@@ -44,6 +44,8 @@ class TrainState:
         rng: uint32[2] (rbg: [4]), the data of the run's root key; never changes.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
+        reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in the order in which
+            they are traced; empty where it keeps nothing. `spmdkit.reducer_state`.
     """
 
     step: jax.Array
@@ -54,6 +56,7 @@ class TrainState:
     rng: jax.Array
     optimizer: optax.GradientTransformationExtraArgs = field(metadata={"static": True})
     ema_decay: float | None = field(default=None, metadata={"static": True})
+    reducer: tuple[Any, ...] = ()
 
     @property
     def key(self) -> jax.Array:
@@ -101,7 +104,13 @@ class TrainState:
         )
 
 
-def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: float | None) -> TrainState:
+FIELDS = tuple(f.name for f in dataclasses.fields(TrainState) if not f.metadata.get("static"))
+"""The fields of a train state that hold arrays, in flattening order."""
+
+
+def create(
+    params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: float | None, reducer: tuple[Any, ...] = ()
+) -> TrainState:
     """Returns the state before the first step."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -115,6 +124,7 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
         rng=keys.root_data(seed),
         optimizer=optimizer,
         ema_decay=ema_decay,
+        reducer=reducer,
     )
 
 

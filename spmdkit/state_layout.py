@@ -14,7 +14,7 @@ from spmdkit import layout, scope
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
-from spmdkit.state import TrainState
+from spmdkit.state import FIELDS, TrainState
 from spmdkit.tree import named_leaves
 
 MEMORY_KIND = {"device": "device", "host": "pinned_host"}
@@ -106,6 +106,7 @@ def place_state(
     whole = functools.partial(layout.LeafPlacement, spec=PartitionSpec(), memory_kind="device")
     a = abstract
     parts = {
+        "reducer": [],
         "step": [whole("", (), a.step.dtype, reason="scalar")],
         "params": stored,
         "opt_state": follow(a.opt_state, memory_kind=update_kind),
@@ -113,15 +114,9 @@ def place_state(
         "ema": follow(a.ema, memory_kind=update_kind),
         "rng": [whole("", a.rng.shape, a.rng.dtype, reason="random key")],
     }
-    in_order = dict.fromkeys(path.partition("/")[0] for path, _ in named_leaves(abstract))  # of flattening
     table = [
-        dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field)
-        for field in in_order
-        for p in parts[field]
+        dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field) for field in FIELDS for p in parts[field]
     ]
-    treedef = jax.tree.structure(abstract)
-    shardings = [p.sharding(mesh) for p in table]
-    leaves = [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s) for p, s in zip(table, shardings, strict=True)]
     in_tree = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
     placements = scope.Placements(
         compute=in_tree([p.spec for p in stored]),
@@ -129,4 +124,12 @@ def place_state(
         update=in_tree([p.spec for p in full]),
         shapes={path: x.shape for path, x in named_leaves(params)},
     )
+    return laid_out(table, abstract, mesh, placements)
+
+
+def laid_out(table: list[LeafPlacement], abstract: TrainState, mesh: Mesh, placements: scope.Placements) -> StateLayout:
+    """Returns the layout of `abstract` whose leaves are placed as `table` says, in flattening order."""
+    treedef = jax.tree.structure(abstract)
+    shardings = [p.sharding(mesh) for p in table]
+    leaves = [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s) for p, s in zip(table, shardings, strict=True)]
     return StateLayout(table, jax.tree.unflatten(treedef, shardings), jax.tree.unflatten(treedef, leaves), placements)

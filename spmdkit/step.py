@@ -12,12 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmdkit import compat, scope
+from spmdkit.carried import Carried
 from spmdkit.errors import ConfigError
 from spmdkit.gradient import value_and_grad, whole_rows
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.returned import check_metric_names
-from spmdkit.state import TrainState, mirrored
+from spmdkit.state import FIELDS, TrainState, mirrored
 from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
 COMPILED_NAME = "train_step"
@@ -90,21 +91,36 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
     return hooked
 
 
-def global_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any]) -> StepFn:
-    """Returns the function to compile for a step that sees global arrays. `to_device` brings host-placed leaves in."""
+def global_step(
+    train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any], gradients: list[Any] | None = None
+) -> StepFn:
+    """Returns the function to compile for a step that sees global arrays.
+
+    Args:
+        to_device: brings host-placed leaves in.
+        gradients: a list that a trace fills with the shapes of what each call of `sk.value_and_grad` reduces; see `reducer_state.calls_of`.
+    """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         state = to_device(state)
         rows = whole_rows(step, batch.examples, batch.mask, state.key)
-        with scope.tracing(dataclasses.replace(step, mask=batch.mask)), scope.over(rows):
+        carried = Carried(state.reducer, gradients)
+        with scope.tracing(dataclasses.replace(step, mask=batch.mask, carried=carried)), scope.over(rows):
             out = train_step(state, batch.examples)
-        return _checked(state, out)
+        new_state, metrics = _checked(state, out)
+        return new_state.replace(reducer=carried.collected()), metrics
 
     run.__name__ = COMPILED_NAME
     return run
 
 
-def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any], typed: bool = True) -> StepFn:
+def replica_step(
+    train_step: StepFn,
+    step: scope.Step,
+    to_device: Callable[[Any], Any],
+    gradients: list[Any] | None = None,
+    typed: bool = True,
+) -> StepFn:
     """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
 
     Parameters are handed over as the replica's own copy; what leaves must be provably mirrored.
@@ -120,11 +136,12 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
     def body(state: TrainState, examples: Any, mask: Any) -> tuple[TrainState, dict[str, Any]]:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         originals = {id(x): (x, y) for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state.params), strict=True)}
-        inner = dataclasses.replace(step, form="manual", inside=True, mask=mask, mirrored=originals)
+        carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
+        inner = dataclasses.replace(step, form="manual", inside=True, mask=mask, mirrored=originals, carried=carried)
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with scope.tracing(inner), scope.over(own_rows):
             new_state, metrics = _checked(state, train_step(state.replace(params=own), examples))
-        new_state = mirrored(inner, new_state)
+        new_state = mirrored(inner, new_state).replace(reducer=())
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):
                 if axes := scope.differing_axes(inner, leaf):
@@ -133,11 +150,15 @@ def replica_step(train_step: StepFn, step: scope.Step, to_device: Callable[[Any]
                         "is missing. What leaves a per-replica step must be the same on every replica. "
                         f"Apply sk.pmean to it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
                     )
-        return jax.tree.map(_untype_trivial, (new_state, metrics))
+        new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
+        kept = compat.as_varying(jax.tree.map(lambda x: x[None], carried.collected()), REPLICA_AXES)
+        return new_state.replace(reducer=kept), metrics
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        specs = (PartitionSpec(), rows, rows)
-        mapped = jax.shard_map(body, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=typed)
+        whole = PartitionSpec()
+        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": rows})
+        in_specs, out_specs = (states, rows, rows), (states, whole)
+        mapped = jax.shard_map(body, mesh=step.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask)
 
     run.__name__ = COMPILED_NAME

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spmdkit import layout, scope
+from spmdkit import kinds, layout, scope
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
@@ -37,7 +37,7 @@ def step_record(
         compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
         inputs=dtypes.inputs or "compute",
         reduce_dtype=jnp.dtype(dtypes.reduce),
-        reducer=config.reducer if isinstance(config.reducer, str) else next(iter(config.reducer)),
+        reducer=kinds.make("reducers", config.reducer),
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
         placements=placements,
         state_groups=state_groups,

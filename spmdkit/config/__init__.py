@@ -7,7 +7,7 @@ source.py YAML with lines · overrides.py key=value · problems.py and wording.p
 from spmdkit.config.fields import LOGICAL_AXES, MESH_AXES
 from spmdkit.config.load import load_config, parse_config, replace_keys
 from spmdkit.config.optimizer import build_optimizer, build_schedule, choose_optimizer
-from spmdkit.config.rules import check_batch, named_choice
+from spmdkit.config.rules import check_batch
 from spmdkit.config.schema import (
     Best,
     Budget,
@@ -50,7 +50,6 @@ __all__ = [
     "choose_optimizer",
     "json_schema",
     "load_config",
-    "named_choice",
     "parse_config",
     "replace_keys",
     "task_reference",

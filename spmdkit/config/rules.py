@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from spmdkit import kinds
 from spmdkit.config import fields, optimizer
-from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
+from spmdkit.config.problems import KeyPath, Problem, render, show
 from spmdkit.config.task import reference_problem
 from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
@@ -16,11 +17,8 @@ from spmdkit.words import nearest
 if TYPE_CHECKING:
     from spmdkit.config.schema import Config
 
-REDUCERS: Mapping[str, Sequence[str]] = {"sum": ()}
-"""Reducer -> its options."""
-
-SYNCS: Mapping[str, Sequence[str]] = {"every_step": ()}
-"""Sync -> its options."""
+KINDS = {"reducer": ("reducers", "sum"), "sync": ("sync", "every_step")}
+"""Key -> (the folder whose files it names, its default)."""
 
 MAX_DEPTH = 32
 
@@ -147,39 +145,14 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _choices(config: Config) -> Iterator[Problem]:
-    for key, known in (("reducer", REDUCERS), ("sync", SYNCS)):
-        yield from _choice_problems((key,), getattr(config, key), known)
-        if isinstance(value := getattr(config, key), dict):
+    for key, (folder, default) in KINDS.items():
+        value = getattr(config, key)
+        if value == default:
+            continue  # looked at by nobody: other kinds import JAX
+        if isinstance(value, dict):
             yield from plain_values(value, (key,))
-
-
-def named_choice(key: str, value: str | Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
-    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`; `known` maps each name to its options.
-
-    Raises:
-        ConfigError: a name or an option that is not known.
-    """
-    if found := list(_choice_problems((key,), value, known)):
-        raise ConfigError(render(found, Origin()))
-    return _split(value)
-
-
-def _split(value: str | Mapping[str, Any]) -> tuple[str, Any]:
-    return (value, {}) if isinstance(value, str) else next((k, {} if v is None else v) for k, v in value.items())
-
-
-def _choice_problems(path: KeyPath, value: Any, known: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
-    name, options = _split(value)
-    if name not in known:
-        yield Problem(path, f"needs one of {', '.join(known)}, found {show(name)}.{nearest(name, known)}")
-    elif not known[name]:
-        if options != {}:
-            yield Problem((*path, name), f"takes no options, found {show(options)}. Write {path[-1]}: {name}.")
-    elif isinstance(options, dict):
-        for option in options:
-            if option not in known[name]:
-                hint = nearest(str(option), known[name])
-                yield Problem((*path, name, str(option)), f"unknown option.{hint} Known are {', '.join(known[name])}.")
+        if found := kinds.problem(folder, value):
+            yield Problem((key,), found)
 
 
 def _remat(config: Config) -> Iterator[Problem]:

@@ -4,9 +4,9 @@ Each replaces one well-named function while a program is traced and run. Those o
 `SEAMS` of its module, so that a rename fails where it is made; nothing else in the package knows of it.
 
     seam                               what passes through it
-    reducers: get                      everything that is added over replicas: sums and counts, gradient, model state
+    reduction: reduced                 everything that is added over replicas: sums and counts, gradient, model state
     jax.shard_map                      the manual form: where it is traced without types
-    gradient: of_mean                  sums and counts with their gradients, on the way to the gradient of the mean
+    sums: mean_gradient                sums and counts with their gradients, on the way to the gradient of the mean
     agree: crossing, agreed            the model state on its way to the other replicas and back
     gradient: positions                places of a replica's examples in the global batch, from which example keys are made
     gradient: local_gradient           the user's loss on one replica
@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from spmdkit import agree, compat, feed, gradient, reducers, scope
+from spmdkit import agree, compat, feed, gradient, reduction, scope
+from spmdkit import sums as sums_module
 from spmdkit.checkpoint import leaves
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
@@ -97,36 +98,39 @@ def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting]
 
 # ---- reductions -------------------------------------------------------------------------------------------------------
 
-Reduce = Callable[[Any, tuple[str, ...]], Any]
+Reduce = Callable[[Sums, Any, tuple[str, ...]], tuple[Sums, Any, Any]]
+"""`(sums, what else is added, axes) -> (sums, what else is added, the reducer's state)`."""
 
 
-def reducing(mistake: Callable[[Reduce, Any, tuple[str, ...], Setting], Any]) -> Callable[[Setting], Acting]:
-    """Returns a mutant's `apply`: `mistake(reduce, tree, axes, setting)` instead of `reduce(tree, axes)`."""
+def reducing(
+    mistake: Callable[[Reduce, Sums, Any, tuple[str, ...], Setting], tuple[Sums, Any, Any]],
+) -> Callable[[Setting], Acting]:
+    """Returns a mutant's `apply`: `mistake(reduce, sums, added, axes, setting)` instead of `reduce(sums, added, axes)`."""
 
     @contextlib.contextmanager
     def apply(setting: Setting) -> Iterator[list[Any]]:
         acted: list[Any] = []
 
-        def make(get: Callable[..., Reduce]) -> Callable[..., Reduce]:
-            def instead(*asked: Any) -> Reduce:
-                reduce = get(*asked)
-
-                def wrong(tree: Any, axes: tuple[str, ...]) -> Any:
-                    acted.append(axes)
-                    return mistake(reduce, tree, axes, setting)
-
-                return wrong
+        def make(reduced: Callable[..., Any]) -> Callable[..., Any]:
+            def instead(step: Any, sums: Sums, added: Any, axes: tuple[str, ...], *rest: Any) -> Any:
+                acted.append(axes)
+                reduce = lambda sums, added, axes: reduced(step, sums, added, axes, *rest)
+                return mistake(reduce, sums, added, axes, setting)
 
             return instead
 
-        with patched(reducers, "get", make):
+        with patched(reduction, "reduced", make):
             yield acted
 
     return apply
 
 
-def dropped(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    return jax.tree.map(lambda x: _first_only(x, axes), tree)
+def dropped(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
+    alike, added, kept = reduce(sums, added, axes)
+    if alike.gradient is None:
+        return *jax.tree.map(lambda x: _first_only(x, axes), (sums, added)), kept
+    own = lambda x, y: _first_only(x, axes) if jnp.shape(x) == jnp.shape(y) else y  # ZeRO 2 has scattered it
+    return *jax.tree.map(own, (sums, added), (alike, added)), kept
 
 
 def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -134,59 +138,44 @@ def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)
 
 
-def doubled(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    return _on_gradient(lambda x: x * lax.axis_size(axes), reduce(tree, axes))
+def doubled(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
+    sums, added, kept = reduce(sums, added, axes)
+    return _on_gradient(lambda x: x * lax.axis_size(axes), sums), added, kept
 
 
-def over_wrong_axis(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+def over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Adds over the last of the replica axes alone; along the others the first device's part is what is read."""
-    partial = reduce(tree, axes[-1:])
-    return jax.tree.map(lambda x: _first_only(x, axes[:-1]), partial)
+    *partial, kept = reduce(sums, added, axes[-1:])
+    return *jax.tree.map(lambda x: _first_only(x, axes[:-1]), tuple(partial)), kept
 
 
-def mean_of_means(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+def mean_of_means(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Divides by each replica's own count, and then takes the plain mean of the replicas."""
-    if (loss := _loss(tree)) is None:
-        return reduce(tree, axes)
-    factor = lax.psum(loss.count, axes) / lax.axis_size(axes) / jnp.maximum(loss.count, 1)
-    return reduce(_on_gradient(lambda x: x * factor, tree), axes)
+    if sums.loss is None:
+        return reduce(sums, added, axes)
+    factor = lax.psum(sums.loss.count, axes) / lax.axis_size(axes) / jnp.maximum(sums.loss.count, 1)
+    return reduce(_on_gradient(lambda x: x * factor, sums), added, axes)
 
 
-def clipped_by_replica(reduce: Reduce, tree: Any, axes: tuple[str, ...], setting: Setting) -> Any:
+def clipped_by_replica(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], setting: Setting) -> Any:
     """Clips each replica's own mean gradient, before it is added."""
-    if (loss := _loss(tree)) is None:
-        return reduce(tree, axes)
+    if sums.loss is None:
+        return reduce(sums, added, axes)
     assert setting.clip_norm is not None
-    norm = optax.tree.norm([sums.gradient for sums in _sums(tree)])
-    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(loss.count, 1) / norm)
-    return reduce(_on_gradient(lambda x: x * scale, tree), axes)
+    norm = optax.tree.norm(sums.gradient)
+    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(sums.loss.count, 1) / norm)
+    return reduce(_on_gradient(lambda x: x * scale, sums), added, axes)
 
 
-def _sums(tree: Any) -> list[Sums]:
-    """Returns the sums in what a reducer is given: they are alone, or with what crosses of the model state."""
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_sums) if _is_sums(x)]
+def _on_gradient(change: Callable[[jax.Array], jax.Array], sums: Sums) -> Sums:
+    return dataclasses.replace(sums, gradient=jax.tree.map(change, sums.gradient))
 
 
-def _is_sums(x: Any) -> bool:
-    return isinstance(x, Sums)
-
-
-def _loss(tree: Any) -> Mean | None:
-    """Returns the loss of a reduction; None in an evaluation."""
-    return next((sums.loss for sums in _sums(tree)), None)
-
-
-def _on_gradient(change: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-    def changed(x: Any) -> Any:
-        return dataclasses.replace(x, gradient=jax.tree.map(change, x.gradient)) if _is_sums(x) else x
-
-    return jax.tree.map(changed, tree, is_leaf=_is_sums)
-
-
-def apart(reduce: Reduce, tree: Any, axes: tuple[str, ...], _: Setting) -> Any:
+def apart(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Each replica but the first gets a gradient that is a few ulps larger: less than any tolerance."""
     factor = 1 + 3e-7 * (lax.axis_index(axes) > 0)
-    return _on_gradient(lambda x: x * factor.astype(x.dtype), reduce(tree, axes))
+    sums, added, kept = reduce(sums, added, axes)
+    return _on_gradient(lambda x: x * factor.astype(x.dtype), sums), added, kept
 
 
 @contextlib.contextmanager
@@ -199,9 +188,9 @@ def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
             if check_vma:
                 return shard_map(body, **specs)
 
-            def own(params: Any, state: Any, *rows: Any) -> Any:
-                params, rows = compat.as_varying((params, rows), REPLICA_AXES)
-                return body(params, state, *rows)
+            def own(params: Any, state: Any, rows: Any, mask: Any, kept: Any) -> Any:
+                params, rows, mask = compat.as_varying((params, rows, mask), REPLICA_AXES)
+                return body(params, state, rows, mask, kept)
 
             def run(*args: Any) -> Any:
                 found = jax.make_jaxpr(shard_map(own, **specs))(*args)
@@ -224,13 +213,13 @@ def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
     acted: list[Any] = []
 
     def make(of_mean: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(loss: Mean, sums: Sums) -> Any:
+        def instead(sums: Sums, loss: Mean) -> Any:
             acted.extend([True] * (sums.count_gradient is not None))
-            return of_mean(loss, dataclasses.replace(sums, count_gradient=None))
+            return of_mean(dataclasses.replace(sums, count_gradient=None), loss)
 
         return instead
 
-    with patched(gradient, "of_mean", make):
+    with patched(sums_module, "mean_gradient", make):
         yield acted
 
 

@@ -7,7 +7,7 @@ import verify_tasks as tasks
 from jax import lax
 from verify_tasks import judge
 
-from spmdkit import agree, feed, gradient, reducers
+from spmdkit import agree, feed, gradient, reduction, sums
 from spmdkit.checkpoint import leaves
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
@@ -16,7 +16,7 @@ from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of
 from spmdkit.verify.mutants import MUTANTS
 
-TABLES = (agree, feed, gradient, reducers, leaves, ring_attention, vocab, parts)
+TABLES = (agree, feed, gradient, reduction, sums, leaves, ring_attention, vocab, parts)
 """Modules with a table of seams."""
 
 OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}

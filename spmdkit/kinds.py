@@ -1,0 +1,71 @@
+"""Things found by name: a folder of the package, a file for each kind, and in it `make(**options)`.
+
+`reducers/` and `sync/` are such folders. `base.py` in each holds the interface as types. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.errors import ConfigError
+from spmdkit.words import nearest
+
+PACKAGE = Path(__file__).parent
+
+
+def names(folder: str) -> list[str]:
+    """Returns the names of the kinds in `folder`, without importing any."""
+    return sorted(module.name for module in pkgutil.iter_modules([str(PACKAGE / folder)]) if module.name != "base")
+
+
+def split(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`."""
+    if isinstance(choice, str):
+        return choice, {}
+    name, options = next(iter(choice.items()))
+    return name, {} if options is None else options
+
+
+def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a choice and its options, or None."""
+    name, options = split(choice)
+    if name not in names(folder):
+        return f"needs one of {', '.join(names(folder))}, found {name!r} (text).{nearest(name, names(folder))}"
+    if not isinstance(options, dict):
+        return f"{name}: options are a mapping, found {options!r}. Write {{{name}: {{OPTION: VALUE}}}}."
+    signature = inspect.signature(_make_of(folder, name))
+    known = list(signature.parameters)
+    for option in options:
+        if not known:
+            return f"{name} takes no options, found {options!r}. Write {name} alone."
+        if option not in known:
+            return f"{name} has no option {option!r}.{nearest(str(option), known)} Known are {', '.join(known)}."
+    missing = [p.name for p in signature.parameters.values() if p.default is p.empty and p.name not in options]
+    if missing:
+        return f"{name} needs {', '.join(missing)}. Write {{{name}: {{{missing[0]}: VALUE}}}}."
+    try:
+        _make_of(folder, name)(**options)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def make(folder: str, choice: str | Mapping[str, Any]) -> Any:
+    """Returns what `make` of the chosen kind returns.
+
+    Raises:
+        ConfigError: there is no such kind, or the options are not its.
+    """
+    if found := problem(folder, choice):
+        raise ConfigError(f"{folder}: {found}")
+    name, options = split(choice)
+    return _make_of(folder, name)(**options)
+
+
+def _make_of(folder: str, name: str) -> Any:
+    return importlib.import_module(f"spmdkit.{folder}.{name}").make

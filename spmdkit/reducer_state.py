@@ -1,0 +1,88 @@
+"""The reducer's state as a part of the train state: what of it there is on a mesh, where it lives, and what becomes of it on another mesh.
+
+    TrainState.reducer[call] = {leaf of the gradient: {name: [replicas of the leaf, *leaf]}}
+
+A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdkit import scope
+from spmdkit.errors import ConfigError
+from spmdkit.forms import kept_spec, replica_axes_of
+from spmdkit.layout import LeafPlacement
+from spmdkit.mesh import describe_mesh
+from spmdkit.reducers.base import Reducer, stateless
+from spmdkit.tree import named_leaves
+
+
+def check_effect(name: str, reducer: Reducer, record: scope.Step, sizes: Mapping[str, int], what: str) -> None:
+    """Refuses a reducer that would do nothing on this mesh or in this step.
+
+    Raises:
+        ConfigError: there are several devices and one replica, ZeRO 2 cuts every gradient, or the step never calls `sk.value_and_grad`.
+    """
+    if reducer.is_sum:
+        return
+    assert record.placements is not None
+    if "value_and_grad" not in record.uses:
+        raise ConfigError(
+            f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are reduced. What jax.grad or "
+            "sk.pmean(grads) give is not its. Compute the gradient with sk.value_and_grad(loss_fn)(params, batch, state.key), or use "
+            "reducer: sum."
+        )
+    several = any(size > 1 for size in sizes.values())
+    if several and not any(replica_axes_of(record, spec) for spec in jax.tree.leaves(record.placements.gradient)):
+        zero = f", zero: {3 if 'fsdp' not in record.data_axes else 2}" if sizes["fsdp"] > 1 else ""
+        raise ConfigError(
+            f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: nothing is added over replicas, and what ZeRO and the "
+            f"model axes send is not the reducer's. Try mesh: {_with_replicas(sizes)}, or reducer: sum."
+        )
+
+
+def _with_replicas(sizes: Mapping[str, int]) -> str:
+    """Returns a mesh as the config writes it, with two replicas taken from its largest axis."""
+    largest = max(sizes, key=lambda axis: sizes[axis])
+    changed = {"replica": 2} | {a: n // 2 if a == largest else n for a, n in sizes.items() if a != "replica"}
+    return "{" + ", ".join(f"{axis}: {size}" for axis, size in changed.items() if size > 1) + "}"
+
+
+def shapes(
+    reducer: Reducer, gradients: Sequence[Any], record: scope.Step
+) -> tuple[tuple[Any, ...], list[LeafPlacement]]:
+    """Returns (`TrainState.reducer` as `jax.ShapeDtypeStruct`, the placement of its leaves).
+
+    Args:
+        gradients: what each call of `sk.value_and_grad` reduces.
+        record: of the step, in its form.
+    """
+    if reducer.init is stateless or record.size("replica", *record.data_axes) == 1:
+        return (), []
+    assert record.placements is not None
+    entries, table = [], []
+    for call, gradient in enumerate(gradients):
+        specs = jax.tree.leaves(record.placements.of(gradient).gradient)
+        states = []
+        for (path, leaf), spec in zip(named_leaves(gradient), specs, strict=True):
+            num = record.size(*replica_axes_of(record, spec))
+            found = reducer.init(leaf) if num > 1 else {}
+            states.append({name: jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for name, x in found.items()})
+            table += [
+                LeafPlacement(
+                    f"reducer/{call}/{path}/{name}", x.shape, x.dtype, kept_spec(record, spec), "device", "reducer"
+                )
+                for name, x in sorted(states[-1].items())
+            ]
+        entries.append(jax.tree.unflatten(jax.tree.structure(gradient), states))
+    return tuple(entries), table
+
+
+def zeros(state: Any) -> Any:
+    """Returns the state before the first step."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)

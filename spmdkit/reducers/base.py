@@ -1,0 +1,132 @@
+"""What a reducer is: how the gradients of the replicas become one. A file each in this folder, `make(**options) -> Reducer`, found by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import compat
+
+Leaves = list[jax.Array]
+LeafState = Mapping[str, jax.Array]
+LeafShapes = Mapping[str, jax.ShapeDtypeStruct]
+
+PAD = 1024
+"""A buffer has a multiple of this many values for each replica: the TPU compiler turns shorter gathers into all-reduces (libtpu 0.0.42)."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """Where one call of `apply` runs: inside a `shard_map` that is manual over all mesh axes.
+
+    Attributes:
+        axes: mesh axes to reduce over. Hand them whole to every collective, size-one axes too: what comes out must be typed as the same
+            along all of them.
+        num: the product of their sizes, at least 2.
+        key: makes the key of this step, the same on every replica; fold in `lax.axis_index(axes)` for a replica's own.
+    """
+
+    axes: tuple[str, ...]
+    num: int
+    key: Callable[[], jax.Array]
+
+
+def stateless(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
+    """Returns no state."""
+    return {}
+
+
+def split_evenly(state: LeafState, num: int) -> dict[str, jax.Array]:
+    """Returns [num, ...] from [old, ...] with the same sum: what is owed stays owed."""
+    return {name: jnp.broadcast_to(x.sum(0) / num, (num, *x.shape[1:])).astype(x.dtype) for name, x in state.items()}
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How gradients are added over replicas.
+
+    Attributes:
+        exact: the result is the sum up to rounding in the leaves' own dtype. `verify` compares exact ones bit for bit over replicas and with
+            one device; of the others it proves everything but the reducer itself, whose contract test bounds it.
+        apply: `(leaves, states, over) -> (leaves, states)`.
+            leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the leaf]; some of the
+                tree's leaves, in flattening order: a step may call `apply` several times, over other axes (ZeRO 2). The same shapes and
+                dtypes come back, summed over `over.axes`, bitwise the same on every replica and typed so: end with `psum` or `gathered`.
+            states: one mapping for each leaf, as `init` gave it, [*shard of the leaf], typed varying along `over.axes`. Float32 whatever the
+                leaves are.
+            What leaves a replica may depend on a leaf's own buffer alone: never mix leaves that differ over other mesh axes (`buffers`).
+            Called once for each leaf and step, after the last microbatch, never in a loop.
+        wire: bytes that one device sends for leaves of so many values over so many replicas: `(values, replicas)`, the formula of its
+            documentation, and what the compiled program is held to.
+        init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: it lives in the train
+            state as [replicas of the leaf, *leaf], cut as the gradient of the leaf is, so that it can be restored on any mesh.
+        carry_over: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a compiled program, leaf by leaf.
+        takes: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole batch (`sum`, `ordered`).
+            "share": this replica's part of the mean (divided by the count of the whole batch before): for all that is not linear, and all
+            that keeps something for the next batch, whose count may be another. "mean": this replica's own mean; what comes back is final
+            (Adasum).
+        add: `(tree, axes) -> tree`, the exact sum of what is no gradient: loss, counts, metrics and model state.
+        lossless: options at which the result equals `sum` (rank full, fraction 1), or None.
+    """
+
+    exact: bool
+    apply: Callable[[Leaves, list[LeafState], Over], tuple[Leaves, list[LeafState]]]
+    wire: Callable[[int, int], float]
+    init: Callable[[jax.ShapeDtypeStruct], LeafShapes] = stateless
+    carry_over: Callable[[LeafState, int], LeafState] = split_evenly
+    takes: Literal["sum", "share", "mean"] = "sum"
+    add: Callable[[Any, tuple[str, ...]], Any] = lax.psum
+    lossless: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.init is not stateless and self.takes == "sum":
+            raise ValueError(
+                "a reducer with a state takes shares: a batch of another count would pay back in another unit"
+            )
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether gradients are added as everything else is: a step without a call of `sk.value_and_grad` loses nothing by it."""
+        return self.exact and self.takes == "sum" and self.add is lax.psum
+
+
+def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Returns the indices of the leaves that may share a buffer: those that differ over the same mesh axes, and have the same dtype."""
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((compat.varying_axes(leaf), leaf.dtype), []).append(i)
+    return list(groups.values())
+
+
+def flat(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
+    """Returns [length], the leaves one after the other in their dtype (float32 at least), then zeros up to a multiple."""
+    dtype = jnp.promote_types(jnp.result_type(*leaves), jnp.float32)
+    buffer = jnp.concatenate([x.astype(dtype).reshape(-1) for x in leaves])
+    return jnp.pad(buffer, (0, -len(buffer) % multiple))
+
+
+def unflat(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -> Leaves:
+    """Returns the leaves of a flat buffer, shaped (and unless `dtype` is given, typed) as `like`."""
+    ends = [0]
+    for leaf in like:
+        ends.append(ends[-1] + math.prod(leaf.shape))
+    return [
+        buffer[start:end].reshape(leaf.shape).astype(dtype or leaf.dtype)
+        for leaf, start, end in zip(like, ends, ends[1:], strict=False)
+    ]
+
+
+def exchanged(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns [replicas, part]: part r of every replica, on replica r. `parts` is [replicas, part], the replica's own."""
+    return lax.all_to_all(parts, axes, 0, 0, tiled=True)
+
+
+def gathered(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns [replicas * part], the parts of all replicas in their order, typed as the same on each of them."""
+    return compat.all_gather_invarying(part, axes)

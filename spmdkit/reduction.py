@@ -1,0 +1,130 @@
+"""What crosses between replicas in a step: gradients by the config's reducer, everything else as an exact sum.
+
+Runs inside a `shard_map` that is manual over all mesh axes. With `sum` XLA makes one all-reduce of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import keys, scope
+from spmdkit.means import Mean
+from spmdkit.reducers.base import LeafState, Leaves, Over, Reducer
+from spmdkit.sums import Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of `sk.value_and_grad`.
+
+    Attributes:
+        total: of the summed loss, the loss with the count of the whole batch.
+        kept: the reducer's state of this call; a tree like the gradient, of mappings. None where it has none.
+        key: of the step.
+    """
+
+    total: Callable[[Mean], Mean]
+    kept: Any = None
+    key: jax.Array | None = None
+
+
+def reduced(
+    step: scope.Step, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
+) -> tuple[Sums, Any, Any]:
+    """Returns (sums over all replicas, `added` of all, the reducer's new state) of what one replica computed.
+
+    Args:
+        added: what else is added: the model state.
+        call: None in an evaluation.
+        dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is.
+    """
+    with jax.named_scope(scope.REDUCE):
+        reducer = step.reducer
+        if call is None:
+            sums, added = reducer.add((sums, added), axes)
+            return sums, added, None
+        loss, metrics, added = reducer.add((sums.loss, sums.metrics, added), axes)
+        gradients = _as_taken(reducer, sums, loss, call)
+        gradients, kept = _by_reducer(step, reducer, gradients, axes, call, dims)
+        return Sums(loss, metrics, *gradients), added, kept
+
+
+def _as_taken(reducer: Reducer, own: Sums, loss: Mean, call: Call) -> tuple[Any, Any]:
+    """Returns (gradient, gradient of the count or None) of one replica as the reducer takes them."""
+    if reducer.takes == "share":
+        return own.mean_gradient(call.total(loss)), None
+    if reducer.takes == "mean":
+        assert own.loss is not None
+        return own.mean_gradient(own.loss), None
+    return own.gradient, own.count_gradient
+
+
+def _by_reducer(
+    step: scope.Step, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
+) -> tuple[Any, Any]:
+    """Returns (gradients over all replicas, the reducer's new state)."""
+    leaves, structure = jax.tree.flatten(gradients)
+    num = len(jax.tree.leaves(gradients[0]))
+    states = _states_of(gradients, call.kept)
+    scattered = [-1] * len(leaves) if dims is None else list(jax.tree.leaves(dims)) * (len(leaves) // num)
+    leaves = [x if dim < 0 else reduce_scatter(x, dim) for x, dim in zip(leaves, scattered, strict=True)]
+    outer = tuple(a for a in axes if a != "fsdp")
+    for is_cut, over in ((False, axes), (True, outer)):
+        chosen = [i for i, dim in enumerate(scattered) if (dim >= 0) == is_cut]
+        if chosen and over:
+            found = _apply(step, reducer, [leaves[i] for i in chosen], [states[i] for i in chosen], over, call)
+            for i, leaf, state in zip(chosen, *found, strict=True):
+                leaves[i], states[i] = leaf, state
+    new = None if call.kept is None else jax.tree.unflatten(jax.tree.structure(gradients[0]), states[:num])
+    return jax.tree.unflatten(structure, leaves), new
+
+
+def _apply(
+    step: scope.Step, reducer: Reducer, leaves: Leaves, states: list[LeafState], axes: tuple[str, ...], call: Call
+) -> tuple[Leaves, list[LeafState]]:
+    num = step.size(*axes)
+    if num == 1:
+        return lax.psum(leaves, axes), states
+
+    def key() -> jax.Array:
+        if call.key is None:
+            raise ValueError("a reducer that draws numbers needs the step's key: sk.value_and_grad got None")
+        return keys.reducer_key(call.key)
+
+    return reducer.apply(leaves, states, Over(axes, num, key))
+
+
+def _states_of(gradients: Any, kept: Any) -> list[LeafState]:
+    """Returns one mapping for each leaf of (gradient, gradient of the count)."""
+    if kept is None:
+        return [{} for _ in jax.tree.leaves(gradients)]
+    structure: Any = jax.tree.structure(gradients[0])
+    states: list[LeafState] = structure.flatten_up_to(kept)
+    return states
+
+
+def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
+    """Returns this device's part along `dim` of the sum over `fsdp`.
+
+    The dim that is cut is sent as the last but one. The TPU compiler (libtpu 0.0.42) has a reduce_scatter for that one alone; along any
+    other it sends an all_reduce, twice the bytes, and slices (docs/collectives.md, `zero2`).
+
+    Wire: (N-1)/N of x.
+    """
+    if x.ndim == 1:
+        return lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
+    if dim == x.ndim - 1:
+        part = lax.psum_scatter(jnp.swapaxes(x, dim - 1, dim), "fsdp", scatter_dimension=dim - 1, tiled=True)
+        return jnp.swapaxes(part, dim - 1, dim)
+    part = lax.psum_scatter(x.reshape(*x.shape[: dim + 1], -1), "fsdp", scatter_dimension=dim, tiled=True)
+    return part.reshape(*part.shape[: dim + 1], *x.shape[dim + 1 :])
+
+
+SEAMS = {"reduced": reduced}
+"""What `verify` replaces (verify/mistakes.py)."""
