@@ -110,6 +110,11 @@ class Program:
         return ("data",) if self.zero == 3 else ("data", "fsdp")
 
     @property
+    def reducer(self) -> Reducer:
+        """How gradients are added over replicas."""
+        return self._step_record.reducer
+
+    @property
     def num_replicas(self) -> int:
         """The number of replicas that compute a gradient of their own."""
         return mesh.count(self.sizes, ("replica", *self.data_axes))

@@ -19,7 +19,7 @@ before that, so what has a record is complete. Files of this folder, in the orde
 
 from spmdkit.checkpoint.checkpoints import Checkpoints
 from spmdkit.checkpoint.export import export
-from spmdkit.checkpoint.leaves import leaf_table
+from spmdkit.checkpoint.leaves import leaf_table, nest
 from spmdkit.checkpoint.record import ignored_entries, inspect, ls
 from spmdkit.checkpoint.run_directory import RunLock, prepare_run_dir
 
@@ -31,5 +31,6 @@ __all__ = [
     "inspect",
     "leaf_table",
     "ls",
+    "nest",
     "prepare_run_dir",
 ]

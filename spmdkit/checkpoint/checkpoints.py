@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -312,8 +312,11 @@ class Checkpoints:
         """Returns `{path: (shape, dtype name)}` of a step."""
         return records.read_record(self.directory, step).leaves
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, abstract_state: Any, optional: str | None = None) -> tuple[Any, dict[str, Any]]:
         """Returns (state, the caller's record) of a step.
+
+        Args:
+            optional: begins the paths of leaves that are left unread where they are saved and not asked for.
 
         Layout: each leaf comes back on the sharding of its jax.ShapeDtypeStruct in `abstract_state`, whatever mesh,
         memory kind or number of processes wrote it.
@@ -323,14 +326,16 @@ class Checkpoints:
         """
         self._join()
         found = records.read_record(self.directory, step)
-        self._check_fits(found, leaves.leaf_table(abstract_state))
+        table = leaves.leaf_table(abstract_state)
+        unread = [path for path in found.leaves if optional and path.startswith(optional) and path not in table]
+        self._check_fits(found, table, unread)
         records.check_files(self.directory, found)
         asked = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]
         from spmdkit.checkpoint import storage
 
         tree = leaves.nest({path: leaf for path, leaf in asked if leaf.size})
         try:
-            loaded = storage.load(self._orbax(), self.directory / str(step), tree)
+            loaded = storage.load(self._orbax(), self.directory / str(step), tree, partial=bool(unread))
         except MemoryError:
             raise
         except Exception as error:
@@ -340,8 +345,9 @@ class Checkpoints:
         arrays = [leaves.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in asked]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
 
-    def _check_fits(self, found: records.Record, asked: leaves.LeafTable) -> None:
-        lines = leaves.differences(found.leaves, asked)
+    def _check_fits(self, found: records.Record, asked: leaves.LeafTable, unread: Sequence[str]) -> None:
+        saved = {path: leaf for path, leaf in found.leaves.items() if path not in unread}
+        lines = leaves.differences(saved, asked)
         if not lines:
             return
         shown = "".join(f"\n  {line}" for line in lines[: leaves.SHOWN_DIFFERENCES])

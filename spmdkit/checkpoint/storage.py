@@ -67,9 +67,11 @@ def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Path, tree: dict[str
     checkpointer.save(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: ocp.args.PyTreeSave(tree)}))
 
 
-def load(checkpointer: ocp.AsyncCheckpointer, folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step."""
-    args = ocp.args.PyTreeRestore(item=tree, restore_args=construct_restore_args(tree))
+def load(
+    checkpointer: ocp.AsyncCheckpointer, folder: Path, tree: dict[str, Any], partial: bool = False
+) -> dict[str, Any]:
+    """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step (`partial`: of a part)."""
+    args = ocp.args.PyTreeRestore(item=tree, restore_args=construct_restore_args(tree), partial_restore=partial)
     restored = checkpointer.restore(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: args}))
     loaded: dict[str, Any] = restored[STATE_FOLDER]
     return loaded

@@ -18,12 +18,14 @@ SignSGD" (2019); Tang et al., "DoubleSqueeze" (2019), compensation on both sides
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmdkit.errors import ConfigError
 from spmdkit.reducers.base import (
     PAD,
     LeafShapes,
@@ -40,18 +42,27 @@ from spmdkit.reducers.base import (
 )
 
 
-def make(error_feedback: bool = True) -> Reducer:
+def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
     """Returns the reducer.
 
     Args:
         error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
+        terms: how many bfloat16 numbers each value is sent as, each the rest of those before it. Three hold all of a float32, with more
+            bytes than `sum`: for proofs.
+
+    Raises:
+        ConfigError: `terms` is not 1, 2 or 3.
     """
+    if terms not in (1, 2, 3):
+        raise ConfigError(
+            f"bfloat16.terms is {terms!r}. A value is sent as 1, 2 or 3 bfloat16 numbers. Write terms: 1."
+        )
 
     def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
         out, new = list(leaves), list(states)
         for group in buffers(leaves):
             owed = [states[i]["error"] for i in group] if error_feedback else None
-            total, left = _rounded_sum([leaves[i] for i in group], owed, over)
+            total, left = _rounded_sum([leaves[i] for i in group], owed, over, terms)
             for i, leaf in zip(group, total, strict=True):
                 out[i] = leaf
             for i, error in zip(group, left, strict=False):
@@ -64,33 +75,53 @@ def make(error_feedback: bool = True) -> Reducer:
     return Reducer(
         exact=False,
         apply=apply,
-        wire=lambda values, num: 2 * (num - 1) / num * 2 * values,
+        wire=lambda values, num: 2 * (num - 1) / num * 2 * terms * values,
         init=init if error_feedback else stateless,
         takes="share",
+        lossless={"terms": 3},
     )
 
 
-def _rounded_sum(leaves: Sequence[jax.Array], owed: Sequence[jax.Array] | None, over: Over) -> tuple[Leaves, Leaves]:
+def _rounded_sum(
+    leaves: Sequence[jax.Array], owed: Sequence[jax.Array] | None, over: Over, terms: int
+) -> tuple[Leaves, Leaves]:
     """Returns (the sums, what each replica owes now; nothing where nothing was)."""
     multiple = over.num * PAD
     own = flat(leaves, multiple)
     if owed is not None:
         own = own + flat(owed, multiple)
     own = own.reshape(over.num, -1)
-    sent = _rounded(own)
-    part = _values(exchanged(_bits(sent), over.axes)).sum(0)
-    part_sent = _rounded(part)
-    total = _values(gathered(_bits(part_sent), over.axes))
+    to_owner = _terms(own, terms)
+    part = _added([_values(exchanged(_bits(x), over.axes)).sum(0) for x in to_owner])
+    to_all = _terms(part, terms)
+    total = _added([_values(gathered(_bits(x), over.axes)) for x in to_all])
+    sent, part_sent = _added(to_owner), _added(to_all)
     if owed is None:
         return unflat(total, leaves), []
-    is_mine = (jnp.arange(over.num) == lax.axis_index(over.axes))[:, None]
-    left = own - sent + jnp.where(is_mine, part - part_sent, 0)
+    left = own - sent + _on_owner(part - part_sent, over)
     return unflat(total, leaves), unflat(left.reshape(-1), leaves, jnp.float32)
 
 
-def _rounded(x: jax.Array) -> jax.Array:
-    """Returns float32 values that bfloat16 can hold. Not `astype` twice, which XLA may take for nothing."""
-    return lax.reduce_precision(x.astype(jnp.float32), 8, 7)
+def _on_owner(part: jax.Array, over: Over) -> jax.Array:
+    """Returns [replicas, part], zeros but for what belongs to the part that this replica owns."""
+    is_mine = (jnp.arange(over.num) == lax.axis_index(over.axes))[:, None]
+    return jnp.where(is_mine, part, 0)
+
+
+def _terms(x: jax.Array, num: int) -> list[jax.Array]:
+    """Returns float32 arrays that bfloat16 can hold, the first `x` rounded, each further one what is then left of it.
+
+    Not by `astype` twice, which XLA may take for nothing.
+    """
+    terms = []
+    for _ in range(num):
+        terms.append(lax.reduce_precision(x.astype(jnp.float32), 8, 7))
+        x = x - terms[-1]
+    return terms
+
+
+def _added(terms: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -41,15 +41,18 @@ def make() -> Reducer:
 
 
 def add(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns the sum of a small tree, added on every replica in the order of the replicas."""
-
-    def one(x: jax.Array) -> jax.Array:
-        return _in_order(gathered(jnp.asarray(x)[None], axes))
-
-    return jax.tree.map(one, tree)
+    """Returns the sum of a small tree, added on every replica in the order of the replicas: an all_gather for each dtype."""
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+    out = list(leaves)
+    for group in buffers(leaves):
+        own = [leaves[i] for i in group]
+        buffer = jnp.concatenate([x.reshape(-1) for x in own])
+        total = _in_order(gathered(buffer[None], axes))
+        for i, leaf in zip(group, unflat(total, own), strict=True):
+            out[i] = leaf
+    return jax.tree.unflatten(structure, out)
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
     """Returns `((p_0 + p_1) + p_2) + ...` of [N, ...]. A loop, since XLA may regroup the terms of a reduction."""
-    start = jax.tree.map(jnp.zeros_like, parts[0])
-    return lax.scan(lambda total, part: (total + part, None), start, parts)[0]
+    return lax.scan(lambda total, part: (total + part, None), parts[0], parts[1:])[0]

@@ -19,6 +19,8 @@ from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
 from spmdkit.program import Program, open_program, task_of, with_hooks
+from spmdkit.restoring import restored
+from spmdkit.run import Run, latest_for_all
 from spmdkit.run.actions import perform
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop
@@ -179,6 +181,6 @@ def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tupl
         raise CheckpointError(
             f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
         )
-    state, _ = checkpoints.restore(latest, program.abstract_state)
+    state, *_ = restored(checkpoints, latest, program)
     checkpoints.close()
     return latest, program.eval(state)

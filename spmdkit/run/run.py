@@ -27,6 +27,7 @@ from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
 from spmdkit.program import Program
+from spmdkit.restoring import restored
 from spmdkit.run import hooks
 from spmdkit.run.due import Due
 from spmdkit.state import TrainState
@@ -128,26 +129,28 @@ class Run:
             self._open_records(0)
             self.events.write("started", step=0, mesh=describe_mesh(self.program.sizes), form=self.program.form)
             return self.program.init()
-        state, record = self._restored(latest)
+        state, record, lines = self._restored(latest)
         self._check_same_run(record, latest)
         self.first_step = latest + 1
         self._open_records(latest)
         self.events.write("restored", step=latest, mesh=describe_mesh(self.program.sizes), form=self.program.form)
+        for line in lines:
+            self.message(line)
         self._note_randomness(record, latest)
         ended = record.get("finished")
         if ended is not None and ended["steps"] == self.config.steps:
             self.finished = ended["why"]
         return state
 
-    def _restored(self, step: int) -> tuple[TrainState, dict[str, Any]]:
-        """Returns (state, record) of a saved step, and gives the schedule and the hooks what was saved of them."""
+    def _restored(self, step: int) -> tuple[TrainState, dict[str, Any], list[str]]:
+        """Returns (state, record, lines for the user) of a saved step, and gives the schedule and the hooks what was saved of them."""
         assert self.checkpoints is not None
-        state, record = self.checkpoints.restore(step, self.program.abstract_state)
+        state, record, lines = restored(self.checkpoints, step, self.program)
         self.program.skip_batches([tuple(pair) for pair in record.get("skipped_batches", [])])
         for name in self.due.restore(record.get("hooks", {})):
             self.events.write("hook is gone", step=step, hook=name)
         self.step = self.saved_at_step = step
-        return state, record
+        return state, record, lines
 
     def go_back(self, to_step: int | None, skip_batches: int) -> TrainState:
         """Returns the state of the newest checkpoint up to `to_step`, the beginning where there is none. What is newer is forgotten.
@@ -166,7 +169,7 @@ class Run:
             self.checkpoints.forget_after(target)
             self.cluster.barrier("went back")
         if target:
-            state, _ = self._restored(target)
+            state, *_ = self._restored(target)
         else:
             state = self.program.init()
             self.program.skip_batches([])
