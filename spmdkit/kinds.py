@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,16 @@ def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
     """Returns what is wrong with a choice and its options, or None."""
     name, options = split(choice)
     if name not in names(folder):
-        return f"needs one of {', '.join(names(folder))}, found {name!r} (text).{nearest(name, names(folder))}"
+        return (
+            f"needs one of {', '.join(names(folder))}, found {reprlib.repr(name)} (text).{nearest(name, names(folder))}"
+        )
     if not isinstance(options, dict):
-        return f"{name}: options are a mapping, found {options!r}. Write {{{name}: {{OPTION: VALUE}}}}."
+        return f"{name}: options are a mapping, found {reprlib.repr(options)}. Write {{{name}: {{OPTION: VALUE}}}}."
     signature = inspect.signature(_make_of(folder, name))
     known = list(signature.parameters)
     for option in options:
         if not known:
-            return f"{name} takes no options, found {options!r}. Write {name} alone."
+            return f"{name} takes no options, found {reprlib.repr(options)}. Write {name} alone."
         if option not in known:
             return f"{name} has no option {option!r}.{nearest(str(option), known)} Known are {', '.join(known)}."
     missing = [p.name for p in signature.parameters.values() if p.default is p.empty and p.name not in options]

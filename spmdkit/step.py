@@ -156,7 +156,7 @@ def replica_step(
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         whole = PartitionSpec()
-        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": rows})
+        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": PartitionSpec(REPLICA_AXES)})
         in_specs, out_specs = (states, rows, rows), (states, whole)
         mapped = jax.shard_map(body, mesh=step.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask)

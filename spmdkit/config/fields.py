@@ -6,14 +6,14 @@ Types are strict: `"10"` is no number, `true` is no 1, `64.0` is no whole number
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 from pydantic.functional_validators import AfterValidator, PlainValidator
+
+from spmdkit import kinds
 
 MESH_AXES = ("replica", "data", "fsdp", "expert", "context", "tensor", "pipeline")
 """The axis names that `mesh` may hold."""
@@ -108,12 +108,7 @@ def choice(value: Any, names: Sequence[str], also: str = "") -> str:
 # kinds that are a file each ---------------------------------------------------------------------------------------
 
 
-def kinds(folder: str) -> list[str]:
-    """Returns the names of the files of a folder of spmdkit that holds one kind in each, without importing any."""
-    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parents[1] / folder)]) if m.name != "base")
-
-
-DIALECTS = ("auto", "none", *kinds("cluster/dialects"))
+DIALECTS = ("auto", "none", *kinds.names("cluster/dialects"))
 
 Dialect = Annotated[
     str,

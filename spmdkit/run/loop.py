@@ -20,7 +20,6 @@ from spmdkit.mesh import describe_mesh
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
 from spmdkit.program import Program, open_program, task_of, with_hooks
 from spmdkit.restoring import restored
-from spmdkit.run import Run, latest_for_all
 from spmdkit.run.actions import perform
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop

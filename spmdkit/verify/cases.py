@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from spmdkit import kinds
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import AXES, resolve
@@ -83,3 +85,14 @@ def describe_case(mesh: dict[str, int], microbatches: int) -> str:
     """Returns `data 4 x fsdp 2`, with ` / 2` for two microbatches."""
     name = " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device"
     return name if microbatches == 1 else f"{name} / {microbatches}"
+
+
+def provable(reducer: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it loses nothing."""
+    if reducer == "sum":
+        return reducer
+    made = kinds.make("reducers", reducer)
+    if made.exact:
+        return reducer
+    name, options = kinds.split(reducer)
+    return "sum" if made.lossless is None else {name: options | dict(made.lossless)}

@@ -19,6 +19,7 @@ from spmdkit import files, gradient
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.program import Program
 from spmdkit.verify import compare, mistakes, mutants
+from spmdkit.verify.cases import provable
 from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import find
 from spmdkit.verify.instruments import one_ulp, working_dtype
@@ -154,9 +155,15 @@ class Judge:
 
     def _name(self, setting: Setting) -> dict[str, Any]:
         config = self.subject.config
-        reducer, sync = (x if isinstance(x, str) else next(iter(x)) for x in (config.reducer, config.sync))
         zero = {"zero": config.layout.zero} if setting.mesh.get("fsdp", 1) > 1 else {}
-        return {"mesh": setting.mesh, "microbatches": setting.microbatches, "reducer": reducer, "sync": sync, **zero}
+        reducer = provable(config.reducer)
+        return {
+            "mesh": setting.mesh,
+            "microbatches": setting.microbatches,
+            "reducer": reducer,
+            "sync": config.sync,
+            **zero,
+        }
 
     @functools.cached_property
     def key_matters(self) -> bool:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spmdkit import kinds
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.verify import cases, certificate
+from spmdkit.verify.cases import provable
 from spmdkit.verify.diagnosis import pattern
 from spmdkit.verify.pool import Pool
 
@@ -192,6 +194,12 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
     if known["dtype"] != spec["dtype"]:
         notes.append(
             f"the task rounds to {known['dtype']} by itself (an astype, jnp.float32), so the tolerance is that of {known['dtype']}"
+        )
+    reducer = spec["config"]["reducer"]
+    if provable(reducer) != reducer:
+        notes.append(
+            f"reducer {kinds.split(reducer)[0]} is not exact: what is compared is {provable(reducer)}, at which it loses nothing; its rounding "
+            "is bounded by its own tests"
         )
     if all(not c["mesh"] for c in ran):
         notes.append("every case is on one device: name a mesh, or use --all")

@@ -27,6 +27,7 @@ from spmdkit.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import is_key, named_leaves
 from spmdkit.variables import make_optimizer
+from spmdkit.verify.cases import provable
 from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants
 from spmdkit.verify.unpadded import Unpadded
 
@@ -149,6 +150,7 @@ class Subject:
             "data.remainder": "mask" if setting.short else self.config.data.remainder,
         }
         changes |= _without_effect(self.config, setting.mesh)
+        changes["reducer"] = provable(self.config.reducer)
         if setting.mesh.get("fsdp", 1) > 1 and self.config.layout.fsdp == "auto":
             changes["layout.min_shard_bytes"] = 1
         if self.config.remat == "auto":

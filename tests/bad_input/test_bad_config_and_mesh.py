@@ -19,7 +19,7 @@ CASES = {
     "two problems at once": Case(("run.yaml:8: seed:", "integer", "found 'x' (text)", "Try seed: 0.", "run.yaml:9: stepps: unknown key. Did you mean 'steps'?"), config={"seed": "x", "stepps": "3"}),
     "an override with a typo": Case(("override chekpoint.keep=2: chekpoint: unknown key. Did you mean 'checkpoint'?",), overrides=("chekpoint.keep=2",)),
     "an override without a value": Case(("override steps: needs key=value, found no `=`. Write steps=...",), overrides=("steps",)),
-    "unknown reducer": Case(("run.yaml:8: reducer: needs one of sum, found 'smu' (text). Did you mean 'sum'?",), config={"reducer": "smu"}),
+    "unknown reducer": Case(("run.yaml:8: reducer: needs one of bfloat16, ordered, sum, found 'smu' (text). Did you mean 'sum'?",), config={"reducer": "smu"}),
     "unknown sync": Case(("run.yaml:8: sync: needs one of every_step, found 'local_sgd' (text).",), config={"sync": "{local_sgd: {every: 4}}"}),
     "unknown optimizer": Case(("run.yaml:8: optimizer.name: needs an optax optimizer, found 'adamv' (text). Did you mean 'adam'?", "sgd, sign_sgd, signum, sm3, yogi. Any other can be made in the task: Task(optimizer=...)."), config={"optimizer": "{name: adamv, learning_rate: 1e-3}"}),
     "float16": Case(("run.yaml:8: precision:", "float16 needs loss scaling, which is not built", "Try precision: bfloat16."), config={"precision": "float16"}),

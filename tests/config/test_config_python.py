@@ -16,7 +16,6 @@ from spmdkit.config import (
     check_batch,
     json_schema,
     load_config,
-    named_choice,
     parse_config,
     replace_keys,
     task_reference,
@@ -174,17 +173,6 @@ def test_check_batch_judges_the_resolved_mesh():
         check_batch(config, {"data": 8})
     with pytest.raises(ConfigError, match=r"Try batch_size: 16\.$"):
         check_batch(config, {"data": 16})
-
-
-def test_named_choices_are_a_name_or_one_name_with_options():
-    known = {"local_sgd": ("every", "outer"), "stale": ("steps",), "every_step": ()}
-    assert named_choice("sync", "every_step", known) == ("every_step", {})
-    assert named_choice("sync", {"local_sgd": {"every": 16}}, known) == ("local_sgd", {"every": 16})
-    assert named_choice("sync", {"stale": 2}, known) == ("stale", 2)
-    with pytest.raises(ConfigError, match=r"^sync: needs one of local_sgd, stale, every_step, found 'stal' .*'stale'"):
-        named_choice("sync", "stal", known)
-    with pytest.raises(ConfigError, match=r"^sync.local_sgd.evry: unknown option. Did you mean 'every'"):
-        named_choice("sync", {"local_sgd": {"evry": 2}}, known)
 
 
 def test_every_property_of_the_schema_has_a_description_at_every_level():

@@ -43,3 +43,17 @@ def test_a_config_that_differs_between_processes_is_refused(folder):
     code, output = folder.run("launch", "-n", "2", "--", "train", "run.yaml")
     assert code == 78, output
     assert "boom" in output
+
+
+def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(folder):
+    """An all-reduce over processes adds in another order than one inside a process: with `sum` the last bits differ."""
+    runs = {}
+    for reducer, processes in (("ordered", 1), ("ordered", 2), ("ordered", 4), ("sum", 1), ("sum", 4)):
+        name = f"{reducer}{processes}"
+        overrides = ["run.yaml", f"run_dir={name}", f"reducer={reducer}", "steps=40"]
+        code, output = folder.run("launch", "-n", str(processes), "--", "train", *overrides, timeout_s=240)
+        assert code == 0, output
+        params = {path: x.tobytes() for path, x in folder.params(name).items()}
+        runs[reducer, processes] = params, folder.metrics(name)
+    assert runs["ordered", 1] == runs["ordered", 2] == runs["ordered", 4]
+    assert runs["sum", 1] != runs["sum", 4], "the test would not notice another order"
