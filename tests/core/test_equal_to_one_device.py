@@ -187,8 +187,7 @@ def test_a_precision_mapping_sets_the_dtype_of_parameters_of_the_computation_and
 
 def test_gradients_are_summed_in_the_reduce_dtype():
     program = program_of(regression(), mesh={"data": 8}, precision={"reduce": "bfloat16"})
-    traced = jax.jit(program._step_function(program._step_record)).trace(program.abstract_state, program.abstract_batch)
-    sums = [line for line in str(traced.jaxpr).splitlines() if "psum" in line and "bf16[16,8]" in line]
+    sums = [line for line in str(program.traced.jaxpr).splitlines() if "psum" in line and "bf16[16,8]" in line]
     assert sums, "no psum of the gradient in bfloat16"
     assert_close(train(program, evaluate=False).gradient, one_device("regression").gradient, 2e-2)
 
@@ -273,8 +272,7 @@ def test_rematerialisation_changes_memory_and_no_number(wraps, remat):
 
 def count_remats(program):
     """Returns the number of `jax.checkpoint` regions that the backward pass of a step computes again."""
-    step = jax.jit(program._step_function(program._step_record))
-    return str(step.trace(program.abstract_state, program.abstract_batch).jaxpr).count("remat2[") or 0
+    return str(program.traced.jaxpr).count("remat2[")
 
 
 def test_the_gpt_with_its_blocks_rematerialised_is_that_of_one_device_without():

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
-from spmdkit import layout
+from spmdkit import layout, scope
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LayoutOptions
 from spmdkit.mesh import AXES, canonical, resolve
@@ -178,12 +178,18 @@ def table(program):
     [(1, P(), P(), P()), (2, P(), P(), P("fsdp")), (3, P("fsdp"), P("fsdp"), P("fsdp"))],
 )
 def test_zero_decides_what_the_fsdp_axis_cuts(zero, stored, compute, gradient):
-    task = dataclasses.replace(regression(), optimizer=optax.adam(1e-2))
+    seen = {}
+
+    def loss_fn(params, batch, key):
+        seen["placements"] = scope.current_step().placements
+        return regression_loss(params, batch, key)
+
+    task = dataclasses.replace(regression(), loss_fn=loss_fn, optimizer=optax.adam(1e-2))
     program = program_of(task, mesh={"fsdp": 8}, layout={"zero": zero}, ema=0.9)
     assert table(program)["params/w"].spec == stored
     for path in ("opt_state/0/mu/w", "opt_state/0/nu/w", "ema/w"):
         assert table(program)[path].spec == P("fsdp")
-    placements = program._step_record.placements
+    placements = seen["placements"]
     assert (placements.compute["w"], placements.gradient["w"], placements.update["w"]) == (compute, gradient, P("fsdp"))
     state = program.init()
     assert state.params["w"].sharding.spec == stored

@@ -191,8 +191,7 @@ def executed_layers(schedule, microbatches, **settings):
     task = model(dropout=False, mlp=marked)
     staged = {"schedule": schedule, "microbatches": microbatches}
     program = program_of(task, mesh={"pipeline": 4}, pipeline=staged, **settings)
-    step = jax.jit(program._step_function(program._step_record))
-    return executions(step.trace(program._abstract_state, program.abstract_batch).jaxpr.jaxpr, "sinh")
+    return executions(program.traced.jaxpr.jaxpr, "sinh")
 
 
 @pytest.mark.parametrize("schedule, chunks, passes", [("gpipe", 1, 1), ("1f1b", 1, 2), ("interleaved", 2, 2)])
