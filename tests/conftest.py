@@ -1,13 +1,38 @@
-"""Eight fake CPU devices, strict dtype promotion where our code runs, and no test that waits for ever."""
+"""Eight fake CPU devices, and programs that compile in a fifth of the time."""
 
 import faulthandler
+import gc
+import importlib.metadata
 import os
+
+# XLA's older emitter and one LLVM module a program: read once, when jax is imported, by this process and those it starts.
+# Which flags XLA knows moves with its version, and it ends a process at one that it does not know.
+QUICK_XLA = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("NPROC", str(4 * 8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
+if importlib.metadata.version("jax").startswith("0.10."):
+    os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 faulthandler.enable()
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: the collector need not walk it, nor walk what jax keeps every 700 objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly(request):
+    """XLA's expensive passes off, but for modules with the mark `optimized`, which look at the compiled program."""
+    quick = request.node.get_closest_marker("optimized") is None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

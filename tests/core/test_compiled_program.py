@@ -15,6 +15,8 @@ import spmdkit as sk
 from spmdkit.mesh import resolve
 from spmdkit.tree import tree_bytes
 
+pytestmark = pytest.mark.optimized
+
 
 def mlp_loss(params, batch, key):
     h = jax.nn.relu(sk.shard(batch["x"] @ params["up"], "batch", "mlp"))

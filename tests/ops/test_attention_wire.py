@@ -16,6 +16,8 @@ from spmdkit.plan.bill import read_bill
 from spmdkit.plan.flops import count
 from spmdkit.plan.hlo import parse
 
+pytestmark = pytest.mark.optimized
+
 B, T, N, K, H = 4, 64, 8, 4, 16
 HEADS = ("batch", "sequence", "heads", None)
 MESHES = [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"context": 8}]

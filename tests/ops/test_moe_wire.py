@@ -12,6 +12,8 @@ import spmdkit as sk
 from spmdkit import scope
 from spmdkit.ops.moe import dropless
 
+pytestmark = pytest.mark.optimized
+
 B, T, D, F, E, K, WIDTH = 8, 16, 8, 16, 8, 2, 4
 ROWS = ("batch", "norm_sequence", None)
 UP, DOWN = ((E, D, F), ("expert", "embed", "mlp")), ((E, F, D), ("expert", "mlp", "embed"))

@@ -15,6 +15,8 @@ from spmdkit.mesh import canonical
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 
+pytestmark = pytest.mark.optimized
+
 D, F, V, LAYERS, ROWS_OF_MICROBATCH = 16, 32, 12, 16, 8
 
 

@@ -9,6 +9,8 @@ from ops_mesh import GATHERED_TWICE, wire
 
 import spmdkit as sk
 
+pytestmark = pytest.mark.optimized
+
 B, T, D, F, V = 8, 16, 32, 64, 48
 ROWS = ("batch", "norm_sequence", None)
 TOKENS = ((B, T), ("batch", "sequence"), "int32")

@@ -1,17 +1,6 @@
-"""The folder's own modules on the path, and programs that compile in half the time."""
+"""The folder's own modules on the path."""
 
 import sys
 from pathlib import Path
 
-import jax
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """As the worker processes of `verify` do."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
