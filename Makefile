@@ -1,12 +1,14 @@
-# make demo | test | thorough | verify | tpu | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on first use.
+# make demo | test | extras | thorough | verify | tpu | lint | bench | constraints. Everything runs in .venv, made from constraints.txt on
+# first use; what needs a package of more than 100 MB (the TPU compiler) in .venv-extras.
 
 PYTHON ?= python3
 VENV ?= .venv
+EXTRAS ?= .venv-extras
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test thorough verify tpu lint types bench constraints versions browser clean
+.PHONY: demo test extras thorough verify tpu lint types bench constraints versions browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -14,17 +16,21 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test versions lint types browser
 	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+# The tests that `make test` skips for want of a large package.
+extras: $(EXTRAS)/.test
+	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m 'tpu and not slow' --numprocesses 2 --dist loadfile
+
 # What the default suite leaves out: the long forms of its tests.
-thorough: $(VENV)/.test
-	$(BOUND) 7200 $(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
+thorough: $(EXTRAS)/.test
+	$(BOUND) 7200 $(EXTRAS)/bin/python -m pytest -m slow --numprocesses 2 --dist loadfile
 
 # Every legal mesh, for every config in configs/verify. Hours of processor time; what is finished is kept in build/verify.
 verify: $(VENV)/.test
 	$(BOUND) 28800 $(BIN)/python benchmarks/verify_examples.py
 
 # What every strategy sends on every TPU, by the TPU compiler, against the golden file. `make tpu WRITE=--write` keeps what is found.
-tpu: $(VENV)/.test
-	$(BOUND) 3600 $(BIN)/python tests/plan/golden_collectives.py $(WRITE)
+tpu: $(EXTRAS)/.test
+	$(BOUND) 3600 $(EXTRAS)/bin/python tests/plan/golden_collectives.py $(WRITE)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .
@@ -36,7 +42,7 @@ types: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py
 
-# The TPU compiler is installed for `plan`; where there is no TPU it would say so at length.
+# Where the TPU compiler is installed and there is no TPU, it would say so at length.
 versions: $(VENV)/.test
 	@TPU_SKIP_MDS_QUERY=1 TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost \
 		TPU_WORKER_ID=0 $(BIN)/python -m spmdkit doctor
@@ -59,9 +65,14 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@ $(VENV)/.demo
 
+$(EXTRAS)/.test: pyproject.toml constraints.txt
+	test -x $(EXTRAS)/bin/python || $(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt --editable '.[test-extras]'
+	@touch $@
+
 # The tested versions, from what is installed now.
-constraints: $(VENV)/.test
-	$(BIN)/python -m pip freeze --exclude-editable | LC_ALL=C sort > constraints.txt
+constraints: $(EXTRAS)/.test
+	$(EXTRAS)/bin/python -m pip freeze --exclude-editable | LC_ALL=C sort > constraints.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(EXTRAS) build *.egg-info

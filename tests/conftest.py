@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import importlib.metadata
+import importlib.util
 import os
 
 # XLA's older emitter and one LLVM module a program: read once, when jax is imported, by this process and those it starts.
@@ -20,6 +21,12 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 faulthandler.enable()
+
+
+def pytest_runtest_setup(item):
+    """What needs a package of more than 100 MB runs where that is installed: in the environment of `make extras`."""
+    if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: `make extras` (x86 only)")
 
 
 def pytest_collection_finish():

@@ -1,18 +1,12 @@
 """The forms of `sk.attention` by the real TPU compiler, without a TPU, in a process of its own: libtpu is loaded once."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = [
-    pytest.mark.tpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
-    ),
-]
+pytestmark = pytest.mark.tpu
 
 PROGRAM = """
 import json

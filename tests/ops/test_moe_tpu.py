@@ -1,6 +1,5 @@
 """A mixture of experts compiled by the real TPU compiler. In a process of its own: libtpu is loaded once."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.tpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
-    ),
-]
+pytestmark = [pytest.mark.tpu, pytest.mark.slow]
 
 CODE = """
 import json

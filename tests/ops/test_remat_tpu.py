@@ -1,8 +1,9 @@
 """Offloaded values really are in the host's memory: as the TPU compiler allocates them."""
 
-from tpu_process import needs_tpu_compiler, printed_json
+import pytest
+from tpu_process import printed_json
 
-pytestmark = needs_tpu_compiler
+pytestmark = pytest.mark.tpu
 
 CODE = """
 import json

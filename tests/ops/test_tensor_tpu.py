@@ -1,8 +1,9 @@
 """Pairs compiled by the real TPU compiler for a whole torus: the formula's bytes."""
 
-from tpu_process import needs_tpu_compiler, printed_json
+import pytest
+from tpu_process import printed_json
 
-pytestmark = needs_tpu_compiler
+pytestmark = pytest.mark.tpu
 
 CODE = """
 import json, sys

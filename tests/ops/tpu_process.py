@@ -1,20 +1,10 @@
 """Code that compiles with the real TPU compiler, in a process of its own: libtpu is loaded once."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-
-needs_tpu_compiler = [
-    pytest.mark.tpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
-    ),
-]
 
 
 def printed_json(code):

@@ -1,7 +1,5 @@
 """The bill is right: bytes of programs with known traffic equal what is computed by hand, on CPU and on the TPU compiler."""
 
-import importlib.util
-
 import jax
 import pytest
 from known_traffic import PROGRAMS, SIZES, compiled
@@ -10,10 +8,6 @@ from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 from spmdkit.plan.loops import trip_count, walk
 from spmdkit.plan.target import open_target, parse_target
-
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the extra tpu is not installed"
-)
 
 
 def sent(bill):
@@ -37,7 +31,7 @@ def test_bytes_equal_the_hand_computed_ones(name):
     assert sent(bill) == PROGRAMS[name][1]["cpu"]
 
 
-@needs_tpu_compiler
+@pytest.mark.tpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bytes_equal_the_hand_computed_ones_on_the_tpu_compiler(name):
     bill = read_bill(parse(compiled(name, tpu("tpu:v5e:2x4")).as_text()), SIZES)

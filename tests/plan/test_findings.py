@@ -1,7 +1,6 @@
 """Each deliberately bad program is found, at the right line; good programs have no findings."""
 
 import gzip
-import importlib.util
 import os
 import subprocess
 import sys
@@ -237,7 +236,6 @@ print(*[f.source for f in read_program(program, machine).findings if f.code == "
 
 
 @pytest.mark.tpu
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)")
 def test_padding_is_found_in_what_the_tpu_compiler_makes():
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "core", Path(__file__).parents[2]]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}

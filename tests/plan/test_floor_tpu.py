@@ -1,6 +1,5 @@
 """The temporary memory of the GPT at real size, by the TPU compiler, against the least that its strategy can live with."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,13 +10,7 @@ import pytest
 from spmdkit.config import load_config
 from spmdkit.ops.vocab import LOGITS_BYTES
 
-pytestmark = [
-    pytest.mark.tpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
-    ),
-]
+pytestmark = [pytest.mark.tpu, pytest.mark.slow]
 CONFIGS = Path(__file__).parents[2] / "configs"
 BF16, F32 = 2, 4
 

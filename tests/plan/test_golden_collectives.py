@@ -1,17 +1,12 @@
 """The golden file of collectives: a few of its programs compiled again (`make tpu`: all of them), and that a difference is told."""
 
 import copy
-import importlib.util
 import json
 import subprocess
 import sys
 
 import golden_collectives as golden
 import pytest
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
-)
 
 needs_its_versions = pytest.mark.skipif(
     golden.read()["versions"] != golden.versions(), reason="the golden file is of other versions of jax and libtpu"
@@ -25,7 +20,6 @@ def compare(*arguments):
 
 
 @pytest.mark.tpu
-@needs_libtpu
 @needs_its_versions
 def test_programs_send_on_a_tpu_what_the_golden_file_says():
     ended = compare(

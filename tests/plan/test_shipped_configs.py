@@ -1,6 +1,5 @@
 """No shipped config has a finding: the costs that a user reads about first are not in our own examples."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -44,7 +43,6 @@ def test_a_small_config_has_no_findings_on_eight_fake_devices(name):
 
 @pytest.mark.tpu
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)")
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_config_has_no_findings_on_its_slice(name):
     found, errors = plan(name, LARGE[name])

@@ -1,6 +1,5 @@
 """Plans by the real TPU compiler, on a machine without a TPU. Each in a process of its own: libtpu is loaded once."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,12 +7,7 @@ import sys
 import pytest
 from plan_files import write
 
-pytestmark = [
-    pytest.mark.tpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu; x86 only)"
-    ),
-]
+pytestmark = pytest.mark.tpu
 
 
 def plan(tmp_path, target, *arguments, code=0, **changes):
