@@ -61,8 +61,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a config, from its newest checkpoint or from the start."""
     from spmdkit.run.loop import train as run
 
-    loaded, cluster = _join(config, overrides)
-    run(loaded, cluster)
+    run(_load(config, overrides))
 
 
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")

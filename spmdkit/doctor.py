@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -13,7 +14,7 @@ def diagnose() -> dict[str, Any]:
     from jax import lax
     from jax.sharding import PartitionSpec
 
-    from spmdkit import compat, metrics
+    from spmdkit import allocator, compat, metrics
 
     found = metrics.environment(folder=None)
     devices = jax.devices()
@@ -28,5 +29,6 @@ def diagnose() -> dict[str, Any]:
         "versions": {name: version for name, version in found["versions"].items() if version},
         "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "memories": ", ".join(sorted(memory.kind for memory in devices[0].addressable_memories())),
+        "allocator": allocator.describe(os.environ),
         "reduction": "right" if total == expected else f"WRONG: {total}, expected {expected}",
     }

@@ -15,6 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("NPROC", str(4 * 8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
 if importlib.metadata.version("jax").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
+os.environ.setdefault("SPMDKIT_ALLOCATOR", "system")  # what a run sets would hold for all tests after it
 
 import jax
 import pytest

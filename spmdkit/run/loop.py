@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from spmdkit import allocator
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
 from spmdkit.config import Config, load_config, to_yaml
@@ -67,6 +68,7 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
     """
     if not isinstance(config, Config):
         config = load_config(config)
+    one_arena = allocator.one_arena(config.devices, os.environ)
     if cluster is None:
         cluster = join(environment(os.environ, config.cluster.dialect), config.devices)
     cluster.same_everywhere("config", to_yaml(config))
@@ -89,6 +91,8 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         with program.stream(run.step + 1) as batches:
             with run.face.compiling():
                 check_start(program, cluster, run.directory, limit_bytes)
+            if one_arena and cluster.devices[0].platform == "cpu":
+                allocator.keep_memory()
             wait_for_plan = plan_beside(program, cluster, run.directory, run.message, run.events.write)
             state, stopped = run_steps(run, state, batches)
         if run.step == config.steps:

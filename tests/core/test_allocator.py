@@ -1,0 +1,92 @@
+"""A run on CPU devices keeps the memory of a step; nothing else touches the allocator, and the environment can forbid it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from spmdkit import allocator
+from spmdkit.errors import ConfigError
+
+needs_glibc = pytest.mark.skipif(allocator.glibc() is None, reason="another C library")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What mallopt is told, which would hold for this whole process."""
+    found = []
+    monkeypatch.setattr(allocator, "_set", lambda *args: found.append(args) or True)
+    return found
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    ("devices", "environ", "is_set"),
+    [
+        ("cpu:8", {}, True),
+        ("auto", {"JAX_PLATFORMS": "cpu"}, True),
+        ("auto", {"JAX_PLATFORMS": "cuda,cpu"}, False),
+        ("cpu:8", {"SPMDKIT_ALLOCATOR": "system"}, False),
+        ("cpu:8", {"MALLOC_ARENA_MAX": "4"}, False),
+        ("cpu:8", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, False),
+        ("cpu:8", {"MALLOC_ARENA_MAX": "4", "SPMDKIT_ALLOCATOR": "keep"}, True),
+    ],
+)
+def test_one_arena_is_for_cpu_devices_and_leaves_settings_of_the_environment_alone(calls, devices, environ, is_set):
+    assert allocator.one_arena(devices, environ) == is_set
+    assert bool(calls) == is_set
+    assert ("left alone" in allocator.describe(environ)) == ("cpu" in devices and not is_set)
+
+
+def test_another_c_library_is_left_alone_and_that_is_said(calls, monkeypatch):
+    def none(_name):
+        raise ValueError("unrecognized configuration name")  # as on musl
+
+    monkeypatch.setattr(os, "confstr", none)
+    assert not allocator.one_arena("cpu:8", {}) and not calls
+    assert allocator.describe({}) == "not glibc: left alone"
+
+
+def test_an_unknown_choice_names_those_that_there_are():
+    with pytest.raises(
+        ConfigError, match=r"SPMDKIT_ALLOCATOR is 'sytem'\. Did you mean 'system'\? It is one of keep, system"
+    ):
+        allocator.one_arena("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
+
+
+RUN = """
+import resource
+import jax.numpy as jnp, numpy as np, optax
+import spmdkit as sk
+
+def loss(params, batch, key):
+    hidden_BH = jnp.tanh(batch @ params["up"])  # 64 x 200,000 float32: 49 MiB
+    return sk.mean(jnp.sum(hidden_BH * hidden_BH[:, ::-1], -1))
+
+init = lambda key: {"up": jnp.full((8, 200_000), 1e-3)}
+task = sk.Task(init=init, loss_fn=loss, optimizer=optax.sgd, train_data=np.ones((640, 8), np.float32))
+sk.train(CONFIG, task=task)
+print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@needs_glibc
+@pytest.mark.processes
+def test_a_run_keeps_the_pages_of_its_temporaries_unless_the_environment_says_no(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "task: none:none\nsteps: 20\nbatch_size: 64\ndevices: cpu:1\ncheckpoint: null\nlearning_rate: 1e-3\n"
+        "log: {progress: 'off'}\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(RUN.replace("CONFIG", repr(str(tmp_path / "run.yaml"))))
+    found = {}
+    for choice in allocator.CHOICES:
+        env = {**os.environ, allocator.SWITCH: choice, "PYTHONPATH": str(allocator.Path(allocator.__file__).parents[1])}
+        done = subprocess.run(
+            [sys.executable, script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[choice] = int(done.stdout.split("faults")[1])
+    per_step = (found["system"] - found["keep"]) / 20
+    assert per_step > 8_000, found  # some 17,000 without
