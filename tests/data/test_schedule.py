@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 import numpy as np
 import pytest
 
-from spmdkit.data import Schedule, eval_schedule
+from spmdkit.data import Schedule, eval_schedule, merged
 from spmdkit.data.permutation import SORTED_UP_TO, permuted
 from spmdkit.errors import ConfigError
 
@@ -176,3 +177,15 @@ def test_impossible_schedules_are_config_errors(num_examples, batch_size, remain
         Schedule(num_examples, batch_size, remainder=remainder, what="eval_data")
     for word in words:
         assert word in str(error.value)
+
+
+def test_batches_that_are_left_out_are_those_named_and_all_others_keep_their_order():
+    whole = Schedule(64, 8, seed=3)
+    short = dataclasses.replace(whole, skipped=merged([(9, 10), (3, 3), (4, 4), (10, 12)]))
+    assert short.skipped == ((3, 4), (9, 12))
+    assert [short.number(step) for step in range(1, 9)] == [1, 2, 5, 6, 7, 8, 13, 14]
+    for step, number in ((2, 2), (3, 5), (7, 13)):
+        np.testing.assert_array_equal(short.batch(step)[0], whole.batch(number)[0])
+        assert short.epoch(step) == whole.epoch(number)
+    assert short.numbers(6, 2) == [(8, 8), (13, 13)]
+    assert dataclasses.replace(short, skipped=merged([*short.skipped, *short.numbers(6, 2)])).number(6) == 14
