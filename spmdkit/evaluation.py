@@ -56,7 +56,9 @@ class Evaluator:
         assert record.mesh is not None
         self._whole = NamedSharding(record.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
-        eval_fn, needs_key, self.note = _function(task, abstract_state, abstract_batch, stateful, groups)
+        eval_fn, needs_key, self.note = _function(
+            task, jax.eval_shape(to_device, abstract_state), abstract_batch, stateful, groups
+        )
 
         def run(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Mean]]:
             number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals

@@ -13,15 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 from spmdkit import data
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import BATCH_AXES, canonical, count
+from spmdkit.rows import RowOrder
 from spmdkit.step import Batch
 
 
 class Feed:
     """The batches of one data set on one mesh.
 
-    Layout: every leaf [global batch, ...] is cut over the batch axes. Row (s, m, i) of [shards, microbatches, rows] holds
-    position (m, s, i) of [microbatches, shards, rows] of the global batch: each shard holds its own part of every
-    microbatch, so that cutting microbatches moves nothing, and microbatch m is the same examples on every mesh.
+    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.rows` says.
 
     Attributes:
         grid: (shards, microbatches, rows).
@@ -44,14 +43,13 @@ class Feed:
         self._shards = count(sizes, BATCH_AXES)
         self._sharding = NamedSharding(mesh, canonical([BATCH_AXES], sizes))
         size = schedule.batch_size
-        rows = size // (self._shards * microbatches)
-        self.grid = (self._shards, microbatches, rows)
-        order = np.arange(size).reshape(microbatches, self._shards, rows).transpose(1, 0, 2).reshape(-1)
+        order = RowOrder(self._shards, microbatches, size // (self._shards * microbatches))
+        self.grid = (order.shards, order.microbatches, order.rows)
         self._one_process = jax.process_count() == 1
         indices = self._sharding.addressable_devices_indices_map((size,)).values()
         local = [np.arange(size)[index] for index in indices if index is not None]
         self._local_rows = np.unique(np.concatenate(local)) if local else np.arange(0)
-        self._positions = order[self._local_rows]
+        self._positions = order.positions()[self._local_rows]
 
     def abstract(self) -> Batch:
         """Returns the batch as `jax.ShapeDtypeStruct` leaves with their shardings."""

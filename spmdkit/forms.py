@@ -135,8 +135,10 @@ def _mapped(
         return local(index, params, state, rows, mask)
 
     in_axes = (0 if own_state else None, 0, 0)
-    over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=step.data_axes)
-    stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name="replica")(states, rows, mask)
+    # Axes of size one are not named: they may be those of a `vmap` around all of this, over groups of replicas.
+    names = [tuple(a for a in axes if step.size(a) > 1) or None for axes in (step.data_axes, ("replica",))]
+    over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=names[0])
+    stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
     sums, new_state = stacked
     if own_state:
         new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)

@@ -29,6 +29,7 @@ from spmdkit.forms import as_local, constrain, map_replicas
 from spmdkit.means import Mean
 from spmdkit.reduction import Call
 from spmdkit.returned import checked_loss, checked_metrics
+from spmdkit.rows import RowOrder, split
 from spmdkit.sums import Sums
 from spmdkit.tree import describe, first_difference, named_leaves, path_name
 
@@ -46,6 +47,17 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     Raises:
         ConfigError: the loss does not return what `Task.loss_fn` must.
     """
+    compute = means_and_grad(loss_fn)
+
+    def run(params: Any, *args: Any) -> Any:
+        (loss, metrics, *new_state), grads = compute(params, *args)
+        return (loss.value, {name: metric.value for name, metric in metrics.items()}, *new_state), grads
+
+    return run
+
+
+def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
+    """Returns the function of `value_and_grad` with the loss and its metrics as (sum, count)."""
 
     def run(params: Any, *args: Any) -> Any:
         step = scope.current_step()
@@ -67,10 +79,7 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         loss = total(sums.loss)
         metrics = {name: _known_count(step, metric, counts[name]) for name, metric in sums.metrics.items()}
         grads = sums.mean_gradient(loss) if step.gives_sums else sums.gradient
-        values = {name: metric.value for name, metric in metrics.items()}
-        if len(args) == 3:
-            return (loss.value, values, new_state), grads
-        return (loss.value, values), grads
+        return (loss, metrics, new_state)[: len(args)], grads
 
     return run
 
@@ -117,7 +126,8 @@ def _local_gradient(
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
-        folded = _loss_key(key, index, micro)
+        group, _ = step.group
+        folded = _loss_key(key, group * step.size("replica", *step.data_axes) + index, micro)
         with scope.over(scope.Examples(num, mask, _positions(step, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(step, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
@@ -254,40 +264,38 @@ def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
     return None if key is None else keys.loss_key(key, replica, micro)
 
 
-def _positions(step: scope.Step, replica: Any, micro: Any, num: int) -> jax.Array:
-    """Returns int32[num], the global positions of a microbatch's rows on one replica.
+def _order(step: scope.Step, rows: int) -> RowOrder:
+    """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
+    _, groups = step.group
+    return RowOrder(groups * step.size("replica", *step.data_axes, *step.inner_axes), step.microbatches, rows)
 
-    Row s * (M b) + m * b + i of the global batch stands at position m * (S b) + s * b + i: each of the S shards of the batch
-    holds its own part of every microbatch, so that cutting moves nothing and microbatch m is the same set of examples on
-    every mesh. A replica's rows are those of its F inner shards.
-    """
+
+def _first_shard(step: scope.Step, replica: Any) -> Any:
+    """Returns the first shard of a replica, counted over the shards of all groups."""
+    group, _ = step.group
+    return (group * step.size("replica", *step.data_axes) + replica) * step.size(*step.inner_axes)
+
+
+def _positions(step: scope.Step, replica: Any, micro: Any, num: int) -> jax.Array:
+    """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
     inner = step.size(*step.inner_axes)
-    shards = inner * step.size("replica", *step.data_axes)
-    rows = num // inner
-    base = micro * (shards * rows) + replica * num
-    return (jnp.asarray(base, jnp.int32) + jnp.arange(num, dtype=jnp.int32)).astype(jnp.int32)
+    return _order(step, num // inner).of_microbatch(_first_shard(step, replica), inner, micro)
 
 
 def whole_rows(step: scope.Step, examples: Any, mask: Any, key: Any, replica: Any = None) -> scope.Examples:
-    """Returns the rows that a whole `train_step` sees: all of the global batch, or those of one replica.
+    """Returns the rows that a whole `train_step` sees: all of the global batch (of its group), or those of one replica.
 
     So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use `sk.value_and_grad`.
     """
     num = _num_rows(examples)
-    shards = step.size("replica", *step.data_axes, *step.inner_axes)
-    own = shards if replica is None else step.size(*step.inner_axes)
-    rows = num // (own * step.microbatches)
-    shard, micro, row = jnp.unravel_index(jnp.arange(num, dtype=jnp.int32), (own, step.microbatches, rows))
-    first = 0 if replica is None else replica * own
-    return scope.Examples(num, mask, (micro * shards + first + shard) * rows + row, key)
+    own = step.size(*step.inner_axes) * (step.size("replica", *step.data_axes) if replica is None else 1)
+    order = _order(step, num // (own * step.microbatches))
+    return scope.Examples(num, mask, order.of_shards(_first_shard(step, 0 if replica is None else replica), own), key)
 
 
 def _cut_microbatches(step: scope.Step, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
-    inner = step.size(*step.inner_axes)
-    x = x.reshape(inner, step.microbatches, -1, *x.shape[1:])
-    x = jnp.moveaxis(x, 1, 0).reshape(step.microbatches, -1, *x.shape[3:])
-    return constrain(step, x, (), step.inner_axes)
+    return constrain(step, split(x, 0, step.size(*step.inner_axes), step.microbatches), (), step.inner_axes)
 
 
 def _constrain_gradient(step: scope.Step, grads: Any) -> Any:

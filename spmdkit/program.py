@@ -24,6 +24,7 @@ from spmdkit import (
     compile_log,
     compiler,
     data,
+    groups,
     kinds,
     layout,
     memory,
@@ -38,6 +39,8 @@ from spmdkit.config import Config, check_batch, load_config, replace_keys, task_
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
+from spmdkit.group_step import group_step
+from spmdkit.groups import groups_of
 from spmdkit.ops.remat import check_names
 from spmdkit.reducers.base import Reducer, stateless
 from spmdkit.reducers.sum import make as plain_sum
@@ -88,11 +91,18 @@ class Program:
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
         self.zero = config.layout.zero
+        self.groups = groups_of(config, self.sizes, task.view == "replica")
+        self._stepped: tuple[Any, int] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
         self._agree = agree.said_of(task.agree, abstract_model_state)
         self._kept_by_reducer: tuple[Any, ...] = ()
+        self._abstract_state: Any = None
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
         self._place(place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes))
+        if self.groups is not None:
+            placed = StateLayout(self.layout, self.state_sharding, self.abstract_state, self._placements)
+            self._abstract_state, placed = groups.place(self.groups, placed, abstract_params, self.mesh, self.sizes)
+            self._place(placed)
         self._open_data()
         self._step_record = self._choose_form()
         self.form = self._step_record.form
@@ -115,6 +125,11 @@ class Program:
         return self._step_record.reducer
 
     @property
+    def said_of_state(self) -> agree.Kinds:
+        """How the task says that replicas agree on leaves of the model state."""
+        return self._agree
+
+    @property
     def num_replicas(self) -> int:
         """The number of replicas that compute a gradient of their own."""
         return mesh.count(self.sizes, ("replica", *self.data_axes))
@@ -130,10 +145,11 @@ class Program:
     def _create_state(self, key: jax.Array) -> TrainState:
         variables = self._init(key)
         model_state = variables.state
-        if (groups := self._state_groups) is not None:
-            model_state = jax.tree.map(lambda x: jnp.stack([x] * groups), model_state)
+        if (num := self._state_groups) is not None:
+            model_state = jax.tree.map(lambda x: jnp.stack([x] * num), model_state)
         kept = reducer_state.zeros(self._kept_by_reducer)
-        return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema, kept)
+        made = state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema, kept)
+        return made if self.groups is None or self._abstract_state is None else groups.stacked(self.groups, made)
 
     def _open_data(self) -> None:
         config, options = self.config, self.config.data
@@ -180,10 +196,15 @@ class Program:
             agree=self._agree,
         )
         reducer = record.reducer
-        keeps = reducer.init is not stateless and self.num_replicas > 1
+        forms = forms_of(self.task.view, self.sizes, self.num_replicas)
+        if self.groups is not None:
+            record = dataclasses.replace(record, sizes=self.groups.inner(self.sizes))
+            forms = ("plain",) if record.size("replica", *self.data_axes) == 1 else ("mapped",)
+        keeps = reducer.init is not stateless and record.size("replica", *self.data_axes) > 1
+        if keeps and self.groups is not None:
+            groups.check_reducer(self.groups, self.config)
         if keeps:  # the form and the calls are found without it
             record = dataclasses.replace(record, reducer=plain_sum())
-        forms = forms_of(self.task.view, self.sizes, self.num_replicas)
         record = self._first_traced([dataclasses.replace(record, form=form, uses=set()) for form in forms])
         reducer_state.check_effect(kinds.split(self.config.reducer)[0], reducer, record, self.sizes, self._what())
         return self._settle(self._with_state_of(reducer, record) if keeps else record)
@@ -236,7 +257,8 @@ class Program:
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
     def _trace(self, record: scope.Step) -> jax.stages.Traced:
-        out_shardings = (self.state_sharding, NamedSharding(self.mesh, PartitionSpec()))
+        of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
+        out_shardings = (self.state_sharding, NamedSharding(self.mesh, of_metrics))
         jitted = jax.jit(self._step_function(record), out_shardings=out_shardings, donate_argnums=0)
         traced = jitted.trace(self.abstract_state, self.abstract_batch)
         if self.task.view == "replica":
@@ -244,12 +266,16 @@ class Program:
             check_reductions(traced.jaxpr, many)
             untyped = jax.make_jaxpr(self._step_function(record, typed=False))(self.abstract_state, self.abstract_batch)
             refuse_summed("train_step", traced.jaxpr, untyped, many)
+        if self.groups is not None:
+            groups.check_alone(self.groups, traced.jaxpr, self._what())
         self._last_trace = (record, traced)
         return traced
 
     def _step_function(self, record: scope.Step, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
         train_step = step.with_hooks(train_step, self.task.hooks)
+        if self.groups is not None:
+            return group_step(train_step, record, self.groups, self._to_device)
         if self.task.view == "replica":
             return step.replica_step(train_step, record, self._to_device, gradients, typed)
         return step.global_step(train_step, record, self._to_device, gradients)
@@ -334,7 +360,43 @@ class Program:
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
             self._probed = True
-        return self.compiled(state, batch)
+        if self.groups is None:
+            return self.compiled(state, batch)
+        known = self._stepped is not None and self._stepped[0] is state.step
+        number = 1 + (self._stepped[1] if known and self._stepped is not None else int(state.step))
+        state, metrics = self.compiled(state, batch)
+        if self.groups.sync.due(number):
+            state = self.compiled_agreement(state)
+        self._stepped = (state.step, number)
+        return state, metrics
+
+    @functools.cached_property
+    def compiled_agreement(self) -> jax.stages.Compiled:
+        """The compiled program in which groups agree, state -> state; the state is donated. Only with a `sync` other than `every_step`."""
+        assert self.groups is not None
+
+        def agreement(current: TrainState) -> TrainState:
+            assert self.groups is not None
+            return groups.agreed(self.groups, self._to_device(current))
+
+        jitted = jax.jit(agreement, out_shardings=self.state_sharding, donate_argnums=0)
+        return self._compile(jitted.lower(self.abstract_state))
+
+    @functools.cached_property
+    def _add_metrics(self) -> Any:
+        return jax.jit(groups.added, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    def metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+        """Returns the metrics of a step as device scalars over all groups; without groups they are that already.
+
+        A program of its own, on all processes: call it at the steps whose metrics are read.
+        """
+        return metrics if self.groups is None else self._add_metrics(dict(metrics))
+
+    def _one_copy(self, current: TrainState) -> TrainState:
+        """Returns the state that is evaluated: on the devices, one copy of all groups."""
+        current = self._to_device(current)
+        return current if self.groups is None else groups.whole(self.groups, current, self._agree)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
         """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.padding`. Waits for the device."""
@@ -400,14 +462,20 @@ class Program:
         return Evaluator(
             self.task,
             self._eval_feed,
-            self._step_record,
+            self._eval_record(),
             self.abstract_state,
             which=self.config.eval.params,
             seed=self.config.seed,
-            to_device=self._to_device,
+            to_device=self._one_copy,
             compile=self._compile,
             probe_padding=self.probe_padding,
         )
+
+    def _eval_record(self) -> scope.Step:
+        """Returns the record of an evaluation: over all replicas, in the form that binds the names of their axes."""
+        if self.groups is None:
+            return self._step_record
+        return dataclasses.replace(self._step_record, sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, float]:
         """Returns the weighted means over the whole evaluation set, of any size. Waits for the device."""

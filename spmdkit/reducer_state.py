@@ -25,6 +25,9 @@ from spmdkit.tree import named_leaves
 def check_effect(name: str, reducer: Reducer, record: scope.Step, sizes: Mapping[str, int], what: str) -> None:
     """Refuses a reducer that would do nothing on this mesh or in this step.
 
+    Args:
+        sizes: of the whole mesh; the record's are those of one group where groups train alone.
+
     Raises:
         ConfigError: there are several devices and one replica, ZeRO 2 cuts every gradient, or the step never calls `sk.value_and_grad`.
     """

@@ -1,8 +1,11 @@
-"""Restoring what is kept once for each replica, where the number of replicas, the reducer or its options have changed.
+"""Restoring what is kept once for each replica or group of replicas, where their number, the reducer or the sync has changed.
 
 Everything else in a train state has one shape on every mesh; `Checkpoints.restore` puts it on the new one. The reducer's state is
 [replicas, *leaf]: what is missing begins at zero, what is left over is dropped with one line, and another number of replicas is the
-reducer's `carry_over`, leaf by leaf.
+reducer's `carry_over`, leaf by leaf. With groups, parameters and all that follows them are [groups, *leaf]: groups of another number begin
+with the mean of those that were saved.
+
+While a leaf of another number is read, each device holds the copies of all old replicas or groups of its part of it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmdkit import groups
 from spmdkit.checkpoint import Checkpoints, nest
 from spmdkit.program import Program
 from spmdkit.state import TrainState
@@ -27,8 +31,51 @@ def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[Tra
     Raises:
         CheckpointError: see `Checkpoints.restore`.
     """
-    abstract = program.abstract_state
-    saved = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items() if path.startswith(FIELD)}
+    table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
+    num, asked = _saved_groups(program, table), None if program.groups is None else program.groups.num
+    if num == asked:
+        return _with_reducer(checkpoints, step, program, program.abstract_state, table)
+    state, record, lines = _with_reducer(checkpoints, step, program, _of_groups(program, num), table)
+    run = lambda state: groups.regrouped(state, num is not None, program.groups, program.said_of_state)
+    lines.append(
+        f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, here are {asked or 'none'}: "
+        + ("all go on from their mean" if num else "each begins with the same parameters")
+    )
+    return jax.jit(run, out_shardings=program.state_sharding)(state), record, lines
+
+
+def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Returns the number of groups whose parameters a checkpoint holds, None where it holds one copy."""
+    lead = 0 if program.groups is None else 1
+    for path, leaf in named_leaves(program.abstract_state.params):
+        shape = saved.get(f"params/{path}" if path else "params")
+        if shape is not None and shape[1:] == leaf.shape[lead:]:
+            return shape[0]
+    return None
+
+
+def _of_groups(program: Program, num: int | None) -> TrainState:
+    """Returns the abstract state of `num` groups, each leaf cut as the program's is but for the groups' axes."""
+    lead = 0 if program.groups is None else 1
+
+    def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        placed: Any = x.sharding
+        shape, spec = x.shape[lead:], placed.spec[lead:]
+        if num is not None:
+            shape, spec = (num, *shape), (None, *spec)
+        sharding = NamedSharding(placed.mesh, PartitionSpec(*spec), memory_kind=placed.memory_kind)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    state = program.abstract_state
+    fields = {name: jax.tree.map(leaf, getattr(state, name)) for name in groups.GROUPED}
+    return state.replace(**fields, sync=None)
+
+
+def _with_reducer(
+    checkpoints: Checkpoints, step: int, program: Program, abstract: TrainState, table: Mapping[str, tuple[int, ...]]
+) -> tuple[TrainState, dict[str, Any], list[str]]:
+    """Returns what `restored` does, where all but the reducer's state is saved as it is asked for."""
+    saved = {path: shape for path, shape in table.items() if path.startswith(FIELD)}
     asked = {path: leaf for path, leaf in named_leaves(abstract) if path.startswith(FIELD)}
     found = {
         path: _as_saved(leaf, saved[path])
@@ -36,7 +83,7 @@ def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[Tra
         if path in saved and saved[path][1:] == leaf.shape[1:]
     }
     read = nest({path.removeprefix(FIELD): leaf for path, leaf in found.items()})
-    state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=FIELD)
+    state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=(FIELD, "sync/"))
     old = dict(zip([path for path, _ in named_leaves(read)], jax.tree.leaves(state.reducer), strict=True))
     made = _on_this_mesh(program, asked, {FIELD + path: x for path, x in old.items()})
     kept = jax.tree.unflatten(jax.tree.structure(abstract.reducer), list(made.values()))

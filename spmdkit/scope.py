@@ -103,6 +103,7 @@ class Step:
     Attributes:
         form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner cuts the rest) or `manual`
             (`shard_map`, only replica axes).
+        group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one here.
         sizes: size of every mesh axis.
         data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
         inner_axes: the mesh axes over which one replica's examples are cut.
@@ -122,6 +123,7 @@ class Step:
     """
 
     form: Form = "plain"
+    group: tuple[Any, int] = (0, 1)
     mesh: Mesh | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     data_axes: tuple[str, ...] = ("data",)

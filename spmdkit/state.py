@@ -46,6 +46,8 @@ class TrainState:
         ema_decay: decay of `ema` (static).
         reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in the order in which
             they are traced; empty where it keeps nothing. `spmdkit.reducer_state`.
+        sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state` and `ema` are
+            [groups, ...]. `spmdkit.groups`.
     """
 
     step: jax.Array
@@ -57,6 +59,7 @@ class TrainState:
     optimizer: optax.GradientTransformationExtraArgs = field(metadata={"static": True})
     ema_decay: float | None = field(default=None, metadata={"static": True})
     reducer: tuple[Any, ...] = ()
+    sync: Any = None
 
     @property
     def key(self) -> jax.Array:

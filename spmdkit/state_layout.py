@@ -107,6 +107,7 @@ def place_state(
     a = abstract
     parts = {
         "reducer": [],
+        "sync": [],
         "step": [whole("", (), a.step.dtype, reason="scalar")],
         "params": stored,
         "opt_state": follow(a.opt_state, memory_kind=update_kind),

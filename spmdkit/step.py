@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 from spmdkit import compat, scope
 from spmdkit.carried import Carried
 from spmdkit.errors import ConfigError
-from spmdkit.gradient import value_and_grad, whole_rows
+from spmdkit.gradient import means_and_grad, whole_rows
 from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
-from spmdkit.returned import check_metric_names
+from spmdkit.returned import check_metric_names, shape_of
 from spmdkit.state import FIELDS, TrainState, mirrored
 from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
@@ -49,9 +49,9 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         model_state = (state.model_state,) if stateful else ()
-        compute = lambda params: value_and_grad(loss_fn)(params, *model_state, batch, state.key)
+        compute = lambda params: means_and_grad(loss_fn)(params, *model_state, batch, state.key)
         (loss, metrics, *new_state), grads = compute(state.params)
-        new = state.apply_gradients(grads, *new_state, value=loss, grad=grads, value_fn=_loss_of(compute))
+        new = state.apply_gradients(grads, *new_state, value=loss.value, grad=grads, value_fn=_loss_of(compute))
         return new, {"loss": loss, **metrics}
 
     return train_step
@@ -69,7 +69,7 @@ def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
 
     def forward(params: Any) -> tuple[jax.Array, Any]:
         (loss, *_), grads = compute(params)
-        return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        return loss.value, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     value.defvjp(forward, lambda grads, out: (jax.tree.map(lambda g: g * out.astype(g.dtype), grads),))
     return value
@@ -176,7 +176,13 @@ def _untype_trivial(x: Any) -> Any:
 
 
 def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as scalars) of what a user's step returned.
+    """Returns (state, metrics as scalars) of what a user's step returned; raises as `checked`."""
+    new_state, metrics = checked(state, out)
+    return new_state, {name: metric.value if isinstance(metric, Mean) else metric for name, metric in metrics.items()}
+
+
+def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
+    """Returns (state, metrics as scalars or means) of what a user's step returned.
 
     Raises:
         ConfigError: it is not the state and a dict of scalars, or the state changed its shape.
@@ -204,12 +210,10 @@ def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
             raise ConfigError(
                 f"train_step returned metric '{name}' as {describe(metric)}. A metric is a scalar or a sk.mean. Write '{name}': sk.mean(...)."
             )
-    values = {
-        name: metric.value if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()
-    }
+    values = {name: metric if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()}
     for name, value in values.items():
-        if value.ndim:
+        if jnp.ndim(value.sum if isinstance(value, Mean) else value):
             raise ConfigError(
-                f"train_step returned metric '{name}' as {describe(value)}. A metric is a scalar or a sk.mean. Write '{name}': sk.mean(...)."
+                f"train_step returned metric '{name}' as {shape_of(value)}. A metric is a scalar or a sk.mean. Write '{name}': sk.mean(...)."
             )
     return new_state, values

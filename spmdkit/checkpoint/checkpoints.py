@@ -312,11 +312,13 @@ class Checkpoints:
         """Returns `{path: (shape, dtype name)}` of a step."""
         return records.read_record(self.directory, step).leaves
 
-    def restore(self, step: int, abstract_state: Any, optional: str | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, step: int, abstract_state: Any, optional: str | tuple[str, ...] = ()
+    ) -> tuple[Any, dict[str, Any]]:
         """Returns (state, the caller's record) of a step.
 
         Args:
-            optional: begins the paths of leaves that are left unread where they are saved and not asked for.
+            optional: what begins the paths of leaves that are left unread where they are saved and not asked for.
 
         Layout: each leaf comes back on the sharding of its jax.ShapeDtypeStruct in `abstract_state`, whatever mesh,
         memory kind or number of processes wrote it.
@@ -327,7 +329,7 @@ class Checkpoints:
         self._join()
         found = records.read_record(self.directory, step)
         table = leaves.leaf_table(abstract_state)
-        unread = [path for path in found.leaves if optional and path.startswith(optional) and path not in table]
+        unread = [path for path in found.leaves if path.startswith(optional) and path not in table]
         self._check_fits(found, table, unread)
         records.check_files(self.directory, found)
         asked = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]

@@ -252,7 +252,10 @@ class Run:
     def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
         """Returns the metrics of `step` on the host. Waits for the device, once for each step."""
         if self._numbers is None or self._numbers[0] != step:
-            self._numbers = step, {name: float(value) for name, value in jax.device_get(values).items()}
+            self._numbers = (
+                step,
+                {name: float(value) for name, value in jax.device_get(dict(self.program.metrics(values))).items()},
+            )
             self.flying.clear()
         return self._numbers[1]
 

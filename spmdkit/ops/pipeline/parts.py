@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import scope
 from spmdkit.ops.pipeline.schedule import Schedule
+from spmdkit.rows import join, split
 
 AXIS = "pipeline"
 
@@ -273,20 +274,6 @@ _roll.defvjp(lambda x, by: (_roll(x, by), None), lambda by, _, ct: (_roll(ct, -b
 def pick(tree: Any, index: Any, dim: int = 0) -> Any:
     """Returns the entry at `index` along one dim."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, dim, keepdims=False), tree)
-
-
-def split(x: jax.Array, dim: int, shards: int, num: int) -> jax.Array:
-    """Returns [..., S num n, ...] as [num, ..., S n, ...]: each of the S shards of the dim keeps what it has."""
-    x = x.reshape(*x.shape[:dim], shards, num, -1, *x.shape[dim + 1 :])
-    x = jnp.moveaxis(x, dim + 1, 0)
-    return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
-
-
-def join(x: jax.Array, dim: int, shards: int) -> jax.Array:
-    """The inverse of `split`: [num, ..., S n, ...] -> [..., S num n, ...]."""
-    x = x.reshape(*x.shape[: dim + 1], shards, -1, *x.shape[dim + 2 :])
-    x = jnp.moveaxis(x, 0, dim + 1)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
 
 
 SEAMS = {"chunks": Pipeline.chunks, "joined": Pipeline.joined}

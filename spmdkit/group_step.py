@@ -1,0 +1,101 @@
+"""The step of groups of replicas that train alone: along the sync's axes nothing is sent.
+
+| mesh of one group | how                                                        |
+| ----------------- | ---------------------------------------------------------- |
+| one device        | `shard_map`, untyped (nothing leaves as the same on all)   |
+| anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
+
+Metrics leave as (sum, count) of each group, [groups]; a small program of its own adds them where they are read (`groups.added`).
+
+Wire: nothing over the sync's axes; over the others that of the step of one group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import scope
+from spmdkit.gradient import whole_rows
+from spmdkit.groups import GROUPED, Groups
+from spmdkit.means import Mean
+from spmdkit.state import FIELDS, TrainState
+from spmdkit.step import COMPILED_NAME, Batch, StepFn, checked
+
+
+def group_step(
+    train_step: StepFn, step: scope.Step, groups: Groups, to_device: Callable[[Any], Any]
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Mean]]]:
+    """Returns the function to compile.
+
+    Args:
+        step: the record of one group: size one along the sync's axes.
+        to_device: brings host-placed leaves in.
+    """
+
+    def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Mean]]:
+        own = dataclasses.replace(step, mask=mask, group=(index, groups.num))
+        rows = whole_rows(own, examples, mask, state.key)
+        with scope.tracing(own), scope.over(rows):
+            new_state, metrics = checked(state, train_step(state, examples))
+            num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
+            return new_state, {name: _pair(metric, num) for name, metric in metrics.items()}
+
+    alone = all(size == 1 for size in step.sizes.values())
+    spread = _by_device if alone else _by_vmap
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Mean]]:
+        state = to_device(state)
+        new, metrics = spread(one, step, groups, state.replace(sync=None), batch)
+        return new.replace(sync=state.sync), metrics
+
+    run.__name__ = COMPILED_NAME
+    return run
+
+
+def _pair(metric: Any, num: jax.Array) -> Mean:
+    """Returns a metric as (sum, count), arrays both; a plain number of a group counts as often as the group has examples."""
+    if not isinstance(metric, Mean):
+        return Mean(jnp.asarray(metric, jnp.float32) * num, num)
+    return jax.tree.map(jnp.asarray, metric)
+
+
+def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
+    """Returns a state that says for each field how it is spread: `own` for those of each group."""
+    return state.replace(**{name: own if name in GROUPED else shared for name in FIELDS})
+
+
+def _by_device(one: Any, step: scope.Step, groups: Groups, state: TrainState, batch: Batch) -> Any:
+    own, whole = PartitionSpec(groups.axes), PartitionSpec()
+
+    def body(state: TrainState, examples: Any, mask: Any) -> Any:
+        mine = state.replace(**{f: jax.tree.map(lambda x: x[0], getattr(state, f)) for f in GROUPED})
+        new, metrics = one(mine, examples, mask, lax.axis_index(groups.axes))
+        stack = lambda tree: jax.tree.map(lambda x: x[None], tree)
+        return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics)
+
+    states = _fields(state, own, whole)
+    run = jax.shard_map(
+        body, mesh=step.mesh, in_specs=(states, own, own), out_specs=(states, own), check_vma=False
+    )  # untyped: see forms._manual
+    return run(state, batch.examples, batch.mask)
+
+
+def _by_vmap(one: Any, step: scope.Step, groups: Groups, state: TrainState, batch: Batch) -> Any:
+    assert step.mesh is not None
+    inner = tuple(a for a in ("replica", *step.data_axes, *step.inner_axes) if step.size(a) > 1)
+    rows = NamedSharding(step.mesh, PartitionSpec(groups.axes, inner or None))
+
+    def by_group(x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)
+
+    examples, mask = jax.tree.map(by_group, (batch.examples, batch.mask))
+    states = _fields(state, 0, None)
+    run = jax.vmap(one, in_axes=(states, 0, 0, 0), out_axes=(states, 0), spmd_axis_name=groups.axes)
+    return run(state, examples, mask, jnp.arange(groups.num, dtype=jnp.int32))

@@ -1,0 +1,72 @@
+"""`RowOrder`: which example of the global batch a row is. The one place that knows; everything that cuts or numbers rows asks it.
+
+    row (s, m, i) of [shards, microbatches, rows]  is  position (m, s, i) of [microbatches, shards, rows]
+
+Each of the S shards of a batch holds its own part of every microbatch. So cutting microbatches moves nothing, and microbatch m is the same
+set of examples on every mesh, at every number of replicas, and in every group of replicas that trains alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The order of the rows of one global batch.
+
+    Attributes:
+        shards: parts into which the mesh cuts the batch, in order; those of all groups.
+        microbatches: of a step.
+        rows: of one shard and microbatch.
+    """
+
+    shards: int
+    microbatches: int
+    rows: int
+
+    @property
+    def size(self) -> int:
+        """Rows of the global batch."""
+        return self.shards * self.microbatches * self.rows
+
+    def position(self, shard: Any, micro: Any, row: Any) -> Any:
+        """Returns the position of a row, int32 where its place is traced."""
+        return (micro * self.shards + shard) * self.rows + row
+
+    def positions(self) -> np.ndarray:
+        """Returns int64[size], the position of every row of the batch, in their order on the mesh."""
+        return self.position(*np.unravel_index(np.arange(self.size), (self.shards, self.microbatches, self.rows)))
+
+    def of_shards(self, first: Any, num: int) -> jax.Array:
+        """Returns int32[num * microbatches * rows], the positions of the rows of `num` neighbouring shards from `first` on."""
+        places = jnp.arange(num * self.microbatches * self.rows, dtype=jnp.int32)
+        shard, micro, row = jnp.unravel_index(places, (num, self.microbatches, self.rows))
+        return jnp.asarray(self.position(first + shard, micro, row), jnp.int32)
+
+    def of_microbatch(self, first: Any, num: int, micro: Any) -> jax.Array:
+        """Returns int32[num * rows], the positions of one microbatch on `num` neighbouring shards from `first` on."""
+        start = jnp.asarray(self.position(first, micro, 0), jnp.int32)
+        return (start + jnp.arange(num * self.rows, dtype=jnp.int32)).astype(jnp.int32)
+
+
+def split(x: jax.Array, dim: int, shards: int, num: int) -> jax.Array:
+    """Returns [..., S num n, ...] as [num, ..., S n, ...]: each of the S shards of the dim keeps what it has.
+
+    Of rows: [shards * microbatches * rows, ...] as [microbatches, shards * rows, ...].
+    """
+    x = x.reshape(*x.shape[:dim], shards, num, -1, *x.shape[dim + 1 :])
+    x = jnp.moveaxis(x, dim + 1, 0)
+    return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
+
+
+def join(x: jax.Array, dim: int, shards: int) -> jax.Array:
+    """The inverse of `split`: [num, ..., S n, ...] -> [..., S num n, ...]."""
+    x = x.reshape(*x.shape[: dim + 1], shards, -1, *x.shape[dim + 2 :])
+    x = jnp.moveaxis(x, 0, dim + 1)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
