@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import agree, compat, kinds
+from spmdkit import agree, compat, kinds, scope
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.jaxprs import equations
@@ -165,7 +165,8 @@ def mean(tree: Any) -> Any:
 def agreed(groups: Groups, state: TrainState) -> TrainState:
     """Returns the state in which all groups have what they agree on."""
     assert groups.sync.agree is not None
-    params, kept = groups.sync.agree(state.params, state.sync, mean)
+    with jax.named_scope(scope.SYNC):
+        params, kept = groups.sync.agree(state.params, state.sync, mean)
     same = jax.tree.map(lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype), params, state.params)
     return state.replace(params=same, sync=kept)
 

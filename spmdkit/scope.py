@@ -32,7 +32,8 @@ _traced_under = jax.make_user_context(None)
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
 RING, ALL_TO_ALL, MOE = "spmdkit/ring", "spmdkit/all_to_all", "spmdkit/moe"
 PIPELINE, TENSOR, VOCAB = "spmdkit/pipeline", "spmdkit/tensor", "spmdkit/vocab"
-"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, and each op; in profiles, and for `plan`."""
+SYNC = "spmdkit/sync"
+"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, each op, and the agreement of groups; in profiles, and for `plan`."""
 
 Form = Literal["plain", "mapped", "manual"]
 

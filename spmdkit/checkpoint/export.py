@@ -48,6 +48,8 @@ def export(
     found = record.read_record(directory, record.newest_step(directory) if step is None else step)
     record.check_files(directory, found)
     arrays = _read_part(directory, found, which)
+    if found.user.get("groups"):  # of replicas that train alone: their mean, which is what is evaluated
+        arrays = {name: _mean(array) for name, array in arrays.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with files.whole(out) as beside:
@@ -63,6 +65,13 @@ def export(
             "the parameters. Choose another place."
         ) from error
     return found.step
+
+
+def _mean(array: np.ndarray) -> np.ndarray:
+    """Returns [...] from [groups, ...]: the mean of floats, the first of everything else."""
+    is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
+    wide = np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32
+    return array.astype(wide).mean(0).astype(array.dtype) if is_float else array[0]
 
 
 def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, np.ndarray]:

@@ -305,8 +305,13 @@ class Config(Section):
     layout: Layout = Field(default_factory=Layout, description="Where each parameter lives.")
     pipeline: Pipeline = Field(default_factory=Pipeline, description="How sk.pipeline runs its stages.")
     placement: Placement = Field(default_factory=Placement, description="Memory of parameters and optimizer state.")
-    reducer: fields.NamedChoice = Field(default="sum", description="How gradients are added over replicas: sum.")
-    sync: fields.NamedChoice = Field(default="every_step", description="When replicas agree: every_step.")
+    reducer: fields.NamedChoice = Field(
+        default="sum",
+        description="How gradients are added over replicas: sum, ordered, {bfloat16: {...}}, or module:name.",
+    )
+    sync: fields.NamedChoice = Field(
+        default="every_step", description="When replicas agree: every_step, or {local_sgd: {every: N}}."
+    )
     precision: Annotated[
         Precision,
         BeforeValidator(fields.dtype_to_mapping, json_schema_input_type=Literal["float32", "bfloat16"] | Precision),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 CAUSES = (
     "gradient reduction",
+    "agreement of groups",
     "gradient scatter",
     "parameter gather",
     "update gather",
@@ -93,6 +94,8 @@ def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf])
     scopes = _SCOPE.findall(first_path(name))[::-1]  # the innermost first
     backward = "transpose(" in name
     forward = "jvp(" in name and not backward
+    if scope.SYNC in scopes[:1]:
+        return "agreement of groups"
     if scope.REDUCE in scopes[:1]:
         return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
     like_parameters = _like_parameters(found, leaves)

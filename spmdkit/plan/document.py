@@ -29,10 +29,12 @@ from spmdkit.config import to_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import Chip
 from spmdkit.memory import shard_bytes
-from spmdkit.plan.bill import Collective
+from spmdkit.plan.bill import Bill, Collective, read_bill
 from spmdkit.plan.budget import exceeded
+from spmdkit.plan.cause import leaves_of
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.flops import Arithmetic, count
+from spmdkit.plan.hlo import parse
 from spmdkit.plan.least import least_bytes
 from spmdkit.plan.links import way_of
 from spmdkit.plan.reading import Reading, read_program
@@ -98,7 +100,11 @@ def _document(
             "host_parts": dict(memory.host_parts),
             "live": [vars(buffer) for buffer in memory.live],
         },
-        "collectives": [row.as_json() | _over(target, devices, row) for row in bill.rows],
+        "collectives": [
+            row.as_json() | _over(target, devices, row) | ({} if phase is None else {"phase": phase, "every": every})
+            for phase, every, of_phase in phases(program, bill)
+            for row in of_phase.rows
+        ],
         "collective_bytes": bill.bytes,
         "collective_bytes_at_least": bill.bytes_at_least,
         "collectives_in_loops": bill.num_in_loops,
@@ -112,6 +118,16 @@ def _document(
     document |= _arithmetic(program, arithmetic, model)
     document |= _time(program, target, model, time)
     return _close(document, program)
+
+
+def phases(program: Program, bill: Bill) -> list[tuple[str | None, int, Bill]]:
+    """Returns (name, steps from one time to the next, bill) of each program that a run calls; a single one has no name."""
+    if program.groups is None:
+        return [(None, 1, bill)]
+    text = program.compiled_agreement.as_text()
+    assert text is not None and program.groups.sync.every is not None
+    agreement = read_bill(parse(text), program.sizes, leaves_of(program), {})
+    return [("step", 1, bill), ("agreement", program.groups.sync.every, agreement)]
 
 
 def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:

@@ -27,7 +27,8 @@ from spmdkit.program import Program
 
 def least_bytes(program: Program) -> dict[str, int]:
     """Returns axes -> bytes that one device sends in a step by the formulas, for the replica axes and for fsdp."""
-    sizes, config = program.sizes, program.config
+    config = program.config
+    sizes = program.sizes if program.groups is None else program.groups.inner(program.sizes)
     replicas, f = count(sizes, ("replica", "data")), sizes["fsdp"]
     compute = jnp.dtype(config.precision.compute).itemsize
     reduce = jnp.dtype(config.precision.reduce).itemsize
@@ -40,7 +41,9 @@ def least_bytes(program: Program) -> dict[str, int]:
         is_cut = "fsdp" in axes
         elements = stored / leaf.dtype.itemsize * (f if is_cut else 1)
         p, g, s = elements * compute, elements * reduce, elements * leaf.dtype.itemsize
-        found["replica x data"] += 2 * (replicas - 1) / replicas * g / (f if is_cut or config.layout.zero == 2 else 1)
+        values = elements / (f if is_cut or config.layout.zero == 2 else 1)
+        plain = 2 * (replicas - 1) / replicas * values * reduce
+        found["replica x data"] += plain if program.reducer.is_sum else program.reducer.wire(round(values), replicas)
         share = (f - 1) / f
         if config.layout.zero == 3:
             found["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g

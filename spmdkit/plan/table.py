@@ -93,6 +93,8 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
     table = _table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
     for row in rows[:MOST_ROWS]:
         loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"
+        if row.get("every", 1) > 1:
+            loop = f"every {row['every']} steps"
         table.add_row(
             f"{row['op']} {row['dtype']}",
             " x ".join(row["axes"]),

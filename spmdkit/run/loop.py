@@ -132,10 +132,11 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
 def _introduce(run: Run, state: TrainState) -> None:
     program, config, face = run.program, run.config, run.face
     devices = run.cluster.devices
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    copies = 1 if program.groups is None else program.groups.num
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params)) // copies
     used = 1 if not config.mesh.sizes() else len(devices)
     face.message(
-        f"{num_params:,} parameters ({tree_bytes(state.params) / 2**20:.1f} MiB) on {used} of {len(devices)} {devices[0].platform} "
+        f"{num_params:,} parameters ({tree_bytes(state.params) / copies / 2**20:.1f} MiB) on {used} of {len(devices)} {devices[0].platform} "
         f"device{'s' * (len(devices) > 1)}, mesh {describe_mesh(program.sizes)}, {run.cluster.num_processes} process"
         f"{'es' * (run.cluster.num_processes > 1)}"
     )

@@ -300,6 +300,7 @@ class Run:
             "settings": self._settings(),
             "next_batch": self.program.schedule.digest(step + 1),
             "versions": self._environment["versions"],
+            "groups": None if self.program.groups is None else self.program.groups.num,
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
             "randomness": keys.identity(),
             "hooks": self.due.state(),

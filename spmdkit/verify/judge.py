@@ -161,7 +161,7 @@ class Judge:
             "mesh": setting.mesh,
             "microbatches": setting.microbatches,
             "reducer": reducer,
-            "sync": config.sync,
+            "sync": "every_step",
             **zero,
         }
 

@@ -195,7 +195,11 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         notes.append(
             f"the task rounds to {known['dtype']} by itself (an astype, jnp.float32), so the tolerance is that of {known['dtype']}"
         )
-    reducer = spec["config"]["reducer"]
+    reducer, sync = (spec["config"][key] for key in ("reducer", "sync"))
+    if sync != "every_step":
+        notes.append(
+            f"sync {kinds.split(sync)[0]} lets groups train alone, which is other mathematics: what is compared is every_step"
+        )
     if provable(reducer) != reducer:
         notes.append(
             f"reducer {kinds.split(reducer)[0]} is not exact: what is compared is {provable(reducer)}, at which it loses nothing; its rounding "

@@ -151,6 +151,7 @@ class Subject:
         }
         changes |= _without_effect(self.config, setting.mesh)
         changes["reducer"] = provable(self.config.reducer)
+        changes["sync"] = "every_step"  # groups that train alone are other mathematics
         if setting.mesh.get("fsdp", 1) > 1 and self.config.layout.fsdp == "auto":
             changes["layout.min_shard_bytes"] = 1
         if self.config.remat == "auto":

@@ -287,3 +287,21 @@ def test_what_groups_cannot_do_is_refused(settings, changes, parts):
 def test_every_is_a_whole_number_of_steps(every):
     with pytest.raises(ConfigError, match="every"):
         sk.Config(task="t.py:t", sync={"local_sgd": {"every": every}})
+
+
+# ---- planned ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_names_the_phase_of_each_collective_and_how_often_it_runs():
+    from spmdkit.plan.document import plan_program
+    from spmdkit.plan.target import target_of
+
+    made = program_of(task(optax.sgd(0.1)), sync={"local_sgd": {"every": 3}}, mesh={"replica": 2, "data": 2})
+    rows = plan_program(made, target_of(jax.devices()[:4]))["collectives"]
+    found = {(row["phase"], row["every"], tuple(row["axes"]), row["cause"]) for row in rows if row["bytes"] > 64}
+    assert found == {
+        ("step", 1, ("data",), "gradient reduction"),
+        ("agreement", 3, ("replica",), "agreement of groups"),
+    }
+    values = 16 * 32 + 32 * 8
+    assert sum(row["bytes"] for row in rows if row["phase"] == "agreement") == 2 * (2 - 1) / 2 * 4 * values

@@ -57,3 +57,22 @@ def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(fold
         runs[reducer, processes] = params, folder.metrics(name)
     assert runs["ordered", 1] == runs["ordered", 2] == runs["ordered", 4]
     assert runs["sum", 1] != runs["sum", 4], "the test would not notice another order"
+
+
+def test_groups_in_several_processes_are_those_in_one_and_are_exported_as_their_mean(folder):
+    """Trained, evaluated, stopped in the middle and started again; the mean of the groups is what is exported."""
+    sync = ["run.yaml", "sync={local_sgd: {every: 5}}", "steps=40"]
+    code, output = folder.run("launch", "-n", "2", "--", "train", *sync, "run_dir=two", timeout_s=240)
+    assert code == 0, output
+    code, output = folder.run("train", *sync, "run_dir=one", "steps=20")
+    assert code == 0, output
+    code, output = folder.run("train", *sync, "run_dir=one")
+    assert code == 0 and "continuing at step 21" in output, output
+    ours, theirs = folder.params("two"), folder.params("one")
+    assert {name: x.shape for name, x in ours.items()} == {"w": (8, 32), "b": (32,), "v": (32,)}
+    for name in theirs:
+        assert np.linalg.norm(ours[name] - theirs[name]) < 1e-5 * np.linalg.norm(theirs[name]), name
+    ours, theirs = (
+        {(line["step"], line.get("split")): line["loss"] for line in folder.metrics(run)} for run in ("two", "one")
+    )
+    assert len(ours) > 8 and all(theirs[place] == pytest.approx(loss, rel=1e-5) for place, loss in ours.items())
