@@ -22,9 +22,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdkit.config import LOGICAL_AXES
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import AXES, canonical
+from spmdkit.names import LOGICAL_AXES
 from spmdkit.tree import leaf_bytes, named_leaves, path_name
 from spmdkit.words import format_bytes, nearest
 

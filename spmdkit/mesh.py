@@ -17,14 +17,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-
-AXES = ("replica", "data", "pipeline", "fsdp", "expert", "context", "tensor")
-"""All mesh axes, the slowest links first: neighbours along `tensor` are the closest devices."""
-
-REPLICA_AXES = ("replica", "data")
-MODEL_AXES = ("pipeline", "fsdp", "expert", "context", "tensor")
-BATCH_AXES = ("replica", "data", "fsdp", "expert")
-"""The axes over which the examples of a batch are cut, in row order."""
+from spmdkit.names import AXES as AXES
+from spmdkit.names import BATCH_AXES as BATCH_AXES
+from spmdkit.names import MODEL_AXES as MODEL_AXES
+from spmdkit.names import REPLICA_AXES as REPLICA_AXES
 
 
 def resolve(asked: Mapping[str, int], num_devices: int) -> dict[str, int]:

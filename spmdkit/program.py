@@ -35,7 +35,7 @@ from spmdkit import (
     state,
     step,
 )
-from spmdkit.config import Config, check_batch, load_config, replace_keys, task_reference
+from spmdkit.config import Config, check_batch, load_config, replace_keys
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
@@ -524,7 +524,7 @@ def build(
 
 def task_of(config: Config) -> Task:
     """Returns the task that a config names, with the hooks that it names."""
-    target, name = task_reference(config)
+    target, name = config.task_reference()
     return with_hooks(load_task(target, name, config.folder, config.task_args), config)
 
 

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 
 from spmdkit.errors import ConfigError
 from spmdkit.means import Mean
+from spmdkit.names import RESERVED_METRICS
 from spmdkit.tree import describe
-
-RESERVED_NAMES = ("step", "split", "examples_per_s", "step_time_s", "input_wait_s")
-"""Names that metrics.jsonl needs for itself."""
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Mean], Any]:
@@ -73,9 +71,9 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Mean]:
 def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
     """Raises ConfigError for a name that is no text, or that a line of metrics.jsonl needs for itself."""
     for name in metrics:
-        if not isinstance(name, str) or name in RESERVED_NAMES:
+        if not isinstance(name, str) or name in RESERVED_METRICS:
             raise ConfigError(
-                f"{who} returned a metric called {name!r}. A name is text other than {', '.join(RESERVED_NAMES)}, which metrics.jsonl "
+                f"{who} returned a metric called {name!r}. A name is text other than {', '.join(RESERVED_METRICS)}, which metrics.jsonl "
                 "uses itself. Rename it."
             )
 

@@ -101,7 +101,9 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     Raises:
         ConfigError: neither has one, or a learning rate has nowhere to go.
     """
-    optimizer = call_user(lambda: choose_optimizer(config, task.optimizer), "Task.optimizer")
+    optimizer = call_user(
+        lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
+    )
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     return optax.with_extra_args_support(optimizer)

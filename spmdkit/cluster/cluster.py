@@ -57,10 +57,6 @@ class Cluster:
         """Publishes a string to all processes; each key once."""
         self._store.put(f"{self._root}/user/{key}", value)
 
-    def try_get(self, key: str) -> str | None:
-        """Returns what some process put under `key`, or None where nobody has yet."""
-        return self._store.try_get(f"{self._root}/user/{key}")
-
     def get(self, key: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
         """Returns what some process puts under `key`, waiting for it. Raises RendezvousError after `timeout_s`."""
         try:

@@ -15,10 +15,8 @@ from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Partial
 from spmdkit.cluster.dialects.spmdkit import integer
 from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
-from spmdkit.told import COORDINATOR, DEVICES_PER_PROCESS
+from spmdkit.names import COORDINATOR, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S
 from spmdkit.words import nearest
-
-RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
 
 Answers = Mapping[str, Found | Partial]
 

@@ -20,6 +20,7 @@ from spmdkit.cluster.rendezvous import roll_call
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
 from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
 
 # A dead peer that no launcher reports is noticed after this long. JAX's default is 100.
 HEARTBEAT_S = 10
@@ -65,15 +66,14 @@ def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], nu
     """Returns how many fake CPU devices each process needs, or None unless `cpu:N` was asked for."""
     if not isinstance(devices, str) or devices == "auto":
         return None
-    kind, _, count = devices.partition(":")
-    if kind != "cpu" or not count.isascii() or not count.isdigit() or int(count) < 1:
+    total = fake_devices(devices)
+    if total is None:
         raise ConfigError(
-            f"devices: {devices!r} is not known. It is auto, cpu:N with N of at least 1, or a list of local device "
+            f"devices: {devices!r} is not known. It is auto, cpu:N with N from 1 to {MAX_FAKE_DEVICES}, or a list of local device "
             f"indices. Try devices: cpu:8."
         )
     if spec.devices_per_process is not None:
         return spec.devices_per_process
-    total = int(count)
     if total % num_processes:
         fitting = max(1, total // num_processes) * num_processes
         raise ConfigError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmdkit import told
 from spmdkit.errors import ConfigError
+from spmdkit.names import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 DEFAULT_RENDEZVOUS_TIMEOUT_S = 120.0
 
@@ -19,7 +19,7 @@ class Names(NamedTuple):
     coordinator: str
 
 
-OURS = Names(told.NUM_PROCESSES, told.PROCESS_ID, told.COORDINATOR)
+OURS = Names(NUM_PROCESSES, PROCESS_ID, COORDINATOR)
 
 
 @dataclass(frozen=True)

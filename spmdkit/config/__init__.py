@@ -4,7 +4,6 @@ fields.py kinds of value · schema.py the settings · rules.py between settings 
 source.py YAML with lines · overrides.py key=value · problems.py and wording.py messages · load.py · show.py · task.py
 """
 
-from spmdkit.config.fields import LOGICAL_AXES, MESH_AXES
 from spmdkit.config.load import load_config, parse_config, replace_keys
 from spmdkit.config.optimizer import build_optimizer, build_schedule, choose_optimizer
 from spmdkit.config.rules import check_batch
@@ -25,11 +24,8 @@ from spmdkit.config.schema import (
     StateGroup,
 )
 from spmdkit.config.show import json_schema, to_short_yaml, to_yaml
-from spmdkit.config.task import task_reference
 
 __all__ = [
-    "LOGICAL_AXES",
-    "MESH_AXES",
     "Best",
     "Budget",
     "Checkpoint",
@@ -52,7 +48,6 @@ __all__ = [
     "load_config",
     "parse_config",
     "replace_keys",
-    "task_reference",
     "to_short_yaml",
     "to_yaml",
 ]

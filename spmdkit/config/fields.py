@@ -7,33 +7,16 @@ Types are strict: `"10"` is no number, `true` is no 1, `64.0` is no whole number
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 from pydantic.functional_validators import AfterValidator, PlainValidator
 
 from spmdkit import kinds
-
-MESH_AXES = ("replica", "data", "fsdp", "expert", "context", "tensor", "pipeline")
-"""The axis names that `mesh` may hold."""
-
-LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
-    "batch": ("replica", "data", "fsdp", "expert"),
-    "embed": ("fsdp",),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "vocab": ("tensor",),
-    "expert": ("expert",),
-    "layers": ("pipeline",),
-    "sequence": ("context",),
-    "norm_sequence": ("context", "tensor"),
-}
-"""Logical dim name -> mesh axes, before `layout.axes` is added."""
+from spmdkit.names import AXES, MAX_FAKE_DEVICES, fake_devices
 
 INT32_MAX = 2**31 - 1
-MAX_FAKE_DEVICES = 4096
 
 
 class Wants(ValueError):
@@ -124,12 +107,10 @@ def _devices(value: Any) -> str | list[int]:
     if value == "auto":
         return "auto"
     if isinstance(value, str):
-        match = re.fullmatch(r"cpu:([0-9]{1,9})", value)
-        if not match:
-            raise wants
-        if not 1 <= int(match[1]) <= MAX_FAKE_DEVICES:
-            raise Wants(f"cpu:N with N from 1 to {MAX_FAKE_DEVICES}", "cpu:8")
-        return f"cpu:{int(match[1])}"
+        count = fake_devices(value)
+        if count is None:
+            raise Wants(f"cpu:N with N from 1 to {MAX_FAKE_DEVICES}", "cpu:8") if value[:4] == "cpu:" else wants
+        return f"cpu:{count}"
     if not isinstance(value, list) or not value:
         raise wants
     if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= INT32_MAX for v in value):
@@ -207,7 +188,7 @@ def _axes(value: Any) -> str | list[str] | None:
     if not isinstance(names, list) or (value is not None and not names):
         raise Wants("a mesh axis, a list of them, or null for: not sharded", "fsdp")
     for name in names:
-        choice(name, MESH_AXES)
+        choice(name, AXES)
     if len(set(names)) != len(names):
         raise Wants("a list that names each axis once", "[data, fsdp]")
     return value
@@ -219,8 +200,8 @@ MeshAxes = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"enum": list(MESH_AXES)},
-                {"type": "array", "items": {"enum": list(MESH_AXES)}, "minItems": 1},
+                {"enum": list(AXES)},
+                {"type": "array", "items": {"enum": list(AXES)}, "minItems": 1},
                 {"type": "null"},
             ]
         }

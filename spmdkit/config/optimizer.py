@@ -10,14 +10,11 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
 from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
-
-if TYPE_CHECKING:
-    from spmdkit.config.schema import Config
 
 NOT_FROM_CONFIG = {
     "noisy_sgd": "it draws noise from a key of its own",
@@ -83,24 +80,31 @@ def build_optimizer(optimizer: Mapping[str, Any], learning_rate: Any = None) -> 
     return _build_optimizer(optimizer, learning_rate)
 
 
-def choose_optimizer(config: Config, task_optimizer: Any) -> Any:
-    """Returns the optimizer of the config, else the task's: a transformation, or a function of the learning rate.
+def choose_optimizer(
+    optimizer: Mapping[str, Any] | None, learning_rate: Any, task_optimizer: Any, where: Callable[[str], str]
+) -> Any:
+    """Returns the optimizer of the config, or the task's: a transformation, or a function of the learning rate.
+
+    Args:
+        optimizer, learning_rate: the config's.
+        task_optimizer: the task's.
+        where: key -> the start of a message about it.
 
     Raises:
         ConfigError: there is none, or `learning_rate` has no effect or is missing.
     """
-    if config.optimizer is not None:
-        return build_optimizer(config.optimizer, config.learning_rate)
-    where, rate = config.where("learning_rate"), build_schedule(config.learning_rate)
+    if optimizer is not None:
+        return build_optimizer(optimizer, learning_rate)
+    rate = build_schedule(learning_rate)
     if task_optimizer is None:
         raise ConfigError(
-            f"{config.where('optimizer')}: is null, and the task has no optimizer. Training needs one. "
+            f"{where('optimizer')}: is null, and the task has no optimizer. Training needs one. "
             "Try optimizer: {name: adamw, learning_rate: 1e-3}."
         )
     if hasattr(task_optimizer, "update"):
         if rate is not None:
             raise ConfigError(
-                f"{where}: is given, and the task's optimizer is complete, so it has no effect. "
+                f"{where('learning_rate')}: is given, and the task's optimizer is complete, so it has no effect. "
                 "Remove it, or give the task a function of it: Task(optimizer=lambda rate: optax.adamw(rate))."
             )
         return task_optimizer
@@ -113,7 +117,9 @@ def choose_optimizer(config: Config, task_optimizer: Any) -> Any:
     if rate is None and any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes
     ):
-        raise ConfigError(f"{where}: is null, and the task's optimizer is a function of it. Try learning_rate: 1e-3.")
+        raise ConfigError(
+            f"{where('learning_rate')}: is null, and the task's optimizer is a function of it. Try learning_rate: 1e-3."
+        )
     built = task_optimizer() if rate is None else task_optimizer(rate)
     if not hasattr(built, "update"):
         raise ConfigError(

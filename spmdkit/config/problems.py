@@ -74,7 +74,7 @@ def render(found: Sequence[Problem], origin: Origin) -> str:
     ordered = sorted(found, key=lambda p: origin.place(p.path).line)
     lines = [f"{start}: {p.text}" if (start := origin.where(p.path)) else p.text for p in ordered[:MAX_PROBLEMS]]
     if len(ordered) > MAX_PROBLEMS:
-        lines.append(f"and {len(ordered) - MAX_PROBLEMS} more problems; mend these first.")
+        lines.append(f"and {len(ordered) - MAX_PROBLEMS} more problems; fix these first.")
     return "\n".join(lines)
 
 

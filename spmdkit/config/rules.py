@@ -5,17 +5,18 @@ from __future__ import annotations
 import keyword
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdkit import kinds
-from spmdkit.config import fields, optimizer
+from spmdkit.config import optimizer
 from spmdkit.config.problems import KeyPath, Problem, render, show
 from spmdkit.config.task import reference_problem
 from spmdkit.errors import ConfigError
+from spmdkit.names import AXES, LOGICAL_AXES
 from spmdkit.words import nearest
 
-if TYPE_CHECKING:
-    from spmdkit.config.schema import Config
+Config = Any
+"""The settings, by attribute: schema.py, which has their type, imports this file."""
 
 KINDS = {"reducer": ("reducers", "sum"), "sync": ("sync", "every_step")}
 """Key -> (the folder whose files it names, its default)."""
@@ -61,7 +62,7 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"Try microbatches: {counts}, or batch_size: {_multiples(config.batch_size, config.microbatches)}.",
         )
         return
-    if all(config.mesh.sizes().get(axis, 1) > 0 for axis in fields.LOGICAL_AXES["batch"]):
+    if all(config.mesh.sizes().get(axis, 1) > 0 for axis in LOGICAL_AXES["batch"]):
         yield from _batch_on_mesh(config, config.mesh.sizes())
 
 
@@ -72,7 +73,7 @@ def check_batch(config: Config, sizes: Mapping[str, int]) -> None:
 
 
 def _batch_on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    axes = {axis: sizes[axis] for axis in fields.LOGICAL_AXES["batch"] if sizes.get(axis, 1) > 1}
+    axes = {axis: sizes[axis] for axis in LOGICAL_AXES["batch"] if sizes.get(axis, 1) > 1}
     shards = math.prod(axes.values())
     microbatches = config.microbatches if isinstance(config.microbatches, int) else 1
     staged = (config.pipeline.microbatches or 1) if sizes.get("pipeline", 1) > 1 else 1
@@ -104,7 +105,7 @@ def _mesh(config: Config) -> Iterator[Problem]:
 
 
 def _layout(config: Config) -> Iterator[Problem]:
-    known = list(dict.fromkeys([*fields.LOGICAL_AXES, *config.layout.axes, *fields.MESH_AXES]))
+    known = list(dict.fromkeys([*LOGICAL_AXES, *config.layout.axes, *AXES]))
     seen: dict[str, int] = {}
     for i, (pattern, dims) in enumerate(config.layout.rules):
         if pattern in seen:

@@ -22,6 +22,7 @@ from pydantic import (
 
 from spmdkit.config import fields, problems, rules, wording
 from spmdkit.config.fields import Section
+from spmdkit.config.task import split_reference
 from spmdkit.errors import ConfigError
 
 
@@ -45,7 +46,7 @@ class Mesh(Section):
 
     def sizes(self) -> dict[str, int]:
         """Returns the axes that are named, -1 as it stands."""
-        return {axis: size for axis in fields.MESH_AXES if (size := getattr(self, axis)) is not None}
+        return {axis: size for axis in type(self).model_fields if (size := getattr(self, axis)) is not None}
 
 
 class ClusterOptions(Section):
@@ -403,6 +404,10 @@ class Config(Section):
         """Returns the absolute run directory; the default is `runs/<config name>` in the config's folder."""
         stem = self._origin.file.stem if self._origin.file else "run"
         return (self.folder / (self.run_dir or f"runs/{stem}")).resolve()
+
+    def task_reference(self) -> tuple[str, str]:
+        """Returns (absolute path of the .py file, name) or (module, name) of the task. Nothing is opened or imported."""
+        return split_reference(self.task, self.folder, self.where("task"))
 
     def where(self, key: str) -> str:
         """Returns the start of a message about a dotted key: `configs/gpt.yaml:12: mesh.data`."""

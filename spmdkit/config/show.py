@@ -8,7 +8,6 @@ import yaml
 
 from spmdkit.config.schema import Config
 from spmdkit.config.source import add_core_schema
-from spmdkit.config.task import task_reference
 
 
 class _Dumper(yaml.SafeDumper):
@@ -37,7 +36,7 @@ def to_yaml(config: Config, absolute_paths: bool = False) -> str:
     values = config.model_dump()
     values["mesh"] = config.mesh.sizes()
     if absolute_paths:
-        values["task"] = ":".join(task_reference(config))
+        values["task"] = ":".join(config.task_reference())
         values["run_dir"] = str(config.resolved_run_dir())
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
@@ -48,7 +47,7 @@ def to_short_yaml(config: Config, absolute_paths: bool = False) -> str:
     if config.mesh.sizes():
         values["mesh"] = config.mesh.sizes()
     if absolute_paths:
-        values["task"] = ":".join(task_reference(config))
+        values["task"] = ":".join(config.task_reference())
         values["run_dir"] = str(config.resolved_run_dir())
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 

@@ -63,17 +63,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         line = event.start_mark.line
-        if isinstance(event, yaml.AliasEvent):
-            raise _Refused(line, f"*{event.anchor} is an alias; aliases are refused. Write the value out.")
-        if event.anchor is not None:
-            raise _Refused(
-                line, f"&{event.anchor} is an anchor; anchors are refused. Write the value where it is used."
-            )
-        if event.tag is not None:
-            raise _Refused(
-                line,
-                f"the tag {event.tag.replace(_YAML_TAG, '!!')} is refused: a config holds plain values. Remove the tag.",
-            )
+        tag = event.tag.replace(_YAML_TAG, "!!") if getattr(event, "tag", None) else ""
+        what = f"*{event.anchor}" if isinstance(event, yaml.AliasEvent) else f"&{event.anchor}" if event.anchor else tag
+        if what:
+            raise _Refused(line, f"{what} is refused: a config holds plain values. Write the value itself.")
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
             raise _Refused(
@@ -131,13 +124,13 @@ def read_file(path: Path, name: str) -> Document:
     return document
 
 
-def parse(text: str, place: Any, name: str, empty_is_null: bool = False) -> Document:
+def parse(text: str, place: Any, name: str) -> Document:
     """Returns the values of YAML text; `place(line)` makes the Place of a line (from 1)."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         places: dict[KeyPath, Place] = {}
-        value = None if node is None else _plain(node, (), places, place, empty_is_null)
+        value = None if node is None else _plain(node, (), places, place)
     except _Refused as error:
         raise ConfigError(f"{place(error.line + 1).where}: {error.text}") from None
     except yaml.reader.ReaderError as error:
@@ -149,30 +142,20 @@ def parse(text: str, place: Any, name: str, empty_is_null: bool = False) -> Docu
         at_end = error.context_mark and re.search("stream end|end of stream", error.problem or "")
         mark = error.context_mark if at_end else error.problem_mark or error.context_mark
         where = place(mark.line + 1).where if mark else name
+        context = f" ({error.context})" if error.context else ""
         raise ConfigError(
-            f"{where}: {_syntax(error, text.splitlines()[mark.line : mark.line + 1] if mark else [])}"
+            f"{where}: not YAML: {error.problem}{context}. Look at the indentation (spaces, no tabs), the quotes, the colons and the "
+            f"brackets around this line."
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{name}: is not YAML: {error}") from None
     return Document(value, places)
 
 
-def _syntax(error: yaml.MarkedYAMLError, line: Sequence[str]) -> str:
-    problem = error.problem or ""
-    if "'\\t'" in problem or any("\t" in text[: len(text) - len(text.lstrip())] for text in line):
-        return "a tab indents this line; YAML wants spaces. Replace the tab by spaces."
-    if "expected a single document" in f"{error.context}{problem}":
-        return "a second document starts here (`---`); a config is one document. Remove the line."
-    if "@" in problem or "`" in problem:
-        return f"{problem}. Put the value in quotes."
-    context = f" ({error.context})" if error.context else ""
-    return f"not YAML: {problem}{context}. Look at the indentation, the colons and the brackets around this line."
-
-
-def _plain(node: Any, path: KeyPath, places: dict[KeyPath, Place], place: Any, empty_is_null: bool) -> Any:
+def _plain(node: Any, path: KeyPath, places: dict[KeyPath, Place], place: Any) -> Any:
     line = node.start_mark.line
     if isinstance(node, yaml.ScalarNode):
-        if node.value == "" and node.style is None and not empty_is_null:
+        if node.value == "" and node.style is None:
             what = dotted(path) or "the config"
             raise _Refused(line, f"{what} has no value. Write one after it, or null, or remove the key.")
         return _scalar(node, line)
@@ -180,7 +163,7 @@ def _plain(node: Any, path: KeyPath, places: dict[KeyPath, Place], place: Any, e
         items = []
         for i, item in enumerate(node.value):
             places[(*path, i)] = place(item.start_mark.line + 1)
-            items.append(_plain(item, (*path, i), places, place, empty_is_null))
+            items.append(_plain(item, (*path, i), places, place))
         return items
     mapping: dict[Any, Any] = {}
     lines: dict[Any, int] = {}
@@ -196,7 +179,7 @@ def _plain(node: Any, path: KeyPath, places: dict[KeyPath, Place], place: Any, e
             )
         inner: KeyPath = (*path, str(key))
         places[inner] = place(key_line + 1)
-        mapping[key], lines[key] = _plain(value_node, inner, places, place, empty_is_null), key_line
+        mapping[key], lines[key] = _plain(value_node, inner, places, place), key_line
     return mapping
 
 

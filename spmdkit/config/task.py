@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from spmdkit.errors import ConfigError
 
-if TYPE_CHECKING:
-    from spmdkit.config.schema import Config
 
-
-def task_reference(config: Config) -> tuple[str, str]:
+def split_reference(task: str, folder: Path, where: str) -> tuple[str, str]:
     """Returns (absolute path of the .py file, name) or (module, name). Nothing is opened or imported.
+
+    Args:
+        task: the reference; a path starts from `folder`.
+        where: the start of a message about it.
 
     Raises:
         ConfigError: `task` is not of either form.
     """
-    if problem := reference_problem(config.task):
-        raise ConfigError(f"{config.where('task')}: {problem}")
-    target, _, name = config.task.rpartition(":")
-    return (str((config.folder / target).resolve()), name) if target.endswith(".py") else (target, name)
+    if problem := reference_problem(task):
+        raise ConfigError(f"{where}: {problem}")
+    target, _, name = task.rpartition(":")
+    return (str((folder / target).resolve()), name) if target.endswith(".py") else (target, name)
 
 
 def reference_problem(task: str) -> str:

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from spmdkit import files
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
-from spmdkit.told import ERROR_FILE
+from spmdkit.names import ERROR_FILE, PROCESS_ID
 
 # How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
 # 0.11.2.
@@ -142,7 +142,7 @@ def _write_error_file(code: int, message: str) -> None:
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
-    process = os.environ.get("SPMDKIT_PROCESS_ID", "0")
+    process = os.environ.get(PROCESS_ID, "0")
     record = {"process": int(process) if process.isdigit() else 0, "exit_code": code, "message": message}
     try:
         files.replace(path, json.dumps({**record, "time": time.time()}).encode(), mode=0o600)

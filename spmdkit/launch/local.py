@@ -25,7 +25,7 @@ from spmdkit.launch.cause import Exit, cause
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
 from spmdkit.launch.supervise import Child, Supervisor, end, queued_signals
-from spmdkit.told import COORDINATOR, DEVICES_PER_PROCESS, ERROR_FILE, NUM_PROCESSES, PROCESS_ID
+from spmdkit.names import COORDINATOR, DEVICES_PER_PROCESS, ERROR_FILE, NUM_PROCESSES, PROCESS_ID
 
 
 def launch(

@@ -20,9 +20,10 @@ import numpy as np
 
 from spmdkit.errors import UserCodeError
 from spmdkit.files import strict_json
+from spmdkit.names import MEASURED
 
 FIRST_KEYS = ("step", "split", "loss")
-LAST_KEYS = ("examples_per_s", "step_time_s", "input_wait_s")
+LAST_KEYS = MEASURED
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -29,9 +29,9 @@ from spmdkit.cluster.join import num_threads
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
 from spmdkit.memory import memory_limit
+from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
 from spmdkit.words import nearest
 
-MAX_FAKE_DEVICES = 4096
 _FORMS = "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), cpu:8, here"
 # libtpu reads these when it is loaded; they keep it from looking for a TPU, and let two plans run side by side.
 _TPU_ENVIRONMENT = {
@@ -111,8 +111,8 @@ def parse_target(text: str) -> Target:
 
 
 def _parse_cpu(text: str, rest: str) -> Target:
-    count = _count(rest)
-    if count is None or count > MAX_FAKE_DEVICES:
+    count = fake_devices(text.strip())
+    if count is None:
         raise ConfigError(
             f"target {text!r} asks for {rest or 'no number'} of fake CPU devices. It is cpu:N with N from 1 to {MAX_FAKE_DEVICES}. "
             f"Try --target cpu:8."

@@ -10,6 +10,7 @@ from spmdkit import kinds
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import AXES, resolve
+from spmdkit.names import fake_devices
 
 ROWS = 2
 """Rows on each device and microbatch. One is not enough for convolutions on meshes with replica and model axes (docs/guide.md)."""
@@ -43,8 +44,8 @@ def choose_devices(config: Config, asked: int | None) -> int:
         if asked < 1:
             raise ConfigError(f"--devices is {asked}. It is a number of fake devices of at least 1. Try --devices 8.")
         return asked
-    if isinstance(config.devices, str) and config.devices.startswith("cpu:"):
-        return int(config.devices.removeprefix("cpu:"))
+    if isinstance(config.devices, str) and (count := fake_devices(config.devices)):
+        return count
     sizes = config.mesh.sizes().values()
     return math.prod(sizes) if sizes and -1 not in sizes else DEFAULT_DEVICES
 

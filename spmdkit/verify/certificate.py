@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit import files
-from spmdkit.config import Config, task_reference
+from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 
 FORMAT = 1
@@ -29,7 +29,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy")
 
 def identity(config: Config) -> dict[str, Any]:
     """Returns what a proof is about: the task's name and the digest of its text, and the mathematics of the config."""
-    target, name = task_reference(config)
+    target, name = config.task_reference()
     shown = config.task if target.endswith(".py") else f"{target}:{name}"
     return {"task": shown, "task_digest": task_digest(config), "mathematics": mathematics(config)}
 
@@ -58,7 +58,7 @@ def _without_sizes(value: Any) -> Any:
 
 def task_digest(config: Config) -> str:
     """Returns the digest of the task's file and of the files beside it that it imports, directly or not."""
-    target, _ = task_reference(config)
+    target, _ = config.task_reference()
     if target.endswith(".py"):
         first = Path(target)
     else:

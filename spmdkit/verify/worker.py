@@ -38,7 +38,7 @@ def _open(spec: dict[str, Any]) -> Any:
     import jax
 
     from spmdkit.cluster import environment, join
-    from spmdkit.config import parse_config, task_reference
+    from spmdkit.config import parse_config
     from spmdkit.tasks import load_task
     from spmdkit.verify.judge import Judge
     from spmdkit.verify.room import check_room
@@ -49,7 +49,7 @@ def _open(spec: dict[str, Any]) -> Any:
     jax.config.update("jax_disable_most_optimizations", True)
     join(environment({}), f"cpu:{spec['devices']}")
     config = parse_config(spec["config"], source=spec["source"], name=spec["name"])
-    target, name = task_reference(config)
+    target, name = config.task_reference()
     task = load_task(target, name, config.folder, config.task_args)
     check_room(task, spec["devices"], spec["jobs"])
     subject = Subject(config, task, spec["batch_size"], spec["steps"], spec["dtype"])

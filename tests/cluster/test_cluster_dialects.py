@@ -187,5 +187,5 @@ def test_a_config_knows_the_dialects_that_there_are():
         assert parse_config({"task": "a.py:t", "cluster": {"dialect": name}}).cluster.dialect == name
     with pytest.raises(ConfigError) as caught:
         parse_config({"task": "a.py:t", "cluster": {"dialect": "spmdkti"}})
-    assert "cluster.dialect: needs one of auto, none, " in str(caught.value)
+    assert "cluster.dialect: should be auto, none, " in str(caught.value)
     assert "Did you mean 'spmdkit'?" in str(caught.value)

@@ -45,7 +45,7 @@ BAD = {
     "rule with a bad pattern": ("layout: {rules: [[\"a(\", [null]]]}", ":2: layout.rules[0]:", "a regular expression (missing ), unterminated", "found ['a(', [null]] (a list)", "Try rules: [[\"blocks/.*/kernel\", [\"embed\", \"mlp\"]]]."),
     "rule with an unknown axis": ("layout: {rules: [[w, [embed, dtaa]]]}", ":2: layout.rules[0][1][1]:", "unknown axis 'dtaa'.", "Did you mean 'data'?", "Known are batch, embed, mlp, heads, kv_heads"),
     "same rule twice": ("layout: {rules: [[w, [embed]], [w, [mlp]]]}", ":2: layout.rules[1]:", "has the pattern 'w' (text) of rule", "One rule claims a leaf.", "Remove one."),
-    "logical axis on no mesh axis": ("layout: {axes: {mlp: tensr}}", ":2: layout.axes.mlp:", "replica, data, fsdp, expert, context, tensor", "found 'tensr' (text)", "Did you mean 'tensor'?"),
+    "logical axis on no mesh axis": ("layout: {axes: {mlp: tensr}}", ":2: layout.axes.mlp:", "replica, data, pipeline,", "found 'tensr' (text)", "Did you mean 'tensor'?"),
     "logical axis on one mesh axis twice": ("layout: {axes: {mlp: [data, data]}}", ":2: layout.axes.mlp:", "a list that names each axis", "found ['data', 'data'] (a list)", "Try mlp: [data, fsdp]."),
     "zero without fsdp": ("layout: {zero: 1}", ":2: layout.zero:", "is 1, and the mesh has no", "Remove it, or name the axis, for example mesh: {fsdp: -1}."),
     "fsdp off without fsdp": ("layout: {fsdp: off}", ":2: layout.fsdp:", "is off, and the mesh has no", "Remove it, or name the axis, for example mesh: {fsdp: -1}."),
@@ -192,4 +192,4 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path):
 def test_at_most_ten_problems_are_told_and_the_rest_counted(tmp_path):
     lines = message(tmp_path, "task: a.py:t\n" + "".join(f"key{i}: 1\n" for i in range(14))).splitlines()
     assert len(lines) == 11
-    assert lines[-1] == "and 4 more problems; mend these first."
+    assert lines[-1] == "and 4 more problems; fix these first."

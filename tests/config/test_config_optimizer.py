@@ -14,6 +14,10 @@ from spmdkit.config.optimizer import optimizers, schedules
 from spmdkit.errors import ConfigError
 
 
+def chosen(config, task_optimizer):
+    return choose_optimizer(config.optimizer, config.learning_rate, task_optimizer, config.where)
+
+
 def updates(transformation, steps=3):
     params = {"w": jnp.arange(4.0), "b": jnp.ones(2)}
     transformation = optax.with_extra_args_support(transformation)
@@ -88,15 +92,15 @@ def test_building_refuses_what_the_check_refuses():
 
 def test_the_configs_optimizer_wins_over_the_tasks():
     config = Config(task="a.py:t", optimizer={"name": "sgd", "learning_rate": 0.1})
-    np.testing.assert_array_equal(updates(choose_optimizer(config, optax.adam(1.0))), updates(optax.sgd(0.1)))
+    np.testing.assert_array_equal(updates(chosen(config, optax.adam(1.0))), updates(optax.sgd(0.1)))
 
 
 def test_the_tasks_optimizer_is_taken_whole_or_given_the_learning_rate():
     whole = optax.adam(1e-3)
-    assert choose_optimizer(Config(task="a.py:t"), whole) is whole
+    assert chosen(Config(task="a.py:t"), whole) is whole
     config = Config(task="a.py:t", learning_rate=0.5)
-    np.testing.assert_array_equal(updates(choose_optimizer(config, optax.sgd)), updates(optax.sgd(0.5)))
-    with_default = choose_optimizer(Config(task="a.py:t"), lambda learning_rate=0.2: optax.sgd(learning_rate))
+    np.testing.assert_array_equal(updates(chosen(config, optax.sgd)), updates(optax.sgd(0.5)))
+    with_default = chosen(Config(task="a.py:t"), lambda learning_rate=0.2: optax.sgd(learning_rate))
     np.testing.assert_array_equal(updates(with_default), updates(optax.sgd(0.2)))
 
 
@@ -116,7 +120,7 @@ def test_the_tasks_optimizer_is_taken_whole_or_given_the_learning_rate():
 )
 def test_an_optimizer_that_cannot_be_chosen_is_told(rate, optimizer, expected):
     with pytest.raises(ConfigError) as caught:
-        choose_optimizer(Config(task="a.py:t", learning_rate=rate), optimizer)
+        chosen(Config(task="a.py:t", learning_rate=rate), optimizer)
     assert str(caught.value).startswith(expected)
 
 

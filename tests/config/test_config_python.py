@@ -9,16 +9,15 @@ import pytest
 import yaml
 
 from spmdkit import config as config_package
+from spmdkit import names
 from spmdkit.config import (
-    LOGICAL_AXES,
-    MESH_AXES,
     Config,
+    Mesh,
     check_batch,
     json_schema,
     load_config,
     parse_config,
     replace_keys,
-    task_reference,
     to_yaml,
 )
 from spmdkit.errors import ConfigError
@@ -130,7 +129,7 @@ def test_the_written_config_can_hold_absolute_paths(tmp_path):
     (tmp_path / "a.yaml").write_text("task: sub/a.py:t\n")
     text = to_yaml(load_config(tmp_path / "a.yaml"), absolute_paths=True)
     moved = parse_config(yaml.safe_load(text), source="/elsewhere/config.yaml")
-    assert task_reference(moved) == (str(tmp_path / "sub" / "a.py"), "t")
+    assert moved.task_reference() == (str(tmp_path / "sub" / "a.py"), "t")
     assert moved.resolved_run_dir() == tmp_path / "runs" / "a"
 
 
@@ -209,12 +208,9 @@ def _references(node):
         yield from _references(value)
 
 
-def test_the_tables_of_axes_agree_with_mesh_and_layout():
-    from spmdkit import layout, mesh
-
-    assert set(MESH_AXES) == set(mesh.AXES)
-    assert dict(LOGICAL_AXES) == dict(layout.LOGICAL_AXES)
-    assert LOGICAL_AXES["batch"] == mesh.BATCH_AXES
+def test_the_mesh_of_a_config_has_every_axis_and_no_other():
+    assert set(Mesh.model_fields) == set(names.AXES)
+    assert set().union(*names.LOGICAL_AXES.values()) <= set(names.AXES)
 
 
 def test_reading_a_config_starts_no_device_and_imports_no_optax_unless_named(tmp_path):

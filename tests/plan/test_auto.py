@@ -63,5 +63,5 @@ def test_build_settles_auto_by_the_memory_of_the_devices():
 
 
 def test_a_word_that_is_not_auto_is_refused():
-    with pytest.raises(ConfigError, match=r"microbatches: needs a whole number of at least 1, or auto"):
+    with pytest.raises(ConfigError, match=r"microbatches: should be a whole number .* or auto"):
         config(microbatches="automatic")

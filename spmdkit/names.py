@@ -1,0 +1,52 @@
+"""Names that several parts of spmdkit share, each written once: mesh axes, logical axes, `cpu:N`, our environment variables, keys of metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+AXES = ("replica", "data", "pipeline", "fsdp", "expert", "context", "tensor")
+"""All mesh axes, the slowest links first: neighbours along `tensor` are the closest devices."""
+
+REPLICA_AXES = ("replica", "data")
+MODEL_AXES = tuple(axis for axis in AXES if axis not in REPLICA_AXES)
+BATCH_AXES = ("replica", "data", "fsdp", "expert")
+"""The axes over which the examples of a batch are cut, in row order."""
+
+LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "embed": ("fsdp",),
+    "mlp": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "vocab": ("tensor",),
+    "expert": ("expert",),
+    "layers": ("pipeline",),
+    "sequence": ("context",),
+    "norm_sequence": ("context", "tensor"),
+}
+"""Logical dim name -> mesh axes, before `layout.axes` is added."""
+
+MAX_FAKE_DEVICES = 4096
+
+
+def fake_devices(text: str) -> int | None:
+    """Returns N of `cpu:N`, a number of fake devices of this CPU from 1 to MAX_FAKE_DEVICES; None for anything else."""
+    kind, _, count = text.partition(":")
+    if kind != "cpu" or not count.isascii() or not count.isdigit() or len(count) > 9:
+        return None
+    return int(count) if 1 <= int(count) <= MAX_FAKE_DEVICES else None
+
+
+COORDINATOR = "SPMDKIT_COORDINATOR"
+NUM_PROCESSES = "SPMDKIT_NUM_PROCESSES"
+PROCESS_ID = "SPMDKIT_PROCESS_ID"
+DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
+RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
+ERROR_FILE = "SPMDKIT_ERROR_FILE"
+"""Names the file into which a process that fails writes its message, for the launcher that set the variable."""
+
+MEASURED = ("examples_per_s", "step_time_s", "input_wait_s")
+"""What a clock gives to each line of metrics.jsonl."""
+
+RESERVED_METRICS = ("step", "split", *MEASURED)
+"""Keys of metrics.jsonl that no metric of a task may have."""
