@@ -1,0 +1,35 @@
+"""The tables of shared names agree with themselves and with what reads them."""
+
+import pytest
+
+from spmdkit import mesh, names
+from spmdkit.cluster import join
+from spmdkit.cluster.spec import ClusterSpec
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError
+from spmdkit.plan.target import parse_target
+
+
+def test_the_axes_are_of_replicas_or_of_the_model_and_mesh_has_the_same():
+    assert {*names.REPLICA_AXES, *names.MODEL_AXES} == set(names.AXES)
+    assert not set(names.REPLICA_AXES) & set(names.MODEL_AXES)
+    assert set(names.BATCH_AXES) <= set(names.AXES)
+    assert (mesh.AXES, mesh.BATCH_AXES) == (names.AXES, names.BATCH_AXES)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("cpu:1", 1), ("cpu:08", 8), (f"cpu:{names.MAX_FAKE_DEVICES}", names.MAX_FAKE_DEVICES)]
+)
+def test_fake_devices_are_read_alike_by_config_and_target(text, number):
+    assert names.fake_devices(text) == number
+    assert Config(task="a.py:t", devices=text).devices == f"cpu:{number}"
+    assert parse_target(text).num_devices == number
+
+
+@pytest.mark.parametrize("text", ["cpu:0", "cpu:4097", "cpu:", "cpu:-1", "cpu:x", "cpu:²", "cpu:1:2", "gpu:2", "cpu"])
+def test_what_names_no_fake_devices_is_refused_alike_by_config_and_join(text):
+    assert names.fake_devices(text) is None
+    with pytest.raises(ConfigError):
+        Config(task="a.py:t", devices=text)
+    with pytest.raises(ConfigError, match="is not known"):
+        join(ClusterSpec(), text)
