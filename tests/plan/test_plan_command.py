@@ -141,8 +141,13 @@ def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path
     assert halved < between < whole
     monkeypatch.setattr("spmdkit.memory.memory_of_this_machine", lambda: between * len(devices))
     assert target_of(devices).memory_limit_bytes == between
-    with pytest.raises(NotAllowed, match=r"a step needs .* of each device.*Try microbatches: [24]"):
+    planned = []  # memory alone decides: no text of a program is read
+    monkeypatch.setattr("spmdkit.plan.start.plan_program", lambda *_: planned.append(True))
+    with pytest.raises(
+        NotAllowed, match=r"a step needs .* of each device, cpu has .*A step has to fit\. Try microbatches: [24]"
+    ):
         train(small)
+    assert planned == []
 
 
 def test_a_state_that_does_not_fit_is_refused_before_any_array(tmp_path, monkeypatch):
