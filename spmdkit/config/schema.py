@@ -364,7 +364,7 @@ class Config(Section):
     on_nonfinite: Literal["stop", "continue"] = Field(
         default="stop",
         description="When the loss or the state is not finite, where a gradient that is not finite ends: stop with code 77, or go on and "
-        "report. Looked at in log steps and before each save.",
+        "report. The loss is looked at in log steps, the state every 100 steps and before each save.",
     )
 
     _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)

@@ -212,7 +212,11 @@ def test_what_a_hook_makes_of_the_state_in_the_step_is_checked(tmp_path):
         train(tmp_path, hook)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_where_the_loss_still_is(tmp_path):
+def test_a_gradient_that_is_not_finite_stops_the_run_where_the_loss_still_is(tmp_path, monkeypatch):
+    from spmdkit.run.hooks import finite
+
+    monkeypatch.setattr(finite, "LOOK_EVERY", 1)
+
     def broken(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         grads = {"w": grads["w"].at[1].set(jnp.where(state.step == 5, jnp.nan, grads["w"][1]))}

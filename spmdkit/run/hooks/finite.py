@@ -1,7 +1,7 @@
-"""Looks whether training is finite: at log steps the loss, and every leaf of the state, to which a gradient that is not finite has gone.
+"""Looks whether training is finite: the loss at log steps, and now and then every leaf of the state, where a gradient that is not finite goes.
 
 The state is looked at by a small program of its own, and not inside the step: there every leaf that is cut over devices would need one
-more reduction in each step, and what is not finite stays in the state until it is looked at.
+more reduction in each step, and what is not finite stays in the state until it is looked at, at the latest before it is saved.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdkit.errors import NonFiniteError
 from spmdkit.run.hooks.base import Action, Hook, Stop
 
+LOOK_EVERY = 100
+"""Steps between looks at the state, at least: one takes about half a millisecond of the host, 5 % of ten steps of 1 ms."""
+
 
 def make(config: Any) -> Hook:
     """Returns the guard: `on_nonfinite` says whether it stops the run or tells."""
     stops = config.on_nonfinite == "stop"
 
+    looked = [
+        0
+    ]  # the step after which the state was looked at last; after a restart, or a way back, it is looked at soon
+
     def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
         if not run.is_log_step(step):
             return None
-        # At the first step training would wait for one more compilation; what is not finite then is found at the next.
-        finite = None if step == run.first_step else _look(run.program.mesh)(state)
+        finite = None
+        if not 0 <= step - looked[0] < LOOK_EVERY:
+            looked[0], finite = step, _look(run.program.mesh)(state)
         loss = run.numbers(step, metrics).get("loss", 0.0)
         if not math.isfinite(loss):
             what, whose = f"the loss is {loss}", "it"
