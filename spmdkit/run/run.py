@@ -22,7 +22,7 @@ from spmdkit import files, keys, metrics
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
-from spmdkit.errors import CheckpointWriteError, ConfigError, Preempted
+from spmdkit.errors import CheckpointWriteError, ConfigError, Preempted, UserCodeError
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
@@ -153,9 +153,12 @@ class Run:
         return state, record, lines
 
     def go_back(self, to_step: int | None, skip_batches: int) -> TrainState:
-        """Returns the state of the newest checkpoint up to `to_step`, the beginning where there is none. What is newer is forgotten.
+        """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
 
         Everything that training writes goes back with it: checkpoints, sinks, the schedule, the hooks' own state.
+
+        Raises:
+            UserCodeError: the checkpoints of that time are not kept any more.
         """
         left = self.step
         epoch = self.due.went_back()
@@ -165,6 +168,13 @@ class Run:
         if self.checkpoints is not None:
             self.events_of(self.checkpoints.wait())
             target = latest_for_all(self.cluster, self.checkpoints, f" {epoch}", to_step) or 0
+            newest = latest_for_all(self.cluster, self.checkpoints, f" of all {epoch}")
+            if not target and newest is not None and to_step != 0:
+                raise UserCodeError(
+                    f"a hook goes back to step {to_step}, and the checkpoints that are kept are newer, up to step {newest}. Going back needs one of "
+                    f"that step or before. Raise checkpoint.keep ({self.config.checkpoint.keep if self.config.checkpoint else 0}), or go back "
+                    "less far; sk.Rollback(0) starts anew."
+                )
             self.cluster.barrier("before going back")
             self.checkpoints.forget_after(target)
             self.cluster.barrier("went back")

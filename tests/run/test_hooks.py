@@ -176,6 +176,19 @@ def test_the_strongest_of_all_that_is_asked_for_wins():
     assert decide([sk.Save(), sk.Replace(1)]) == Decision(False, True, sk.Replace(1))
 
 
+def test_a_rollback_to_a_time_whose_checkpoints_are_gone_is_refused_and_the_beginning_can_be_asked_for(tmp_path):
+    settings = {"checkpoint": {"every_steps": 2, "keep": 2}}
+    with pytest.raises(
+        UserCodeError, match=r"back to step 3, and the checkpoints that are kept are newer, up to step 8\..*keep \(2\)"
+    ):
+        train(tmp_path / "a", sk.Hook("back", after_step=at(9, sk.Rollback(3))), **settings)
+    once = []
+    back = lambda run, step, *_: once.append(step) or sk.Rollback(0) if step == 9 and not once else None
+    assert losses_of(tmp_path / "b", sk.Hook("back", after_step=back), **settings) == losses_of(
+        tmp_path / "c", **settings
+    )
+
+
 # ---- in the step -------------------------------------------------------------------------------------------------------
 
 

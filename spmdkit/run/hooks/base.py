@@ -56,7 +56,7 @@ class Rollback:
     """Go back to a saved step and train from there again.
 
     Attributes:
-        to_step: the newest checkpoint that is not after it is taken; None: the newest of all.
+        to_step: the newest checkpoint that is not after it is taken; None: the newest of all, or the beginning; 0: the beginning.
         skip_batches: so many batches after it are left out, for good.
         known: as in `Save`.
     """
