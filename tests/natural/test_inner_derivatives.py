@@ -128,7 +128,9 @@ def task(mesh):
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [*((mesh, 1) for mesh in MESHES), ("data 8", 2)])
 def test_every_derivative_at_a_constant_is_that_of_one_device(mesh, microbatches):
-    _, run = train(task(mesh), mesh, microbatches=microbatches)
+    """By the emitter that users get: with the one of the suite a Hessian on eight devices is 2.3e-5 from that of one."""
+    options = {"xla_cpu_use_fusion_emitters": True}
+    _, run = train(task(mesh), mesh, microbatches=microbatches, compiler_options=options)
     assert_same_run(run, reference())
 
 
