@@ -22,7 +22,7 @@ extras: $(EXTRAS)/.test
 
 # What the default suite leaves out: the long forms of its tests.
 thorough: $(EXTRAS)/.test
-	$(BOUND) 7200 $(EXTRAS)/bin/python -m pytest -m slow --numprocesses 2 --dist loadfile
+	$(BOUND) 7200 $(EXTRAS)/bin/python -m pytest -m slow --numprocesses 2 --dist loadfile -o faulthandler_timeout=1800
 
 # Every legal mesh, for every config in configs/verify. Hours of processor time; what is finished is kept in build/verify.
 verify: $(VENV)/.test

@@ -1,6 +1,5 @@
-"""Eight fake CPU devices, and programs that compile in a fifth of the time."""
+"""Eight fake CPU devices, programs that compile in a fifth of the time, no test that hangs for ever (pyproject.toml), and a table of seconds."""
 
-import faulthandler
 import gc
 import importlib.metadata
 import importlib.util
@@ -20,8 +19,13 @@ os.environ.setdefault("SPMDKIT_ALLOCATOR", "system")  # what a run sets would ho
 import jax
 import pytest
 
+from tests.support.seconds import Seconds
+
 jax.config.update("jax_num_cpu_devices", 8)
-faulthandler.enable()
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Seconds(config))
 
 
 def pytest_runtest_setup(item):

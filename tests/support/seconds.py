@@ -1,0 +1,149 @@
+"""A pytest plugin: how much processor time and how many compilations each folder of tests takes, and a limit for each.
+
+Seconds are those of the processor, of the test's process and of the processes it has waited for: they depend little on what
+else the machine does. At the end of a run of everything the limits hold; a folder above its limit fails the run.
+"""
+
+import collections
+import os
+import resource
+from typing import NamedTuple
+
+import pytest
+
+LIMITS_S = {
+    "bad_input": 40,
+    "checkpoint": 60,
+    "cluster": 30,
+    "config": 20,
+    "core": 400,
+    "data": 15,
+    "examples": 270,
+    "faults": 20,
+    "launch": 60,
+    "metrics": 20,
+    "natural": 90,
+    "ops": 320,
+    "plan": 120,
+    "run": 20,
+    "system": 150,
+    "verify": 200,
+}
+"""Folder of tests -> processor seconds: a third more than it took on a busy machine (2026-11-22). A new folder has to be entered."""
+
+TOTAL_S = 1200
+"""Two cores for ten minutes."""
+
+
+class Spent(NamedTuple):
+    """What some tests have taken."""
+
+    tests: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    compilations: int = 0
+
+    def plus(self, other: "Spent") -> "Spent":
+        return Spent(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def over_limits(spent: dict[str, Spent], limits_s: dict[str, float], total_s: float) -> list[str]:
+    """Returns a sentence for each folder, and for the whole, that took more than its limit."""
+    wrong = []
+    for folder, found in sorted(spent.items()):
+        if folder not in limits_s:
+            wrong.append(
+                f"tests/{folder} took {found.cpu_s:.0f} s and has no limit. Enter it in tests/support/seconds.py."
+            )
+        elif found.cpu_s > limits_s[folder]:
+            wrong.append(
+                f"tests/{folder} took {found.cpu_s:.0f} s of processor time, its limit is {limits_s[folder]:.0f} s. "
+                "Compile less, share programs, or mark the long form of a test slow."
+            )
+    total = sum(found.cpu_s for found in spent.values())
+    if total > total_s:
+        wrong.append(f"All tests together took {total:.0f} s of processor time, the limit is {total_s:.0f} s.")
+    return wrong
+
+
+def table(spent: dict[str, Spent]) -> list[str]:
+    """Returns the lines of a table: folders by seconds, and their sum."""
+    rows = sorted(spent.items(), key=lambda item: -item[1].cpu_s)
+    total = Spent()
+    for _, found in rows:
+        total = total.plus(found)
+    lines = [f"{'processor s':>11} {'wall s':>8} {'tests':>6} {'compilations':>13}  folder"]
+    for folder, found in [*rows, ("all", total)]:
+        lines.append(f"{found.cpu_s:11.1f} {found.wall_s:8.1f} {found.tests:6d} {found.compilations:13d}  {folder}")
+    return lines
+
+
+def cpu_s() -> float:
+    """Returns the processor seconds of this process and of its ended children."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+class Seconds:
+    """Measures in the process that runs the tests, adds up and judges in the one that reports."""
+
+    def __init__(self, config: pytest.Config):
+        self._whole = not (config.option.file_or_dir or config.option.keyword or config.option.markexpr != "not slow")
+        self._last_s, self._compilations, self._last_compilations = cpu_s(), 0, 0
+        self._by_test: dict[str, Spent] = collections.defaultdict(Spent)
+        self._wrong: list[str] = []
+        if "PYTEST_XDIST_WORKER" in os.environ or not getattr(config.option, "numprocesses", None):
+            self._listen()
+
+    def _listen(self) -> None:
+        import jax
+
+        def count(event: str, duration: float, **_: object) -> None:
+            self._compilations += event == "/jax/core/compile/backend_compile_duration"
+
+        jax.monitoring.register_event_duration_secs_listener(count)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        self._last_s, self._last_compilations = cpu_s(), self._compilations
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        now_s = cpu_s()
+        report.cpu_s, report.compilations = now_s - self._last_s, self._compilations - self._last_compilations
+        self._last_s, self._last_compilations = now_s, self._compilations
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        part = Spent(
+            report.when == "call", getattr(report, "cpu_s", 0.0), report.duration, getattr(report, "compilations", 0)
+        )
+        self._by_test[report.nodeid] = self._by_test[report.nodeid].plus(part)
+
+    def _by_folder(self) -> dict[str, Spent]:
+        spent: dict[str, Spent] = collections.defaultdict(Spent)
+        for name, found in self._by_test.items():
+            folder = name.split("::")[0].removeprefix("tests/").split("/")[0]
+            spent[folder] = spent[folder].plus(found)
+        return dict(spent)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._whole and "PYTEST_XDIST_WORKER" not in os.environ:
+            self._wrong = over_limits(self._by_folder(), LIMITS_S, TOTAL_S)
+            if self._wrong and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        spent = self._by_folder()
+        if not spent:
+            return
+        terminalreporter.section("seconds of processor time", sep="-")
+        for line in table(spent):
+            terminalreporter.write_line(line)
+        longest = sorted(self._by_test.items(), key=lambda item: -item[1].cpu_s)[:10]
+        for name, found in longest:
+            terminalreporter.write_line(f"{found.cpu_s:11.1f} {found.wall_s:8.1f}  {name}")
+        for line in self._wrong:
+            terminalreporter.write_line(line, red=True)
