@@ -24,7 +24,21 @@ def shape(gpt, stacked=True):
 
 @pytest.fixture
 def params(gpt):
-    return gpt.init_params(jax.random.key(0), shape(gpt))
+    return made(lambda key: gpt.init_params(key, shape(gpt)))
+
+
+def made(init):
+    """Returns the parameters of seed 0: in one compilation, not in one for each operation."""
+    return jax.jit(init)(jax.random.key(0))
+
+
+def logits_of(gpt, params, tokens):
+    return jax.jit(lambda params, tokens: gpt.logits(params, tokens, gpt.Options()))(params, tokens)
+
+
+def loss_of(task, params, batch, key=None):
+    """Returns what `loss_fn` returns; a new function each time, so that nothing around it is taken from a former trace."""
+    return jax.jit(lambda *args: task.loss_fn(*args))(params, batch, key)
 
 
 @pytest.fixture
@@ -61,27 +75,25 @@ def test_each_byte_of_the_text_is_a_target_once(gpt):
 
 def test_document_masks_keep_padding_out_of_the_loss(gpt):
     task = gpt.task(width=32, layers=1, context=16, document_masks=True, train_bytes=20_000, eval_bytes=2_000)
-    params = task.init(jax.random.key(0))
+    params = made(task.init)
     short = int(np.argmin(task.train_data["num_targets"]))
     num_targets = int(task.train_data["num_targets"][short])
     batch = {name: array[short : short + 1].copy() for name, array in task.train_data.items()}
-    loss, _ = task.loss_fn(params, batch, None)
+    loss, _ = loss_of(task, params, batch)
     batch["tokens"][:, num_targets + 1 :] = 7
     assert float(loss.count) == num_targets < 16
-    assert float(loss.value) == float(task.loss_fn(params, batch, None)[0].value)
+    assert float(loss.value) == float(loss_of(task, params, batch)[0].value)
 
 
 def test_stacked_and_separate_layers_are_the_same_model(gpt, params, tokens):
-    separate = gpt.init_params(jax.random.key(0), shape(gpt, stacked=False))
+    separate = made(lambda key: gpt.init_params(key, shape(gpt, stacked=False)))
     np.testing.assert_array_equal(params["blocks"]["up"][1], separate["blocks"][1]["up"])
-    np.testing.assert_allclose(
-        gpt.logits(separate, tokens, gpt.Options()), gpt.logits(params, tokens, gpt.Options()), atol=1e-4
-    )
+    np.testing.assert_allclose(logits_of(gpt, separate, tokens), logits_of(gpt, params, tokens), atol=1e-4)
 
 
 def test_a_position_sees_nothing_of_what_comes_after(gpt, params, tokens):
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 256)
-    before, after = (gpt.logits(params, x, gpt.Options()) for x in (tokens, changed))
+    before, after = (logits_of(gpt, params, x) for x in (tokens, changed))
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert not np.allclose(before[:, 10:], after[:, 10:])
 
@@ -104,21 +116,21 @@ def test_dropout_draws_for_each_example_and_position_from_the_examples_own_key(g
 
 def test_dropout_is_on_in_training_alone(gpt):
     task = gpt.task(width=32, layers=1, context=16, dropout=0.5, train_bytes=20_000, eval_bytes=2_000)
-    params = task.init(jax.random.key(0))
+    params = made(task.init)
     batch = {name: array[:4] for name, array in task.train_data.items()}
     values = []
     for key in (None, None, jax.random.key(0)):
         with sk.examples(4, key=jax.random.key(0)):
-            values.append(float(task.loss_fn(params, batch, key)[0].value))
+            values.append(float(loss_of(task, params, batch, key)[0].value))
     assert values[0] == values[1] != values[2]
 
 
 def test_a_mixture_reports_its_load_and_adds_its_balance_loss(gpt):
     args = {"width": 32, "layers": 2, "context": 16, "train_bytes": 20_000, "eval_bytes": 2_000}
     task = gpt.task(**args, moe={"experts": 4, "top_k": 2, "capacity": 1.0, "balance_loss": 0.5, "z_loss": 0.0})
-    params = task.init(jax.random.key(0))
+    params = made(task.init)
     batch = {name: array[:4] for name, array in task.train_data.items()}
-    loss, metrics = task.loss_fn(params, batch, None)
+    loss, metrics = loss_of(task, params, batch)
     assert float(metrics["balance"].value) >= 1 - 1e-5 and 0 < float(metrics["dropped"].value) < 1
     expected = float(metrics["bits_per_byte"].value) * np.log(2) + 0.5 * float(metrics["balance"].value)
     assert float(loss.value) == pytest.approx(expected, rel=1e-5)
@@ -126,10 +138,10 @@ def test_a_mixture_reports_its_load_and_adds_its_balance_loss(gpt):
 
 def test_the_loss_is_in_nats_and_bits_per_byte(gpt):
     task = gpt.task(width=32, layers=1, context=16, dropout=0.1, train_bytes=20_000, eval_bytes=2_000)
-    params = jax.tree.map(jnp.zeros_like, task.init(jax.random.key(0)))
+    params = jax.tree.map(jnp.zeros_like, made(task.init))
     batch = {name: array[:4] for name, array in task.train_data.items()}
     with sk.examples(4, key=jax.random.key(0)):
-        loss, metrics = task.loss_fn(params, batch, jax.random.key(0))
+        loss, metrics = loss_of(task, params, batch, jax.random.key(0))
     assert float(loss.value) == pytest.approx(np.log(256))
     assert float(metrics["bits_per_byte"].value) == pytest.approx(8)
 
@@ -146,7 +158,7 @@ def test_a_sample_continues_its_prompt(gpt, params):
 
 def test_a_cold_sample_repeats_what_the_model_has_learned(gpt):
     task = gpt.task(width=32, layers=1, context=8, train_bytes=20_000, eval_bytes=2_000)
-    params = task.init(jax.random.key(0))
+    params = made(task.init)
     text = b"abcabcabcabcabcabc"
     batch = {"tokens": np.frombuffer(text[:9], np.uint8)[None], "num_targets": np.array([8], np.int32)}
     grad = jax.jit(jax.grad(lambda p: task.loss_fn(p, batch, None)[0].value))
