@@ -1,4 +1,5 @@
-"""Eight fake CPU devices, programs that compile in a fifth of the time, no test that hangs for ever (pyproject.toml), and a table of seconds."""
+"""Eight fake CPU devices, strict dtype promotion where our code alone decides, programs that compile in a fifth of the time, and a table of
+seconds. That no test hangs for ever is set in pyproject.toml."""
 
 import gc
 import importlib.metadata
@@ -48,3 +49,12 @@ def compile_quickly(request):
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def strict_promotion(request):
+    """No implicit change of a dtype in modules with the mark `strict`: our code runs there, around losses that need none."""
+    strict = request.node.get_closest_marker("strict") is not None
+    jax.config.update("jax_numpy_dtype_promotion", "strict" if strict else "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "standard")

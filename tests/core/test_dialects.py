@@ -14,6 +14,8 @@ import spmdkit as sk
 from spmdkit import scope
 from spmdkit.errors import ConfigError, UserCodeError
 
+pytestmark = pytest.mark.strict
+
 REPLICAS = ("replica", "data")
 
 
@@ -295,7 +297,10 @@ def test_settings_that_a_step_of_the_users_own_would_ignore_are_refused():
         (lambda s, g: (s.apply_gradients(g), {}, 1), "returned 3 values"),
         (lambda s, g: (s.apply_gradients({"w": g["w"]}), {}), "gradient lacks b.*a tree like the parameters"),
         (lambda s, g: (s.apply_gradients({**g, "b": g["w"]}), {}), r"gradient b is float32\[16,8\], the parameter"),
-        (lambda s, g: (s.replace(step=s.step + 1.5), {}), r"'step' was int32\[\] and becomes float32\[\]"),
+        (
+            lambda s, g: (s.replace(step=s.step.astype(jnp.float32)), {}),
+            r"'step' was int32\[\] and becomes float32\[\]",
+        ),
         (lambda s, g: (s.apply_gradients(g), {"w": g["w"]}), r"metric 'w' as float32\[16,8\].*scalar or a sk\.mean"),
     ],
     ids=["no tuple", "three values", "another tree", "another shape", "another dtype", "no scalar"],

@@ -12,6 +12,8 @@ from spmdkit.mesh import make_mesh, resolve
 from spmdkit.ops.kept import Linearized
 from spmdkit.ops.remat import KEPT, everything_but_gathered, policy, policy_of_names
 
+pytestmark = pytest.mark.strict
+
 
 def fn(x, w, n):
     """Its scale differs along no axis, or along the replicas, as the enclosing vmap makes it: a `pvary` more or less."""

@@ -15,6 +15,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.mesh import resolve
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
 
+pytestmark = pytest.mark.strict
+
 D, F, T, LAYERS, CLASSES = 16, 32, 8, 2, 4
 
 

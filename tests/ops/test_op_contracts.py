@@ -20,6 +20,8 @@ from ops_mesh import step
 import spmdkit as sk
 from spmdkit import scope
 
+pytestmark = pytest.mark.strict
+
 ROOT = Path(__file__).parents[2]
 MODULES = {
     str(path.relative_to(ROOT)): ast.parse(path.read_text())

@@ -17,6 +17,8 @@ import spmdkit as sk
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.tensor import column, row
 
+pytestmark = pytest.mark.strict
+
 D, F, T, N, H, V, LAYERS = 16, 32, 8, 4, 4, 24, 2
 ROWS = ("batch", "norm_sequence", None)
 

@@ -14,6 +14,8 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.vocab import padded_vocab
 
+pytestmark = pytest.mark.strict
+
 B, T, D, V = 8, 8, 16, 24
 MESH = {"fsdp": 2, "context": 2, "tensor": 2}
 
