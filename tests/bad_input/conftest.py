@@ -1,13 +1,10 @@
 """A folder with a task and a config that work, a run that they left there, and the command line without its `os._exit`."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command_line import Folder
+from tests.support.command_line import Folder
 
 
 @pytest.fixture

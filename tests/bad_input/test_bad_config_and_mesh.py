@@ -1,7 +1,8 @@
 """Mistakes in the config: found before a device is touched, or when the mesh and the layout meet the model."""
 
 import pytest
-from command_line import Case
+
+from tests.support.command_line import Case
 
 FLAT = {"mesh": "{fsdp: 4}"}
 

@@ -1,7 +1,8 @@
 """The data: lengths, dtypes, holes, sources that raise."""
 
 import pytest
-from command_line import Case
+
+from tests.support.command_line import Case
 
 CASES = {
     "unequal lengths": Case(("train_data has 32 examples in leaf 'x' float32[32,4] but 31 in leaf 'y' float32[31,8]. The first", "of every leaf must count the same examples. Cut or build them alike, for example [:31]."), task={"train_data": "{'x': DATA['x'], 'y': DATA['y'][:31]}"}),

@@ -1,7 +1,8 @@
 """The functions of the task: arity, what they return, shapes that do not fit, exceptions of their own."""
 
 import pytest
-from command_line import Case
+
+from tests.support.command_line import Case
 
 STATEFUL = """
 def init(key):

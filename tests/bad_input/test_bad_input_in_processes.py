@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from command_line import NEVER
 
 from spmdkit.checkpoint import RunLock
+from tests.support.command_line import NEVER
 
 pytestmark = pytest.mark.processes
 

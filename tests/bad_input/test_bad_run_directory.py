@@ -6,9 +6,9 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from command_line import Case
 
 from spmdkit.checkpoint import RunLock
+from tests.support.command_line import Case
 
 OTHER_RUN = {
     "another model": Case(("run/checkpoints/2 into this task's state: 1 leaf differs (saved 4, asked 5).", "it (it is in the checkpoint's record), or set run_dir to a new folder to start anew."), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'scale': jnp.ones(())}", exit=79),

@@ -1,7 +1,8 @@
 """The task file: missing, broken, without the name, of the wrong kind."""
 
 import pytest
-from command_line import Case
+
+from tests.support.command_line import Case
 
 CASES = {
     "file missing": Case(("taks.py does not exist. Paths are relative to the config's folder. Did you mean 'task.py'?",), config={"task": "taks.py:task"}),

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from spmdkit.checkpoint import Checkpoints, RunLock  # noqa: E402
-from spmdkit.errors import SpmdkitError  # noqa: E402
+from spmdkit.checkpoint import Checkpoints, RunLock
+from spmdkit.errors import SpmdkitError
 
 
 def value_of(step: int, num_rows: int = 8) -> np.ndarray:
@@ -105,7 +105,7 @@ class Coordination:
 
 
 def shardings() -> dict:
-    from checkpoint_states import mesh_of
+    from tests.support.checkpoint_states import mesh_of
 
     mesh = mesh_of(jax.device_count(), axes=("data",))
     spec = jax.sharding.PartitionSpec

@@ -1,11 +1,6 @@
-"""What the checkpoint tests share: a directory, and the folder's own modules on the path."""
-
-import sys
-from pathlib import Path
+"""What the checkpoint tests share: a directory."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import statistics
 import time
 
 import jax.numpy as jnp
-from checkpoint_blocking import blocked_s, many_leaves
 
 from spmdkit.checkpoint import Checkpoints, storage
+from tests.checkpoint.checkpoint_blocking import blocked_s, many_leaves
 
 RATIO = 1.1
 

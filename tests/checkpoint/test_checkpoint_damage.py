@@ -6,10 +6,10 @@ import shutil
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoint_states import abstract_on, assert_same, mesh_of, place, train_state
 
 from spmdkit.checkpoint import Checkpoints, export, ls
 from spmdkit.errors import CheckpointError
+from tests.support.checkpoint_states import abstract_on, assert_same, mesh_of, place, train_state
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_states import bits, mesh_of, place, train_state
 
 from spmdkit.checkpoint import Checkpoints, export
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.tree import named_leaves
+from tests.support.checkpoint_states import bits, mesh_of, place, train_state
 
 safetensors = pytest.importorskip("safetensors")
 

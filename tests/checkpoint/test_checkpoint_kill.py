@@ -10,10 +10,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_states import jax
-from checkpoint_worker import value_of
 
 from spmdkit.checkpoint import Checkpoints, ls
+from tests.checkpoint.checkpoint_worker import value_of
+from tests.support.checkpoint_states import jax
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 NUM_KILLS = 10

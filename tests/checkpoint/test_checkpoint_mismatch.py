@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checkpoint_states import train_state
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import CheckpointError
+from tests.support.checkpoint_states import train_state
 
 
 def refusal(directory, saved, asked):

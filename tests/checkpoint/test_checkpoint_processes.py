@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_worker import Checkpoints, global_state, value_of
 
 from spmdkit.checkpoint import inspect
+from tests.checkpoint.checkpoint_worker import Checkpoints, global_state, value_of
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_states import State, abstract_on, assert_same, mesh_of, place, train_state
 
 from spmdkit.checkpoint import Checkpoints, leaf_table
 from spmdkit.errors import ConfigError
+from tests.support.checkpoint_states import State, abstract_on, assert_same, mesh_of, place, train_state
 
 RECORD = {"config": "task: x\n", "versions": {"jax": jax.__version__}, "seed": 3, "data": {"step": 40}}
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoint_states import assert_same
 
 from spmdkit.checkpoint import Checkpoints, storage
 from spmdkit.checkpoint import record as records
 from spmdkit.errors import CheckpointWriteError, ConfigError
+from tests.support.checkpoint_states import assert_same
 
 STATE = {"w": jnp.arange(4.0)}
 WORKER = Path(__file__).parent / "checkpoint_worker.py"

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_hlo import collectives, over
-from core_runs import MESHES, program_of
 
 import spmdkit as sk
 from spmdkit.mesh import resolve
 from spmdkit.tree import tree_bytes
+from tests.support.core_hlo import collectives, over
+from tests.support.core_runs import MESHES, program_of
 
 pytestmark = pytest.mark.optimized
 

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from core_models import regression
-from core_runs import program_of
 
 from spmdkit import compiler
 from spmdkit.errors import ConfigError
+from tests.support.core_models import regression
+from tests.support.core_runs import program_of
 
 CPU, V5E, V5P = (
     [SimpleNamespace(platform=platform, device_kind=kind)]

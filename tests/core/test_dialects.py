@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_models import BATCH, kept_gradient, regression, regression_by_hand, regression_loss
-from core_runs import MESHES, TOLERANCE, assert_close, assert_same_run, one_device, program_of, train
 from jax import lax
 
 import spmdkit as sk
 from spmdkit import scope
 from spmdkit.errors import ConfigError, UserCodeError
+from tests.support.core_models import BATCH, kept_gradient, regression, regression_by_hand, regression_loss
+from tests.support.core_runs import MESHES, TOLERANCE, assert_close, assert_same_run, one_device, program_of, train
 
 pytestmark = pytest.mark.strict
 

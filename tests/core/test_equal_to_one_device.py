@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_hlo import collectives
-from core_models import (
+from jax.ad_checkpoint import checkpoint_name
+
+import spmdkit as sk
+from spmdkit.mesh import resolve
+from tests.support.core_hlo import collectives
+from tests.support.core_models import (
     BATCH,
     MODELS,
     cnn,
@@ -19,7 +23,7 @@ from core_models import (
     regression_by_hand,
     regression_loss,
 )
-from core_runs import (
+from tests.support.core_runs import (
     MESHES,
     TOLERANCE,
     ZERO_2_BESIDE_DATA,
@@ -31,10 +35,6 @@ from core_runs import (
     program_of,
     train,
 )
-from jax.ad_checkpoint import checkpoint_name
-
-import spmdkit as sk
-from spmdkit.mesh import resolve
 
 IN_ONE_PIECE = ("data 8", "data 2 x fsdp 2 x tensor 2")
 MODEL_CASES = [

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_hlo import collectives
-from core_runs import MESHES, program_of
 
 import spmdkit as sk
+from tests.support.core_hlo import collectives
+from tests.support.core_runs import MESHES, program_of
 
 pytestmark = pytest.mark.optimized
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import program_of
 
 import spmdkit as sk
 from spmdkit import gradient, scope
+from tests.support.core_runs import program_of
 
 IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]
 X = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)

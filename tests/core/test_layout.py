@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import regression, regression_loss
-from core_runs import assert_close, one_device, program_of, train
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +17,8 @@ from spmdkit import layout, scope
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LayoutOptions
 from spmdkit.mesh import AXES, canonical, resolve
+from tests.support.core_models import regression, regression_loss
+from tests.support.core_runs import assert_close, one_device, program_of, train
 
 PARAMS = {"block": {"up": (64, 256), "down": (256, 64), "bias": (6,)}, "head": (64, 10)}
 SIZES = {"data": 1, "fsdp": 2, "tensor": 4}

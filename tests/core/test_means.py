@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_models import regression
-from core_runs import ONE_DEVICE, program_of
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.core_models import regression
+from tests.support.core_runs import ONE_DEVICE, program_of
 
 VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)
 

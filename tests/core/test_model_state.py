@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_models import BATCH, kept_gradient, regression
-from core_runs import MESHES, TOLERANCE, assert_close, program_of
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.core_models import BATCH, kept_gradient, regression
+from tests.support.core_runs import MESHES, TOLERANCE, assert_close, program_of
 
 REPLICAS = ("replica", "data")
 MOMENTUM = 0.9

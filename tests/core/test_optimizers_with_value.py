@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import assert_close, program_of
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.core_runs import assert_close, program_of
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 SETTINGS = {"data": {"shuffle": False}, "batch_size": 16, "steps": 4}

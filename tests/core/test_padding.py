@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import program_of
 from jax import lax
 
 import spmdkit as sk
 from spmdkit import padding
 from spmdkit.errors import ConfigError
 from spmdkit.step import Batch
+from tests.support.core_runs import program_of
 
 REPLICAS = ("replica", "data")
 ROWS = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32) + 3

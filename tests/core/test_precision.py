@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import program_of
 
 import spmdkit as sk
 from spmdkit.checkpoint import Checkpoints, export
 from spmdkit.errors import ConfigError
+from tests.support.core_runs import program_of
 
 X = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
 PLAIN = {"data": {"shuffle": False}, "batch_size": 16}

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from core_models import keep_gradient
-from core_runs import assert_same_run, program_of, train
 
 import spmdkit as sk
+from tests.support.core_models import keep_gradient
+from tests.support.core_runs import assert_same_run, program_of, train
 
 D = 16
 

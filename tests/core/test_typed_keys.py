@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import program_of
 
 import spmdkit as sk
 from spmdkit.agree import of_groups
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.tree import describe, leaf_bytes, named_leaves, tree_bytes
+from tests.support.core_runs import program_of
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 SETTINGS = {"data": {"shuffle": False}, "batch_size": 16, "steps": 3}

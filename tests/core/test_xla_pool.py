@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import program_of
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.core_runs import program_of
 
 IMAGES = np.random.default_rng(0).normal(size=(8, 8, 8, 4)).astype(np.float32)
 WHOLE, HEIGHT, CHANNELS = (("batch", None, None, None), ("batch", "sequence", None, None), ("batch", None, None, "mlp"))

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from natural_runs import BATCH, STEPS, assert_same_run, by_hand, keep_gradient, train
 
 import spmdkit as sk
+from tests.support.natural_runs import BATCH, STEPS, assert_same_run, by_hand, keep_gradient, train
 
 AXES = ("replica", "data")
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 2, 6)).astype(np.float32)

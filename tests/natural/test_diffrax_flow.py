@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from natural_runs import BATCH, STEPS, assert_same_run, by_hand, keep_gradient, train
 
 import spmdkit as sk
+from tests.support.natural_runs import BATCH, STEPS, assert_same_run, by_hand, keep_gradient, train
 
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 2)).astype(np.float32)
 

@@ -12,7 +12,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from natural_runs import (
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from tests.support.natural_runs import (
     BATCH,
     MESHES,
     STEPS,
@@ -24,9 +27,6 @@ from natural_runs import (
     program_of,
     train,
 )
-
-import spmdkit as sk
-from spmdkit.errors import ConfigError
 
 WIDTH = 6
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, WIDTH)).astype(np.float32)

@@ -7,10 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from natural_runs import BATCH, MESHES, STEPS, assert_same_run, by_hand, keep_gradient, num_psums, program_of, train
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.natural_runs import (
+    BATCH,
+    MESHES,
+    STEPS,
+    assert_same_run,
+    by_hand,
+    keep_gradient,
+    num_psums,
+    program_of,
+    train,
+)
 
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 6)).astype(np.float32)
 

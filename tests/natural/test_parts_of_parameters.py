@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from natural_runs import BATCH, MESHES, STEPS, TOLERANCE, leaf_errors, program_of
 
 import spmdkit as sk
 from spmdkit.scope import Placements
+from tests.support.natural_runs import BATCH, MESHES, STEPS, TOLERANCE, leaf_errors, program_of
 
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 8)).astype(np.float32)
 RATE = 0.1

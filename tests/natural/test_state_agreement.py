@@ -9,10 +9,18 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from natural_runs import BATCH, REPLICAS, STEPS, assert_replicas_hold_the_same_bits, keep_gradient, program_of, train
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.natural_runs import (
+    BATCH,
+    REPLICAS,
+    STEPS,
+    assert_replicas_hold_the_same_bits,
+    keep_gradient,
+    program_of,
+    train,
+)
 
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 6)).astype(np.float32)
 TOKENS = 300_000_000

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_mesh import step, value_and_grad
 
 import spmdkit as sk
 from spmdkit import scope
@@ -15,6 +14,7 @@ from spmdkit.ops import attention_blocks, attention_splash
 from spmdkit.ops.attention import own_kv_heads
 from spmdkit.ops.attention_blocks import XLA, Mask, merge
 from spmdkit.ops.attention_splash import splash
+from tests.support.ops_mesh import step, value_and_grad
 
 B, T, N, H = 4, 32, 8, 8
 TOLERANCE = 2e-6

@@ -8,7 +8,6 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from ops_mesh import step
 
 import spmdkit as sk
 from spmdkit import scope
@@ -17,6 +16,7 @@ from spmdkit.ops import attention as op
 from spmdkit.ops import attention_cudnn, attention_splash
 from spmdkit.ops.attention_blocks import XLA
 from spmdkit.plan.flops import count
+from tests.support.ops_mesh import step
 
 CUDNN = ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward(")
 SPLASH = ("splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq")

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import keep_gradient
-from core_runs import assert_close, assert_same_run, program_of, train
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.attention_blocks import XLA, Implementation
 from spmdkit.ops.collectives import all_reduce
+from tests.support.core_models import keep_gradient
+from tests.support.core_runs import assert_close, assert_same_run, program_of, train
 
 D, N, K, H, T, V, LAYERS = 16, 4, 2, 8, 16, 32, 2
 ROWS = ("batch", "sequence", None)

@@ -7,7 +7,6 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from ops_mesh import step, wire
 
 import spmdkit as sk
 from spmdkit import scope
@@ -15,6 +14,7 @@ from spmdkit.mesh import canonical
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.flops import count
 from spmdkit.plan.hlo import parse
+from tests.support.ops_mesh import step, wire
 
 pytestmark = pytest.mark.optimized
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_runs import assert_close
 
 import spmdkit as sk
 from spmdkit.ops import vocab
 from spmdkit.ops.both_modes import both_modes
+from tests.support.core_runs import assert_close
 
 
 def plain(x, w, count):

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_runs import assert_close
 from jax.sharding import NamedSharding, PartitionSpec
-from ops_mesh import step
 
 import spmdkit as sk
 from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.moe.blocks import by_blocks
+from tests.support.core_runs import assert_close
+from tests.support.ops_mesh import step
 
 B, T, D, F = 4, 4, 8, 16
 ROWS = ("batch", "norm_sequence", None)

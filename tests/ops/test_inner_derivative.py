@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import keep_gradient
-from core_runs import assert_same_run, program_of, train
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_reduce
+from tests.support.core_models import keep_gradient
+from tests.support.core_runs import assert_same_run, program_of, train
 
 B, D = 16, 6
 

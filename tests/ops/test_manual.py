@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_hlo import collectives
-from core_models import keep_gradient
-from core_runs import assert_same_run, program_of, train
 
 import spmdkit as sk
 from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import resolve
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
+from tests.support.core_hlo import collectives
+from tests.support.core_models import keep_gradient
+from tests.support.core_runs import assert_same_run, program_of, train
 
 pytestmark = pytest.mark.strict
 

@@ -7,9 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import keep_gradient
-from core_runs import assert_close, assert_same_run, program_of, train
-from moe_models import (
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from spmdkit.ops.collectives import all_gather
+from spmdkit.ops.moe import dropless
+from spmdkit.ops.moe.experts import MLP_DIMS, mlp, run_sorted
+from tests.support.core_models import keep_gradient
+from tests.support.core_runs import assert_close, assert_same_run, program_of, train
+from tests.support.moe_models import (
     RULES,
     D,
     E,
@@ -22,13 +28,7 @@ from moe_models import (
     ragged_all_to_all,
     task,
 )
-from ops_mesh import value_and_grad
-
-import spmdkit as sk
-from spmdkit.errors import ConfigError
-from spmdkit.ops.collectives import all_gather
-from spmdkit.ops.moe import dropless
-from spmdkit.ops.moe.experts import MLP_DIMS, mlp, run_sorted
+from tests.support.ops_mesh import value_and_grad
 
 
 def arrays(num=3, gated=True, seed=0):

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_mesh import GATHERED_TWICE, step, wire
 
 import spmdkit as sk
 from spmdkit import scope
 from spmdkit.ops.moe import dropless
+from tests.support.ops_mesh import GATHERED_TWICE, step, wire
 
 pytestmark = pytest.mark.optimized
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_runs import assert_close
 from jax.sharding import NamedSharding, PartitionSpec
-from ops_mesh import step
 
 import spmdkit as sk
 from spmdkit import scope
+from tests.support.core_runs import assert_close
+from tests.support.ops_mesh import step
 
 pytestmark = pytest.mark.strict
 

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_runs import assert_same_run, program_of, train
-from pipeline_models import embed, head, make_layer, model, model_of_ops, plain_mlp
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.pipeline.parts import join, split
 from spmdkit.ops.pipeline.schedule import Schedule
 from spmdkit.plan.flops import count
+from tests.support.core_runs import assert_same_run, program_of, train
+from tests.support.pipeline_models import embed, head, make_layer, model, model_of_ops, plain_mlp
 
 SHORT_BATCHES = {"data": {"remainder": "mask"}}
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_mesh import step
 
 import spmdkit as sk
 from spmdkit import scope
 from spmdkit.mesh import canonical
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
+from tests.support.ops_mesh import step
 
 pytestmark = pytest.mark.optimized
 

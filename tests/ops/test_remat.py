@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import keep_gradient
-from core_runs import assert_same_run, program_of, train
 from jax.ad_checkpoint import checkpoint_name
 
 import spmdkit as sk
@@ -16,6 +14,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.flops import count
 from spmdkit.plan.target import open_target, parse_target
+from tests.support.core_models import keep_gradient
+from tests.support.core_runs import assert_same_run, program_of, train
 
 D, F, LAYERS = 16, 32, 3
 

@@ -1,7 +1,8 @@
 """Offloaded values really are in the host's memory: as the TPU compiler allocates them."""
 
 import pytest
-from tpu_process import printed_json
+
+from tests.support.tpu_process import printed_json
 
 pytestmark = pytest.mark.tpu
 
@@ -10,7 +11,7 @@ import json
 import jax, jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec as P
-from ops_mesh import step
+from tests.support.ops_mesh import step
 from spmdkit.ops.remat import policy_of_names
 from spmdkit.plan.target import open_target, parse_target
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import keep_gradient
-from core_runs import assert_close, assert_same_run, program_of, train
-from ops_mesh import value_and_grad
 
 import spmdkit as sk
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.tensor import column, row
+from tests.support.core_models import keep_gradient
+from tests.support.core_runs import assert_close, assert_same_run, program_of, train
+from tests.support.ops_mesh import value_and_grad
 
 pytestmark = pytest.mark.strict
 

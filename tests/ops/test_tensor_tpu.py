@@ -1,14 +1,15 @@
 """Pairs compiled by the real TPU compiler for a whole torus: the formula's bytes."""
 
 import pytest
-from tpu_process import printed_json
+
+from tests.support.tpu_process import printed_json
 
 pytestmark = pytest.mark.tpu
 
 CODE = """
 import json, sys
 import jax, jax.numpy as jnp
-from ops_mesh import wire
+from tests.support.ops_mesh import wire
 import spmdkit as sk
 from spmdkit import compiler
 from spmdkit.plan.target import open_target, parse_target

@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from ops_mesh import GATHERED_TWICE, wire
 
 import spmdkit as sk
+from tests.support.ops_mesh import GATHERED_TWICE, wire
 
 pytestmark = pytest.mark.optimized
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import assert_close
-from ops_mesh import value_and_grad
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.vocab import padded_vocab
+from tests.support.core_runs import assert_close
+from tests.support.ops_mesh import value_and_grad
 
 pytestmark = pytest.mark.strict
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from core_runs import program_of
 
 import spmdkit as sk
 from spmdkit.plan.reading import read_program
+from tests.support.core_runs import program_of
 
 jax.config.update("jax_num_cpu_devices", 4)
 D, F, B, LAYERS = 1024, 4096, 2048, 4

@@ -15,11 +15,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from known_traffic import compiled
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from spmdkit.plan.target import open_target, parse_target
+from tests.plan.known_traffic import compiled
 
 TEXTS = Path(__file__).with_name("texts")
 SAVED = {

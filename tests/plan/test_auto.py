@@ -10,7 +10,7 @@ from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.program import open_program, task_of
 
-TASK = f"{Path(__file__).parent / 'plan_tasks.py'}:task"
+TASK = f"{Path(__file__).parents[1] / 'support' / 'plan_tasks.py'}:task"
 
 
 def config(**changes):

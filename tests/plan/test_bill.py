@@ -2,12 +2,12 @@
 
 import jax
 import pytest
-from known_traffic import PROGRAMS, SIZES, compiled
 
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 from spmdkit.plan.loops import trip_count, walk
 from spmdkit.plan.target import open_target, parse_target
+from tests.plan.known_traffic import PROGRAMS, SIZES, compiled
 
 
 def sent(bill):

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bad_programs import error, task
-from core_runs import program_of
 
 import spmdkit as sk
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.cause import CAUSES, first_path
 from spmdkit.plan.hlo import parse
 from spmdkit.testing import bill_of
+from tests.plan.bad_programs import error, task
+from tests.support.core_runs import program_of
 
 P = 2 * 256 * 512 * 4
 RULES = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]

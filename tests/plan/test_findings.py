@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import bad_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bad_programs import good_loss, lines_to_blame, task
-from core_runs import program_of
 
 from spmdkit.config import load_config
 from spmdkit.plan import findings, loops
@@ -25,6 +22,9 @@ from spmdkit.plan.reading import read_program
 from spmdkit.plan.target import parse_target
 from spmdkit.program import Program
 from spmdkit.words import format_bytes
+from tests.plan import bad_programs
+from tests.plan.bad_programs import good_loss, lines_to_blame, task
+from tests.support.core_runs import program_of
 
 TWO_HOSTS = parse_target("gpu:h100:2x4")
 IN_PROCESS = {
@@ -97,8 +97,8 @@ def test_every_detector_has_a_bad_program():
 REMATERIALIZE = """
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
-import bad_programs
-from core_runs import program_of
+from tests.plan import bad_programs
+from tests.support.core_runs import program_of
 from spmdkit.plan.reading import read_program
 made, settings = bad_programs.full_rematerialization()
 program = program_of(made, **settings)
@@ -110,8 +110,7 @@ print(*[f.source for f in found if "involuntary" in f.message], sep="\\n")
 
 def test_involuntary_rematerialization_is_read_from_the_log_of_xla():
     """In a process of its own: the tests keep XLA's warnings out of their output, and its log level is read once."""
-    folders = [Path(__file__).parent, Path(__file__).parents[1] / "core", Path(__file__).parents[2]]
-    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", REMATERIALIZE], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
@@ -226,7 +225,8 @@ def test_a_gather_in_a_loop_costs_as_often_as_the_scan_is_long(scans, times, mon
 PAD = """
 from spmdkit.plan.target import open_target, parse_target
 machine = open_target(parse_target("tpu:v5e:2x4"))
-import bad_programs, spmdkit as sk
+import spmdkit as sk
+from tests.plan import bad_programs
 from spmdkit.plan.reading import read_program
 from spmdkit.program import Program
 made, settings = bad_programs.padding_waste()
@@ -237,8 +237,7 @@ print(*[f.source for f in read_program(program, machine).findings if f.code == "
 
 @pytest.mark.tpu
 def test_padding_is_found_in_what_the_tpu_compiler_makes():
-    folders = [Path(__file__).parent, Path(__file__).parents[1] / "core", Path(__file__).parents[2]]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", PAD], capture_output=True, text=True, timeout=200, env=environment, check=False
     )

@@ -5,8 +5,9 @@ import json
 import subprocess
 import sys
 
-import golden_collectives as golden
 import pytest
+
+from tests.plan import golden_collectives as golden
 
 needs_its_versions = pytest.mark.skipif(
     golden.read()["versions"] != golden.versions(), reason="the golden file is of other versions of jax and libtpu"

@@ -4,13 +4,13 @@ import gzip
 from pathlib import Path
 
 import pytest
-from known_traffic import PROGRAMS, SIZES, W
 
 from spmdkit.mesh import AXES
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.groups import axes_of, replica_groups
 from spmdkit.plan.hlo import Instruction, parse
 from spmdkit.plan.loops import walk
+from tests.plan.known_traffic import PROGRAMS, SIZES, W
 
 TEXTS = Path(__file__).with_name("texts")
 

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_programs import good_loss, task
-from core_runs import program_of
 
 from spmdkit.plan.liveness import live_at_peak
 from spmdkit.plan.reading import read_program
+from tests.plan.bad_programs import good_loss, task
+from tests.support.core_runs import program_of
 
 PARAMETERS = 2 * 256 * 512 * 4
 RULES = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
@@ -64,8 +64,7 @@ def test_the_predicted_peak_is_within_five_percent_of_what_a_run_allocates():
         "NPROC": "20",
     }
     file = Path(__file__).with_name("memory_run.py")
-    folders = [Path(__file__).parents[2], file.parent, Path(__file__).parents[1] / "core"]
-    environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    environment = os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, str(file)], capture_output=True, text=True, timeout=300, env=environment, check=False
     )

@@ -6,7 +6,6 @@ import re
 
 import jax
 import pytest
-from plan_files import config, write
 
 from spmdkit.cluster import environment, join
 from spmdkit.errors import ConfigError
@@ -15,6 +14,7 @@ from spmdkit.plan.document import NotAllowed
 from spmdkit.plan.table import WIDTH, console, show
 from spmdkit.plan.target import target_of
 from spmdkit.run.loop import train
+from tests.support.plan_files import config, write
 
 WIDE, LAYERS, BATCH = 64, 4, 64
 

@@ -5,11 +5,11 @@ import struct
 import subprocess
 
 import pytest
-from plan_files import config
 
 from spmdkit.plan.command import make_plan
 from spmdkit.plan.drawing import group_numbers
 from spmdkit.plan.page import plan_page, write_page
+from tests.support.plan_files import config
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from plan_files import config, write
 
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
@@ -12,6 +11,7 @@ from spmdkit.plan.command import Options, choose_target, make_plan, run_plan
 from spmdkit.plan.compare import compare
 from spmdkit.plan.search import search
 from spmdkit.program import task_of
+from tests.support.plan_files import config, write
 
 
 def found(vary, **changes):

@@ -1,10 +1,10 @@
 """`sk.testing.assert_collectives` passes on what is there, and says what it found when it does not."""
 
 import pytest
-from bad_programs import good_loss, task
-from core_runs import program_of
 
 import spmdkit as sk
+from tests.plan.bad_programs import good_loss, task
+from tests.support.core_runs import program_of
 
 
 @pytest.fixture(scope="module")

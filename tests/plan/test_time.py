@@ -5,7 +5,6 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from plan_files import config
 
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import CHIPS
@@ -16,6 +15,7 @@ from spmdkit.plan.hlo import parse
 from spmdkit.plan.links import Way, hops, way
 from spmdkit.plan.roofline import predict_time
 from spmdkit.plan.target import parse_target, target_of
+from tests.support.plan_files import config
 
 
 def predicted(fn, *shapes, chip="v5p", dtype=jnp.float32):

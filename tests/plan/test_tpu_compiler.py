@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from plan_files import write
+
+from tests.support.plan_files import write
 
 pytestmark = pytest.mark.tpu
 

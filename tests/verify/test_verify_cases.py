@@ -3,8 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import verify_tasks as tasks
-from verify_tasks import judge
 
 import spmdkit as sk
 from spmdkit import padding
@@ -14,6 +12,8 @@ from spmdkit.verify.diagnosis import diagnose, pattern
 from spmdkit.verify.finding import Finding
 from spmdkit.verify.instruments import one_ulp
 from spmdkit.verify.subject import Setting
+from tests.support import verify_tasks as tasks
+from tests.support.verify_tasks import judge
 
 
 @pytest.mark.parametrize("remainder", ["drop", "mask"])

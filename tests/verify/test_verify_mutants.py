@@ -15,6 +15,8 @@ from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of
 from spmdkit.verify.mutants import MUTANTS
+from tests.support import verify_tasks as tasks
+from tests.support.verify_tasks import judge
 
 TABLES = (agree, feed, gradient, reduction, sums, leaves, ring_attention, vocab, parts)
 """Modules with a table of seams."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from spmdkit.config import parse_config, to_yaml
 
-TASK = f"{Path(__file__).parent / 'plan_tasks.py'}:task"
+TASK = f"{Path(__file__).with_name('plan_tasks.py')}:task"
 
 
 def config(**changes):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from core_models import keep_gradient
 
 import spmdkit as sk
+from tests.support.core_models import keep_gradient
 
 D, F, T, E, LAYERS, CLASSES = 8, 16, 8, 8, 2, 4
 TOKENS = ("batch", "norm_sequence", None)

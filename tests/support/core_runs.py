@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from core_models import BATCH, MODELS, kept_gradient
 
 import spmdkit as sk
 from spmdkit.program import Program
 from spmdkit.tree import named_leaves
+from tests.support.core_models import BATCH, MODELS, kept_gradient
 
 TOLERANCE = 1e-5
 """Relative 2-norm, float32."""

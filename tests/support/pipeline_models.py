@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from core_models import keep_gradient, made_once
 
 import spmdkit as sk
 from spmdkit.ops.collectives import all_gather, reduce_scatter
+from tests.support.core_models import keep_gradient, made_once
 
 D, F, T, V = 16, 32, 8, 24
 ROWS = ("batch", "norm_sequence", None)
