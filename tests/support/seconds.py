@@ -1,7 +1,8 @@
 """A pytest plugin: how much processor time and how many compilations each folder of tests takes, and a limit for each.
 
-Seconds are those of the processor, of the test's process and of the processes it has waited for: they depend little on what
-else the machine does. At the end of a run of everything the limits hold; a folder above its limit fails the run.
+Seconds are those of the processor, of the test's process and of the processes it has waited for. On a machine that does much
+else they are up to half as many more (caches, threads of one core), where seconds of a clock are many times more. At the end of
+a run of everything the limits hold; a folder above its limit fails the run.
 """
 
 import collections
@@ -13,7 +14,7 @@ import pytest
 
 LIMITS_S = {
     "bad_input": 40,
-    "checkpoint": 60,
+    "checkpoint": 75,
     "cluster": 30,
     "config": 20,
     "core": 400,
@@ -23,13 +24,13 @@ LIMITS_S = {
     "launch": 60,
     "metrics": 20,
     "natural": 90,
-    "ops": 320,
+    "ops": 380,
     "plan": 120,
     "run": 20,
     "system": 150,
     "verify": 200,
 }
-"""Folder of tests -> processor seconds: a third more than it took on a busy machine (2026-11-22). A new folder has to be entered."""
+"""Folder of tests -> processor seconds: a third and more above what it took on a busy machine (2026-11-22). A new folder has to be entered."""
 
 TOTAL_S = 1200
 """Two cores for ten minutes."""
