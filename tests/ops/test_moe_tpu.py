@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.tpu, pytest.mark.slow]
 
 CODE = """
 import json
-from tests.ops import test_moe_wire as t
+from tests.ops from tests.ops import test_moe_wire as t
 from tests.support.ops_mesh import wire
 from spmdkit import compiler
 from spmdkit.plan.target import open_target, parse_target

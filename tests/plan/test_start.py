@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from plan_files import config, write
 
 from spmdkit import auto, memory
 from spmdkit.cluster import Cluster
@@ -22,6 +21,7 @@ from spmdkit.plan import start
 from spmdkit.plan.command import make_plan
 from spmdkit.program import Program, open_program, task_of
 from spmdkit.run.loop import train
+from tests.support.plan_files import config, write
 
 
 def events(run_dir):

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from reducer_runs import task
 
 import spmdkit as sk
 from spmdkit.program import Program
+from tests.support.reducer_runs import task
 
 ORDERS = [np.random.default_rng(seed).permutation(8) for seed in range(8)]
 

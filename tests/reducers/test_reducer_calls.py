@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_runs import assert_close
-from reducer_runs import loss_fn, program, task, train
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.core_runs import assert_close
+from tests.support.reducer_runs import loss_fn, program, task, train
 
 DATA_8 = {"mesh": {"data": 8}}
 

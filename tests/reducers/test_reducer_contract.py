@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_hlo import collectives
-from core_runs import assert_close
-from reducer_runs import MESHES, NUM_VALUES, applied_and_owed, program, task, train, true_sum
 
 from spmdkit import kinds
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
 from spmdkit.reducers import bfloat16
 from spmdkit.reducers.base import stateless
+from tests.support.core_hlo import collectives
+from tests.support.core_runs import assert_close
+from tests.support.reducer_runs import MESHES, NUM_VALUES, applied_and_owed, program, task, train, true_sum
 
 
 class Row(NamedTuple):

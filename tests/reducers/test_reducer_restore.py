@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from core_runs import assert_close
-from reducer_runs import owed, program, task, train
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.restoring import restored
+from tests.support.core_runs import assert_close
+from tests.support.reducer_runs import owed, program, task, train
 
 DATA_4 = {"mesh": {"data": 4}}
 

@@ -26,7 +26,9 @@ LIMITS_S = {
     "natural": 90,
     "ops": 380,
     "plan": 120,
-    "run": 20,
+    "reducers": 120,
+    "run": 40,
+    "sync": 90,
     "system": 150,
     "verify": 200,
 }

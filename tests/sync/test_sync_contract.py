@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_hlo import collectives
-from core_runs import assert_close, leaf_errors, program_of
 
 import spmdkit as sk
 from spmdkit import keys, kinds
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import ConfigError
 from spmdkit.restoring import restored
+from tests.support.core_hlo import collectives
+from tests.support.core_runs import assert_close, leaf_errors, program_of
 
 ROWS = {"every_step": None, "local_sgd": {"every": 3}}
 """Sync -> options under which groups train alone for a while, or None where there are no groups."""

@@ -3,9 +3,7 @@
 import jax
 import optax
 import pytest
-import verify_tasks as tasks
 from jax import lax
-from verify_tasks import judge
 
 from spmdkit import agree, feed, gradient, reduction, sums
 from spmdkit.checkpoint import leaves

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from core_runs import program_of
 
 import spmdkit as sk
+from tests.support.core_runs import program_of
 
 NUM_VALUES = 128 * 128
 """Of the large leaf: a multiple of what any buffer here is filled up to, so that formulas of bytes are met exactly."""
