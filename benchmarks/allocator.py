@@ -3,7 +3,7 @@
     python benchmarks/allocator.py [--devices 1] [--rounds 8] [--json FILE]
 
 A process for each choice of SPMDKIT_ALLOCATOR, both open, and only one of them works at a time, a few steps in turn: absolute times on a shared
-machine mean nothing, so that what is reported is the median of the ratios of neighbouring turns. Reading is measured in the same
+machine mean nothing, so that what is reported is the ratio of neighbouring turns, median, least and most, of wall time and of the processors' time. Reading is measured in the same
 way: examples of 64 KiB made by Python functions and numpy, by one and by four threads of grain, without any step.
 """
 
@@ -55,21 +55,26 @@ def work(choice: str, num_devices: int) -> None:
     state = program.init()
     batches = iter(program.batches())
 
-    def step() -> tuple[float, int]:
+    def step() -> tuple[float, float, int]:
         nonlocal state
         batch = jax.block_until_ready(next(batches)[1])
-        begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        begun, cpu, before = (
+            time.perf_counter(),
+            time.process_time(),
+            resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+        )
         state, metrics = program.step(state, batch)
         jax.block_until_ready((state, metrics))
-        return time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return time.perf_counter() - begun, time.process_time() - cpu, faults
 
-    def read(num_threads: int) -> float:
+    def read(num_threads: int) -> tuple[float, float, int]:
         source = open_source(Examples())
         schedule = Schedule(len(source), 32, seed=0)
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         for _ in host_batches(source, schedule, None, 1, BATCHES + 1, threads=num_threads):
             pass
-        return (time.perf_counter() - begun) / BATCHES
+        return (time.perf_counter() - begun) / BATCHES, (time.process_time() - cpu) / BATCHES, 0
 
     step()
     if one_arena:
@@ -79,9 +84,9 @@ def work(choice: str, num_devices: int) -> None:
     for line in sys.stdin:
         if line.startswith("step"):
             turns = [step() for _ in range(STEPS)][1:]
-            answer = [statistics.median(t for t, _ in turns), statistics.median(f for _, f in turns)]
+            answer = [statistics.median(column) for column in zip(*turns, strict=True)]
         elif line.startswith("read"):
-            answer = [read(int(line.split()[1])), 0]
+            answer = list(read(int(line.split()[1])))
         else:
             status = Path("/proc/self/status").read_text()
             answer = [int(status.split(f"{name}:")[1].split()[0]) / 1024 for name in ("VmRSS", "VmHWM")]
@@ -113,14 +118,12 @@ def main() -> None:
     found: dict[str, object] = {"devices": options.devices}
     for what in ("step", *(f"read {n}" for n in THREADS)):
         turns = [{choice: ask(choice, what) for choice in open_} for _ in range(options.rounds)]
-        medians = {choice: statistics.median(turn[choice][0] for turn in turns) for choice in open_}
-        ratios = sorted(turn["keep"][0] / turn["system"][0] for turn in turns)
-        found[what] = {
-            "ms": {choice: round(1e3 * s, 1) for choice, s in medians.items()},
-            "ratio": round(statistics.median(ratios), 3),
-            "ratios": [round(r, 3) for r in (ratios[0], ratios[-1])],
-            "faults": {choice: turns[-1][choice][1] for choice in open_},
-        }
+        row: dict[str, object] = {}
+        for column, name in enumerate(("wall", "processors")):
+            ratios = sorted(turn["keep"][column] / turn["system"][column] for turn in turns)
+            row[f"{name} ms"] = {c: round(1e3 * statistics.median(turn[c][column] for turn in turns), 1) for c in open_}
+            row[f"{name} ratio"] = [round(r, 3) for r in (statistics.median(ratios), ratios[0], ratios[-1])]
+        found[what] = row | {"faults": {choice: turns[-1][choice][2] for choice in open_}}
         if what == "step":
             found["MiB resident, largest"] = {choice: [round(n) for n in ask(choice, "memory")] for choice in open_}
     print(json.dumps(found, indent=1))
