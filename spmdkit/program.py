@@ -24,6 +24,7 @@ from spmdkit import (
     compile_log,
     compiler,
     data,
+    grouping,
     groups,
     kinds,
     layout,
@@ -40,7 +41,7 @@ from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.group_step import group_step
-from spmdkit.groups import groups_of
+from spmdkit.grouping import groups_of
 from spmdkit.ops.remat import check_names
 from spmdkit.reducers.base import Reducer, stateless
 from spmdkit.reducers.sum import make as plain_sum
@@ -101,7 +102,7 @@ class Program:
         self._place(place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes))
         if self.groups is not None:
             placed = StateLayout(self.layout, self.state_sharding, self.abstract_state, self._placements)
-            self._abstract_state, placed = groups.place(self.groups, placed, abstract_params, self.mesh, self.sizes)
+            self._abstract_state, placed = grouping.place(self.groups, placed, abstract_params, self.mesh, self.sizes)
             self._place(placed)
         self._open_data()
         self._step_record = self._choose_form()
@@ -202,7 +203,7 @@ class Program:
             forms = ("plain",) if record.size("replica", *self.data_axes) == 1 else ("mapped",)
         keeps = reducer.init is not stateless and record.size("replica", *self.data_axes) > 1
         if keeps and self.groups is not None:
-            groups.check_reducer(self.groups, self.config)
+            grouping.check_reducer(self.groups, self.config)
         if keeps:  # the form and the calls are found without it
             record = dataclasses.replace(record, reducer=plain_sum())
         record = self._first_traced([dataclasses.replace(record, form=form, uses=set()) for form in forms])

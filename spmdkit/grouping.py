@@ -1,0 +1,95 @@
+"""The groups that a config asks for on a mesh, and where their copies of the train state live."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit import kinds
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError
+from spmdkit.groups import GROUPED, Groups, stacked
+from spmdkit.layout import LayoutOptions, LeafPlacement, follow
+from spmdkit.mesh import describe_mesh
+from spmdkit.state import TrainState
+from spmdkit.state_layout import StateLayout, laid_out
+from spmdkit.sync.base import Sync
+
+
+def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
+    """Returns the groups that the config's `sync` asks for, or None where replicas agree in every step.
+
+    Raises:
+        ConfigError: there is only one group, or something else in the config needs all replicas in every step.
+    """
+    sync: Sync = kinds.make("sync", config.sync)
+    if sync.every is None:
+        return None
+    name = kinds.split(config.sync)[0]
+    axis = "replica" if sizes["replica"] > 1 else "data"
+    if sizes[axis] == 1:
+        raise ConfigError(
+            f"sync: {name} has no effect on the mesh {describe_mesh(sizes)}: there is one group of replicas, which has nobody to agree with. Groups lie "
+            "along replica, or data where replica is one. Try mesh: {replica: 2, ...}, or sync: every_step."
+        )
+    if per_replica:
+        raise ConfigError(
+            f"sync: {name} with view='replica': there the user's own sums cross all replicas in every step. Use the global view "
+            "(sk.value_and_grad), or sync: every_step."
+        )
+    if config.model_state != "global":
+        raise ConfigError(
+            f"sync: {name} with model_state: {config.model_state}: each group has a model state of its own already. Use model_state: global."
+        )
+    if config.checkpoint is not None and (steps := config.checkpoint.every_steps) is not None and steps % sync.every:
+        near = max(sync.every, steps // sync.every * sync.every)
+        raise ConfigError(
+            f"checkpoint.every_steps is {steps}, and groups agree every {sync.every} steps ({name}). A checkpoint stands at the end of a round, so "
+            f"that it can be restored onto another number of groups. Try checkpoint: {{every_steps: {near}}}."
+        )
+    return Groups((axis,), sizes[axis], sync)
+
+
+def check_reducer(groups: Groups, config: Config) -> None:
+    """Refuses a reducer that keeps something while groups train alone: what becomes of it when they agree is not defined.
+
+    Raises:
+        ConfigError: always.
+    """
+    name, _ = kinds.split(config.reducer)
+    axis = groups.axes[0]
+    raise ConfigError(
+        f"reducer: {name} keeps something from step to step, and sync: {kinds.split(config.sync)[0]} lets the groups along {axis} train alone. Inside a "
+        f"group only a reducer without a state can add. Use reducer: sum, {{{name}: {{error_feedback: false}}}}, or sync: every_step."
+    )
+
+
+def place(
+    groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int]
+) -> tuple[TrainState, StateLayout]:
+    """Returns (the abstract train state of all groups, where its leaves live) from the layout of one copy."""
+    abstract = jax.eval_shape(functools.partial(stacked, groups), placed.abstract)
+    axes: Any = groups.axes[0] if len(groups.axes) == 1 else groups.axes
+    table = []
+    for leaf in placed.table:
+        if leaf.path.split("/")[0] in GROUPED:
+            shape, spec = (groups.num, *leaf.shape), PartitionSpec(axes, *leaf.spec)
+            leaf = dataclasses.replace(leaf, shape=shape, spec=spec)
+        table.append(leaf)
+    own = [
+        dataclasses.replace(leaf, path=leaf.path.partition("/")[2])
+        for leaf in placed.table
+        if leaf.path.split("/")[0] == "params"
+    ]
+    kept = follow(jax.eval_shape(groups.sync.init, params), own, LayoutOptions(), sizes, "device")
+    table += [_under_sync(leaf) for leaf in kept]
+    return abstract, laid_out(table, abstract, mesh, placed.placements)
+
+
+def _under_sync(leaf: LeafPlacement) -> LeafPlacement:
+    return dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync")
