@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from spmdkit import testing
     from spmdkit.config import Config, load_config
     from spmdkit.errors import SpmdkitError
-    from spmdkit.gradient import value_and_grad
-    from spmdkit.means import Mean, example_keys, example_mask, examples, mean
     from spmdkit.metrics.sinks.base import Sink
     from spmdkit.ops.attention import attention
     from spmdkit.ops.context import context_order, context_positions, context_restore
@@ -26,21 +24,23 @@ if TYPE_CHECKING:
     from spmdkit.ops.tensor import column_row
     from spmdkit.ops.vocab import cross_entropy, embed
     from spmdkit.program import Program, build
-    from spmdkit.replica import pmean, psum
     from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
     from spmdkit.run.loop import train
-    from spmdkit.scope import shard
-    from spmdkit.state import TrainState, Variables
-    from spmdkit.step import Batch
+    from spmdkit.step.gradient import value_and_grad
+    from spmdkit.step.means import Mean, example_keys, example_mask, examples, mean
+    from spmdkit.step.replica import pmean, psum
+    from spmdkit.step.scope import shard
+    from spmdkit.step.state import TrainState, Variables
+    from spmdkit.step.step import Batch
     from spmdkit.tasks import Task
     from spmdkit.user_code import hook, reducer, sink, task
 
 _HOME = {
-    "Batch": "step",
+    "Batch": "step.step",
     "Config": "config",
     "Evaluate": "run.hooks.base",
     "Hook": "run.hooks.base",
-    "Mean": "means",
+    "Mean": "step.means",
     "Program": "program",
     "Replace": "run.hooks.base",
     "Rollback": "run.hooks.base",
@@ -49,8 +49,8 @@ _HOME = {
     "SpmdkitError": "errors",
     "Stop": "run.hooks.base",
     "Task": "tasks",
-    "TrainState": "state",
-    "Variables": "state",
+    "TrainState": "step.state",
+    "Variables": "step.state",
     "attention": "ops.attention",
     "build": "program",
     "column_row": "ops.tensor",
@@ -59,24 +59,24 @@ _HOME = {
     "context_restore": "ops.context",
     "cross_entropy": "ops.vocab",
     "embed": "ops.vocab",
-    "example_keys": "means",
-    "example_mask": "means",
-    "examples": "means",
+    "example_keys": "step.means",
+    "example_mask": "step.means",
+    "examples": "step.means",
     "hook": "user_code",
     "load_config": "config",
     "manual": "ops.manual",
-    "mean": "means",
+    "mean": "step.means",
     "moe": "ops.moe",
     "pipeline": "ops.pipeline",
-    "pmean": "replica",
-    "psum": "replica",
+    "pmean": "step.replica",
+    "psum": "step.replica",
     "reducer": "user_code",
     "remat": "ops.remat",
-    "shard": "scope",
+    "shard": "step.scope",
     "sink": "user_code",
     "task": "user_code",
     "train": "run.loop",
-    "value_and_grad": "gradient",
+    "value_and_grad": "step.gradient",
 }
 
 _MODULES = ("testing",)

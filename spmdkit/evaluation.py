@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, keys, padding, scope
+from spmdkit import padding
 from spmdkit.errors import ConfigError
 from spmdkit.feed import Feed
-from spmdkit.gradient import evaluate
-from spmdkit.means import Mean
-from spmdkit.returned import checked_loss
-from spmdkit.state import TrainState
-from spmdkit.step import Batch
+from spmdkit.step import agree, keys, scope
+from spmdkit.step.gradient import evaluate
+from spmdkit.step.means import Mean
+from spmdkit.step.returned import checked_loss
+from spmdkit.step.state import TrainState
+from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
 from spmdkit.tree import abstract
 from spmdkit.user_code import call_user

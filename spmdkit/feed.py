@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 from spmdkit import data
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import BATCH_AXES, canonical, count
-from spmdkit.rows import RowOrder
-from spmdkit.step import Batch
+from spmdkit.step.rows import RowOrder
+from spmdkit.step.step import Batch
 
 
 class Feed:
     """The batches of one data set on one mesh.
 
-    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.rows` says.
+    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.step.rows` says.
 
     Attributes:
         grid: (shards, microbatches, rows).

@@ -28,9 +28,9 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding
 
-from spmdkit import scope
 from spmdkit.errors import ConfigError
-from spmdkit.step import Batch
+from spmdkit.step import scope
+from spmdkit.step.step import Batch
 from spmdkit.tree import named_leaves
 
 LARGE = 8.0

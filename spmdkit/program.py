@@ -18,39 +18,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import (
-    agree,
-    auto,
-    compile_log,
-    compiler,
-    data,
-    grouping,
-    groups,
-    kinds,
-    layout,
-    memory,
-    mesh,
-    padding,
-    reducer_state,
-    scope,
-    state,
-    step,
-)
+from spmdkit import auto, compile_log, compiler, data, grouping, kinds, layout, memory, mesh, padding
 from spmdkit.config import Config, check_batch, load_config, replace_keys
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator
 from spmdkit.feed import Feed, eval_batch_size
-from spmdkit.group_step import group_step
 from spmdkit.grouping import groups_of
 from spmdkit.ops.remat import check_names
 from spmdkit.reducers.base import Reducer, stateless
 from spmdkit.reducers.sum import make as plain_sum
-from spmdkit.replica import check_reductions
-from spmdkit.state import TrainState, check_not_donated
 from spmdkit.state_layout import StateLayout, laid_out, place_state, state_groups
-from spmdkit.step import Batch
+from spmdkit.step import agree, groups, reducer_state, scope, state, step
+from spmdkit.step.group_step import group_step
+from spmdkit.step.replica import check_reductions
+from spmdkit.step.state import TrainState, check_not_donated
+from spmdkit.step.step import Batch
+from spmdkit.step.summed import refuse_summed
 from spmdkit.step_record import forms_of, step_record
-from spmdkit.summed import refuse_summed
 from spmdkit.tasks import Task, load_hooks, load_task
 from spmdkit.tree import named_leaves
 from spmdkit.unused import check_used
@@ -68,7 +52,7 @@ class Program:
         task: the user's task.
         mesh: the device mesh.
         layout: placement and reason of every leaf of the train state.
-        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.forms`).
+        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.forms`).
         notes: remarks for the user that are no errors.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
         probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import groups
 from spmdkit.checkpoint import Checkpoints, nest
 from spmdkit.program import Program
-from spmdkit.state import TrainState
+from spmdkit.step import groups
+from spmdkit.step.state import TrainState
 from spmdkit.tree import named_leaves
 
 FIELD = "reducer/"

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import layout, scope
+from spmdkit import layout
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
-from spmdkit.state import FIELDS, TrainState
+from spmdkit.step import scope
+from spmdkit.step.state import FIELDS, TrainState
 from spmdkit.tree import named_leaves
 
 MEMORY_KIND = {"device": "device", "host": "pinned_host"}

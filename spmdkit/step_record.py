@@ -8,11 +8,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spmdkit import kinds, layout, scope
+from spmdkit import kinds, layout
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.ops.remat import policy, policy_of_names
+from spmdkit.step import scope
 
 
 def step_record(

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import optax
 
 from spmdkit import user_code
-from spmdkit.agree import KINDS
 from spmdkit.errors import ConfigError
+from spmdkit.step.agree import KINDS
 from spmdkit.words import nearest
 
 
@@ -43,7 +43,7 @@ class Task:
         view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
         agree: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica adds), `max`, or
-            `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it is asked for. See `spmdkit.agree`.
+            `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it is asked for. See `spmdkit.step.agree`.
         hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see `spmdkit/run/hooks/base.py`.
         unit: what one example is called in messages.
     """

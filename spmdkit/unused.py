@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from spmdkit import scope
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
+from spmdkit.step import scope
 
 
 def check_used(

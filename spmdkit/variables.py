@@ -11,8 +11,8 @@ import optax
 
 from spmdkit.config import Config, choose_optimizer
 from spmdkit.errors import ConfigError
-from spmdkit.gradient import is_cast
-from spmdkit.state import Variables
+from spmdkit.step.gradient import is_cast
+from spmdkit.step.state import Variables
 from spmdkit.tasks import Task
 from spmdkit.tree import named_leaves
 from spmdkit.user_code import call_user

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmdkit import scope
 from spmdkit.ops.attention_blocks import Implementation, Keys, Mask
 from spmdkit.ops.collectives import all_gather, all_to_all
+from spmdkit.step import scope
 
 
 class Kept(NamedTuple):

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
 from spmdkit.ops.all_to_all_attention import Kept
@@ -44,6 +44,7 @@ from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
 from spmdkit.ops.manual import cuts, manual
+from spmdkit.step import scope
 from spmdkit.words import nearest
 
 IMPLEMENTATIONS = {"xla": XLA, "cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH}

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
+from spmdkit.step import scope
 from spmdkit.words import nearest
 
 Names = str | Sequence[str]

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.manual import manual
+from spmdkit.step import scope
 from spmdkit.tree import named_leaves
 
 Order = Literal["zigzag", "contiguous"]

@@ -30,12 +30,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.ops.collectives import axes
 from spmdkit.ops.part import Part, differentiable
-from spmdkit.summed import refuse_summed, takes_derivative, traced
+from spmdkit.step import scope
+from spmdkit.step.summed import refuse_summed, takes_derivative, traced
 from spmdkit.tree import describe, named_leaves
 
 Dims = tuple[str | None, ...]

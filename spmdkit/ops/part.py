@@ -20,11 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.ops.kept import Linearized, floats
 from spmdkit.ops.remat import everything_but_gathered
-from spmdkit.summed import refuse_summed, traced
+from spmdkit.step import scope
+from spmdkit.step.summed import refuse_summed, traced
 
 
 class _Level(NamedTuple):

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmdkit import scope
 from spmdkit.errors import ConfigError
+from spmdkit.step import scope
 from spmdkit.words import nearest
 
 NAMES = ("none", "full", "dots", "dots_no_batch")

@@ -29,10 +29,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.ops.attention_blocks import Implementation, Keys, Mask, merge
 from spmdkit.ops.collectives import axis_index, axis_size, ring_shift
 from spmdkit.ops.context import order
+from spmdkit.step import scope
 
 Pair = tuple[jax.Array, jax.Array]
 

@@ -38,10 +38,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
 from spmdkit.ops.manual import Dims, manual
+from spmdkit.step import scope
 
 ROWS: Dims = ("batch", "norm_sequence", None)
 """Dims of x and y between two pairs."""

@@ -39,12 +39,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import all_gather, all_reduce, all_to_all, axes, axis_index, axis_size
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows, scatter_gradient
+from spmdkit.step import scope
 from spmdkit.tree import describe
 
 LOGITS_BYTES = 2**29

@@ -1,6 +1,6 @@
 """Which strategy asked for a collective.
 
-Told from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op; `spmdkit.scope`), the arrays (do they
+Told from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op; `spmdkit.step.scope`), the arrays (do they
 come from the parameters, are they all scalars), and the axes with the op. What nothing explains is `other`.
 
 | cause              | rule                                                                                                     |
@@ -25,10 +25,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmdkit import scope
 from spmdkit.plan.collectives import Found
 from spmdkit.plan.hlo import Instruction, Module
 from spmdkit.plan.loops import Visit
+from spmdkit.step import scope
 
 if TYPE_CHECKING:
     from spmdkit.program import Program

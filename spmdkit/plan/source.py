@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from spmdkit.plan.hlo import Frame, Instruction, Module
-from spmdkit.step import global_step, replica_step
+from spmdkit.step.step import global_step, replica_step
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python")

@@ -10,7 +10,7 @@ from spmdkit.data import DeviceBatches
 from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeError
 from spmdkit.run.hooks.base import Decision, Replace, Rollback, Stop
 from spmdkit.run.run import Run
-from spmdkit.state import TrainState
+from spmdkit.step.state import TrainState
 from spmdkit.tree import first_difference
 
 

@@ -25,7 +25,7 @@ from spmdkit.run.actions import perform
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop
 from spmdkit.run.run import Run, latest_for_all
-from spmdkit.state import TrainState
+from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
 from spmdkit.verify import certificate

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from spmdkit import files, keys, metrics
+from spmdkit import files, metrics
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
@@ -30,7 +30,8 @@ from spmdkit.program import Program
 from spmdkit.restoring import restored
 from spmdkit.run import hooks
 from spmdkit.run.due import Due
-from spmdkit.state import TrainState
+from spmdkit.step import keys
+from spmdkit.step.state import TrainState
 
 STEPS_IN_FLIGHT = 16
 MATHEMATICS = ("task", "seed", "batch_size", "data.shuffle", "data.remainder")

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from spmdkit.jaxprs import equations
-from spmdkit.means import Mean
 from spmdkit.program import Program
+from spmdkit.step.means import Mean
 from spmdkit.tasks import Task
 from spmdkit.user_code import call_user
 from spmdkit.verify.unpadded import Unpadded

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spmdkit import files, gradient
+from spmdkit import files
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.program import Program
+from spmdkit.step import gradient
 from spmdkit.verify import compare, mistakes, mutants
 from spmdkit.verify.cases import provable
 from spmdkit.verify.diagnosis import diagnose

@@ -32,14 +32,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from spmdkit import agree, compat, feed, gradient, reduction, scope
-from spmdkit import sums as sums_module
+from spmdkit import compat, feed
 from spmdkit.checkpoint import leaves
-from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.ops.pipeline import parts
-from spmdkit.summed import summed_by_types
-from spmdkit.sums import Sums
+from spmdkit.step import agree, gradient, reduction, scope
+from spmdkit.step import sums as sums_module
+from spmdkit.step.means import Mean
+from spmdkit.step.summed import summed_by_types
+from spmdkit.step.sums import Sums
 from spmdkit.tree import is_key, named_leaves
 from spmdkit.verify.subject import Setting
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import optax
 
-from spmdkit import feed, gradient
+from spmdkit import feed
 from spmdkit.ops import ring_attention, vocab
+from spmdkit.step import gradient
 from spmdkit.verify import mistakes
 from spmdkit.verify.mistakes import Acting
 from spmdkit.verify.subject import Setting

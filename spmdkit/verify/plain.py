@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmdkit import gradient, scope
 from spmdkit.program import Program
-from spmdkit.returned import checked_loss
-from spmdkit.state import TrainState
-from spmdkit.step import Batch
+from spmdkit.step import gradient, scope
+from spmdkit.step.returned import checked_loss
+from spmdkit.step.state import TrainState
+from spmdkit.step.step import Batch
 from spmdkit.verify.subject import Tree, flat
 
 

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit import agree, data
+from spmdkit import data
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.config import Config, replace_keys
 from spmdkit.data.source import ArraySource
 from spmdkit.mesh import count
 from spmdkit.program import Program
-from spmdkit.state import TrainState
+from spmdkit.step import agree
+from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import is_key, named_leaves
 from spmdkit.variables import make_optimizer

@@ -14,8 +14,8 @@ import numpy as np
 
 from spmdkit.config import replace_keys
 from spmdkit.program import Program
-from spmdkit.state import TrainState
-from spmdkit.step import Batch
+from spmdkit.step.state import TrainState
+from spmdkit.step.step import Batch
 
 
 class Unpadded:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdkit.state import check_not_donated
+from spmdkit.step.state import check_not_donated
 
 PROGRAM = """
 import jax; jax.config.update("jax_platforms", "cpu"); jax.config.update("jax_num_cpu_devices", {num})

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit import gradient, scope
+from spmdkit.step import gradient, scope
 from tests.support.core_runs import program_of
 
 IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]
@@ -71,7 +71,7 @@ def splits(key, *counts):
 
 def keys_of_a_run(seed):
     """Returns the data of all keys of a run: of init, of 1,000 steps, 8 replicas, 4 microbatches, examples, evaluation batches."""
-    from spmdkit import keys
+    from spmdkit.step import keys
 
     root = keys.root_data(seed)
     found = {"init": jnp.stack(splits(jax.random.key(seed), 8, 6, 4))}
@@ -128,7 +128,7 @@ def test_folding_is_not_commutative(impl):
 
 
 def sk_keys():
-    from spmdkit import keys
+    from spmdkit.step import keys
 
     return keys
 

@@ -13,10 +13,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
-from spmdkit import layout, scope
+from spmdkit import layout
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LayoutOptions
 from spmdkit.mesh import AXES, canonical, resolve
+from spmdkit.step import scope
 from tests.support.core_models import regression, regression_loss
 from tests.support.core_runs import assert_close, one_device, program_of, train
 

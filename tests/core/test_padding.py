@@ -12,7 +12,7 @@ from jax import lax
 import spmdkit as sk
 from spmdkit import padding
 from spmdkit.errors import ConfigError
-from spmdkit.step import Batch
+from spmdkit.step.step import Batch
 from tests.support.core_runs import program_of
 
 REPLICAS = ("replica", "data")

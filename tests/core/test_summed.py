@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmdkit import compat, mesh
-from spmdkit.summed import summed_by_types, takes_derivative
+from spmdkit.step.summed import summed_by_types, takes_derivative
 
 pytestmark = pytest.mark.strict
 

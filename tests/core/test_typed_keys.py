@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.agree import of_groups
 from spmdkit.checkpoint import Checkpoints
+from spmdkit.step.agree import of_groups
 from spmdkit.tree import describe, leaf_bytes, named_leaves, tree_bytes
 from tests.support.core_runs import program_of
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
-from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops import attention_blocks, attention_splash
 from spmdkit.ops.attention import own_kv_heads
 from spmdkit.ops.attention_blocks import XLA, Mask, merge
 from spmdkit.ops.attention_splash import splash
+from spmdkit.step import scope
 from tests.support.ops_mesh import step, value_and_grad
 
 B, T, N, H = 4, 32, 8, 8

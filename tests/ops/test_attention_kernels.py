@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import spmdkit as sk
-from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops import attention as op
 from spmdkit.ops import attention_cudnn, attention_splash
 from spmdkit.ops.attention_blocks import XLA
 from spmdkit.plan.flops import count
+from spmdkit.step import scope
 from tests.support.ops_mesh import step
 
 CUDNN = ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward(")

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit import scope
 from spmdkit.mesh import canonical
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.flops import count
 from spmdkit.plan.hlo import parse
+from spmdkit.step import scope
 from tests.support.ops_mesh import step, wire
 
 pytestmark = pytest.mark.optimized

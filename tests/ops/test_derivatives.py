@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.moe.blocks import by_blocks
+from spmdkit.step import scope
 from tests.support.core_runs import assert_close
 from tests.support.ops_mesh import step
 

@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import resolve
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
+from spmdkit.step import scope
 from tests.support.core_hlo import collectives
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train

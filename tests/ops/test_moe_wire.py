@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
-from spmdkit import scope
 from spmdkit.ops.moe import dropless
+from spmdkit.step import scope
 from tests.support.ops_mesh import GATHERED_TWICE, step, wire
 
 pytestmark = pytest.mark.optimized

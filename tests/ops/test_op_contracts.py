@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit import scope
+from spmdkit.step import scope
 from tests.support.core_runs import assert_close
 from tests.support.ops_mesh import step
 
@@ -73,7 +73,12 @@ def test_what_an_op_sends_is_read_from_a_compiled_program(home):
     )
 
 
-UNTYPED = {"spmdkit/forms.py": 1, "spmdkit/step.py": 1, "spmdkit/summed.py": 1, "spmdkit/verify/mistakes.py": 1}
+UNTYPED = {
+    "spmdkit/step/forms.py": 1,
+    "spmdkit/step/step.py": 1,
+    "spmdkit/step/summed.py": 1,
+    "spmdkit/verify/mistakes.py": 1,
+}
 """Files that speak of the check of varying axes, and how often: the manual form, whose replicas differentiate for themselves (proven by
 counts of psums and by the replicas' bits, tests/natural); the second trace of a per-replica step and of a part, which runs
 nothing; the mutant that takes the first back."""

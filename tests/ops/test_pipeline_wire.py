@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
-from spmdkit import scope
 from spmdkit.mesh import canonical
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
+from spmdkit.step import scope
 from tests.support.ops_mesh import step
 
 pytestmark = pytest.mark.optimized

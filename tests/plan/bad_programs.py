@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit.scope import current_step
+from spmdkit.step.scope import current_step
 
 BOUND = {"replicate_above_bytes": 2**16}
 TABLE = np.linspace(0, 1, 256 * 256, dtype=np.float32).reshape(256, 256)

@@ -9,12 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.layout import logical_axes
 from spmdkit.mesh import make_mesh, resolve
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.remat import policy
 from spmdkit.plan.flops import count
+from spmdkit.step import scope
 
 
 def arithmetic(fn, *shapes):

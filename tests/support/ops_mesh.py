@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import layout, mesh, scope
+from spmdkit import layout, mesh
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo import parse
+from spmdkit.step import scope
 
 GATHERED_TWICE = jax.__version_info__ >= (0, 11)
 """Whether a gather of the forward pass and the same one of the backward pass stay two where one program has both. What a part gathers is

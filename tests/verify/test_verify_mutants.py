@@ -5,10 +5,11 @@ import optax
 import pytest
 from jax import lax
 
-from spmdkit import agree, feed, gradient, reduction, sums
+from spmdkit import feed
 from spmdkit.checkpoint import leaves
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
+from spmdkit.step import agree, gradient, reduction, sums
 from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of

@@ -48,7 +48,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.ops import context
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, axis_index, axis_size, reduce_scatter
@@ -58,6 +58,7 @@ from spmdkit.ops.moe.dropless import through_rows
 from spmdkit.ops.moe.experts import Expert, dims_of, is_dims, mlp
 from spmdkit.ops.moe.load import Load, load_of
 from spmdkit.ops.moe.router import route, token_noise
+from spmdkit.step import scope
 from spmdkit.words import nearest
 
 __all__ = ["Load", "mlp", "moe"]

@@ -27,11 +27,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import compat, scope
+from spmdkit import compat
 from spmdkit.ops.collectives import Names, all_gather, axes, axis_index, axis_size, reduce_scatter
 from spmdkit.ops.moe.experts import Expert, run_sorted
 from spmdkit.ops.moe.router import Routing
 from spmdkit.ops.moe.rows import sum_rows
+from spmdkit.step import scope
 
 
 def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Expert, *, over: Names) -> jax.Array:

@@ -34,13 +34,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from spmdkit import scope
 from spmdkit.errors import ConfigError
 from spmdkit.ops.pipeline.checks import check_layers, checked, loss_and_metrics, without_gradient
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.one_f_one_b import one_f_one_b
 from spmdkit.ops.pipeline.parts import AXIS, Model, Pipeline, Rows
 from spmdkit.ops.pipeline.schedule import Schedule
+from spmdkit.step import scope
 from spmdkit.tree import abstract
 
 __all__ = ["pipeline"]

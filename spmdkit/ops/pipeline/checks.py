@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from spmdkit import scope
 from spmdkit.errors import ConfigError
-from spmdkit.means import Mean
 from spmdkit.ops.pipeline.parts import Model, Rows, alone, working_on
 from spmdkit.ops.remat import remat
+from spmdkit.step import scope
+from spmdkit.step.means import Mean
 from spmdkit.tree import describe, first_difference, named_leaves
 
 

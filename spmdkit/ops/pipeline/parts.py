@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import scope
 from spmdkit.ops.pipeline.schedule import Schedule
-from spmdkit.rows import join, split
+from spmdkit.step import scope
+from spmdkit.step.rows import join, split
 
 AXIS = "pipeline"
 

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from spmdkit import compat
-from spmdkit.dependence import dependence
 from spmdkit.errors import ConfigError
+from spmdkit.step.dependence import dependence
 from spmdkit.tree import describe, named_leaves
 from spmdkit.words import nearest
 

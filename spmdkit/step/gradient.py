@@ -23,14 +23,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from spmdkit import agree, keys, scope
 from spmdkit.errors import ConfigError
-from spmdkit.forms import as_local, constrain, map_replicas
-from spmdkit.means import Mean
-from spmdkit.reduction import Call
-from spmdkit.returned import checked_loss, checked_metrics
-from spmdkit.rows import RowOrder, split
-from spmdkit.sums import Sums
+from spmdkit.step import agree, keys, scope
+from spmdkit.step.forms import as_local, constrain, map_replicas
+from spmdkit.step.means import Mean
+from spmdkit.step.reduction import Call
+from spmdkit.step.returned import checked_loss, checked_metrics
+from spmdkit.step.rows import RowOrder, split
+from spmdkit.step.sums import Sums
 from spmdkit.tree import describe, first_difference, named_leaves, path_name
 
 Loss = Callable[..., Any]

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit import keys, scope
-from spmdkit.means import Mean
 from spmdkit.reducers.base import LeafState, Leaves, Over, Reducer
-from spmdkit.sums import Sums
+from spmdkit.step import keys, scope
+from spmdkit.step.means import Mean
+from spmdkit.step.sums import Sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 
 
 class Carried:

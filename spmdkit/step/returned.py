@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmdkit.errors import ConfigError
-from spmdkit.means import Mean
 from spmdkit.names import RESERVED_METRICS
+from spmdkit.step.means import Mean
 from spmdkit.tree import describe
 
 

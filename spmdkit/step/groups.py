@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdkit import agree, compat, scope
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.jaxprs import equations
-from spmdkit.means import Mean
-from spmdkit.state import TrainState
+from spmdkit.step import agree, scope
+from spmdkit.step.means import Mean
+from spmdkit.step.state import TrainState
 from spmdkit.sync.base import Sync
 
 GROUPED = ("params", "opt_state", "model_state", "ema")

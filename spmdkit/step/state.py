@@ -13,8 +13,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from spmdkit import keys, scope
 from spmdkit.errors import ConfigError
+from spmdkit.step import keys, scope
 from spmdkit.tree import describe, named_leaves
 
 
@@ -45,9 +45,9 @@ class TrainState:
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
         reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in the order in which
-            they are traced; empty where it keeps nothing. `spmdkit.reducer_state`.
+            they are traced; empty where it keeps nothing. `spmdkit.step.reducer_state`.
         sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state` and `ema` are
-            [groups, ...]. `spmdkit.groups`.
+            [groups, ...]. `spmdkit.step.groups`.
     """
 
     step: jax.Array

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmdkit import compat, scope
-from spmdkit.carried import Carried
+from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.gradient import means_and_grad, whole_rows
-from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
-from spmdkit.returned import check_metric_names, shape_of
-from spmdkit.state import FIELDS, TrainState, mirrored
+from spmdkit.step import scope
+from spmdkit.step.carried import Carried
+from spmdkit.step.gradient import means_and_grad, whole_rows
+from spmdkit.step.means import Mean
+from spmdkit.step.returned import check_metric_names, shape_of
+from spmdkit.step.state import FIELDS, TrainState, mirrored
 from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
 COMPILED_NAME = "train_step"

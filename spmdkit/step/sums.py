@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spmdkit.means import Mean
+from spmdkit.step.means import Mean
 
 
 @jax.tree_util.register_dataclass

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdkit import scope
 from spmdkit.errors import ConfigError
-from spmdkit.forms import kept_spec, replica_axes_of
 from spmdkit.layout import LeafPlacement
 from spmdkit.mesh import describe_mesh
 from spmdkit.reducers.base import Reducer, stateless
+from spmdkit.step import scope
+from spmdkit.step.forms import kept_spec, replica_axes_of
 from spmdkit.tree import named_leaves
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from spmdkit import keys, scope
 from spmdkit.errors import ConfigError
+from spmdkit.step import keys, scope
 
 
 @jax.tree_util.register_dataclass

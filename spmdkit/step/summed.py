@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import compat, jaxprs, scope
+from spmdkit import compat, jaxprs
 from spmdkit.errors import ConfigError
+from spmdkit.step import scope
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:

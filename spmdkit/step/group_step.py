@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import scope
-from spmdkit.gradient import whole_rows
-from spmdkit.groups import GROUPED, Groups
-from spmdkit.means import Mean
-from spmdkit.state import FIELDS, TrainState
-from spmdkit.step import COMPILED_NAME, Batch, StepFn, checked
+from spmdkit.step import scope
+from spmdkit.step.gradient import whole_rows
+from spmdkit.step.groups import GROUPED, Groups
+from spmdkit.step.means import Mean
+from spmdkit.step.state import FIELDS, TrainState
+from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, checked
 
 
 def group_step(

@@ -15,10 +15,11 @@ import jax
 import jax.extend
 from jax import lax
 
-from spmdkit import compat, jaxprs, scope
+from spmdkit import compat, jaxprs
 from spmdkit.errors import ConfigError
-from spmdkit.means import Mean
 from spmdkit.mesh import REPLICA_AXES
+from spmdkit.step import scope
+from spmdkit.step.means import Mean
 from spmdkit.tree import named_leaves
 
 

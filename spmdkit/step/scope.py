@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
-from spmdkit.carried import Carried
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.reducers.base import Reducer
 from spmdkit.reducers.sum import make as plain_sum
+from spmdkit.step.carried import Carried
 from spmdkit.tree import named_leaves
 
 _tokens = itertools.count()

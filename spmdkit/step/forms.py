@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import agree, compat, reduction, scope
+from spmdkit import compat
 from spmdkit.mesh import REPLICA_AXES
-from spmdkit.reduction import Call
-from spmdkit.sums import Sums
+from spmdkit.step import agree, reduction, scope
+from spmdkit.step.reduction import Call
+from spmdkit.step.sums import Sums
 
 Local = Callable[..., Any]
 
