@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import auto, compile_log, compiler, data, grouping, kinds, layout, memory, mesh, padding
 from spmdkit.config import Config, check_batch, load_config, replace_keys
+from spmdkit.data.feed import Feed, eval_batch_size
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.evaluation import Evaluator
-from spmdkit.feed import Feed, eval_batch_size
 from spmdkit.grouping import groups_of
 from spmdkit.ops.remat import check_names
 from spmdkit.reducers.base import Reducer, stateless

@@ -32,8 +32,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from spmdkit import compat, feed
+from spmdkit import compat
 from spmdkit.checkpoint import leaves
+from spmdkit.data import feed
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.ops.pipeline import parts
 from spmdkit.step import agree, gradient, reduction, scope

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import optax
 
-from spmdkit import feed
+from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.step import gradient
 from spmdkit.verify import mistakes

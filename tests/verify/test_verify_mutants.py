@@ -5,8 +5,8 @@ import optax
 import pytest
 from jax import lax
 
-from spmdkit import feed
 from spmdkit.checkpoint import leaves
+from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
 from spmdkit.step import agree, gradient, reduction, sums
