@@ -42,7 +42,7 @@ import spmdkit as sk
 from spmdkit import compat
 from spmdkit.cluster import environment, join
 from spmdkit.faults import StopSignals
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.run.loop import run_steps
 from spmdkit.run.run import Run
 

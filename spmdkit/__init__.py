@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from spmdkit.ops.remat import remat
     from spmdkit.ops.tensor import column_row
     from spmdkit.ops.vocab import cross_entropy, embed
-    from spmdkit.program import Program, build
+    from spmdkit.program.program import Program, build
     from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
     from spmdkit.run.loop import train
     from spmdkit.step.gradient import value_and_grad
@@ -41,7 +41,7 @@ _HOME = {
     "Evaluate": "run.hooks.base",
     "Hook": "run.hooks.base",
     "Mean": "step.means",
-    "Program": "program",
+    "Program": "program.program",
     "Replace": "run.hooks.base",
     "Rollback": "run.hooks.base",
     "Save": "run.hooks.base",
@@ -52,7 +52,7 @@ _HOME = {
     "TrainState": "step.state",
     "Variables": "step.state",
     "attention": "ops.attention",
-    "build": "program",
+    "build": "program.program",
     "column_row": "ops.tensor",
     "context_order": "ops.context",
     "context_positions": "ops.context",

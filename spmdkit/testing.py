@@ -17,7 +17,7 @@ from spmdkit.plan.bill import OPS, Bill, read_bill
 from spmdkit.plan.cause import leaves_of
 from spmdkit.plan.hlo import parse
 from spmdkit.plan.jaxprs import scan_lengths
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.words import format_bytes, nearest
 
 

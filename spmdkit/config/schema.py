@@ -325,7 +325,7 @@ class Config(Section):
     attention: Attention = Field(default_factory=Attention, description="How sk.attention runs.")
     compiler_options: fields.CompilerOptions = Field(
         default_factory=dict,
-        description="Options of XLA and their values, beyond those that spmdkit gives it (spmdkit/compiler.py); null removes one of these.",
+        description="Options of XLA and their values, beyond those that spmdkit gives it (spmdkit/program/compiler.py); null removes one of these.",
     )
     optimizer: fields.Optimizer | None = Field(
         default=None, description="name of an optax optimizer and its keyword arguments; null: the task's own."

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdkit.auto import microbatch_counts
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.mesh import AXES, BATCH_AXES, count, describe_mesh
@@ -27,7 +26,8 @@ from spmdkit.plan.flops import count as count_flops
 from spmdkit.plan.least import least_bytes
 from spmdkit.plan.links import way
 from spmdkit.plan.target import Target
-from spmdkit.program import Program
+from spmdkit.program.auto import microbatch_counts
+from spmdkit.program.program import Program
 from spmdkit.tasks import Task
 from spmdkit.words import format_bytes
 

@@ -31,7 +31,7 @@ from spmdkit.plan.loops import Visit
 from spmdkit.step import scope
 
 if TYPE_CHECKING:
-    from spmdkit.program import Program
+    from spmdkit.program.program import Program
 
 CAUSES = (
     "gradient reduction",

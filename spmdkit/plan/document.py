@@ -28,7 +28,6 @@ from spmdkit import layout
 from spmdkit.config import to_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import Chip
-from spmdkit.memory import shard_bytes
 from spmdkit.plan.bill import Bill, Collective, read_bill
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.cause import leaves_of
@@ -40,7 +39,8 @@ from spmdkit.plan.links import way_of
 from spmdkit.plan.reading import Reading, read_program
 from spmdkit.plan.roofline import Time, predict_time
 from spmdkit.plan.target import Target
-from spmdkit.program import Program
+from spmdkit.program.memory import shard_bytes
+from spmdkit.program.program import Program
 from spmdkit.words import format_bytes
 
 Document = dict[str, Any]

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from spmdkit.memory import shard_bytes
 from spmdkit.mesh import count
-from spmdkit.program import Program
+from spmdkit.program.memory import shard_bytes
+from spmdkit.program.program import Program
 
 
 def least_bytes(program: Program) -> dict[str, int]:

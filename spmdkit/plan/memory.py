@@ -1,4 +1,4 @@
-"""Memory of one device for one step: what the compiler reserves (`spmdkit.memory`), cut into parts that a user knows.
+"""Memory of one device for one step: what the compiler reserves (`spmdkit.program.memory`), cut into parts that a user knows.
 
 The layout cuts the arguments into parameters, optimizer state and the rest. Gradients and activations are both temporaries: gradients
 are counted from their layout, the rest is activations and work space. On a TPU arrays are padded to whole tiles, which is a part of its own.
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from spmdkit.memory import shard_bytes
 from spmdkit.plan.hlo import Module
 from spmdkit.plan.liveness import Buffer, live_at_peak
+from spmdkit.program.memory import shard_bytes
 
 if TYPE_CHECKING:
-    from spmdkit.program import Program
+    from spmdkit.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spmdkit.plan.memory import Memory, read_memory
 
 if TYPE_CHECKING:
     from spmdkit.plan.target import Target
-    from spmdkit.program import Program
+    from spmdkit.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from spmdkit.launch.process import start
 from spmdkit.plan.candidates import Candidate, candidates
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.target import Target
-from spmdkit.program import Program, task_of
+from spmdkit.program.program import Program, task_of
 from spmdkit.words import format_bytes
 
 MOST_WORKERS = 4

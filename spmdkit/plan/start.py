@@ -22,12 +22,12 @@ import jax
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.files import write_json
-from spmdkit.memory import memory_limit
 from spmdkit.plan.calibrate import with_measured
 from spmdkit.plan.document import Document, NotAllowed, plan_program, refuse
 from spmdkit.plan.page import write_page
 from spmdkit.plan.target import target_of
-from spmdkit.program import Program
+from spmdkit.program.memory import memory_limit
+from spmdkit.program.program import Program
 from spmdkit.words import format_bytes
 
 MOST_WAIT_S = 60.0

@@ -28,8 +28,8 @@ from spmdkit import compat
 from spmdkit.cluster.join import num_threads
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
-from spmdkit.memory import memory_limit
 from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
+from spmdkit.program.memory import memory_limit
 from spmdkit.words import nearest
 
 _FORMS = "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), cpu:8, here"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmdkit.auto import REMATS, microbatch_counts
 from spmdkit.config import Config
+from spmdkit.program.auto import REMATS, microbatch_counts
 
 Changes = Mapping[str, Any]
 

@@ -26,8 +26,8 @@ from spmdkit.errors import CheckpointWriteError, ConfigError, Preempted, UserCod
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
-from spmdkit.program import Program
-from spmdkit.restoring import restored
+from spmdkit.program.program import Program
+from spmdkit.program.restoring import restored
 from spmdkit.run import hooks
 from spmdkit.run.due import Due
 from spmdkit.step import keys

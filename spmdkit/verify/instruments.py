@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from spmdkit.jaxprs import equations
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.step.means import Mean
 from spmdkit.tasks import Task
 from spmdkit.user_code import call_user

@@ -17,7 +17,7 @@ import numpy as np
 
 from spmdkit import files
 from spmdkit.errors import ConfigError, SpmdkitError
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.step import gradient
 from spmdkit.verify import compare, mistakes, mutants
 from spmdkit.verify.cases import provable

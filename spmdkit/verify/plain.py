@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.step import gradient, scope
 from spmdkit.step.returned import checked_loss
 from spmdkit.step.state import TrainState

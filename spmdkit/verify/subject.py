@@ -22,12 +22,12 @@ from spmdkit.checkpoint import Checkpoints
 from spmdkit.config import Config, replace_keys
 from spmdkit.data.source import ArraySource
 from spmdkit.mesh import count
-from spmdkit.program import Program
+from spmdkit.program.program import Program
+from spmdkit.program.start_state import make_optimizer
 from spmdkit.step import agree
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import is_key, named_leaves
-from spmdkit.variables import make_optimizer
 from spmdkit.verify.cases import provable
 from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants
 from spmdkit.verify.unpadded import Unpadded

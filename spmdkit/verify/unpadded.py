@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from spmdkit.config import replace_keys
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
 

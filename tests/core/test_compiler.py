@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdkit import compiler
 from spmdkit.errors import ConfigError
+from spmdkit.program import compiler
 from tests.support.core_models import regression
 from tests.support.core_runs import program_of
 

@@ -14,7 +14,7 @@ PROGRAM = """
 import jax; jax.config.update("jax_platforms", "cpu"); jax.config.update("jax_num_cpu_devices", {num})
 import jax.numpy as jnp, numpy as np, optax, spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 x = np.ones((8, 4), np.float32)
 task = sk.Task(lambda key: jnp.ones(4), lambda w, b, key: sk.mean(b @ w), optax.adam(.1), train_data=x, eval_data=x)
 program = Program(sk.Config(task="t.py:t", batch_size=8, mesh={{"data": {num}}}), task, jax.devices())

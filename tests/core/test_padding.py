@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import spmdkit as sk
-from spmdkit import padding
 from spmdkit.errors import ConfigError
+from spmdkit.program import padding
 from spmdkit.step.step import Batch
 from tests.support.core_runs import program_of
 
@@ -198,7 +198,7 @@ def test_the_step_is_probed_once_and_full_batches_never(monkeypatch):
 
 
 def test_a_program_that_was_told_not_to_look_does_not():
-    from spmdkit.program import Program
+    from spmdkit.program.program import Program
 
     config = sk.Config(task="t.py:t", steps=1, mesh={}, **SHORT)
     program = Program(config, task(normalised), jax.devices()[:1], probe_padding=False)

@@ -30,4 +30,4 @@ def test_weights_over_a_whole_torus_cross_the_wire_once_a_pass():
     weights = 63 / 64 * 2 * 2 * 512 * 1024
     # The forward pass gathers the first weight for the hidden values that it keeps, the backward pass both.
     assert ours == {"all_gather fsdp": 1.5 * weights, "reduce_scatter fsdp": weights}
-    assert set(default) == {"all_reduce fsdp"}, "the compiler's default has improved: see spmdkit/compiler.py"
+    assert set(default) == {"all_reduce fsdp"}, "the compiler's default has improved: see spmdkit/program/compiler.py"

@@ -20,7 +20,7 @@ from spmdkit.plan.findings import padding, pointless_gather, stand_in
 from spmdkit.plan.hlo import parse
 from spmdkit.plan.reading import read_program
 from spmdkit.plan.target import parse_target
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.words import format_bytes
 from tests.plan import bad_programs
 from tests.plan.bad_programs import good_loss, lines_to_blame, task
@@ -228,7 +228,7 @@ machine = open_target(parse_target("tpu:v5e:2x4"))
 import spmdkit as sk
 from tests.plan import bad_programs
 from spmdkit.plan.reading import read_program
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 made, settings = bad_programs.padding_waste()
 program = Program(sk.Config(task="t.py:t", steps=1, **settings), made, machine.devices)
 print(*[f.source for f in read_program(program, machine).findings if f.code == "padding-waste"], sep="\\n")

@@ -139,7 +139,7 @@ def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path
     whole, halved = (p["memory"]["peak_bytes"] for p in plans)
     between = (whole + halved) // 2
     assert halved < between < whole
-    monkeypatch.setattr("spmdkit.memory.memory_of_this_machine", lambda: between * len(devices))
+    monkeypatch.setattr("spmdkit.program.memory.memory_of_this_machine", lambda: between * len(devices))
     assert target_of(devices).memory_limit_bytes == between
     planned = []  # memory alone decides: no text of a program is read
     monkeypatch.setattr("spmdkit.plan.start.plan_program", lambda *_: planned.append(True))
@@ -151,7 +151,7 @@ def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path
 
 
 def test_a_state_that_does_not_fit_is_refused_before_any_array(tmp_path, monkeypatch):
-    monkeypatch.setattr("spmdkit.memory.memory_of_this_machine", lambda: 8 * 1000)
+    monkeypatch.setattr("spmdkit.program.memory.memory_of_this_machine", lambda: 8 * 1000)
     with pytest.raises(ConfigError, match=r"the train state needs .* of each device, cpu has 1000 B"):
         train(config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run" / "config.yaml").exists()

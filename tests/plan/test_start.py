@@ -13,13 +13,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from spmdkit import auto, memory
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import MemoryStore
 from spmdkit.errors import RendezvousError
 from spmdkit.plan import start
 from spmdkit.plan.command import make_plan
-from spmdkit.program import Program, open_program, task_of
+from spmdkit.program import auto, memory
+from spmdkit.program.program import Program, open_program, task_of
 from spmdkit.run.loop import train
 from tests.support.plan_files import config, write
 

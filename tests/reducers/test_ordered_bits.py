@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from tests.support.reducer_runs import task
 
 ORDERS = [np.random.default_rng(seed).permutation(8) for seed in range(8)]

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.restoring import restored
+from spmdkit.program.restoring import restored
 from tests.support.core_runs import assert_close
 from tests.support.reducer_runs import owed, program, task, train
 

@@ -14,7 +14,7 @@ from spmdkit import checkpoint
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import environment, join
 from spmdkit.errors import CheckpointWriteError, NonFiniteError
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.run.loop import run_steps
 from spmdkit.run.run import Run
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import spmdkit as sk
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.tree import named_leaves
 from tests.support.core_models import BATCH, MODELS, kept_gradient
 

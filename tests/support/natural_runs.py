@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.tree import named_leaves
 
 TOLERANCE = 1e-5

@@ -13,7 +13,7 @@ import spmdkit as sk
 from spmdkit import kinds
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import ConfigError
-from spmdkit.restoring import restored
+from spmdkit.program.restoring import restored
 from spmdkit.step import keys
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, leaf_errors, program_of

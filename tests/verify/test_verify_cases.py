@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
-from spmdkit import padding
 from spmdkit.errors import ConfigError
+from spmdkit.program import padding
 from spmdkit.verify import compare, room
 from spmdkit.verify.diagnosis import diagnose, pattern
 from spmdkit.verify.finding import Finding

@@ -19,7 +19,7 @@ from spmdkit.plan.memory import Memory
 
 if TYPE_CHECKING:
     from spmdkit.plan.target import Target
-    from spmdkit.program import Program
+    from spmdkit.program.program import Program
 
 MIN_WIRE_BYTES = 2**16
 """Bytes per step below which a collective is not worth a finding."""

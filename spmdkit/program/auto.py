@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
-from spmdkit.memory import StepBytes
+from spmdkit.program.memory import StepBytes
 from spmdkit.words import format_bytes
 
 REMATS = ("none", "dots", "full")

@@ -18,30 +18,31 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import auto, compile_log, compiler, data, grouping, kinds, layout, memory, mesh, padding
+from spmdkit import data, kinds, layout, mesh
 from spmdkit.config import Config, check_batch, load_config, replace_keys
 from spmdkit.data.feed import Feed, eval_batch_size
 from spmdkit.errors import ConfigError, SpmdkitError
-from spmdkit.evaluation import Evaluator
-from spmdkit.grouping import groups_of
 from spmdkit.ops.remat import check_names
+from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding
+from spmdkit.program.evaluation import Evaluator
+from spmdkit.program.grouping import groups_of
+from spmdkit.program.start_state import abstract_init, check_precision, input_notes, make_optimizer
+from spmdkit.program.state_layout import StateLayout, laid_out, place_state, state_groups
+from spmdkit.program.step_record import forms_of, step_record
+from spmdkit.program.unused import check_used
+from spmdkit.program.xla_defects import check_pools
 from spmdkit.reducers.base import Reducer, stateless
 from spmdkit.reducers.sum import make as plain_sum
-from spmdkit.state_layout import StateLayout, laid_out, place_state, state_groups
 from spmdkit.step import agree, groups, reducer_state, scope, state, step
 from spmdkit.step.group_step import group_step
 from spmdkit.step.replica import check_reductions
 from spmdkit.step.state import TrainState, check_not_donated
 from spmdkit.step.step import Batch
 from spmdkit.step.summed import refuse_summed
-from spmdkit.step_record import forms_of, step_record
 from spmdkit.tasks import Task, load_hooks, load_task
 from spmdkit.tree import named_leaves
-from spmdkit.unused import check_used
 from spmdkit.user_code import call_user
-from spmdkit.variables import abstract_init, check_precision, input_notes, make_optimizer
 from spmdkit.words import nearest
-from spmdkit.xla_defects import check_pools
 
 
 class Program:
@@ -384,7 +385,7 @@ class Program:
         return current if self.groups is None else groups.whole(self.groups, current, self._agree)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
-        """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.padding`. Waits for the device."""
+        """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.program.padding`. Waits for the device."""
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
         if found := padding.changes(functools.partial(forward, state), batch, self._feed.grid, whole):

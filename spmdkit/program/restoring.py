@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.checkpoint import Checkpoints, nest
-from spmdkit.program import Program
+from spmdkit.program.program import Program
 from spmdkit.step import groups
 from spmdkit.step.state import TrainState
 from spmdkit.tree import named_leaves

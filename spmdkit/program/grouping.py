@@ -15,7 +15,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LayoutOptions, LeafPlacement, follow
 from spmdkit.mesh import describe_mesh
-from spmdkit.state_layout import StateLayout, laid_out
+from spmdkit.program.state_layout import StateLayout, laid_out
 from spmdkit.step.groups import GROUPED, Groups, stacked
 from spmdkit.step.state import TrainState
 from spmdkit.sync.base import Sync

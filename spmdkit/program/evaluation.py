@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import padding
 from spmdkit.data.feed import Feed
 from spmdkit.errors import ConfigError
+from spmdkit.program import padding
 from spmdkit.step import agree, keys, scope
 from spmdkit.step.gradient import evaluate
 from spmdkit.step.means import Mean

@@ -1,0 +1,1 @@
+"""Where everything meets: `build(config, task, devices) -> Program`, and what it is made of."""
