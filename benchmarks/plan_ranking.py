@@ -21,9 +21,9 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 
 import spmdkit as sk
-from spmdkit.plan.calibrate import calibrate, describe, with_measured
 from spmdkit.plan.document import plan_program
-from spmdkit.plan.target import target_of
+from spmdkit.plan.machine.calibrate import calibrate, describe, with_measured
+from spmdkit.plan.machine.target import target_of
 
 CONFIG = Path(__file__).parents[1] / "configs" / "one_device.yaml"
 MESHES = (

@@ -15,7 +15,7 @@ from collections import Counter
 from spmdkit.errors import ConfigError
 from spmdkit.plan.bill import OPS, Bill, read_bill
 from spmdkit.plan.cause import leaves_of
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.program.program import Program
 from spmdkit.words import format_bytes, nearest

@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from spmdkit.plan import loops
 from spmdkit.plan.cause import Leaf, cause_of
-from spmdkit.plan.collectives import OPS, found_collectives
-from spmdkit.plan.groups import Groups
-from spmdkit.plan.hlo import Module, Shape
+from spmdkit.plan.hlo import loops
+from spmdkit.plan.hlo.collectives import OPS, found_collectives
+from spmdkit.plan.hlo.groups import Groups
+from spmdkit.plan.hlo.text import Module, Shape
 
 __all__ = ["OPS", "Bill", "Collective", "read_bill"]
 

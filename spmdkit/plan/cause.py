@@ -25,9 +25,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmdkit.plan.collectives import Found
-from spmdkit.plan.hlo import Instruction, Module
-from spmdkit.plan.loops import Visit
+from spmdkit.plan.hlo.collectives import Found
+from spmdkit.plan.hlo.loops import Visit
+from spmdkit.plan.hlo.text import Instruction, Module
 from spmdkit.step import scope
 
 if TYPE_CHECKING:

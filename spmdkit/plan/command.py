@@ -12,10 +12,10 @@ from typing import Any
 from spmdkit.cluster import environment, join
 from spmdkit.config import Config, load_config, to_short_yaml
 from spmdkit.errors import ConfigError
-from spmdkit.plan.calibrate import calibrate, describe, rates_file, with_measured
 from spmdkit.plan.compare import compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, plan_program, refuse
-from spmdkit.plan.target import Target, open_target, parse_target, target_of
+from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
+from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
 from spmdkit.program.program import open_program, task_of
 
 
@@ -143,7 +143,7 @@ def _run_search(config: Config, machine: Target, options: Options) -> tuple[Conf
     Raises:
         ConfigError: nothing fits.
     """
-    from spmdkit.plan.search import search, winner
+    from spmdkit.plan.search.search import search, winner
 
     machine, call_s = with_measured(machine)
     vary = [name.strip() for name in options.vary.split(",") if name.strip()]

@@ -33,12 +33,12 @@ from spmdkit.plan.budget import exceeded
 from spmdkit.plan.cause import leaves_of
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.flops import Arithmetic, count
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.least import least_bytes
-from spmdkit.plan.links import way_of
+from spmdkit.plan.machine.links import way_of
+from spmdkit.plan.machine.target import Target
 from spmdkit.plan.reading import Reading, read_program
 from spmdkit.plan.roofline import Time, predict_time
-from spmdkit.plan.target import Target
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
 from spmdkit.words import format_bytes

@@ -7,8 +7,8 @@ from typing import Any
 
 from spmdkit import compat
 from spmdkit.jaxprs import equations_within, inner
-from spmdkit.plan.hlo import Frame
-from spmdkit.plan.source import line_of
+from spmdkit.plan.hlo.source import line_of
+from spmdkit.plan.hlo.text import Frame
 
 _INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map": "shard_map", "cond": "cond"}
 

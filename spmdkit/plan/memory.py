@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from spmdkit.plan.hlo import Module
-from spmdkit.plan.liveness import Buffer, live_at_peak
+from spmdkit.plan.hlo.liveness import Buffer, live_at_peak
+from spmdkit.plan.hlo.text import Module
 from spmdkit.program.memory import shard_bytes
 
 if TYPE_CHECKING:

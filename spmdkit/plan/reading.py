@@ -10,12 +10,12 @@ from spmdkit.plan.bill import Bill, read_bill
 from spmdkit.plan.cause import leaves_of
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject, find_all
-from spmdkit.plan.hlo import Module, parse
+from spmdkit.plan.hlo.text import Module, parse
 from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.plan.memory import Memory, read_memory
 
 if TYPE_CHECKING:
-    from spmdkit.plan.target import Target
+    from spmdkit.plan.machine.target import Target
     from spmdkit.program.program import Program
 
 

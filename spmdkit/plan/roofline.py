@@ -25,12 +25,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdkit.plan import loops
 from spmdkit.plan.bill import Bill, Collective
 from spmdkit.plan.flops import valid_pairs
-from spmdkit.plan.hlo import Computation, Instruction, Module
-from spmdkit.plan.links import way_of
-from spmdkit.plan.target import Target
+from spmdkit.plan.hlo import loops
+from spmdkit.plan.hlo.text import Computation, Instruction, Module
+from spmdkit.plan.machine.links import way_of
+from spmdkit.plan.machine.target import Target
 
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "f64": "float32"}
 _COST_NOTHING = {

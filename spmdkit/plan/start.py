@@ -22,10 +22,10 @@ import jax
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.files import write_json
-from spmdkit.plan.calibrate import with_measured
 from spmdkit.plan.document import Document, NotAllowed, plan_program, refuse
+from spmdkit.plan.machine.calibrate import with_measured
+from spmdkit.plan.machine.target import target_of
 from spmdkit.plan.page import write_page
-from spmdkit.plan.target import target_of
 from spmdkit.program.memory import memory_limit
 from spmdkit.program.program import Program
 from spmdkit.words import format_bytes
@@ -97,7 +97,7 @@ def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes
 
 def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:
     """Returns the smallest change of the config whose compiled step fits, as overrides, or None among the first `most`."""
-    from spmdkit.plan.variants import smaller_steps
+    from spmdkit.plan.search.variants import smaller_steps
 
     for changes in smaller_steps(program.config, program.batch_shards)[:most]:
         try:

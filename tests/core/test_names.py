@@ -7,7 +7,7 @@ from spmdkit.cluster import join
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
-from spmdkit.plan.target import parse_target
+from spmdkit.plan.machine.target import parse_target
 
 
 def test_the_axes_are_of_replicas_or_of_the_model_and_mesh_has_the_same():

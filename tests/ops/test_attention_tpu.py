@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 import spmdkit as sk
 from spmdkit import layout, mesh, scope
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.hlo import parse
-from spmdkit.plan.target import open_target, parse_target
+from spmdkit.plan.hlo.text import parse
+from spmdkit.plan.machine.target import open_target, parse_target
 
 devices = open_target(parse_target("tpu:v5p:2x2x2")).devices
 sizes = mesh.resolve({"context": 4, "tensor": 2}, 8)

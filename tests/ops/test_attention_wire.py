@@ -12,7 +12,7 @@ import spmdkit as sk
 from spmdkit.mesh import canonical
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.flops import count
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 from spmdkit.step import scope
 from tests.support.ops_mesh import step, wire
 

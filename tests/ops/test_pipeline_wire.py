@@ -11,7 +11,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.mesh import canonical
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 from spmdkit.step import scope
 from tests.support.ops_mesh import step
 

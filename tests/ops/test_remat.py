@@ -13,7 +13,7 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.flops import count
-from spmdkit.plan.target import open_target, parse_target
+from spmdkit.plan.machine.target import open_target, parse_target
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.support.ops_mesh import step
 from spmdkit.ops.remat import policy_of_names
-from spmdkit.plan.target import open_target, parse_target
+from spmdkit.plan.machine.target import open_target, parse_target
 
 record = step(devices=open_target(parse_target("tpu:v5e:2x2")).devices, fsdp=4)
 on = lambda *spec: NamedSharding(record.mesh, P(*spec))

@@ -12,7 +12,7 @@ import jax, jax.numpy as jnp
 from tests.support.ops_mesh import wire
 import spmdkit as sk
 from spmdkit import compiler
-from spmdkit.plan.target import open_target, parse_target
+from spmdkit.plan.machine.target import open_target, parse_target
 
 devices = open_target(parse_target("tpu:v5p:4x4x4")).devices
 rows, D, F, T = ("batch", "norm_sequence", None), 512, 1024, 128

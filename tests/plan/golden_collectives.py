@@ -63,7 +63,7 @@ def entries(target_name: str, strategies: Sequence[str]) -> Iterator[tuple[str, 
     """Yields the entry of each strategy, compiled in this process."""
     os.environ.setdefault("NPROC", "20")
     from spmdkit.errors import SpmdkitError
-    from spmdkit.plan.target import open_target, parse_target
+    from spmdkit.plan.machine.target import open_target, parse_target
 
     machine = open_target(parse_target(target_name))
     for name in strategies:

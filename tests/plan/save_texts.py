@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from spmdkit.plan.target import open_target, parse_target
+from spmdkit.plan.machine.target import open_target, parse_target
 from tests.plan.known_traffic import compiled
 
 TEXTS = Path(__file__).with_name("texts")

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.hlo import parse
-from spmdkit.plan.loops import trip_count, walk
-from spmdkit.plan.target import open_target, parse_target
+from spmdkit.plan.hlo.loops import trip_count, walk
+from spmdkit.plan.hlo.text import parse
+from spmdkit.plan.machine.target import open_target, parse_target
 from tests.plan.known_traffic import PROGRAMS, SIZES, compiled
 
 

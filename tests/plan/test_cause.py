@@ -8,7 +8,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.cause import CAUSES, first_path
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 from spmdkit.testing import bill_of
 from tests.plan.bad_programs import error, task
 from tests.support.core_runs import program_of

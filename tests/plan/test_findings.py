@@ -14,12 +14,13 @@ import optax
 import pytest
 
 from spmdkit.config import load_config
-from spmdkit.plan import findings, loops
+from spmdkit.plan import findings
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.findings import padding, pointless_gather, stand_in
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo import loops
+from spmdkit.plan.hlo.text import parse
+from spmdkit.plan.machine.target import parse_target
 from spmdkit.plan.reading import read_program
-from spmdkit.plan.target import parse_target
 from spmdkit.program.program import Program
 from spmdkit.words import format_bytes
 from tests.plan import bad_programs
@@ -223,7 +224,7 @@ def test_a_gather_in_a_loop_costs_as_often_as_the_scan_is_long(scans, times, mon
 
 
 PAD = """
-from spmdkit.plan.target import open_target, parse_target
+from spmdkit.plan.machine.target import open_target, parse_target
 machine = open_target(parse_target("tpu:v5e:2x4"))
 import spmdkit as sk
 from tests.plan import bad_programs

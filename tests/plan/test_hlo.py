@@ -7,9 +7,9 @@ import pytest
 
 from spmdkit.mesh import AXES
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.groups import axes_of, replica_groups
-from spmdkit.plan.hlo import Instruction, parse
-from spmdkit.plan.loops import walk
+from spmdkit.plan.hlo.groups import axes_of, replica_groups
+from spmdkit.plan.hlo.loops import walk
+from spmdkit.plan.hlo.text import Instruction, parse
 from tests.plan.known_traffic import PROGRAMS, SIZES, W
 
 TEXTS = Path(__file__).with_name("texts")

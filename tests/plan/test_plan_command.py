@@ -11,8 +11,8 @@ from spmdkit.cluster import environment, join
 from spmdkit.errors import ConfigError
 from spmdkit.plan.command import Options, make_plan, run_plan
 from spmdkit.plan.document import NotAllowed
+from spmdkit.plan.machine.target import target_of
 from spmdkit.plan.table import WIDTH, console, show
-from spmdkit.plan.target import target_of
 from spmdkit.run.loop import train
 from tests.support.plan_files import config, write
 

@@ -6,10 +6,10 @@ import pytest
 
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
-from spmdkit.plan.candidates import candidates
 from spmdkit.plan.command import Options, choose_target, make_plan, run_plan
 from spmdkit.plan.compare import compare
-from spmdkit.plan.search import search
+from spmdkit.plan.search.candidates import candidates
+from spmdkit.plan.search.search import search
 from spmdkit.program.program import task_of
 from tests.support.plan_files import config, write
 
@@ -61,7 +61,7 @@ def test_what_does_not_fit_and_what_needs_as_much_is_rejected(monkeypatch):
         needed = {"peak_bytes": 2000, "limit_bytes": 1000}
         return {"fits": False, "memory": needed, "predicted_step_s": 1.0, "budget": {"exceeded": []}}
 
-    monkeypatch.setattr("spmdkit.plan.search._Worker.__call__", plan)
+    monkeypatch.setattr("spmdkit.plan.search.search._Worker.__call__", plan)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     result = search(asked, target, ["microbatches"], 8, lambda line: None)
     assert result.best is None

@@ -5,7 +5,7 @@ import pytest
 
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import CHIPS
-from spmdkit.plan.target import open_target, parse_target, target_of
+from spmdkit.plan.machine.target import open_target, parse_target, target_of
 
 
 @pytest.mark.parametrize(

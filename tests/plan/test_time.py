@@ -9,12 +9,12 @@ import pytest
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import CHIPS
 from spmdkit.plan.bill import Bill
-from spmdkit.plan.calibrate import calibrate, with_measured
 from spmdkit.plan.command import choose_target, make_plan
-from spmdkit.plan.hlo import parse
-from spmdkit.plan.links import Way, hops, way
+from spmdkit.plan.hlo.text import parse
+from spmdkit.plan.machine.calibrate import calibrate, with_measured
+from spmdkit.plan.machine.links import Way, hops, way
+from spmdkit.plan.machine.target import parse_target, target_of
 from spmdkit.plan.roofline import predict_time
-from spmdkit.plan.target import parse_target, target_of
 from tests.support.plan_files import config
 
 
@@ -145,7 +145,7 @@ def test_what_the_machine_does_is_measured_kept_and_used(tmp_path, monkeypatch):
     file = tmp_path / "rates.json"
     monkeypatch.setenv("SPMDKIT_RATES", str(file))
     before = make_plan(config())
-    monkeypatch.setattr("spmdkit.plan.calibrate._seconds", lambda run: 0.25)
+    monkeypatch.setattr("spmdkit.plan.machine.calibrate._seconds", lambda run: 0.25)
     rates = calibrate(jax.devices())
     assert json.loads(file.read_text())["cpu 8"] == rates
     assert rates["flops_per_s"]["float32"] == 2 * 512**3 * 8 / 0.25

@@ -2,7 +2,7 @@
 
 from spmdkit.mesh import AXES
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 
 SPREAD = """HloModule step, num_partitions=4
 

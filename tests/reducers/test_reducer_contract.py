@@ -12,7 +12,7 @@ import pytest
 
 from spmdkit import kinds
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 from spmdkit.reducers import bfloat16
 from spmdkit.reducers.base import stateless
 from tests.support.core_hlo import collectives

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 
 
 class Collective(NamedTuple):

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import layout, mesh
 from spmdkit.plan.bill import read_bill
-from spmdkit.plan.hlo import parse
+from spmdkit.plan.hlo.text import parse
 from spmdkit.step import scope
 
 GATHERED_TWICE = jax.__version_info__ >= (0, 11)

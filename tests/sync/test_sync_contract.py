@@ -295,7 +295,7 @@ def test_every_is_a_whole_number_of_steps(every):
 
 def test_a_plan_names_the_phase_of_each_collective_and_how_often_it_runs():
     from spmdkit.plan.document import plan_program
-    from spmdkit.plan.target import target_of
+    from spmdkit.plan.machine.target import target_of
 
     made = program_of(task(optax.sgd(0.1)), sync={"local_sgd": {"every": 3}}, mesh={"replica": 2, "data": 2})
     rows = plan_program(made, target_of(jax.devices()[:4]))["collectives"]

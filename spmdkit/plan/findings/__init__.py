@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from spmdkit.plan.bill import Bill, Collective
 from spmdkit.plan.finding import SEVERITIES, Finding
-from spmdkit.plan.hlo import Module
+from spmdkit.plan.hlo.text import Module
 from spmdkit.plan.memory import Memory
 
 if TYPE_CHECKING:
-    from spmdkit.plan.target import Target
+    from spmdkit.plan.machine.target import Target
     from spmdkit.program.program import Program
 
 MIN_WIRE_BYTES = 2**16

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from spmdkit.plan.bill import Collective
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.hlo import Shape
+from spmdkit.plan.hlo.text import Shape
 from spmdkit.words import format_bytes
 
 

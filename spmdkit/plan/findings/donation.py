@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.source import source_of
+from spmdkit.plan.hlo.source import source_of
 from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**16

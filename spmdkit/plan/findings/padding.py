@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.source import source_of
+from spmdkit.plan.hlo.source import source_of
 from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**24

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.plan import loops
 from spmdkit.plan.bill import Collective
 from spmdkit.plan.cause import origin_of
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.hlo import Computation, Instruction, Module
-from spmdkit.plan.parts import SAME
+from spmdkit.plan.hlo import loops
+from spmdkit.plan.hlo.parts import SAME
+from spmdkit.plan.hlo.text import Computation, Instruction, Module
 from spmdkit.words import format_bytes
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.hlo import Frame, Shape
+from spmdkit.plan.hlo.parts import only_parts_read
+from spmdkit.plan.hlo.source import line_of
+from spmdkit.plan.hlo.text import Frame, Shape
 from spmdkit.plan.jaxprs import lines_of
-from spmdkit.plan.parts import only_parts_read
-from spmdkit.plan.source import line_of
 from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**16

@@ -15,8 +15,8 @@ import jax
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
+from spmdkit.plan.hlo.source import source_of
 from spmdkit.plan.jaxprs import depending, first_use, line
-from spmdkit.plan.source import source_of
 from spmdkit.words import format_bytes
 
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant", "parameter", "copy-start", "copy-done")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.links import way_of
+from spmdkit.plan.machine.links import way_of
 from spmdkit.words import format_bytes
 
 

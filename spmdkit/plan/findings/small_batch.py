@@ -16,7 +16,7 @@ from spmdkit.mesh import BATCH_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
 from spmdkit.plan.flops import count
-from spmdkit.plan.links import way_of
+from spmdkit.plan.machine.links import way_of
 
 _CAUSES = {"gradient reduction", "gradient scatter", "parameter gather", "update gather"}
 FACTOR = 1.5

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import Subject
-from spmdkit.plan.hlo import Instruction, Module
+from spmdkit.plan.hlo.text import Instruction, Module
 from spmdkit.words import format_bytes
 
 _MOVES = ("all_gather", "all_to_all", "collective_permute")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spmdkit.plan.hlo import HOST_SPACE, Computation, Instruction, Module
-from spmdkit.plan.source import op_name_of, source_of
+from spmdkit.plan.hlo.source import op_name_of, source_of
+from spmdkit.plan.hlo.text import HOST_SPACE, Computation, Instruction, Module
 
 _RENAMES = {
     "tuple", "get-tuple-element", "bitcast", "while", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",

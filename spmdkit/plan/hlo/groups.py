@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spmdkit.plan.hlo import Instruction
+from spmdkit.plan.hlo.text import Instruction
 
 Groups = tuple[tuple[int, ...], ...]
 

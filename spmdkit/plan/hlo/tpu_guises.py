@@ -14,8 +14,8 @@ import re
 
 import numpy as np
 
-from spmdkit.plan.groups import Groups
-from spmdkit.plan.hlo import Instruction, Module
+from spmdkit.plan.hlo.groups import Groups
+from spmdkit.plan.hlo.text import Instruction, Module
 
 _TRANSFERS = {
     "ALL_REDUCE": "all_reduce",

@@ -24,8 +24,8 @@ from spmdkit.mesh import AXES, BATCH_AXES, count, describe_mesh
 from spmdkit.plan.document import tokens_of_batch
 from spmdkit.plan.flops import count as count_flops
 from spmdkit.plan.least import least_bytes
-from spmdkit.plan.links import way
-from spmdkit.plan.target import Target
+from spmdkit.plan.machine.links import way
+from spmdkit.plan.machine.target import Target
 from spmdkit.program.auto import microbatch_counts
 from spmdkit.program.program import Program
 from spmdkit.tasks import Task

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spmdkit.plan.hlo import Frame, Instruction, Module
+from spmdkit.plan.hlo.text import Frame, Instruction, Module
 from spmdkit.step.step import global_step, replica_step
 
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python")
 _STEP = tuple(f"{maker.__qualname__}." for maker in (global_step, replica_step))
 """Functions of the package that begin so are the step itself: what stands inside of them is the user's step."""

@@ -37,8 +37,8 @@ from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.files import write_json
 from spmdkit.hardware import with_rates
-from spmdkit.plan.links import hops
-from spmdkit.plan.target import Target
+from spmdkit.plan.machine.links import hops
+from spmdkit.plan.machine.target import Target
 
 REPEATS = 5
 Rates = dict[str, Any]

@@ -25,9 +25,9 @@ import jax
 from spmdkit.config import Config, replace_keys, to_yaml
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.launch.process import start
-from spmdkit.plan.candidates import Candidate, candidates
 from spmdkit.plan.document import plan_program
-from spmdkit.plan.target import Target
+from spmdkit.plan.machine.target import Target
+from spmdkit.plan.search.candidates import Candidate, candidates
 from spmdkit.program.program import Program, task_of
 from spmdkit.words import format_bytes
 

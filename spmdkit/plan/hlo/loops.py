@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmdkit.plan.hlo import Computation, Instruction, Module
+from spmdkit.plan.hlo.text import Computation, Instruction, Module
 
 _SAME = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "opt-barrier", "optimization-barrier")
 _CALLS = {

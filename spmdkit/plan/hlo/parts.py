@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdkit.plan.hlo import Instruction, Module
+from spmdkit.plan.hlo.text import Instruction, Module
 
 SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
 """Operations that hand an array on, in another form."""

@@ -29,7 +29,7 @@ from typing import Any
 
 from spmdkit.hardware import Link
 from spmdkit.plan.bill import Collective
-from spmdkit.plan.target import Target
+from spmdkit.plan.machine.target import Target
 
 
 @dataclass(frozen=True)
