@@ -194,7 +194,7 @@ def launch(
 @app.command(epilog="Example: spmdkit report runs/first")
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
     """Write report.html of a run."""
-    from spmdkit.metrics import write_report
+    from spmdkit.report.run import write_report
 
     print(write_report(run_dir))
 

@@ -1,4 +1,4 @@
-"""What a run tells about itself: numbers (`metrics.jsonl`, TensorBoard), a face on the terminal, events, a report.
+"""What a run tells about itself: numbers (`metrics.jsonl`, TensorBoard), a face on the terminal, events.
 
 A sink takes records of host numbers, one after the other, and never touches a device. The caller fetches the numbers,
 so nothing here waits for an accelerator. Only process 0 has sinks; every process may append to the event log.
@@ -11,7 +11,6 @@ from spmdkit.metrics.environment import environment
 from spmdkit.metrics.events import EventLog
 from spmdkit.metrics.jsonl import read_lines
 from spmdkit.metrics.progress import ProgressFace
-from spmdkit.metrics.report import write_report
 from spmdkit.metrics.sinks import Sink, Sinks
 from spmdkit.metrics.sinks.jsonl import JsonlSink
 from spmdkit.metrics.sinks.tensorboard import TensorboardSink
@@ -27,5 +26,4 @@ __all__ = [
     "Throughput",
     "environment",
     "read_lines",
-    "write_report",
 ]

@@ -88,7 +88,7 @@ def _check(path: Path, overrides: list[str], options: Options) -> None:
 
 def _print(document: Document, options: Options) -> None:
     if options.html is not None:
-        from spmdkit.plan.page import write_page
+        from spmdkit.report.plan import write_page
 
         write_page(document, options.html)
     if options.as_json:

@@ -25,9 +25,9 @@ from spmdkit.files import write_json
 from spmdkit.plan.document import Document, NotAllowed, plan_program, refuse
 from spmdkit.plan.machine.calibrate import with_measured
 from spmdkit.plan.machine.target import target_of
-from spmdkit.plan.page import write_page
 from spmdkit.program.memory import memory_limit
 from spmdkit.program.program import Program
+from spmdkit.report.plan import write_page
 from spmdkit.words import format_bytes
 
 MOST_WAIT_S = 60.0

@@ -28,6 +28,7 @@ from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
+from spmdkit.report.run import write_report
 from spmdkit.run import hooks
 from spmdkit.run.due import Due
 from spmdkit.step import keys
@@ -346,7 +347,7 @@ class Run:
         if self.cluster.is_main:
             self.sinks.close()
             self.face.close()
-            metrics.write_report(self.directory)
+            write_report(self.directory)
 
 
 def _described(randomness: dict[str, Any]) -> str:

@@ -9,8 +9,9 @@ import pytest
 
 from spmdkit.errors import ConfigError
 from spmdkit.files import write_json
-from spmdkit.metrics import EventLog, JsonlSink, write_report
-from spmdkit.metrics.chart import Series, line_chart, linear_ticks, thin
+from spmdkit.metrics import EventLog, JsonlSink
+from spmdkit.report.chart import Series, line_chart, linear_ticks, thin
+from spmdkit.report.run import write_report
 
 EVIL = "<script>alert('x')</script><img src=http://example.com/a.png onerror=alert(1)>\"&"
 VOID = {"meta", "br", "img", "link"}

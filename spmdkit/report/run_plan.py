@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from spmdkit.metrics.report_page import fact_table, section
+from spmdkit.report.page import fact_table, section
 from spmdkit.words import format_bytes, format_seconds
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.files import write_text
-from spmdkit.metrics.chart import Series, legend, line_chart
 from spmdkit.metrics.events import parse_time
 from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines
-from spmdkit.metrics.report_page import cards, fact_table, page, section, table
-from spmdkit.metrics.report_plan import plan_section
+from spmdkit.report.chart import Series, legend, line_chart
+from spmdkit.report.page import cards, fact_table, page, section, table
+from spmdkit.report.run_plan import plan_section
 from spmdkit.words import format_duration, format_rate, format_seconds, format_value
 
 MAX_SMALL_CHARTS = 12

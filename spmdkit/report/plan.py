@@ -13,8 +13,8 @@ from typing import Any
 from spmdkit.errors import ConfigError
 from spmdkit.files import write_text
 from spmdkit.mesh import describe_mesh
-from spmdkit.metrics.report_page import cards, page, section, table
-from spmdkit.plan.drawing import draw_groups
+from spmdkit.report.drawing import draw_groups
+from spmdkit.report.page import cards, page, section, table
 from spmdkit.words import format_bytes, format_count, format_seconds
 
 COLOURS = ("#2563eb", "#c2570c", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#64748b")
