@@ -136,8 +136,10 @@ def _mapped(
         return local(index, params, state, rows, mask)
 
     in_axes = (0 if own_state else None, 0, 0)
-    # Axes of size one are not named: they may be those of a `vmap` around all of this, over groups of replicas.
-    names = [tuple(a for a in axes if step.size(a) > 1) or None for axes in (step.data_axes, ("replica",))]
+    # The axes of a `vmap` around all of this, over groups of replicas, are named there, and have size one here. Else all are named: without
+    # a name of size one the TPU's partitioner sends all_reduces in place of reduce_scatters (libtpu 0.0.42, `hsdp` on v5e).
+    alone = step.group[1] == 1
+    names = [tuple(a for a in axes if alone or step.size(a) > 1) or None for axes in (step.data_axes, ("replica",))]
     over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=names[0])
     stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
     sums, new_state = stacked

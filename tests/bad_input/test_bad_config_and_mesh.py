@@ -21,7 +21,7 @@ CASES = {
     "an override with a typo": Case(("override chekpoint.keep=2: chekpoint: unknown key. Did you mean 'checkpoint'?",), overrides=("chekpoint.keep=2",)),
     "an override without a value": Case(("override steps: needs key=value, found no `=`. Write steps=...",), overrides=("steps",)),
     "unknown reducer": Case(("run.yaml:8: reducer: needs one of bfloat16, ordered, sum, found 'smu' (text). Did you mean 'sum'?",), config={"reducer": "smu"}),
-    "unknown sync": Case(("run.yaml:8: sync: needs one of every_step, found 'local_sgd' (text).",), config={"sync": "{local_sgd: {every: 4}}"}),
+    "unknown sync": Case(("run.yaml:8: sync: needs one of every_step, local_sgd, found 'local_sdg' (text). Did you mean 'local_sgd'?",), config={"sync": "{local_sdg: {every: 4}}"}),
     "unknown optimizer": Case(("run.yaml:8: optimizer.name: needs an optax optimizer, found 'adamv' (text). Did you mean 'adam'?", "sgd, sign_sgd, signum, sm3, yogi. Any other can be made in the task: Task(optimizer=...)."), config={"optimizer": "{name: adamv, learning_rate: 1e-3}"}),
     "float16": Case(("run.yaml:8: precision:", "float16 needs loss scaling, which is not built", "Try precision: bfloat16."), config={"precision": "float16"}),
     "microbatches do not divide the batch": Case(("run.yaml:8: microbatches: cuts batch_size 8 into 3 parts, found a rest of 2. microbatches divides batch_size. Try microbatches: 2 or 4, or batch_size: 6 or 9.",), config={"microbatches": "3"}),

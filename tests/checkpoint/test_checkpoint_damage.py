@@ -152,7 +152,7 @@ def test_a_renamed_step_is_found_out(saved, directory):
 def test_running_out_of_memory_is_not_called_damage(saved, monkeypatch):
     from spmdkit.checkpoint import storage
 
-    def out_of_memory(*_):
+    def out_of_memory(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(storage, "load", out_of_memory)

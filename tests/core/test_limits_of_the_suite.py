@@ -1,5 +1,6 @@
 """The suite's own limits: a test that hangs ends, a folder that takes too long fails the run."""
 
+import os
 import re
 import subprocess
 import sys
@@ -83,7 +84,10 @@ def test_a_run_of_everything_with_a_folder_above_its_limit_fails(arguments, code
     options = f'testpaths = ["tests"]\npythonpath = ["{ROOT}"]\naddopts = "-m \'not slow\'"\nmarkers = ["slow"]\n'
     (tmp_path / "pyproject.toml").write_text(f"[tool.pytest.ini_options]\n{options}")
     command = [sys.executable, "-m", "pytest", "-q", "--numprocesses", "1", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }  # not a worker of this run
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert ("tests/new took 0 s and has no limit" in ended.stdout) == bool(code)
     assert "1 passed" in ended.stdout and "compilations  folder" in ended.stdout

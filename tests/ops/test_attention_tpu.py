@@ -13,7 +13,8 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding
 import spmdkit as sk
-from spmdkit import layout, mesh, scope
+from spmdkit import layout, mesh
+from spmdkit.step import scope
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import open_target, parse_target

@@ -14,7 +14,7 @@ CODE = """
 import json
 from tests.ops from tests.ops import test_moe_wire as t
 from tests.support.ops_mesh import wire
-from spmdkit import compiler
+from spmdkit.program import compiler
 from spmdkit.plan.machine.target import open_target, parse_target
 
 devices = open_target(parse_target("tpu:v5p:2x2x2")).devices

@@ -75,11 +75,12 @@ def test_what_an_op_sends_is_read_from_a_compiled_program(home):
 
 UNTYPED = {
     "spmdkit/step/forms.py": 1,
+    "spmdkit/step/group_step.py": 1,
     "spmdkit/step/step.py": 1,
     "spmdkit/step/summed.py": 1,
     "spmdkit/verify/mistakes.py": 1,
 }
-"""Files that speak of the check of varying axes, and how often: the manual form, whose replicas differentiate for themselves (proven by
+"""Files that speak of the check of varying axes, and how often: the manual form and the step of groups, whose replicas differentiate for themselves (proven by
 counts of psums and by the replicas' bits, tests/natural); the second trace of a per-replica step and of a part, which runs
 nothing; the mutant that takes the first back."""
 

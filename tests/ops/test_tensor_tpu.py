@@ -11,7 +11,7 @@ import json, sys
 import jax, jax.numpy as jnp
 from tests.support.ops_mesh import wire
 import spmdkit as sk
-from spmdkit import compiler
+from spmdkit.program import compiler
 from spmdkit.plan.machine.target import open_target, parse_target
 
 devices = open_target(parse_target("tpu:v5p:4x4x4")).devices

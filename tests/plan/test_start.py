@@ -190,7 +190,7 @@ def test_a_check_that_raises_on_one_process_keeps_nobody_waiting(process):
 
 PROCESS = """
 import os, sys
-from spmdkit import memory
+from spmdkit.program import memory
 from spmdkit.cluster import environment, join
 from spmdkit.config import load_config
 from spmdkit.faults import run_process

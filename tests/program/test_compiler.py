@@ -36,7 +36,7 @@ def test_an_option_reaches_the_compiler():
         ({"xla_cpu_enable_fast_maths": True}, r"compiler of cpu answers: .*No such compile option.* Remove it"),
         ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool value"),
         ({OURS + "s": None}, f"has no effect. null removes one .* Did you mean '{OURS}'?"),
-        ({"xla_x": [1]}, "needs a mapping of names of XLA's options to values"),
+        ({"xla_x": [1]}, "should be a mapping to numbers, text, true, false or null"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(own, message):
