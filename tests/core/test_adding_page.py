@@ -1,0 +1,231 @@
+"""The examples of docs/adding.md are cut out of the page, written as the files that it names, and each is used."""
+
+import csv
+import importlib
+import re
+import sys
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit import cluster, kinds, reducers, sync
+from spmdkit.cluster import dialects
+from spmdkit.cluster.dialects.base import Partial
+from spmdkit.plan.bill import read_bill
+from spmdkit.plan.hlo.text import parse
+from tests.cluster import starter_environments
+from tests.cluster.starter_environments import LATER_PORT
+from tests.ops.test_op_contracts import MESH, draw, value_and_grad
+from tests.reducers.test_reducer_contract import wide
+from tests.support.core_hlo import collectives
+from tests.support.core_runs import assert_close, program_of
+from tests.support.ops_mesh import step, wire
+from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, loss_fn, program, train, true_sum
+from tests.support.reducer_runs import task as two_layers
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding.md"
+FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+
+
+@pytest.fixture
+def added(tmp_path, monkeypatch):
+    """Returns a function that adds an example of the page to the folder of its kind, for one test, and returns its name."""
+
+    def add(folder, package):
+        (path,) = [path for path in FILES if path.startswith(f"spmdkit/{folder}/")]
+        name, before = Path(path).stem, kinds.names
+        (tmp_path / f"{name}.py").write_text(FILES[path])
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+        monkeypatch.setattr(kinds, "names", lambda asked: before(asked) + [name] * (asked == folder))
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+        return name
+
+    return add
+
+
+def test_the_page_has_an_example_of_each():
+    found = {path.rpartition("/")[0] for path in FILES}
+    assert found == {"spmdkit/reducers", "spmdkit/sync", "spmdkit/cluster/dialects", ""}
+    assert {path for path in FILES if "/" not in path} == {"my_hooks.py", "my_sinks.py", "my_ops.py"}
+    assert all(8 <= text.count("\n") <= 45 for text in FILES.values())
+
+
+# ---- a reducer ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reducer_loses_nothing(added):
+    name = added("reducers", reducers)
+    made = kinds.make("reducers", name)
+    assert made.takes == "share" and not made.exact
+    assert_close(applied_and_owed("replica 2 x fsdp 2 x tensor 2", name), true_sum("replica 2 x fsdp 2 x tensor 2"))
+
+
+def test_the_reducer_at_its_lossless_options_is_the_sum(added):
+    name = added("reducers", reducers)
+    lossless = {name: dict(kinds.make("reducers", name).lossless)}
+    own, mesh = two_layers(optax.adam(1e-2, eps=1e-3)), {"mesh": {"data": 4}}
+    (found, losses), (expected, theirs) = (train(program(mesh, how, own), 3) for how in (lossless, "sum"))
+    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
+    assert_close(found.params, expected.params)
+
+
+def test_the_reducer_sends_what_it_says(added):
+    name = added("reducers", reducers)
+    made = program({"mesh": {"data": 8}}, name, wide(), batch_size=64, data={})
+    bill = read_bill(parse(made.compiled.as_text()), made.sizes)
+    large = [c for c in bill.collectives if c.bytes > 4096]
+    assert {c.op for c in large} == {"all_gather"} and not any(c.in_loop for c in large)
+    assert sum(c.bytes for c in large) == pytest.approx(kinds.make("reducers", name).wire(NUM_VALUES, 8), rel=2e-3)
+
+
+# ---- a sync -------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(made, num_groups, every, momentum, rate, steps):
+    """Returns the parameters after some steps: a loop over groups on one device."""
+
+    def loss(params, rows):
+        out = loss_fn(params, rows, None)[0]
+        return out.sum / out.count
+
+    gradient = jax.jit(jax.grad(loss))
+    before = jax.device_get(two_layers().init(jax.random.key(0)))
+    groups, velocity = [before] * num_groups, jax.tree.map(np.zeros_like, before)
+    for number, batch in made.batches(1, steps):
+        rows = jax.device_get(batch.examples)
+        for g in range(num_groups):
+            own = jax.tree.map(lambda x, g=g: np.split(x, num_groups)[g], rows)
+            groups[g] = jax.tree.map(lambda w, d: w - rate * d, groups[g], jax.device_get(gradient(groups[g], own)))
+        if number % every == 0:
+            move = jax.tree.map(lambda w, *own: sum(own) / num_groups - w, before, *groups)
+            velocity = jax.tree.map(lambda v, m: momentum * v + m, velocity, move)
+            before = jax.tree.map(np.add, before, velocity)
+            groups = [before] * num_groups
+    return before
+
+
+def test_the_sync_is_that_of_a_loop_written_by_hand_and_a_step_sends_nothing_between_groups(added):
+    name = added("sync", sync)
+    asked = {name: {"every": 2, "momentum": 0.5}}
+    made = program_of(two_layers(optax.sgd(0.05)), sync=asked, mesh={"data": 2}, batch_size=16, seed=0)
+    state = made.init()
+    for _, batch in made.batches(1, 6):
+        state, _ = made.step(state, batch)
+    expected = by_hand(made, 2, every=2, momentum=0.5, rate=0.05, steps=6)
+    assert_close(jax.tree.map(lambda x: x[0], state.params), expected)
+    assert not [c for c in collectives(made.compiled.as_text(), made.sizes) if "data" in c.axes]
+
+
+# ---- a hook and a sink --------------------------------------------------------------------------------------------------
+
+RUN = """
+task: my_task.py:task
+run_dir: run
+steps: 8
+batch_size: 8
+devices: cpu:2
+mesh: {data: 2}
+eval: {every_steps: 2}
+hooks: [{my_hooks.py:target: {loss: 100.0}}]
+log: {every_steps: 1, progress: plain, sinks: [{my_sinks.py:table: {file: loss.csv}}]}
+"""
+TASK = """
+import jax.numpy as jnp, numpy as np, optax
+import spmdkit as sk
+
+x = np.ones((16, 2), np.float32)
+loss = lambda w, batch, key: sk.mean((batch @ w - 1) ** 2)
+task = sk.Task(lambda key: jnp.zeros(2), loss, optax.sgd(0.1), train_data=x, eval_data=x)
+"""
+
+
+def test_the_hook_ends_a_run_and_the_sink_has_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    texts = {"my_task.py": TASK, "run.yaml": RUN, **{name: FILES[name] for name in ("my_hooks.py", "my_sinks.py")}}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    result = sk.train(tmp_path / "run.yaml")
+    assert int(result.state.step) == 4 and result.run.finished == "the loss is below 100.0 twice in a row"
+    rows = list(csv.reader((tmp_path / "run/loss.csv").read_text().splitlines()))
+    assert [int(number) for number, name, _ in rows if name == "train/loss"] == [1, 2, 3, 4]
+    assert [int(number) for number, name, _ in rows if name == "eval/loss"] == [2, 4]
+
+
+def test_the_sink_goes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_sinks.py").write_text(FILES["my_sinks.py"])
+    (tmp_path / "run").mkdir()
+    from spmdkit import user_code
+
+    table = user_code.find("my_sinks.py:table", "sink", tmp_path)
+    run = types.SimpleNamespace(directory=tmp_path / "run")
+    first = table(run, {}, 0)
+    for number in (1, 2, 3):
+        first.write("scalars", {"step": number, "loss": 1.0})
+    first.rewind(2)
+    first.close()
+    assert (tmp_path / "run/numbers.csv").read_text().split() == ["1,train/loss,1.0", "2,train/loss,1.0"]
+    table(run, {}, 1).close()  # as after a restart
+    assert (tmp_path / "run/numbers.csv").read_text().split() == ["1,train/loss,1.0"]
+
+
+# ---- a dialect ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_dialect_reads_the_environments_that_wait_for_it(added):
+    name = added("cluster/dialects", dialects)
+    waiting = [row for row in starter_environments.ROWS if row.later and row.later[0] == name]
+    assert len(waiting) >= 2
+    for row in waiting:
+        wanted, spec = row.later[1], cluster.environment(row.env)
+        assert (spec.num_processes, spec.process_id) == (wanted.num_processes, wanted.process_id)
+        assert spec.coordinator.startswith(wanted.coordinator.removesuffix(LATER_PORT))
+        assert [words in note for words, note in zip(wanted.notes, spec.notes, strict=True)] == [True] * len(spec.notes)
+
+
+def test_the_dialect_keeps_the_contract(added, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(Path(starter_environments.__file__).parent), *sys.path])
+    from tests.cluster.test_cluster_dialects import check_contract
+
+    name = added("cluster/dialects", dialects)
+    dialect = importlib.import_module(f"spmdkit.cluster.dialects.{name}")
+    check_contract(dialect, monkeypatch)
+    env = starter_environments.OPEN_MPI
+    assert isinstance(dialect.read(env | {"OMPI_COMM_WORLD_RANK": "2"}), Partial)
+    assert (
+        dialect.read(env | dict.fromkeys(dialect.NAMES[:2], "1") | {"OMPI_COMM_WORLD_RANK": "0"}).spec.coordinator
+        is None
+    )
+
+
+# ---- an op --------------------------------------------------------------------------------------------------------------
+
+
+def my_ops():
+    own = types.ModuleType("my_ops")
+    exec(FILES["my_ops.py"], vars(own))
+    return own
+
+
+def test_the_op_sends_what_it_says():
+    own, args = my_ops(), (((8, 8, 16), ("batch", "sequence", "mlp")), ((16,), ("mlp",)))
+    once = {("all_reduce", "tensor"): 2 * (4 - 1) / 4 * 4 * 8 * 8}
+    assert wire(own.rms_norm, own.DIMS, *args, tensor=4) == once
+    assert wire(own.rms_norm, own.DIMS, *args, backward=True, tensor=4) == {
+        kind: 2 * num_bytes for kind, num_bytes in once.items()
+    }
+
+
+def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
+    own = my_ops()
+    args = draw(8, 8, 16), draw(16)
+    inside = sk.manual(own.rms_norm, [own.DIMS, ("mlp",)], own.DIMS)
+    by_hand = lambda x, scale: x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+    expected = value_and_grad(by_hand, args, None)
+    for fn, record in ((own.rms_norm, None), (own.rms_norm, step(**MESH)), (inside, step(**MESH))):
+        assert_close(value_and_grad(fn, args, record), expected)
