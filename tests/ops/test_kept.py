@@ -1,5 +1,7 @@
 """What a part hands to its gradient: the same list in every trace, named by its marks, without what needs no input."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,14 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from spmdkit import compat
+import spmdkit as sk
+from spmdkit import compat, jaxprs
 from spmdkit.mesh import make_mesh, resolve
+from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.kept import Linearized
 from spmdkit.ops.remat import KEPT, everything_but_gathered, policy, policy_of_names
+from spmdkit.step import scope
+from tests.support.ops_mesh import step
 
 pytestmark = pytest.mark.strict
 
@@ -62,3 +68,38 @@ def test_what_is_kept_is_what_the_policy_says():
     assert "all_gather" not in {name for _, _, name in kept["none"].made_by}
     assert set(kept["none"].marks) <= {KEPT, "hidden"}
     assert (4, 4) not in [x.shape for x in kept["none"].kept], "the mask needs no input: it is computed again"
+
+
+# ---- the example of docs/design/manual_and_kept.md ---------------------------------------------------------------------
+
+ROWS = ("batch", "norm_sequence", None)
+
+
+def pair(x_BTD, up_DF, down_FD):
+    x_BTD = all_gather(x_BTD, "mlp", dim=1)
+    up_DF, down_FD = all_gather(up_DF, "embed", dim=0), all_gather(down_FD, "embed", dim=1)
+    return reduce_scatter(jax.nn.gelu(x_BTD @ up_DF) @ down_FD, "mlp", dim=1)
+
+
+def counted(part, operands):
+    """Returns the numbers of (gathers, scatters, sums, products) that a device runs in a part."""
+    found = [e.primitive.name for e in jaxprs.equations(jax.make_jaxpr(part.run)(*operands))]
+    sums = sum(name.startswith("psum") for name in found)
+    return found.count("all_gather"), found.count("reduce_scatter"), sums, found.count("dot_general")
+
+
+@pytest.mark.parametrize("remat, num_kept, products", [("none", 6, 4), ("dots", 1, 4), ("full", 0, 5)])
+def test_the_example_of_the_design_note_is_as_the_note_says(remat, num_kept, products):
+    record = dataclasses.replace(step(data=2, fsdp=2, tensor=2), form="mapped", remat=policy(remat))
+    op = sk.manual(pair, [ROWS, ("embed", "mlp"), ("mlp", "embed")], ROWS)
+    of_one = jax.grad(lambda x, up, down: (op(x, up, down) ** 2).sum(), argnums=(0, 1, 2))
+    of_all = jax.vmap(of_one, (0, None, None), spmd_axis_name="data")
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((2, 8, 8, 16), (16, 64), (64, 16))]
+    with scope.tracing(record):
+        traced = jax.make_jaxpr(of_all)(*shapes).jaxpr
+    forward, backward = [e for e in jaxprs.equations(traced) if e.primitive.name == "spmdkit_manual"]
+    y, *kept = (var.aval.shape for var in forward.outvars)
+    assert y == (2, 8, 8, 16) and kept == [(2, 4, 4, 8, 32)] * num_kept
+    assert [var.aval.shape for var in backward.outvars] == [(2, 8, 8, 16), (2, 16, 64), (2, 64, 16)]
+    ran = [counted(e.params["part"], [var.aval for var in e.invars]) for e in (forward, backward)]
+    assert ran == [(3, 1, 0, 2), (4, 3, 0, products)]
