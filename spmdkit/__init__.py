@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from spmdkit.ops.remat import remat
     from spmdkit.ops.tensor import column_row
     from spmdkit.ops.vocab import cross_entropy, embed
-    from spmdkit.program.program import Program, build
+    from spmdkit.program.opening import build
+    from spmdkit.program.program import Program
     from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
     from spmdkit.run.loop import train
     from spmdkit.step.gradient import value_and_grad
@@ -52,7 +53,7 @@ _HOME = {
     "TrainState": "step.state",
     "Variables": "step.state",
     "attention": "ops.attention",
-    "build": "program.program",
+    "build": "program.opening",
     "column_row": "ops.tensor",
     "context_order": "ops.context",
     "context_positions": "ops.context",

@@ -1,17 +1,17 @@
 """The config of a run: YAML or Python values in, one checked and frozen `Config` out.
 
-fields.py kinds of value · schema.py the settings · rules.py between settings · optimizer.py optax by name ·
+fields.py kinds of value · sections.py and schema.py the settings · rules.py between settings · optimizer.py optax by name ·
 source.py YAML with lines · overrides.py key=value · problems.py and wording.py messages · load.py · show.py · task.py
 """
 
 from spmdkit.config.load import load_config, parse_config, replace_keys
 from spmdkit.config.optimizer import build_optimizer, build_schedule, choose_optimizer
 from spmdkit.config.rules import check_batch
-from spmdkit.config.schema import (
+from spmdkit.config.schema import Config
+from spmdkit.config.sections import (
     Best,
     Budget,
     Checkpoint,
-    Config,
     Data,
     Eval,
     Layout,

@@ -16,7 +16,7 @@ from spmdkit.plan.compare import compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, plan_program, refuse
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
 from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
-from spmdkit.program.program import open_program, task_of
+from spmdkit.program.opening import open_program, task_of
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`build(config, task, devices) -> Program`: the one place where everything meets. Abstract first, arrays last.
+"""`Program`: the one place where everything meets. Abstract first, arrays last.
 
 config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`, `eval`, `plan`,
 `verify` and a user's own loop all use the same `Program`; nothing is allocated before it is known to fit together, and what
@@ -10,36 +10,30 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import data, kinds, layout, mesh
-from spmdkit.config import Config, check_batch, load_config, replace_keys
-from spmdkit.data.feed import Feed, eval_batch_size
-from spmdkit.errors import ConfigError, SpmdkitError
-from spmdkit.ops.remat import check_names
+from spmdkit import data, mesh
+from spmdkit.config import Config, replace_keys
+from spmdkit.errors import ConfigError
 from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding
+from spmdkit.program.choose_form import choose_form
 from spmdkit.program.evaluation import Evaluator
+from spmdkit.program.feeds import open_feeds
 from spmdkit.program.grouping import groups_of
 from spmdkit.program.start_state import abstract_init, check_precision, input_notes, make_optimizer
-from spmdkit.program.state_layout import StateLayout, laid_out, place_state, state_groups
-from spmdkit.program.step_record import forms_of, step_record
-from spmdkit.program.unused import check_used
-from spmdkit.program.xla_defects import check_pools
-from spmdkit.reducers.base import Reducer, stateless
-from spmdkit.reducers.sum import make as plain_sum
-from spmdkit.step import agree, groups, reducer_state, scope, state, step
-from spmdkit.step.group_step import group_step
-from spmdkit.step.replica import check_reductions
+from spmdkit.program.state_layout import StateLayout, place_state, state_groups, to_device
+from spmdkit.program.step_record import step_record
+from spmdkit.program.task_step import TaskStep
+from spmdkit.reducers.base import Reducer
+from spmdkit.step import agree, groups, reducer_state, scope, state
 from spmdkit.step.state import TrainState, check_not_donated
 from spmdkit.step.step import Batch
-from spmdkit.step.summed import refuse_summed
-from spmdkit.tasks import Task, load_hooks, load_task
+from spmdkit.tasks import Task
 from spmdkit.tree import named_leaves
 from spmdkit.user_code import call_user
 from spmdkit.words import nearest
@@ -55,6 +49,7 @@ class Program:
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.forms`).
         notes: remarks for the user that are no errors.
+        refused_forms: forms that were tried before `form`, with what refused each.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
         probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
     """
@@ -84,14 +79,12 @@ class Program:
         self._kept_by_reducer: tuple[Any, ...] = ()
         self._abstract_state: Any = None
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
-        self._place(place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes))
+        placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         if self.groups is not None:
-            placed = StateLayout(self.layout, self.state_sharding, self.abstract_state, self._placements)
             self._abstract_state, placed = grouping.place(self.groups, placed, abstract_params, self.mesh, self.sizes)
-            self._place(placed)
+        self._placed = placed  # before the reducer gets its place
         self._open_data()
-        self._step_record = self._choose_form()
-        self.form = self._step_record.form
+        self._choose_form()
         trained = [self.abstract_batch] if "value_and_grad" in self._step_record.uses else []
         evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
@@ -126,7 +119,7 @@ class Program:
         return mesh.count(self.sizes, mesh.BATCH_AXES)
 
     def _place(self, placed: StateLayout) -> None:
-        self.layout, self.state_sharding, self.abstract_state, self._placements = placed
+        self.layout, self.state_sharding, self.abstract_state, _ = placed
 
     def _create_state(self, key: jax.Array) -> TrainState:
         variables = self._init(key)
@@ -138,152 +131,50 @@ class Program:
         return made if self.groups is None or self._abstract_state is None else groups.stacked(self.groups, made)
 
     def _open_data(self) -> None:
-        config, options = self.config, self.config.data
-        if self.task.train_data is None:
-            raise ConfigError(
-                "Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset."
-            )
-        source = data.open_source(self.task.train_data, "train_data")
-        check_batch(config, self.sizes)
-        self.schedule = data.Schedule(
-            num_examples=len(source),
-            batch_size=config.batch_size,
-            seed=config.seed,
-            shuffle=options.shuffle,
-            remainder=options.remainder,
-        )
-        feed = functools.partial(
-            Feed, mesh=self.mesh, sizes=self.sizes, prefetch=options.prefetch, threads=options.threads
-        )
-        self._feed = feed(source, self.schedule, microbatches=self.microbatches, padded=not self.schedule.always_full)
-        self.abstract_batch = self._feed.abstract()
-        self._eval_feed = None
-        if self.task.eval_data is not None:
-            source = data.open_source(self.task.eval_data, "eval_data")
-            size = eval_batch_size(config.eval.batch_size or config.batch_size, len(source), self.batch_shards)
-            schedule = data.eval_schedule(len(source), size)
-            self._eval_feed = feed(source, schedule, microbatches=1, padded=not schedule.always_full)
-        elif config.eval.every_steps is not None:
-            raise ConfigError(
-                "eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...)."
-            )
+        self._feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
+        self.schedule, self.abstract_batch = self._feed.schedule, self._feed.abstract()
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def _choose_form(self) -> scope.Step:
-        """Returns the record of the step, in the first form of the mesh's that the user's functions can be traced in."""
+    def _choose_form(self) -> None:
+        """Sets the record of the step, its form, and the place of what the reducer keeps in the train state."""
         record = step_record(
             self.config,
             self.mesh,
             self.sizes,
             data_axes=self.data_axes,
-            placements=self._placements,
+            placements=self._placed.placements,
             state_groups=self._state_groups,
             agree=self._agree,
         )
-        reducer = record.reducer
-        forms = forms_of(self.task.view, self.sizes, self.num_replicas)
-        if self.groups is not None:
-            record = dataclasses.replace(record, sizes=self.groups.inner(self.sizes))
-            forms = ("plain",) if record.size("replica", *self.data_axes) == 1 else ("mapped",)
-        keeps = reducer.init is not stateless and record.size("replica", *self.data_axes) > 1
-        if keeps and self.groups is not None:
-            grouping.check_reducer(self.groups, self.config)
-        if keeps:  # the form and the calls are found without it
-            record = dataclasses.replace(record, reducer=plain_sum())
-        record = self._first_traced([dataclasses.replace(record, form=form, uses=set()) for form in forms])
-        reducer_state.check_effect(kinds.split(self.config.reducer)[0], reducer, record, self.sizes, self._what())
-        return self._settle(self._with_state_of(reducer, record) if keeps else record)
+        self._place(self._placed)
+        chosen = choose_form(self._task_step, record, self.num_replicas, self.probe_padding)
+        self._step_record, self._traced, self.refused_forms = chosen.record, chosen.traced, chosen.refused
+        self.form, self._kept_by_reducer = chosen.record.form, chosen.kept
+        self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
+        self._place(chosen.state)
 
-    def _with_state_of(self, reducer: Reducer, record: scope.Step) -> scope.Step:
-        """Returns the record of the step with a reducer that keeps something, for which the train state gets its place."""
-        gradients: list[Any] = []
-        call_user(lambda: self._eval_shape(self._step_function(record, gradients)), self._what())
-        record = dataclasses.replace(record, reducer=reducer, uses=set())
-        self._kept_by_reducer, table = reducer_state.shapes(reducer, gradients, record)
-        self._abstract_state = self._abstract_state.replace(reducer=self._kept_by_reducer)
-        self._place(laid_out([*self.layout, *table], self._abstract_state, self.mesh, self._placements))
-        call_user(functools.partial(self._trace, record), self._what())
-        return record
+    @property
+    def _task_step(self) -> TaskStep:
+        return TaskStep(
+            task=self.task,
+            config=self.config,
+            mesh=self.mesh,
+            sizes=self.sizes,
+            stateful=self.stateful,
+            groups=self.groups,
+            state=StateLayout(self.layout, self.state_sharding, self.abstract_state, self._placed.placements),
+            batch=self.abstract_batch,
+            always_full=self.schedule.always_full,
+        )
 
-    def _eval_shape(self, step_function: step.StepFn) -> Any:
-        return jax.eval_shape(step_function, self.abstract_state, self.abstract_batch)
-
-    def _first_traced(self, records: Sequence[scope.Step]) -> scope.Step:
-        """Returns the first record in whose form the user's functions can be traced.
-
-        What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is raised.
-        """
-        errors = list[SpmdkitError]()
-        for record in records:
-            try:
-                call_user(functools.partial(self._trace, record), self._what())
-                return record
-            except SpmdkitError as error:
-                errors.append(error)
-        raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
-
-    def _settle(self, record: scope.Step) -> scope.Step:
-        """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
-        check_used(self.config, record, self.layout, self.schedule.always_full, self._what())
-        check_pools(self._last_trace[1].jaxpr, self.sizes, self._what())
-        if self.probe_padding and not self.schedule.always_full:
-            trace = lambda r, batch: jax.eval_shape(self._step_function(r), self.abstract_state, batch)
-            padding.check_first_dims(record, trace, self.abstract_batch, self._what())
-        if record.remat is not None and "remat" not in record.uses:
-            record = dataclasses.replace(record, remat_whole=True)
-        if not isinstance(self.config.remat, str):
-            if record.remat_whole:
-                self._trace(record)  # names are met only where something is computed again
-            for key, names in (("save", self.config.remat.save), ("offload", self.config.remat.offload)):
-                check_names(key, names, record.uses, self._what())
-        return record
-
-    def _what(self) -> str:
-        return "train_step" if self.task.train_step is not None else "loss_fn"
-
-    def _trace(self, record: scope.Step) -> jax.stages.Traced:
-        of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
-        out_shardings = (self.state_sharding, NamedSharding(self.mesh, of_metrics))
-        jitted = jax.jit(self._step_function(record), out_shardings=out_shardings, donate_argnums=0)
-        traced = jitted.trace(self.abstract_state, self.abstract_batch)
-        if self.task.view == "replica":
-            many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
-            check_reductions(traced.jaxpr, many)
-            untyped = jax.make_jaxpr(self._step_function(record, typed=False))(self.abstract_state, self.abstract_batch)
-            refuse_summed("train_step", traced.jaxpr, untyped, many)
-        if self.groups is not None:
-            groups.check_alone(self.groups, traced.jaxpr, self._what())
-        self._last_trace = (record, traced)
-        return traced
-
-    def _step_function(self, record: scope.Step, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
-        train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
-        train_step = step.with_hooks(train_step, self.task.hooks)
-        if self.groups is not None:
-            return group_step(train_step, record, self.groups, self._to_device)
-        if self.task.view == "replica":
-            return step.replica_step(train_step, record, self._to_device, gradients, typed)
-        return step.global_step(train_step, record, self._to_device, gradients)
-
-    def _to_device(self, state: TrainState) -> TrainState:
-        """Brings the leaves that live on the host to the devices, inside the step."""
-
-        def bring(x: Any, placement: layout.LeafPlacement) -> Any:
-            if placement.memory_kind == "device":
-                return x
-            return jax.device_put(x, dataclasses.replace(placement, memory_kind="device").sharding(self.mesh))
-
-        if all(p.memory_kind == "device" for p in self.layout):
-            return state
-        leaves, treedef = jax.tree.flatten(state)
-        return jax.tree.unflatten(treedef, [bring(x, p) for x, p in zip(leaves, self.layout, strict=True)])
+    def _to_device(self, current: TrainState) -> TrainState:
+        return to_device(self.layout, self.mesh, current)
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
         """The step traced on its shardings: its jaxpr, and what is compiled."""
-        record, traced = self._last_trace  # of choosing the form, if nothing was decided since then
-        return traced if record is self._step_record else self._trace(self._step_record)
+        return self._task_step.trace(self._step_record) if self._traced is None else self._traced
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -315,8 +206,7 @@ class Program:
         assert isinstance(other.config.microbatches, int)
         other.microbatches, other.notes, other.compile_log = other.config.microbatches, [*self.notes], []
         other._open_data()
-        other._step_record = other._choose_form()
-        other.form = other._step_record.form
+        other._choose_form()
         return other
 
     @property
@@ -330,7 +220,7 @@ class Program:
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
             record = dataclasses.replace(record, form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
-        return jax.jit(self._step_function(record)).trace(self._abstract_state, self.abstract_batch)
+        return jax.jit(self._task_step.function(record)).trace(self._abstract_state, self.abstract_batch)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
@@ -389,7 +279,7 @@ class Program:
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
         if found := padding.changes(functools.partial(forward, state), batch, self._feed.grid, whole):
-            raise padding.refused_step(found, self._what())
+            raise padding.refused_step(found, self._task_step.what)
 
     # ---- arrays ------------------------------------------------------------------------------------------------------
 
@@ -480,65 +370,3 @@ class Program:
     def non_finite_leaf(self, current: TrainState) -> str | None:
         """Returns the path of the first leaf of the state that holds a NaN or an infinity, or None. Waits for the device."""
         return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)
-
-
-def build(
-    config: Config | str | Path,
-    task: Task | None = None,
-    devices: Sequence[jax.Device] | None = None,
-    overrides: Sequence[str] = (),
-) -> Program:
-    """Returns the program of a config: a path to YAML or a `Config`.
-
-    Args:
-        task: instead of the one that the config names.
-        devices: instead of all of JAX's.
-        overrides: `key=value` strings, as on the command line; only with a path.
-
-    Raises:
-        ConfigError: something in the config, the task or the data cannot work; said before any array is made.
-        UserCodeError: a function of the task raised.
-    """
-    if not isinstance(config, Config):
-        config = load_config(config, overrides)
-    if devices is None:
-        from spmdkit.cluster import environment, join
-
-        devices = join(environment({}), config.devices).devices
-    return open_program(config, task_of(config) if task is None else task, devices)
-
-
-def task_of(config: Config) -> Task:
-    """Returns the task that a config names, with the hooks that it names."""
-    target, name = config.task_reference()
-    return with_hooks(load_task(target, name, config.folder, config.task_args), config)
-
-
-def with_hooks(task: Task, config: Config) -> Task:
-    """Returns the task with the config's hooks after its own."""
-    own = load_hooks(config.hooks, config.folder)
-    return dataclasses.replace(task, hooks=(*task.hooks, *own)) if own else task
-
-
-def open_program(
-    config: Config,
-    task: Task,
-    devices: Sequence[jax.Device],
-    limit_bytes: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> Program:
-    """Returns the program of a config; what it leaves `auto` is chosen by compiled memory.
-
-    Args:
-        limit_bytes: of one device; default: what the devices say.
-        say: takes a line for each program that `auto` tries.
-    """
-    if not auto.is_auto(config):
-        return Program(config, task, devices)
-    sizes = mesh.resolve(config.mesh.sizes(), len(devices))
-    check_batch(config, sizes)
-    limit = memory.memory_limit(devices) if limit_bytes is None else limit_bytes
-    among = auto.choices(config, mesh.count(sizes, mesh.BATCH_AXES))
-    first = Program(replace_keys(config, among[0][0]), task, devices)
-    make = lambda changes: first if changes == among[0][0] else first.with_step(changes)
-    return auto.choose(among, limit, make, say)

@@ -135,3 +135,17 @@ def laid_out(table: list[LeafPlacement], abstract: TrainState, mesh: Mesh, place
     shardings = [p.sharding(mesh) for p in table]
     leaves = [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s) for p, s in zip(table, shardings, strict=True)]
     return StateLayout(table, jax.tree.unflatten(treedef, shardings), jax.tree.unflatten(treedef, leaves), placements)
+
+
+def to_device(table: Sequence[LeafPlacement], mesh: Mesh, state: TrainState) -> TrainState:
+    """Returns the state with the leaves that live on the host brought to the devices, inside a step."""
+
+    def bring(x: Any, placement: LeafPlacement) -> Any:
+        if placement.memory_kind == "device":
+            return x
+        return jax.device_put(x, dataclasses.replace(placement, memory_kind="device").sharding(mesh))
+
+    if all(p.memory_kind == "device" for p in table):
+        return state
+    leaves, treedef = jax.tree.flatten(state)
+    return jax.tree.unflatten(treedef, [bring(x, p) for x, p in zip(leaves, table, strict=True)])

@@ -19,7 +19,8 @@ from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
-from spmdkit.program.program import Program, open_program, task_of, with_hooks
+from spmdkit.program.opening import open_program, task_of, with_hooks
+from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
 from spmdkit.run.actions import perform
 from spmdkit.run.due import NOTHING

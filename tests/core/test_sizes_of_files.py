@@ -7,10 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILE_LINES, FUNCTION_LINES = 400, 60
 
-LONG_FILES = {"program/program.py": 401}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
     "ops/moe/__init__.py:moe": 129,
-    "ops/pipeline/__init__.py:pipeline": 60,
     "plan/roofline.py:predict_time": 81,
     "program/state_layout.py:place_state": 61,
 }

@@ -8,7 +8,7 @@ import spmdkit as sk
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.program.auto import microbatch_counts
-from spmdkit.program.program import open_program, task_of
+from spmdkit.program.opening import open_program, task_of
 
 TASK = f"{Path(__file__).parents[1] / 'support' / 'plan_tasks.py'}:task"
 

@@ -10,7 +10,7 @@ from spmdkit.plan.command import Options, choose_target, make_plan, run_plan
 from spmdkit.plan.compare import compare
 from spmdkit.plan.search.candidates import candidates
 from spmdkit.plan.search.search import search
-from spmdkit.program.program import task_of
+from spmdkit.program.opening import task_of
 from tests.support.plan_files import config, write
 
 

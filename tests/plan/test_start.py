@@ -19,7 +19,8 @@ from spmdkit.errors import RendezvousError
 from spmdkit.plan import start
 from spmdkit.plan.command import make_plan
 from spmdkit.program import auto, memory
-from spmdkit.program.program import Program, open_program, task_of
+from spmdkit.program.opening import open_program, task_of
+from spmdkit.program.program import Program
 from spmdkit.run.loop import train
 from tests.support.plan_files import config, write
 

@@ -97,10 +97,7 @@ def pipeline(
         own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
         if num_stages == 1:
             stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stacked_dims:]), layers)
-            model, _ = checked(model, step, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
-            x = embed(embed_params, rows)
-            x, _ = lax.scan(lambda x, weights: (model.layer(x, weights, rows), None), x, stack)
-            loss, metrics = model.head(x, head_params, rows)
+            loss, metrics = _one_stage(model, step, embed_params, stack, head_params, own)
         else:
             one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[stacked_dims:], w.dtype), layers)
             pipe = _set_up(model, step, head_per_token, embed_params, one_layer, head_params, own)
@@ -110,6 +107,15 @@ def pipeline(
         return (loss, metrics) if metrics is not None else loss
 
     return run
+
+
+def _one_stage(model: Model, step: scope.Step, embed_params: Any, stack: Any, head_params: Any, own: Rows) -> Any:
+    """Returns (loss, metrics) of the model as it is written: one layer after the other. `stack` is [L, ...]."""
+    rows, embed = own.data, model.embed
+    model, _ = checked(model, step, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
+    x = embed(embed_params, rows)
+    x, _ = lax.scan(lambda x, weights: (model.layer(x, weights, rows), None), x, stack)
+    return model.head(x, head_params, rows)
 
 
 def _set_up(

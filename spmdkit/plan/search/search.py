@@ -28,7 +28,8 @@ from spmdkit.launch.process import start
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.search.candidates import Candidate, candidates
-from spmdkit.program.program import Program, task_of
+from spmdkit.program.opening import task_of
+from spmdkit.program.program import Program
 from spmdkit.words import format_bytes
 
 MOST_WORKERS = 4

@@ -1,0 +1,255 @@
+"""The sections of a config, as frozen pydantic models: what stands behind one key. The description of a field is its help, schema and docs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spmdkit.config import fields
+from spmdkit.config.fields import Section
+
+
+class Mesh(Section):
+    """Sizes of the mesh axes. An axis that is not named has size 1; an empty mesh is one device; one -1 fills."""
+
+    replica: fields.AxisSize | None = Field(
+        default=None, description="Replicas between hosts or slices, the slowest links."
+    )
+    data: fields.AxisSize | None = Field(
+        default=None, description="Replicas: each computes the gradient of its own examples."
+    )
+    fsdp: fields.AxisSize | None = Field(
+        default=None,
+        description="Cuts both the examples and the parameters, which are gathered when needed (see layout.zero).",
+    )
+    expert: fields.AxisSize | None = Field(default=None, description="Cuts the experts of a mixture, and the examples.")
+    context: fields.AxisSize | None = Field(default=None, description="Cuts the sequence dim.")
+    tensor: fields.AxisSize | None = Field(default=None, description="Cuts matrices inside a layer; the fastest links.")
+    pipeline: fields.AxisSize | None = Field(default=None, description="Cuts the layers into stages.")
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the axes that are named, -1 as it stands."""
+        return {axis: size for axis in type(self).model_fields if (size := getattr(self, axis)) is not None}
+
+
+class ClusterOptions(Section):
+    """How processes find each other."""
+
+    dialect: fields.Dialect = Field(
+        default="auto",
+        description="Whose environment variables say which process this is: auto reads all that are known, the most specific wins; a name reads that "
+        "one alone; none: one process, whatever is set.",
+    )
+
+
+class Layout(Section):
+    """Where each parameter lives: rules, then metadata of the model, then the fsdp tactic."""
+
+    rules: list[fields.LayoutRule] = Field(
+        default_factory=list,
+        description="Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the whole "
+        "path of a parameter (blocks/0/kernel), an axis is a logical axis, a mesh axis or null.",
+    )
+    axes: dict[str, fields.MeshAxes] = Field(
+        default_factory=dict,
+        description="Logical axis -> mesh axis, list of mesh axes or null; added to the defaults and wins over them.",
+    )
+    fsdp: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: leaves that no rule shards are cut on their largest divisible dim over the fsdp axis.",
+    )
+    zero: Literal[1, 2, 3] = Field(
+        default=3,
+        description="What the fsdp axis cuts: 1 optimizer state, 2 gradients too, 3 parameters too. Needs mesh.fsdp.",
+    )
+    min_shard_bytes: fields.NumBytes = Field(
+        default=2**14, description="Bytes below which fsdp: auto leaves a leaf whole. Needs mesh.fsdp and fsdp: auto."
+    )
+    replicate_above_bytes: fields.NumBytes = Field(
+        default=2**27,
+        description="Bytes of a leaf above which replication over a model axis must be asked for by a rule.",
+    )
+
+
+class Placement(Section):
+    """The memory that holds the state between uses."""
+
+    params: Literal["device", "host"] = Field(default="device", description="Memory of the parameters.")
+    optimizer: Literal["device", "host"] = Field(default="device", description="Memory of the optimizer's state.")
+
+
+class Precision(Section):
+    """Dtypes of a step. A plain `precision: bfloat16` means {compute: bfloat16}."""
+
+    compute: fields.Dtype = Field(
+        default="float32", description="Dtype of the loss function's parameters and activations."
+    )
+    params: fields.Dtype = Field(default="float32", description="Dtype in which the parameters are stored and updated.")
+    reduce: fields.Dtype = Field(
+        default_factory=lambda given: fields.widest("float32", given.get("params", "float32")),
+        description="Dtype of gradients while they are summed; default: the wider of float32 and params.",
+    )
+    inputs: fields.Inputs | None = Field(
+        default=None,
+        description="Floating point arrays of a batch: compute casts all of them to that dtype, given none, a list those whose whole "
+        "path one of its patterns matches. null: compute, and train names those that it rounds.",
+    )
+
+
+class Pipeline(Section):
+    """How `sk.pipeline` runs its stages. Needs mesh.pipeline."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        default="1f1b",
+        description="gpipe: all forward passes, then all backward; 1f1b: in turn, memory bounded by the stages; interleaved: "
+        "1f1b with several chunks of layers per stage, a smaller bubble and more transfers.",
+    )
+    microbatches: fields.Count | None = Field(
+        default=None,
+        description="Parts into which the rows of one shard of a microbatch are cut; null: the largest divisor of their number "
+        "that is at most 4 per stage.",
+    )
+    chunks: fields.Count | None = Field(
+        default=None, description="Chunks of layers per stage, at least 2; null: 2. Needs schedule: interleaved."
+    )
+
+
+class Attention(Section):
+    """How sk.attention runs."""
+
+    context: Literal["ring", "all_to_all"] = Field(
+        default="ring",
+        description="With mesh.context: ring passes keys and values round; all_to_all trades the cut of the sequence for one "
+        "of the heads, whose number it then has to divide.",
+    )
+    implementation: Literal["auto", "xla", "cudnn", "splash"] = Field(
+        default="auto",
+        description="auto: the best that takes the operands on the mesh's devices; xla: everywhere; cudnn: NVIDIA GPUs; "
+        "splash: TPUs.",
+    )
+    order: Literal["zigzag", "contiguous"] = Field(
+        default="zigzag",
+        description="Order of a sequence on the ring: zigzag gives each device an early and a late part, the same work under a "
+        "causal mask; contiguous: neighbours, the last device works longest.",
+    )
+
+
+class RematNames(Section):
+    """Rematerialisation that keeps only what the model has named."""
+
+    save: list[fields.Name] = Field(
+        default_factory=list,
+        min_length=1,
+        examples=["[attention]"],
+        description="Names given with jax.ad_checkpoint.checkpoint_name whose values are kept.",
+    )
+    offload: list[fields.Name] = Field(
+        default_factory=list,
+        min_length=1,
+        examples=["[block]"],
+        description="Names whose values are kept in host memory until the backward pass needs them. Excludes the same name in save.",
+    )
+
+
+class StateGroup(Section):
+    """Model state that agrees within groups of replicas."""
+
+    group: fields.Count = Field(description="Neighbouring replicas that share one state; divides their number.")
+
+
+class Data(Section):
+    """How batches are made."""
+
+    shuffle: fields.Flag = Field(
+        default=True, description="A new order of the training examples in each epoch, from the seed."
+    )
+    remainder: Literal["drop", "mask"] = Field(
+        default="drop", description="The last short batch of an epoch: dropped, or filled up and masked."
+    )
+    prefetch: fields.Few = Field(
+        default=2, description="Batches that wait on the device, and in the reader, ahead of the step."
+    )
+    threads: fields.Few = Field(default=1, description="Reader threads of each process.")
+
+
+class Best(Section):
+    """Which checkpoint is the best."""
+
+    metric: fields.Name = Field(description="Name of an evaluation metric, for example loss.")
+    mode: Literal["min", "max"] = Field(description="Whether the smallest or the largest value is best.")
+
+
+class Checkpoint(Section):
+    """When the state is saved. The last step and a stop are always saved."""
+
+    every_steps: fields.Count | None = Field(default=None, description="Steps between saves; null: not by steps.")
+    every_seconds: fields.Seconds | None = Field(
+        default=600.0, description="Seconds between saves, on process 0's clock; null: not by time."
+    )
+    keep: fields.Count = Field(default=3, description="Newest checkpoints that are kept; the best one is kept besides.")
+    best: Best | None = Field(default=None, description="Also keeps the best checkpoint. Needs eval.every_steps.")
+    timeout_s: fields.Seconds = Field(
+        default=600.0, description="Seconds after which a save that does not end is an error."
+    )
+
+
+class Eval(Section):
+    """When and on what the evaluation runs."""
+
+    every_steps: fields.Count | None = Field(
+        default=None, description="Steps between evaluations; null: only at the end."
+    )
+    batch_size: fields.Count | None = Field(
+        default=None, description="Global examples of an evaluation batch; null: batch_size."
+    )
+    params: Literal["params", "ema"] = Field(
+        default="params", description="The parameters evaluated. ema needs the key ema."
+    )
+
+
+class Log(Section):
+    """What is told while a run goes on."""
+
+    every_steps: fields.Count = Field(
+        default=10, description="Steps between lines of metrics.jsonl and of the display."
+    )
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        default="auto", description="The display on process 0; auto: rich on a terminal, plain lines elsewhere."
+    )
+    tensorboard: fields.Flag = Field(default=False, description="Also writes TensorBoard files (extra: tensorboard).")
+    sinks: list[fields.NamedChoice] = Field(
+        default_factory=list,
+        description="Where records go beside metrics.jsonl: tensorboard, or a user's own function under @sk.sink, file.py:name; "
+        "{name: {option: value}} with options.",
+    )
+
+
+class Profile(Section):
+    """Steps of which a profiler trace is taken."""
+
+    start: fields.Count = Field(description="First step that is traced; steps count from 1.")
+    steps: fields.Count = Field(default=3, description="Number of steps that are traced.")
+
+
+class Budget(Section):
+    """What a step may cost. `plan` and `train` fail with code 78 where it costs more; null: no limit."""
+
+    collective_bytes: fields.NumBytes | None = Field(
+        default=None, description="Bytes that one device may send over the links in a step."
+    )
+    peak_memory: fields.NumBytes | None = Field(default=None, description="Bytes of one device that a step may need.")
+    collectives_in_loop: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = Field(
+        default=None, description="Collective operations that may stand inside loops."
+    )
+    findings: Literal["none"] | None = Field(default=None, description="none: a plan may have no findings.")
+
+
+Remat = Annotated[
+    Literal["none", "full", "dots", "dots_no_batch", "auto"] | RematNames,
+    fields.names_or(("none", "full", "dots", "dots_no_batch", "auto"), RematNames),
+]
+ModelState = Annotated[
+    Literal["global", "replica"] | StateGroup,
+    fields.names_or(("global", "replica"), StateGroup),
+]

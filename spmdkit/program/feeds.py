@@ -1,0 +1,58 @@
+"""What a config and a task say about data, opened: the batches of training and of the evaluation on one mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from spmdkit import data, mesh
+from spmdkit.config import Config, check_batch
+from spmdkit.data.feed import Feed, eval_batch_size
+from spmdkit.errors import ConfigError
+from spmdkit.tasks import Task
+
+
+class Feeds(NamedTuple):
+    """The batches of training, and of the evaluation or None where the task has nothing to evaluate."""
+
+    train: Feed
+    eval: Feed | None
+
+
+def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -> Feeds:
+    """Returns the feeds of a config whose microbatches are a number.
+
+    Raises:
+        ConfigError: there are no data, they are no source, or the mesh does not cut a batch evenly.
+    """
+    assert isinstance(config.microbatches, int)
+    options = config.data
+    if task.train_data is None:
+        raise ConfigError(
+            "Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset."
+        )
+    source = data.open_source(task.train_data, "train_data")
+    check_batch(config, sizes)
+    schedule = data.Schedule(
+        num_examples=len(source),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        shuffle=options.shuffle,
+        remainder=options.remainder,
+    )
+    feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
+    train = feed(source, schedule, microbatches=config.microbatches, padded=not schedule.always_full)
+    if task.eval_data is not None:
+        source = data.open_source(task.eval_data, "eval_data")
+        shards = mesh.count(sizes, mesh.BATCH_AXES)
+        size = eval_batch_size(config.eval.batch_size or config.batch_size, len(source), shards)
+        schedule = data.eval_schedule(len(source), size)
+        return Feeds(train, feed(source, schedule, microbatches=1, padded=not schedule.always_full))
+    if config.eval.every_steps is not None:
+        raise ConfigError(
+            "eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...)."
+        )
+    return Feeds(train, None)

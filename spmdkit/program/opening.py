@@ -1,0 +1,77 @@
+"""From a config to its program: the task that it names with its hooks, the devices, and what it leaves `auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from spmdkit import mesh
+from spmdkit.config import Config, check_batch, load_config, replace_keys
+from spmdkit.program import auto, memory
+from spmdkit.program.program import Program
+from spmdkit.tasks import Task, load_hooks, load_task
+
+
+def build(
+    config: Config | str | Path,
+    task: Task | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    overrides: Sequence[str] = (),
+) -> Program:
+    """Returns the program of a config: a path to YAML or a `Config`.
+
+    Args:
+        task: instead of the one that the config names.
+        devices: instead of all of JAX's.
+        overrides: `key=value` strings, as on the command line; only with a path.
+
+    Raises:
+        ConfigError: something in the config, the task or the data cannot work; said before any array is made.
+        UserCodeError: a function of the task raised.
+    """
+    if not isinstance(config, Config):
+        config = load_config(config, overrides)
+    if devices is None:
+        from spmdkit.cluster import environment, join
+
+        devices = join(environment({}), config.devices).devices
+    return open_program(config, task_of(config) if task is None else task, devices)
+
+
+def task_of(config: Config) -> Task:
+    """Returns the task that a config names, with the hooks that it names."""
+    target, name = config.task_reference()
+    return with_hooks(load_task(target, name, config.folder, config.task_args), config)
+
+
+def with_hooks(task: Task, config: Config) -> Task:
+    """Returns the task with the config's hooks after its own."""
+    own = load_hooks(config.hooks, config.folder)
+    return dataclasses.replace(task, hooks=(*task.hooks, *own)) if own else task
+
+
+def open_program(
+    config: Config,
+    task: Task,
+    devices: Sequence[jax.Device],
+    limit_bytes: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Program:
+    """Returns the program of a config; what it leaves `auto` is chosen by compiled memory.
+
+    Args:
+        limit_bytes: of one device; default: what the devices say.
+        say: takes a line for each program that `auto` tries.
+    """
+    if not auto.is_auto(config):
+        return Program(config, task, devices)
+    sizes = mesh.resolve(config.mesh.sizes(), len(devices))
+    check_batch(config, sizes)
+    limit = memory.memory_limit(devices) if limit_bytes is None else limit_bytes
+    among = auto.choices(config, mesh.count(sizes, mesh.BATCH_AXES))
+    first = Program(replace_keys(config, among[0][0]), task, devices)
+    make = lambda changes: first if changes == among[0][0] else first.with_step(changes)
+    return auto.choose(among, limit, make, say)

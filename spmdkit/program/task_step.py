@@ -1,0 +1,94 @@
+"""`TaskStep`: the step of a task on a mesh, as a function and traced, in whichever form a record says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdkit import mesh
+from spmdkit.config import Config
+from spmdkit.program.state_layout import StateLayout, to_device
+from spmdkit.step import groups, scope, step
+from spmdkit.step.group_step import group_step
+from spmdkit.step.groups import Groups
+from spmdkit.step.replica import check_reductions
+from spmdkit.step.state import TrainState
+from spmdkit.step.step import Batch
+from spmdkit.step.summed import refuse_summed
+from spmdkit.tasks import Task
+
+
+@dataclass(frozen=True)
+class TaskStep:
+    """The user's step, and what it is given.
+
+    Attributes:
+        sizes: of the whole mesh; the record's are those of one group where groups train alone.
+        stateful: `init` returns model state.
+        groups: that train alone, or None.
+        state: where every leaf of the train state lives.
+        batch: with its shardings, abstract.
+        always_full: every batch has all its rows.
+    """
+
+    task: Task
+    config: Config
+    mesh: Mesh
+    sizes: Mapping[str, int]
+    stateful: bool
+    groups: Groups | None
+    state: StateLayout
+    batch: Batch
+    always_full: bool
+
+    @property
+    def what(self) -> str:
+        """The user's function, as messages call it."""
+        return "train_step" if self.task.train_step is not None else "loss_fn"
+
+    def function(self, record: scope.Step, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
+        """Returns `(state, batch) -> (state, metrics)`.
+
+        Args:
+            gradients: takes the shapes of what each call of `sk.value_and_grad` reduces, while the function is traced.
+            typed: False leaves out the types of what varies over replicas (`view: replica`).
+        """
+        train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
+        train_step = step.with_hooks(train_step, self.task.hooks)
+        if self.groups is not None:
+            return group_step(train_step, record, self.groups, self.to_device)
+        if self.task.view == "replica":
+            return step.replica_step(train_step, record, self.to_device, gradients, typed)
+        return step.global_step(train_step, record, self.to_device, gradients)
+
+    def to_device(self, current: TrainState) -> TrainState:
+        """Brings the leaves that live on the host to the devices, inside the step."""
+        return to_device(self.state.table, self.mesh, current)
+
+    def shapes(self, record: scope.Step, batch: Batch | None = None, gradients: list[Any] | None = None) -> Any:
+        """Returns what the step gives, abstract."""
+        return jax.eval_shape(self.function(record, gradients), self.state.abstract, batch or self.batch)
+
+    def trace(self, record: scope.Step) -> jax.stages.Traced:
+        """Returns the step traced on its shardings; what only the whole trace can tell is checked.
+
+        Raises:
+            ConfigError: replicas would not agree, or groups would not be alone.
+        """
+        of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
+        out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics))
+        jitted = jax.jit(self.function(record), out_shardings=out_shardings, donate_argnums=0)
+        given = (self.state.abstract, self.batch)
+        traced = jitted.trace(*given)
+        if self.task.view == "replica":
+            many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
+            check_reductions(traced.jaxpr, many)
+            untyped = jax.make_jaxpr(self.function(record, typed=False))(*given)
+            refuse_summed("train_step", traced.jaxpr, untyped, many)
+        if self.groups is not None:
+            groups.check_alone(self.groups, traced.jaxpr, self.what)
+        return traced
