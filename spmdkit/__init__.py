@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spmdkit.ops.vocab import cross_entropy, embed
     from spmdkit.program.opening import build
     from spmdkit.program.program import Program
+    from spmdkit.reducers.base import Reducer
     from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
     from spmdkit.run.loop import train
     from spmdkit.step.gradient import value_and_grad
@@ -43,6 +44,7 @@ _HOME = {
     "Hook": "run.hooks.base",
     "Mean": "step.means",
     "Program": "program.program",
+    "Reducer": "reducers.base",
     "Replace": "run.hooks.base",
     "Rollback": "run.hooks.base",
     "Save": "run.hooks.base",

@@ -32,6 +32,11 @@ def split(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return name, {} if options is None else options
 
 
+def is_own(choice: str | Mapping[str, Any]) -> bool:
+    """Returns whether a choice names a user's own function: `file.py:name` or `module:name`."""
+    return ":" in split(choice)[0]
+
+
 def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
     """Returns what is wrong with a choice and its options, or None."""
     name, options = split(choice)
@@ -39,8 +44,8 @@ def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
         return (
             f"needs one of {', '.join(names(folder))}, found {reprlib.repr(name)} (text).{nearest(name, names(folder))}"
         )
-    if not isinstance(options, dict):
-        return f"{name}: options are a mapping, found {reprlib.repr(options)}. Write {{{name}: {{OPTION: VALUE}}}}."
+    if wrong := options_problem(name, options):
+        return wrong
     signature = inspect.signature(_make_of(folder, name))
     known = list(signature.parameters)
     for option in options:
@@ -56,6 +61,13 @@ def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def options_problem(name: str, options: Any) -> str | None:
+    """Returns what is wrong with what stands behind a name, or None."""
+    if isinstance(options, dict):
+        return None
+    return f"{name}: options are a mapping, found {reprlib.repr(options)}. Write {{{name}: {{OPTION: VALUE}}}}."
 
 
 def make(folder: str, choice: str | Mapping[str, Any]) -> Any:

@@ -137,19 +137,7 @@ def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[H
     Raises:
         ConfigError: it is not found, not declared, or no hook.
     """
-    found = []
-    for entry in asked:
-        text, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-        named = user_code.find(text, "hook", folder, Hook)
-        if not isinstance(named, Hook):
-            named = user_code.call_declared(named, text, "hook", options or {}, Hook, f"hooks: {text}")
-        elif options:
-            raise ConfigError(
-                f"hooks: {text} is a hook, and the options {sorted(options)} have no effect. Options are for a function under @sk.hook. "
-                "Write one that takes them, or leave them out."
-            )
-        found.append(named)
-    return found
+    return [user_code.named(entry, "hook", folder, Hook) for entry in asked]  # type: ignore[type-abstract]
 
 
 def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:

@@ -183,7 +183,26 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     raise ConfigError(f"{key}: {text} {what}. A config names what its module declares: {rule}. {repair}.")
 
 
-def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], returns: type, options_key: str) -> Any:
+def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:
+    """Returns what an entry of a config names, as `module:name` or `{module:name: options}`: a `returns`, or what a function makes of the options.
+
+    Raises:
+        ConfigError: it is not found, not declared, no `returns`, or does not take the options.
+    """
+    text, options = (asked, {}) if isinstance(asked, str) else next(iter(asked.items()))
+    key = KEYS.get(kind, kind)
+    found = find(text, kind, folder, returns)
+    if not isinstance(found, returns):
+        return call_declared(found, text, kind, options or {}, returns, f"{key}: {text}")
+    if options:
+        raise ConfigError(
+            f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function under @sk.{kind}. "
+            "Write one that takes them, or leave them out."
+        )
+    return found
+
+
+def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], returns: type[T], options_key: str) -> T:
     """Returns `fn(**options)`, a `returns`. `text` names `fn`; `options_key`: the config's word for the options.
 
     Raises:
@@ -209,7 +228,8 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
         raise ConfigError(_raised(kind, f"{text}(...)", error)) from error
     if not isinstance(made, returns):
         raise ConfigError(
-            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(made).__name__}. It must return a spmdkit.{returns.__name__}."
+            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(made).__name__}. It must return a spmdkit.{returns.__name__}. "
+            f"Write return sk.{returns.__name__}(...) at its end."
         )
     return made
 

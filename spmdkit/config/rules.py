@@ -152,7 +152,12 @@ def _choices(config: Config) -> Iterator[Problem]:
             continue  # looked at by nobody: other kinds import JAX
         if isinstance(value, dict):
             yield from plain_values(value, (key,))
-        if found := kinds.problem(folder, value):
+        if key == "reducer" and kinds.is_own(value):
+            name, options = kinds.split(value)
+            found = reference_problem(name, key) or kinds.options_problem(name, options)
+        else:
+            found = kinds.problem(folder, value)
+        if found:
             yield Problem((key,), found)
 
 

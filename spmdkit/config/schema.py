@@ -80,7 +80,8 @@ class Config(Section):
     placement: Placement = Field(default_factory=Placement, description="Memory of parameters and optimizer state.")
     reducer: fields.NamedChoice = Field(
         default="sum",
-        description="How gradients are added over replicas: sum, ordered, {bfloat16: {...}}, or module:name.",
+        description="How gradients are added over replicas: sum, ordered, {bfloat16: {...}}, or a user's own: file.py:name of a function under "
+        "@sk.reducer, {file.py:name: {option: value}} with its keyword arguments.",
     )
     sync: fields.NamedChoice = Field(
         default="every_step", description="When replicas agree: every_step, or {local_sgd: {every: N}}."

@@ -1,4 +1,4 @@
-"""The reference to the user's task: `path/to/file.py:name` or `package.module:name`."""
+"""The reference to a user's own: `path/to/file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def split_reference(task: str, folder: Path, where: str) -> tuple[str, str]:
     return (str((folder / target).resolve()), name) if target.endswith(".py") else (target, name)
 
 
-def reference_problem(task: str) -> str:
-    """Returns what is wrong with a reference, an empty string when nothing is."""
+def reference_problem(task: str, key: str = "task") -> str:
+    """Returns what is wrong with a reference behind `key`, an empty string when nothing is."""
     rule = "needs path/to/file.py:name or package.module:name, found"
     target, colon, name = task.rpartition(":")
     if len(task) > 1000:
-        return f"{rule} text of {len(task)} characters. At most 1000 are allowed. Try task: my_task.py:task."
+        return f"{rule} text of {len(task)} characters. At most 1000 are allowed. Try {key}: my_{key}.py:{key}."
     if any(ord(c) < 32 for c in task):
         return f"{rule} {task!r}. Control characters are refused."
     if not colon or task.endswith(".py"):
-        file = task if task.endswith(".py") else "my_task.py"
-        return f"{rule} {task!r}, which has no name of a Task. Try task: {file}:task."
+        file = task if task.endswith(".py") else f"my_{key}.py"
+        return f"{rule} {task!r}, which has no name of a {key.capitalize()}. Try {key}: {file}:{key}."
     if not name.isidentifier():
-        return f"{rule} {task!r}: {name!r} is no name of Python. Try task: {target or 'my_task.py'}:task."
+        return f"{rule} {task!r}: {name!r} is no name of Python. Try {key}: {target or f'my_{key}.py'}:{key}."
     if not target:
-        return f"{rule} {task!r}, which has no file. Try task: my_task.py:{name}."
+        return f"{rule} {task!r}, which has no file. Try {key}: my_{key}.py:{name}."
     if target.endswith(".py"):
         return f"{rule} {task!r}: `~` is the shell's. Write the whole path." if target.startswith("~") else ""
     if not all(part.isidentifier() for part in target.split(".")):
-        return f"{rule} {task!r}: {target!r} is neither a .py file nor a module. Try task: {target}.py:{name}."
+        return f"{rule} {task!r}: {target!r} is neither a .py file nor a module. Try {key}: {target}.py:{name}."
     return ""

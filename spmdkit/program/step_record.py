@@ -8,11 +8,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spmdkit import kinds, layout
+from spmdkit import kinds, layout, user_code
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.ops.remat import policy, policy_of_names
+from spmdkit.reducers.base import Reducer
 from spmdkit.step import scope
 
 
@@ -38,7 +39,7 @@ def step_record(
         compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
         inputs=dtypes.inputs or "compute",
         reduce_dtype=jnp.dtype(dtypes.reduce),
-        reducer=kinds.make("reducers", config.reducer),
+        reducer=reducer_of(config),
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
         placements=placements,
         state_groups=state_groups,
@@ -51,6 +52,18 @@ def step_record(
         ),
         attention=scope.AttentionSettings(**config.attention.model_dump()),
     )
+
+
+def reducer_of(config: Config) -> Reducer:
+    """Returns the reducer that a config names: one of the package, or a user's own.
+
+    Raises:
+        ConfigError: there is none of that name, it is not declared, or the options are not its.
+    """
+    if kinds.is_own(config.reducer):
+        return user_code.named(config.reducer, "reducer", config.folder, Reducer)
+    made: Reducer = kinds.make("reducers", config.reducer)
+    return made
 
 
 def forms_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> tuple[scope.Form, ...]:

@@ -11,6 +11,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import AXES, resolve
 from spmdkit.names import fake_devices
+from spmdkit.program.step_record import reducer_of
 
 ROWS = 2
 """Rows on each device and microbatch. One is not enough for convolutions on meshes with replica and model axes (docs/guide.md)."""
@@ -88,12 +89,10 @@ def describe_case(mesh: dict[str, int], microbatches: int) -> str:
     return name if microbatches == 1 else f"{name} / {microbatches}"
 
 
-def provable(reducer: str | dict[str, Any]) -> str | dict[str, Any]:
+def provable(config: Config) -> str | dict[str, Any]:
     """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it loses nothing."""
-    if reducer == "sum":
-        return reducer
-    made = kinds.make("reducers", reducer)
+    made = reducer_of(config)
     if made.exact:
-        return reducer
-    name, options = kinds.split(reducer)
+        return config.reducer
+    name, options = kinds.split(config.reducer)
     return "sum" if made.lossless is None else {name: options | dict(made.lossless)}

@@ -157,7 +157,7 @@ class Judge:
     def _name(self, setting: Setting) -> dict[str, Any]:
         config = self.subject.config
         zero = {"zero": config.layout.zero} if setting.mesh.get("fsdp", 1) > 1 else {}
-        reducer = provable(config.reducer)
+        reducer = provable(config)
         return {
             "mesh": setting.mesh,
             "microbatches": setting.microbatches,

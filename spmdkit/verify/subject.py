@@ -151,7 +151,7 @@ class Subject:
             "data.remainder": "mask" if setting.short else self.config.data.remainder,
         }
         changes |= _without_effect(self.config, setting.mesh)
-        changes["reducer"] = provable(self.config.reducer)
+        changes["reducer"] = provable(self.config)
         changes["sync"] = "every_step"  # groups that train alone are other mathematics
         if setting.mesh.get("fsdp", 1) > 1 and self.config.layout.fsdp == "auto":
             changes["layout.min_shard_bytes"] = 1

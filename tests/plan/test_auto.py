@@ -65,3 +65,12 @@ def test_build_settles_auto_by_the_memory_of_the_devices():
 def test_a_word_that_is_not_auto_is_refused():
     with pytest.raises(ConfigError, match=r"microbatches: should be a whole number .* or auto"):
         config(microbatches="automatic")
+
+
+def test_another_number_of_microbatches_keeps_the_place_of_what_the_reducer_keeps():
+    import jax
+
+    made = opened(None, microbatches=1, reducer="bfloat16")
+    other = made.with_step({"microbatches": 2})
+    assert [leaf.path for leaf in other.layout] == [leaf.path for leaf in made.layout]
+    assert jax.tree.structure(other.abstract_state) == jax.tree.structure(made.abstract_state)

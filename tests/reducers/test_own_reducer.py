@@ -1,0 +1,126 @@
+"""A user's own reducer, named by a config: it trains, it may keep something, and only what is declared is called."""
+
+import jax
+import numpy as np
+import pytest
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from spmdkit.verify.cases import provable
+from tests.support.core_runs import assert_close
+from tests.support.reducer_runs import owed, train
+
+TASK = """
+import spmdkit as sk
+from tests.support.reducer_runs import adding, task as made
+
+task = made(adding())
+"""
+
+MINE = """
+import pathlib
+import jax
+import jax.numpy as jnp
+from jax import lax
+import spmdkit as sk
+
+with open(pathlib.Path(__file__).parent / "imported", "a") as file:
+    file.write("1")
+
+def wire(values, num):
+    return 2 * (num - 1) / num * 4 * values
+
+@sk.reducer
+def scaled(scale=1.0):
+    def apply(leaves, states, over):
+        return [lax.psum(scale * x, over.axes) for x in leaves], states
+    return sk.Reducer(exact=True, apply=apply, wire=wire)
+
+@sk.reducer
+def coarse(step=2**-10):
+    def apply(leaves, states, over):
+        asked = [x + state["error"] for x, state in zip(leaves, states)]
+        sent = [jnp.round(x / step) * step for x in asked]
+        return [lax.psum(x, over.axes) for x in sent], [{"error": x - y} for x, y in zip(asked, sent)]
+    init = lambda leaf: {"error": jax.ShapeDtypeStruct(leaf.shape, jnp.float32)}
+    return sk.Reducer(exact=False, apply=apply, wire=wire, init=init, takes="share")
+
+made = scaled()
+
+def undeclared():
+    raise SystemExit("was called")
+
+@sk.reducer
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Returns a function from the value of `reducer` to the config of a file beside the reducer's."""
+    import sys
+
+    for name in ("spmdkit_task_mine", "spmdkit_task_own"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "own.py").write_text(TASK)
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def load(reducer):
+        text = f"task: own.py:task\nbatch_size: 64\nsteps: 20\nmesh: {{data: 4}}\ndata: {{remainder: mask}}\nreducer: {reducer}\n"
+        (tmp_path / "config.yaml").write_text(text)
+        return sk.load_config(tmp_path / "config.yaml")
+
+    return load
+
+
+def program(config):
+    return sk.build(config, devices=jax.devices()[:4])
+
+
+def test_a_reducer_of_the_users_own_adds_as_sum_does(config):
+    expected, losses = train(program(config("sum")), 4)
+    for choice in ("mine.py:scaled", "mine.py:made", "{mine.py:scaled: {scale: 1}}"):
+        made = program(config(choice))
+        state, found = train(made, 4)
+        assert made.form == "manual"
+        np.testing.assert_allclose(found, losses, rtol=1e-6)
+        assert_close(state.opt_state, expected.opt_state)
+    state, _ = train(program(config("{mine.py:scaled: {scale: 2}}")), 4)
+    assert_close(jax.tree.map(lambda x: x / 2, state.opt_state), expected.opt_state)
+
+
+def test_what_it_keeps_is_in_the_train_state_and_nothing_is_lost(config):
+    expected = jax.device_get(train(program(config("sum")), 6)[0].opt_state)
+    state, _ = train(program(config("mine.py:coarse")), 6)
+    applied, left = jax.device_get(state.opt_state), owed(state)
+    assert all(np.abs(x).max() > 1e-5 for x in jax.tree.leaves(left))
+    assert_close(jax.tree.map(np.add, applied, left), expected)
+
+
+def test_a_config_is_checked_without_importing_the_reducer_and_verify_knows_what_it_can_prove(config, tmp_path):
+    asked = config("mine.py:coarse")
+    assert not (tmp_path / "imported").exists()
+    assert provable(asked) == "sum"
+    assert provable(config("mine.py:scaled")) == "mine.py:scaled"
+    assert (tmp_path / "imported").read_text() == "1"
+
+
+WRONG = {
+    "os:system": r"reducer: os:system is a function of .*\. A config names what its module declares: .* Write one, in a file of yours",
+    "mine.py:undeclared": r"reducer: mine\.py:undeclared is a function of mine\. .* Write @sk\.reducer above its definition",
+    "mine.py:scale": r"reducer: mine\.py has no 'scale'\. Did you mean 'scaled'",
+    "nowhere.py:made": r"reducer: file .*nowhere\.py does not exist\. Paths are relative to the config's folder",
+    "mine.py:number": r"reducer: mine\.py:number\(\.\.\.\) returned int\. It must return a spmdkit\.Reducer\. Write return sk\.Reducer",
+    "{mine.py:scaled: {scael: 2}}": r"do not fit mine\.py:scaled\(scale=1\.0\).* Did you mean 'scale'",
+    "{mine.py:made: {scale: 2}}": r"reducer: mine\.py:made is a reducer, and the options \['scale'\] have no effect\. .* Write one",
+    "mine.py": r"config\.yaml:6: reducer.*needs one of bfloat16, ordered, sum",
+    "'mine.py:3'": r"config\.yaml:6: reducer.*'3' is no name of Python\. Try reducer: mine\.py:reducer",
+    "{mine.py:scaled: 3}": r"config\.yaml:6: reducer.*options are a mapping, found 3\. Write \{mine\.py:scaled: \{OPTION: VALUE\}\}",
+}
+
+
+@pytest.mark.parametrize("choice", WRONG)
+def test_what_is_wrong_with_a_reducer_is_said(choice, config):
+    with pytest.raises(ConfigError, match=WRONG[choice]):
+        program(config(choice))
