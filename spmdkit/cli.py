@@ -81,7 +81,7 @@ def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False)
 
 @app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")
 def layout(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Show where each leaf of the train state lives, and why. Allocates nothing."""
+    """Show where each leaf of the train state lives, what was applied to the step, and why. Allocates nothing."""
     from spmdkit.layout import table
     from spmdkit.mesh import describe_mesh
     from spmdkit.run.loop import load
@@ -89,6 +89,7 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     program = load(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")
     print(table(program.layout))
+    print(f"\n{program.explain()}")
 
 
 @app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")

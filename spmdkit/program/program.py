@@ -23,6 +23,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding
 from spmdkit.program.choose_form import choose_form
 from spmdkit.program.evaluation import Evaluator
+from spmdkit.program.explain import explain
 from spmdkit.program.feeds import open_feeds
 from spmdkit.program.grouping import groups_of
 from spmdkit.program.start_state import abstract_init, check_precision, input_notes, make_optimizer
@@ -221,6 +222,10 @@ class Program:
             ones = dict.fromkeys(self.sizes, 1)
             record = dataclasses.replace(record, form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
         return jax.jit(self._task_step.function(record)).trace(self._abstract_state, self.abstract_batch)
+
+    def explain(self) -> str:
+        """Returns what was applied to the step, in order, and why: a line each. Compiles nothing."""
+        return explain(self._task_step, self._step_record, self.refused_forms, self.notes)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.

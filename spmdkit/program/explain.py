@@ -1,0 +1,206 @@
+"""What was applied to a step, in the order in which a gradient meets it, and why: a line each, of `program.explain()` and `spmdkit layout`.
+
+Read from the record of the step and the layout; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdkit import kinds
+from spmdkit.layout import LeafPlacement
+from spmdkit.mesh import count, describe_mesh
+from spmdkit.program.task_step import TaskStep
+from spmdkit.reducers.base import stateless
+from spmdkit.step import scope
+from spmdkit.step.forms import replica_axes_of
+from spmdkit.words import format_bytes
+
+LARGEST = 3
+"""Parameters that get a line of their own."""
+
+Line = tuple[str, str]
+Refused = Sequence[tuple[scope.Form, Exception]]
+
+
+def explain(step: TaskStep, record: scope.Step, refused: Refused, notes: Sequence[str]) -> str:
+    """Returns the lines as text.
+
+    Args:
+        record: of the step, its form chosen.
+        refused: forms that were tried before, and the error of each.
+        notes: of the program, as they stand.
+    """
+    lines = [
+        ("mesh", f"{describe_mesh(step.sizes)}: {math.prod(step.sizes.values())} devices"),
+        *_layout(step),
+        ("placement", _placement(step)),
+        ("form", _form(step, record, refused)),
+        ("precision", _precision(step)),
+        ("microbatches", _microbatches(record, step.config.batch_size)),
+        ("remat", _remat(step, record)),
+        *_parts(step, record),
+        ("reducer", _reducer(step, record)),
+        *_model_state(step, record),
+        ("update", _update(step)),
+        ("hooks", _hooks(step)),
+        ("sync", _sync(step)),
+        *(("note", note) for note in notes),
+    ]
+    return "\n".join(f"{name:<13} {text}" for name, text in lines)
+
+
+def _layout(step: TaskStep) -> Iterator[Line]:
+    leaves = [p for p in step.state.table if p.path.split("/")[0] == "params"]
+    reasons = Counter(_short(p.reason) for p in leaves)
+    zero = ""
+    if step.sizes["fsdp"] > 1:
+        what = ("optimizer state", "gradients", "parameters")[: step.config.layout.zero]
+        zero = f"; zero {step.config.layout.zero}: fsdp cuts {', '.join(what)}"
+    counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
+    yield "layout", f"{len(leaves)} parameters, {format_bytes(sum(p.num_bytes for p in leaves))}: {counts}{zero}"
+    for p in sorted(leaves, key=lambda p: -p.num_bytes)[:LARGEST]:
+        yield "  largest", f"{p.path} {_shape(p)} {format_bytes(p.num_bytes)}, P{tuple(p.spec)}, {p.reason}"
+
+
+def _short(reason: str) -> str:
+    """Returns a reason without what is said of one leaf."""
+    return reason.partition(" '")[0].partition(":")[0]
+
+
+def _shape(leaf: LeafPlacement) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _placement(step: TaskStep) -> str:
+    asked = step.config.placement
+    on_host = [f"{name} on the host" for name, kind in asked if kind == "host"]
+    return f"{', '.join(on_host)}: brought to the devices in the step" if on_host else "all on the devices"
+
+
+def _form(step: TaskStep, record: scope.Step, refused: Refused) -> str:
+    replicas, model = record.size("replica", *record.data_axes), _model_axes(record)
+    inside = "" if step.groups is None else " inside of each group"
+    why = {
+        "plain": f"one replica{inside}, so nothing is added; the partitioner cuts the rest",
+        "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner cuts the rest{f' ({model})' if model else ''}",
+        "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no model axis that cuts anything else",
+    }[record.form]
+    if step.task.view == "replica":
+        why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
+    tried = "".join(f"; not {form}: {str(error).splitlines()[0]}" for form, error in refused)
+    return f"{record.form}: {why}{tried}"
+
+
+def _model_axes(record: scope.Step) -> str:
+    return ", ".join(a for a, size in record.sizes.items() if size > 1 and a not in ("replica", *record.data_axes))
+
+
+def _many(num: int, word: str) -> str:
+    return f"{num} {word}{'s' * (num != 1)}"
+
+
+def _precision(step: TaskStep) -> str:
+    asked = step.config.precision
+    inputs = ""
+    if {asked.compute, asked.params} != {"float32"}:
+        cast = {"compute": "cast too", "given": "as they are"}
+        inputs = f", floats of a batch {cast.get(str(asked.inputs or 'compute'), f'cast where {asked.inputs}')}"
+    return f"compute {asked.compute}, parameters {asked.params}, gradients added in {asked.reduce}{inputs}"
+
+
+def _microbatches(record: scope.Step, batch_size: int) -> str:
+    num = record.microbatches
+    if num == 1:
+        return f"1: the whole batch of {batch_size} at once"
+    return (
+        f"{num} of {batch_size // num} examples, one after the other; their gradients are added up before the reducer"
+    )
+
+
+def _remat(step: TaskStep, record: scope.Step) -> str:
+    asked = step.config.remat
+    if record.remat is None:
+        return "none: all that the backward pass needs is kept"
+    name = asked if isinstance(asked, str) else f"save {asked.save}, offload {asked.offload}"
+    where = "the whole loss, since the step calls no sk.remat" if record.remat_whole else "each part under sk.remat"
+    return f"{name}: around {where}"
+
+
+def _parts(step: TaskStep, record: scope.Step) -> Iterator[Line]:
+    """Yields what ops of the model were told, where the step uses them."""
+    if "pipeline" in record.uses and step.sizes["pipeline"] > 1:
+        yield "pipeline", f"{record.pipeline.schedule} in {step.sizes['pipeline']} stages"
+    if "attention" in record.uses:
+        around = f", {record.attention.context} over context" if step.sizes["context"] > 1 else ""
+        yield "attention", f"{record.attention.implementation}{around}"
+
+
+def _reducer(step: TaskStep, record: scope.Step) -> str:
+    reducer, (name, options) = record.reducer, kinds.split(step.config.reducer)
+    added = _added(record)
+    by_partitioner = "" if step.sizes["fsdp"] == 1 or "fsdp" in record.data_axes else "; over fsdp the partitioner adds"
+    if not added:
+        return f"{name}: not used, since nothing is added over replicas{by_partitioner}"
+    if "value_and_grad" not in record.uses:
+        return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
+    itemsize = jnp.dtype(step.config.precision.reduce).itemsize
+    plain = lambda values, num: 2 * (num - 1) / num * itemsize * values
+    wire = plain if reducer.is_sum else reducer.wire
+    over = ", ".join(
+        f"{values} values over {' x '.join(axes)} ({record.size(*axes)} replicas)" for axes, values in added.items()
+    )
+    sent = sum(wire(values, record.size(*axes)) for axes, values in added.items())
+    given = f" {options}" if options else ""
+    keeps = "" if reducer.init is stateless else "; keeps what it owes in the train state"
+    return f"{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
+
+
+def _added(record: scope.Step) -> dict[tuple[str, ...], int]:
+    """Returns replica axes -> values of the gradient that a device adds over them."""
+    assert record.placements is not None
+    found: Counter[tuple[str, ...]] = Counter()
+    specs: list[Any] = jax.tree.leaves(record.placements.gradient)
+    for shape, spec in zip(record.placements.shapes.values(), specs, strict=True):
+        if axes := replica_axes_of(record, spec):
+            cut = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
+            found[axes] += math.prod(shape) // count(record.sizes, cut)
+    return dict(found)
+
+
+def _model_state(step: TaskStep, record: scope.Step) -> Iterator[Line]:
+    if step.stateful:
+        num = record.state_groups
+        yield "model state", "one for all replicas" if num is None else f"{num}, one for each group of replicas"
+
+
+def _update(step: TaskStep) -> str:
+    config = step.config
+    name = "the task's optimizer" if config.optimizer is None else config.optimizer["name"]
+    clip = "" if config.clip_norm is None else f"gradient clipped to a global norm of {config.clip_norm:g}, then "
+    ema = "" if config.ema is None else f", then a moving average of the parameters ({config.ema:g})"
+    own = " as train_step says" if step.task.train_step is not None else ""
+    return f"{clip}{name}{own}{ema}"
+
+
+def _hooks(step: TaskStep) -> str:
+    hooks = sorted(step.task.hooks, key=lambda hook: hook.order)
+    inside, beside = ([hook.name for hook in hooks if (hook.in_step is not None) is wanted] for wanted in (True, False))
+    text = f"in the step, in this order: {', '.join(inside)}" if inside else "none in the step"
+    return text + (f"; beside it: {', '.join(beside)}" if beside else "")
+
+
+def _sync(step: TaskStep) -> str:
+    name, groups = kinds.split(step.config.sync)[0], step.groups
+    if groups is None:
+        return f"{name}: replicas agree in every step"
+    return (
+        f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train alone, and agree after every {_many(groups.sync.every or 1, 'step')} "
+        "in a program of its own"
+    )

@@ -1,0 +1,110 @@
+"""`program.explain()`: what was applied to a step, in order, and why; `spmdkit layout` prints it."""
+
+import jax
+import optax
+
+import spmdkit as sk
+from spmdkit.cli import main
+from spmdkit.plan.bill import read_bill
+from spmdkit.plan.hlo.text import parse
+from tests.support.reducer_runs import NUM_VALUES, loss_fn, program, task
+
+ORDER = [
+    "mesh",
+    "layout",
+    "placement",
+    "form",
+    "precision",
+    "microbatches",
+    "remat",
+    "reducer",
+    "update",
+    "hooks",
+    "sync",
+]
+NUM_SMALL = 128 * 8 + 8
+
+
+def said(program):
+    """Returns name -> text of its line; those of single leaves are together."""
+    found: dict[str, str] = {}
+    for line in program.explain().splitlines():
+        name, text = line[:13].strip(), line[14:]
+        found[name] = f"{found[name]}\n{text}" if name in found else text
+    return found
+
+
+def has(text, *parts):
+    assert all(part in text for part in parts), text
+
+
+def test_the_lines_stand_in_order_and_a_data_mesh_is_told_with_the_bytes_of_its_reducer():
+    made = program("data 8", "bfloat16", microbatches=2, remat="dots", precision="bfloat16", clip_norm=1.0)
+    found = said(made)
+    assert [name for name in found if name in ORDER] == ORDER
+    has(found["mesh"], "data 8: 8 devices")
+    has(found["layout"], "3 parameters", "no fsdp axis 1", "task rule 2")
+    has(found["largest"].splitlines()[0], "params/up float32[128,128] 64.0 KiB")
+    has(found["form"], "manual: shard_map over 8 replicas")
+    has(
+        found["precision"],
+        "compute bfloat16, parameters float32, gradients added in float32, floats of a batch cast too",
+    )
+    has(found["microbatches"], "2 of 32 examples")
+    has(found["remat"], "dots: around the whole loss, since the step calls no sk.remat")
+    values = NUM_VALUES + NUM_SMALL
+    sent = f"{2 * 7 / 8 * 2 * values:.0f} B sent"
+    has(found["reducer"], f"{values} values over data (8 replicas), {sent}", "takes shares; keeps what it owes")
+    has(found["update"], "clipped to a global norm of 1, then the task's optimizer")
+    has(found["hooks"], "none in the step")
+    has(found["sync"], "every_step")
+
+
+def test_a_mesh_with_model_axes_is_told_with_the_rules_that_cut_and_the_hooks_in_their_order():
+    late = sk.Hook("late", order=5, in_step=lambda old, new, metrics: (new, metrics))
+    early = sk.Hook("early", order=1, in_step=lambda old, new, metrics: (new, metrics))
+    made = program("replica 2 x fsdp 2 x tensor 2", own=task(hooks=[late, early, sk.Hook("beside")]))
+    found = said(made)
+    has(found["layout"], "task rule 2, fsdp auto 1", "zero 3: fsdp cuts optimizer state, gradients, parameters")
+    has(found["form"], "mapped: vmap over 2 replicas; the partitioner cuts the rest (fsdp, tensor)")
+    # up and down are cut by fsdp x tensor and by tensor, the bias by fsdp
+    values = NUM_VALUES // 4 + 128 * 8 // 2 + 8 // 2
+    has(found["reducer"], f"{values} values over replica (2 replicas)", "over fsdp the partitioner adds")
+    has(found["hooks"], "in this order: early, late; beside it: beside")
+
+
+def test_groups_a_refused_form_and_the_per_replica_view_are_told():
+    alone = {"mesh": {"replica": 2, "data": 4}, "sync": {"local_sgd": {"every": 16}}}
+    found = said(program(alone, own=task(optax.sgd(0.1), num=64)))
+    has(found["sync"], "local_sgd: 2 groups along replica", "agree after every 16 steps")
+    has(found["form"], "mapped: vmap over 4 replicas inside of each group")
+    has(found["reducer"], "over data (4 replicas)")
+
+    def names_an_axis(params, batch, key):
+        return loss_fn(params, jax.lax.pmean(batch, "data"), key)
+
+    found = said(program({"mesh": {}}, own=task(loss_fn=names_an_axis)))
+    has(found["form"], "mapped", "; not plain: ", "unbound axis name")
+    has(found["reducer"], "sum: not used, since nothing is added over replicas")
+
+
+def test_the_bytes_are_those_of_the_compiled_step():
+    made = program("data 8", own=task(num=64))
+    text = said(made)["reducer"]
+    sent = int(text.split(" B sent")[0].split()[-1])
+    total = sum(c.bytes for c in read_bill(parse(made.compiled.as_text()), made.sizes).collectives)
+    assert sent == 2 * 7 / 8 * 4 * (NUM_VALUES + NUM_SMALL)
+    assert 0 <= total - sent <= 64  # loss, metric and counts are added with it
+
+
+def test_the_command_layout_prints_the_table_and_the_explanation(tmp_path, capsys):
+    (tmp_path / "t.py").write_text("from tests.support.reducer_runs import task as made\ntask = made()\n")
+    (tmp_path / "c.yaml").write_text("task: t.py:task\nbatch_size: 64\nmesh: {data: 8}\ndata: {remainder: mask}\n")
+    try:
+        main(["layout", str(tmp_path / "c.yaml")])
+    except SystemExit as stop:
+        assert not stop.code
+    out = capsys.readouterr().out
+    table, _, explained = out.partition("\n\n")
+    assert table.startswith("mesh ") and "params/up" in table
+    assert explained.startswith("mesh ") and "\nreducer       sum: " in explained
