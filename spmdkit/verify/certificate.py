@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from spmdkit import files
+from spmdkit import files, kinds
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 
@@ -57,7 +57,7 @@ def _without_sizes(value: Any) -> Any:
 
 
 def task_digest(config: Config) -> str:
-    """Returns the digest of the task's file and of the files beside it that it imports, directly or not."""
+    """Returns the digest of the task's file, of a reducer's of the user's own, and of the files beside the task that they import, directly or not."""
     target, _ = config.task_reference()
     if target.endswith(".py"):
         first = Path(target)
@@ -70,7 +70,8 @@ def task_digest(config: Config) -> str:
             return ""
         first = Path(spec.origin)
     texts = {}
-    todo = [first]
+    reducer, _ = kinds.split(config.reducer)
+    todo = [first, *([config.folder / reducer.rpartition(":")[0]] if kinds.is_own(config.reducer) else [])]
     while todo:
         path = todo.pop()
         if path.name in texts or not path.is_file():

@@ -7,6 +7,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.verify.cases import provable
+from spmdkit.verify.certificate import task_digest
 from tests.support.core_runs import assert_close
 from tests.support.reducer_runs import owed, train
 
@@ -104,6 +105,14 @@ def test_a_config_is_checked_without_importing_the_reducer_and_verify_knows_what
     assert provable(asked) == "sum"
     assert provable(config("mine.py:scaled")) == "mine.py:scaled"
     assert (tmp_path / "imported").read_text() == "1"
+
+
+def test_a_certificate_is_about_the_text_of_the_reducer_too(config, tmp_path):
+    asked = config("mine.py:scaled")
+    before = task_digest(asked)
+    (tmp_path / "mine.py").write_text(MINE.replace("scale * x", "scale * 2 * x"))
+    assert task_digest(asked) != before
+    assert task_digest(config("sum")) == task_digest(config("ordered")) != before
 
 
 WRONG = {
