@@ -1,13 +1,14 @@
 """How a step is compiled: the first form of the mesh's in which the user's functions can be traced, and what it needs to be kept.
 
-forms of the mesh -> the first that is traced -> the reducer's place in the train state -> what the step has used -> remat
+    forms of the mesh -> the first that is traced -> the reducer's place in the train state -> what the step has used -> remat
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,8 +26,6 @@ from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.step import reducer_state, scope
 from spmdkit.user_code import call_user
 
-T = TypeVar("T")
-
 
 class Chosen(NamedTuple):
     """A step whose form is chosen.
@@ -36,14 +35,14 @@ class Chosen(NamedTuple):
         traced: the step of that record, where it was traced last; else None.
         state: where the train state lives, with what the reducer keeps.
         kept: what the reducer keeps, abstract: `TrainState.reducer`.
-        refused: forms that were tried before, and the error of each.
+        refused: forms that were tried before, and what each said: as text, since an error keeps all that its frames hold.
     """
 
     record: scope.Step
     traced: jax.stages.Traced | None
     state: StateLayout
     kept: tuple[Any, ...]
-    refused: tuple[tuple[scope.Form, SpmdkitError], ...]
+    refused: tuple[tuple[scope.Form, str], ...]
 
 
 def choose_form(step: TaskStep, record: scope.Step, num_replicas: int, probe_padding: bool) -> Chosen:
@@ -74,29 +73,26 @@ def choose_form(step: TaskStep, record: scope.Step, num_replicas: int, probe_pad
     kept: tuple[Any, ...] = ()
     if keeps:
         step, record, kept = _with_state_of(step, reducer, record)
-        traced = _of_user(step, lambda: step.trace(record))
+        traced = call_user(functools.partial(step.trace, record), step.what)
     settled, last = _settle(step, record, traced, probe_padding)
     return Chosen(settled, last, step.state, kept, refused)
 
 
-def _of_user(step: TaskStep, fn: Callable[[], T]) -> T:
-    return call_user(fn, step.what)
-
-
 def _first_traced(
     step: TaskStep, records: Sequence[scope.Step]
-) -> tuple[scope.Step, jax.stages.Traced, tuple[tuple[scope.Form, SpmdkitError], ...]]:
+) -> tuple[scope.Step, jax.stages.Traced, tuple[tuple[scope.Form, str], ...]]:
     """Returns (the first record in whose form the user's functions can be traced, its trace, what refused those before).
 
     What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is raised.
     """
-    refused: list[tuple[scope.Form, SpmdkitError]] = []
+    errors = list[SpmdkitError]()
     for record in records:
         try:
-            return record, _of_user(step, lambda record=record: step.trace(record)), tuple(refused)  # type: ignore[misc]
+            traced = call_user(functools.partial(step.trace, record), step.what)
         except SpmdkitError as error:
-            refused.append((record.form, error))
-    errors = [error for _, error in refused]
+            errors.append(error)
+            continue
+        return record, traced, tuple((r.form, str(e)) for r, e in zip(records, errors, strict=False))
     raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
 
 
@@ -105,7 +101,7 @@ def _with_state_of(
 ) -> tuple[TaskStep, scope.Step, tuple[Any, ...]]:
     """Returns (the step, its record, what is kept) with a reducer that keeps something, for which the train state gets its place."""
     gradients: list[Any] = []
-    _of_user(step, lambda: step.shapes(record, gradients=gradients))
+    call_user(lambda: step.shapes(record, gradients=gradients), step.what)
     record = dataclasses.replace(record, reducer=reducer, uses=set())
     kept, table = reducer_state.shapes(reducer, gradients, record)
     placed = step.state

@@ -26,7 +26,7 @@ LARGEST = 3
 """Parameters that get a line of their own."""
 
 Line = tuple[str, str]
-Refused = Sequence[tuple[scope.Form, Exception]]
+Refused = Sequence[tuple[scope.Form, str]]
 
 
 def explain(step: TaskStep, record: scope.Step, refused: Refused, notes: Sequence[str]) -> str:
@@ -34,7 +34,7 @@ def explain(step: TaskStep, record: scope.Step, refused: Refused, notes: Sequenc
 
     Args:
         record: of the step, its form chosen.
-        refused: forms that were tried before, and the error of each.
+        refused: forms that were tried before, and what each said.
         notes: of the program, as they stand.
     """
     lines = [
@@ -94,7 +94,7 @@ def _form(step: TaskStep, record: scope.Step, refused: Refused) -> str:
     }[record.form]
     if step.task.view == "replica":
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
-    tried = "".join(f"; not {form}: {str(error).splitlines()[0]}" for form, error in refused)
+    tried = "".join(f"; not {form}: {text.splitlines()[0]}" for form, text in refused)
     return f"{record.form}: {why}{tried}"
 
 
