@@ -30,19 +30,24 @@ if TYPE_CHECKING:
     from spmdkit.run.loop import train
     from spmdkit.step.gradient import value_and_grad
     from spmdkit.step.means import Mean, example_keys, example_mask, examples, mean
+    from spmdkit.step.metric import Metric
     from spmdkit.step.replica import pmean, psum
     from spmdkit.step.scope import shard
     from spmdkit.step.state import TrainState, Variables
     from spmdkit.step.step import Batch
+    from spmdkit.step.totals import Counts, Max, Sum, counts, max, sum
     from spmdkit.tasks import Task
     from spmdkit.user_code import hook, reducer, sink, task
 
 _HOME = {
     "Batch": "step.step",
     "Config": "config",
+    "Counts": "step.totals",
     "Evaluate": "run.hooks.base",
     "Hook": "run.hooks.base",
+    "Max": "step.totals",
     "Mean": "step.means",
+    "Metric": "step.metric",
     "Program": "program.program",
     "Reducer": "reducers.base",
     "Replace": "run.hooks.base",
@@ -51,6 +56,7 @@ _HOME = {
     "Sink": "metrics.sinks.base",
     "SpmdkitError": "errors",
     "Stop": "run.hooks.base",
+    "Sum": "step.totals",
     "Task": "tasks",
     "TrainState": "step.state",
     "Variables": "step.state",
@@ -60,6 +66,7 @@ _HOME = {
     "context_order": "ops.context",
     "context_positions": "ops.context",
     "context_restore": "ops.context",
+    "counts": "step.totals",
     "cross_entropy": "ops.vocab",
     "embed": "ops.vocab",
     "example_keys": "step.means",
@@ -68,6 +75,7 @@ _HOME = {
     "hook": "user_code",
     "load_config": "config",
     "manual": "ops.manual",
+    "max": "step.totals",
     "mean": "step.means",
     "moe": "ops.moe",
     "pipeline": "ops.pipeline",
@@ -77,6 +85,7 @@ _HOME = {
     "remat": "ops.remat",
     "shard": "step.scope",
     "sink": "user_code",
+    "sum": "step.totals",
     "task": "user_code",
     "train": "run.loop",
     "value_and_grad": "step.gradient",

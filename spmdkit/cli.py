@@ -72,10 +72,12 @@ def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False)
     loaded, cluster = _join(config, overrides)
     step, values = run(loaded, cluster)
     if cluster.is_main:
+        plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}  # arrays of sk.counts
         if json_:
-            print(json.dumps({"step": step, **values}))
+            print(json.dumps({"step": step, **plain}))
         else:
-            print(f"step {step} eval  " + "  ".join(f"{name} {value:.6g}" for name, value in values.items()))
+            told = (f"{name} {x:.6g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
+            print(f"step {step} eval  " + "  ".join(told))
     cluster.shutdown()
 
 

@@ -27,8 +27,12 @@ LAST_KEYS = MEASURED
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def record_line(record: Mapping[str, Any]) -> str:
-    """Returns a record as one line of strict JSON that ends in a newline; see the file's docstring for its numbers."""
+def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
+    """Returns a record as one line of strict JSON that ends in a newline; see the file's docstring for its numbers.
+
+    Args:
+        arrays: values may be lists of numbers.
+    """
     step = plain_number("step", record.get("step"))
     if not isinstance(step, int) or isinstance(step, bool):
         raise UserCodeError(
@@ -37,7 +41,8 @@ def record_line(record: Mapping[str, Any]) -> str:
         )
     middle = sorted(set(record) - set(FIRST_KEYS) - set(LAST_KEYS))
     keys = [k for k in (*FIRST_KEYS, *middle, *LAST_KEYS) if k in record]
-    values = {key: str(record[key]) if key == "split" else plain_number(key, record[key]) for key in keys}
+    plain = lambda key, x: x if arrays and isinstance(x, list) else plain_number(key, x)
+    values = {key: str(record[key]) if key == "split" else plain(key, record[key]) for key in keys}
     return json.dumps(strict_json(values), allow_nan=False, ensure_ascii=True) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""`Evaluator`: weighted means over a whole evaluation set of any size, exact through masks."""
+"""`Evaluator`: metrics over a whole evaluation set of any size, exact through masks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from spmdkit.program import padding
 from spmdkit.step import agree, keys, scope
 from spmdkit.step.gradient import evaluate
 from spmdkit.step.means import Mean
+from spmdkit.step.metric import Metric, merged, nothing
 from spmdkit.step.returned import checked_loss
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
@@ -30,7 +31,7 @@ class Evaluator:
     """The evaluation of one program: traced when it is made, so that a mistake is told before training, compiled when called.
 
     Attributes:
-        names: of the metrics.
+        names: of the metrics that are one number.
         note: a remark for the user, or None.
     """
 
@@ -61,7 +62,7 @@ class Evaluator:
             task, jax.eval_shape(to_device, abstract_state), abstract_batch, stateful, groups
         )
 
-        def run(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Mean]]:
+        def run(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
             number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
             current = to_device(current)
             params = current.ema if which == "ema" else current.params
@@ -71,7 +72,7 @@ class Evaluator:
             with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
                 key = keys.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
-            return number + 1, sums if before is None else jax.tree.map(jnp.add, before, sums)
+            return number + 1, sums if before is None else merged(before, sums)
 
         run.__name__ = "evaluate"  # in profiles and in XLA's texts
 
@@ -84,19 +85,19 @@ class Evaluator:
 
         self._totals = call_user(trace, self._what)
         self._compile = compiled
-        self.names = tuple(self._totals[1])
+        self.names = tuple(name for name, x in jax.eval_shape(_values, self._totals[1]).items() if not x.shape)
 
     @functools.cached_property
     def _compiled(self) -> jax.stages.Compiled:
         return self._compile()
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """Returns the means over the whole set. Waits for the device.
+    def __call__(self, state: TrainState) -> dict[str, Any]:
+        """Returns the metrics over the whole set: numbers, and of `sk.counts` arrays. Waits for the device.
 
         Raises:
             ConfigError: padding rows of the last batch would count; seen at the first batch of the first call.
         """
-        totals = zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), self._whole), self._totals)
+        totals = zeros = jax.device_put(nothing(self._totals, np.full), self._whole)
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
             for _, batch, _ in batches:
                 if batch.mask is not None and self._probe:
@@ -104,14 +105,16 @@ class Evaluator:
                     self._probe = False
                 # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
-        return {name: _value(mean) for name, mean in jax.device_get(totals[1]).items()}
+        return {name: _value(metric) for name, metric in jax.device_get(totals[1]).items()}
 
     def _check_padding(self, run: Callable[[Batch], Any], batch: Batch) -> None:
         def by_kind(batch: Batch) -> dict[str, Any]:
             _, sums = run(batch)
+            means = {name: m for name, m in sums.items() if isinstance(m, Mean)}
             return {
-                f"the {kind} of metric": {name: getattr(mean, kind) for name, mean in sums.items()}
-                for kind in ("sum", "count")
+                "the sum of metric": {name: m.sum for name, m in means.items()},
+                "the count of metric": {name: m.count for name, m in means.items()},
+                "the value of metric": _values({name: m for name, m in sums.items() if name not in means}),
             }
 
         if found := padding.changes(by_kind, batch, self._feed.grid, self._whole):
@@ -119,8 +122,14 @@ class Evaluator:
             raise padding.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
 
 
-def _value(mean: Mean) -> float:
-    """Returns `mean.value` of numbers that are on the host."""
+def _values(metrics: dict[str, Metric]) -> dict[str, Any]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def _value(mean: Metric) -> Any:
+    """Returns `mean.value` of numbers that are on the host: a float, or an array of counts."""
+    if not isinstance(mean, Mean):
+        return np.asarray(mean.value) if np.ndim(mean.value) else float(mean.value)
     with np.errstate(divide="ignore", invalid="ignore"):
         counted = mean.count if mean.num is None else mean.num
         return float(np.divide(mean.sum, mean.count)) if counted else 0.0
@@ -148,7 +157,7 @@ def _function(
             "Give Task(eval_fn=...) for a deterministic evaluation."
         )
 
-    def eval_fn(*args: Any) -> dict[str, Mean]:
+    def eval_fn(*args: Any) -> dict[str, Metric]:
         loss, metrics, _ = checked_loss(loss_fn(*args, *(() if needs_key else (None,))), stateful)
         return {"loss": loss, **metrics}
 

@@ -358,8 +358,8 @@ class Program:
             return self._step_record
         return dataclasses.replace(self._step_record, sizes=self.sizes, form="mapped")
 
-    def eval(self, current: TrainState) -> dict[str, float]:
-        """Returns the weighted means over the whole evaluation set, of any size. Waits for the device."""
+    def eval(self, current: TrainState) -> dict[str, Any]:
+        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.counts` arrays. Waits for the device."""
         check_not_donated(current, "program.eval")
         return self.evaluator(current)
 

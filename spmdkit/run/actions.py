@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeError
@@ -75,7 +76,9 @@ def save(run: Run, step: int, state: TrainState) -> None:
             return
         run.sinks.flush()
         fresh = run.last_eval is not None and run.last_eval[0] == step
-        run.checkpoints.save(step, state, run.record(step), run.last_eval[1] if fresh and run.last_eval else None)
+        values = run.last_eval[1] if fresh and run.last_eval else None
+        numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}
+        run.checkpoints.save(step, state, run.record(step), numbers)
     run.saved_at_step, run.saved_at_time = step, run.clock()
     run.due.tell("after_save", run, step)
 

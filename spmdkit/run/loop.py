@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -172,7 +173,7 @@ def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes
     )
 
 
-def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, float]]:
+def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, Any]]:
     """Returns (step, metrics) of the newest checkpoint in the config's run directory.
 
     Raises:

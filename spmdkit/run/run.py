@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmdkit import files, metrics
 from spmdkit.checkpoint import Checkpoints, RunLock
@@ -59,10 +60,10 @@ class Run:
         # cost 7 % at 10 ms a step (two devices on two cores, 2026-11-20).
         self._most_in_flight = 1 if cpu and several else STEPS_IN_FLIGHT
         self.last_logged: dict[str, float] = {}
-        self.last_eval: tuple[int, dict[str, float]] | None = None
+        self.last_eval: tuple[int, dict[str, Any]] | None = None
         self.saved_at_step, self.saved_at_time = 0, clock()
         self.ways_back: set[Any] = set()
-        self._numbers: tuple[int, dict[str, float]] | None = None
+        self._numbers: tuple[int, dict[str, Any]] | None = None
         asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
         self._chosen_sinks = sinks.chosen(
             asked, config.folder
@@ -113,7 +114,7 @@ class Run:
             self.events.close()
 
     @property
-    def last_evaluation(self) -> dict[str, float] | None:
+    def last_evaluation(self) -> dict[str, Any] | None:
         """The metrics of the last evaluation in this process, or None."""
         return self.last_eval[1] if self.last_eval else None
 
@@ -261,13 +262,11 @@ class Run:
         """Returns whether metrics of `step` are told: the first, each `log.every_steps`, the last."""
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
-    def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
-        """Returns the metrics of `step` on the host. Waits for the device, once for each step."""
+    def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Returns the metrics of `step` on the host: floats, and of `sk.counts` arrays. Waits for the device, once for each step."""
         if self._numbers is None or self._numbers[0] != step:
-            self._numbers = (
-                step,
-                {name: float(value) for name, value in jax.device_get(dict(self.program.metrics(values))).items()},
-            )
+            found = jax.device_get(dict(self.program.metrics(values)))
+            self._numbers = (step, {name: x if np.ndim(x) else float(x) for name, x in found.items()})
             self.flying.clear()
         return self._numbers[1]
 
@@ -276,11 +275,21 @@ class Run:
         self.face.message(text)
 
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
-        """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too."""
-        if self.cluster.is_main:
+        """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too.
+
+        Arrays among scalars (`sk.counts`) are a record of their own, of the kind `histogram`.
+        """
+        if not self.cluster.is_main:
+            return
+        if kind != "scalars":
             self.sinks.write(record, kind)
-            if kind == "scalars":
-                self.face.write(record)
+            return
+        arrays = {name: np.asarray(x).tolist() for name, x in record.items() if np.ndim(x)}
+        scalars = {name: x for name, x in record.items() if name not in arrays}
+        self.sinks.write(scalars)
+        self.face.write(scalars)
+        if arrays:
+            self.sinks.write({name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram")
 
     def newest(self) -> str:
         """Returns a sentence on the newest checkpoint, once those in flight are written."""

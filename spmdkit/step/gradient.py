@@ -27,10 +27,12 @@ from spmdkit.errors import ConfigError
 from spmdkit.step import agree, keys, scope
 from spmdkit.step.forms import as_local, constrain, map_replicas
 from spmdkit.step.means import Mean
+from spmdkit.step.metric import Metric, merged, nothing
 from spmdkit.step.reduction import Call
 from spmdkit.step.returned import checked_loss, checked_metrics
 from spmdkit.step.rows import RowOrder, split
 from spmdkit.step.sums import Sums
+from spmdkit.step.totals import Counts
 from spmdkit.tree import describe, first_difference, named_leaves, path_name
 
 Loss = Callable[..., Any]
@@ -42,7 +44,8 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     `sk.value_and_grad(loss_fn)(params, batch, key) -> ((loss, metrics), grads)`, or with model state
     `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Right on every mesh, for any number
     of microbatches and in both dialects: in a global `train_step` it sees global arrays, in a per-replica one the
-    replica's own; the result is the same, and already reduced.
+    replica's own; the result is the same, and already reduced. Metrics are numbers; `sk.counts` stay what they are, with `.value`, and
+    can be returned by the step.
 
     Raises:
         ConfigError: the loss does not return what `Task.loss_fn` must.
@@ -51,13 +54,14 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
     def run(params: Any, *args: Any) -> Any:
         (loss, metrics, *new_state), grads = compute(params, *args)
-        return (loss.value, {name: metric.value for name, metric in metrics.items()}, *new_state), grads
+        numbers = {name: m if isinstance(m, Counts) else m.value for name, m in metrics.items()}
+        return (loss.value, numbers, *new_state), grads
 
     return run
 
 
 def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
-    """Returns the function of `value_and_grad` with the loss and its metrics as (sum, count)."""
+    """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over everything."""
 
     def run(params: Any, *args: Any) -> Any:
         step = scope.current_step()
@@ -69,29 +73,29 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
             )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
-        counts: dict[str, Mean] = {}
+        counts: dict[str, Metric] = {}
         kinds = _kinds(loss_fn, step, params, model_state, batch, key) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, step, key, counts)
-        total = lambda loss: _known_count(step, loss, counts["loss"])
+        total = lambda metric, name="loss": _known_count(step, metric, counts[name])
         call = Call(total, step.carried.take(_gradient_shapes(step, params)), key)
         sums, new_state, kept = map_replicas(step, local, params, model_state, batch, kinds, call)
         step.carried.put(kept)
         loss = total(sums.loss)
-        metrics = {name: _known_count(step, metric, counts[name]) for name, metric in sums.metrics.items()}
+        metrics = {name: total(metric, name) for name, metric in sums.metrics.items()}
         grads = sums.mean_gradient(loss) if step.gives_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads
 
     return run
 
 
-def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
-    """Returns a function `(params, model_state, batch, key, number) -> {name: Mean}` over the whole global batch.
+def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
+    """Returns a function `(params, model_state, batch, key, number) -> {name: metric}` over the whole global batch.
 
     With a key `eval_fn` gets one of its own as its last argument: another one in each batch, of which this is `number`, and on
     each replica. Example keys follow from the place in the whole set.
     """
 
-    def run(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Mean]:
+    def run(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
         step = scope.current_step()
         replicas = step.size("replica", *step.data_axes)
 
@@ -107,7 +111,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
                 )
             return Sums(None, checked_metrics(metrics, "eval_fn")), None
 
-        found: dict[str, Mean] = map_replicas(step, local, params, model_state, batch, {}, None)[0].metrics
+        found: dict[str, Metric] = map_replicas(step, local, params, model_state, batch, {}, None)[0].metrics
         return found
 
     return run
@@ -117,7 +121,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Mean]]:
 
 
 def _local_gradient(
-    loss_fn: Loss, stateful: bool, step: scope.Step, key: Any, counts: dict[str, Mean]
+    loss_fn: Loss, stateful: bool, step: scope.Step, key: Any, counts: dict[str, Metric]
 ) -> Callable[..., Any]:
     """Returns the function that one replica computes: sums over its own microbatches, no communication of ours.
 
@@ -160,10 +164,10 @@ def _local_gradient(
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
             sums, state = one(state, *xs)
-            return as_local(step, (jax.tree.map(jnp.add, total, sums), state)), None
+            return as_local(step, (merged(total, sums), state)), None
 
         shapes = jax.eval_shape(one, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = nothing(shapes)
         kept = [
             None if tree is None else _constrain_gradient(step, tree) for tree in (zeros.gradient, zeros.count_gradient)
         ]
@@ -241,12 +245,14 @@ def _same_kind(state: Any, new_state: Any) -> Any:
     return new_state
 
 
-def _known_count(step: scope.Step, total: Mean, of_one: Mean) -> Mean:
-    """Returns `total` with its count as a constant where that of one microbatch is one.
+def _known_count(step: scope.Step, total: Any, of_one: Any) -> Any:
+    """Returns `total`, where it is a mean with its count as a constant where that of one microbatch is one.
 
     A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10 ms, mostly
     in the optimizer's fused loops, which read it (two CPU devices, jaxlib 0.10.2, 2026-11-20).
     """
+    if not isinstance(total, Mean):
+        return total
     times = step.microbatches * step.size("replica", *step.data_axes)
     known: dict[str, Any] = {
         name: value.dtype.type(float(value) * times)

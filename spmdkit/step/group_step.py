@@ -5,7 +5,7 @@
 | one device        | `shard_map`, untyped (nothing leaves as the same on all)   |
 | anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
 
-Metrics leave as (sum, count) of each group, [groups]; a small program of its own adds them where they are read (`groups.added`).
+Metrics leave as those of each group, [groups, ...]; a small program of its own merges them where they are read (`groups.added`).
 
 Wire: nothing over the sync's axes; over the others that of the step of one group.
 """
@@ -25,13 +25,14 @@ from spmdkit.step import scope
 from spmdkit.step.gradient import whole_rows
 from spmdkit.step.groups import GROUPED, Groups
 from spmdkit.step.means import Mean
+from spmdkit.step.metric import Metric, is_metric
 from spmdkit.step.state import FIELDS, TrainState
 from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, checked
 
 
 def group_step(
     train_step: StepFn, step: scope.Step, groups: Groups, to_device: Callable[[Any], Any]
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Mean]]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Metric]]]:
     """Returns the function to compile.
 
     Args:
@@ -39,18 +40,18 @@ def group_step(
         to_device: brings host-placed leaves in.
     """
 
-    def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Mean]]:
+    def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric]]:
         own = dataclasses.replace(step, mask=mask, group=(index, groups.num))
         rows = whole_rows(own, examples, mask, state.key)
         with scope.tracing(own), scope.over(rows):
             new_state, metrics = checked(state, train_step(state, examples))
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
-            return new_state, {name: _pair(metric, num) for name, metric in metrics.items()}
+            return new_state, {name: _part(metric, num) for name, metric in metrics.items()}
 
     alone = all(size == 1 for size in step.sizes.values())
     spread = _by_device if alone else _by_vmap
 
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Mean]]:
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
         state = to_device(state)
         new, metrics = spread(one, step, groups, state.replace(sync=None), batch)
         return new.replace(sync=state.sync), metrics
@@ -59,11 +60,12 @@ def group_step(
     return run
 
 
-def _pair(metric: Any, num: jax.Array) -> Mean:
-    """Returns a metric as (sum, count), arrays both; a plain number of a group counts as often as the group has examples."""
-    if not isinstance(metric, Mean):
+def _part(metric: Any, num: jax.Array) -> Metric:
+    """Returns a group's metric as arrays that merge; a plain number of a group counts as often as the group has examples."""
+    if not is_metric(metric):
         return Mean(jnp.asarray(metric, jnp.float32) * num, num)
-    return jax.tree.map(jnp.asarray, metric)
+    own: Metric = jax.tree.map(jnp.asarray, metric)
+    return own
 
 
 def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:

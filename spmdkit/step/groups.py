@@ -6,6 +6,7 @@ What a group does in a step is the step of the mesh without the sync's axes (gro
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.jaxprs import equations
 from spmdkit.step import agree, scope
-from spmdkit.step.means import Mean
+from spmdkit.step.metric import Metric, crossed
 from spmdkit.step.state import TrainState
 from spmdkit.sync.base import Sync
 
@@ -107,9 +108,12 @@ def whole(groups: Groups, state: TrainState, said: agree.Kinds) -> TrainState:
     )
 
 
-def added(metrics: Mapping[str, Mean]) -> dict[str, jax.Array]:
-    """Returns the metrics over all groups from (sum, count) of each, [groups]."""
-    return {name: jax.tree.map(lambda x: x.sum(0), metric).value for name, metric in metrics.items()}
+def added(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
+    """Returns the metrics over all groups from those of each, [groups, ...]."""
+    add, largest = (
+        functools.partial(jax.tree.map, over) for over in (lambda x: x.sum(0).astype(x.dtype), lambda x: x.max(0))
+    )
+    return {name: metric.value for name, metric in crossed(dict(metrics), add, largest).items()}
 
 
 def regrouped(state: TrainState, had_groups: bool, groups: Groups | None, said: agree.Kinds) -> TrainState:

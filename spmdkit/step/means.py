@@ -18,11 +18,12 @@ from jax.typing import ArrayLike
 
 from spmdkit.errors import ConfigError
 from spmdkit.step import keys, scope
+from spmdkit.step.metric import Metric
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Mean:
+class Mean(Metric):
     """A weighted mean as the pair (sum, count), both float32 scalars (float64 where the values are).
 
     `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
@@ -108,26 +109,11 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     """
     if isinstance(values, Mean):
         raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it as it is, or give sk.mean the values.")
-    values = jnp.asarray(values)
-    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    kept = None if where is None else _broadcast("where", jnp.asarray(where, bool), values)
-    examples = scope.current_examples()
-    scope.current_step().uses.add("mean")
-    if examples is not None and examples.mask is not None:
-        if values.ndim and values.shape[0] == examples.num:
-            scope.note_masked_mean()
-            rows = _left(examples.mask, values.ndim)
-            kept = rows if kept is None else rows & kept
-        elif "example_mask" not in scope.current_step().uses:
-            raise ConfigError(
-                f"sk.mean got values of shape {values.shape} while some of the {examples.num} examples are padding. "
-                "The first dim must be the examples, so that padding rows can be left out. "
-                "Pass one value per example (or per example and token), or apply sk.example_mask() yourself."
-            )
+    values = in_float(values)
+    kept = kept_of("sk.mean", values, where)
     counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
-    counted = _broadcast("weights", counted, values)
+    counted = broadcast("sk.mean: weights", counted, values)
     if kept is not None:
-        kept = jnp.broadcast_to(_left(kept, values.ndim), values.shape)
         counted = jnp.where(kept, counted, 0)
         values = jnp.where(kept, values, 0)
     if weights is None and kept is None:
@@ -138,17 +124,46 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     return Mean((values * counted).sum(), counted.sum(), num)
 
 
+def in_float(values: ArrayLike) -> jax.Array:
+    """Returns values in the dtype in which they are added: float32, or float64 where they are."""
+    values = jnp.asarray(values)
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
+
+
+def kept_of(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
+    """Returns bool like `values`: those that count, by `where` and without padding rows; None where all do. `name` is the caller's.
+
+    Raises:
+        ConfigError: `values` has no example dim while some rows are padding.
+    """
+    kept = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
+    examples = scope.current_examples()
+    scope.current_step().uses.add("mean")
+    if examples is not None and examples.mask is not None:
+        if values.ndim and values.shape[0] == examples.num:
+            scope.note_masked_mean()
+            rows = _left(examples.mask, values.ndim)
+            kept = rows if kept is None else rows & kept
+        elif "example_mask" not in scope.current_step().uses:
+            raise ConfigError(
+                f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
+                "The first dim must be the examples, so that padding rows can be left out. "
+                "Pass one value per example (or per example and token), or apply sk.example_mask() yourself."
+            )
+    return None if kept is None else jnp.broadcast_to(_left(kept, values.ndim), values.shape)
+
+
 def _left(x: jax.Array, ndim: int) -> jax.Array:
     """Returns `x` with dims of size one added on the right, so that it broadcasts from the left."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if x.ndim < ndim else x
 
 
-def _broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns `x` broadcast from the left to the shape of `values`."""
+def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns `x` broadcast from the left to the shape of `values`; `name` begins the message where that fails."""
     wide = _left(x, values.ndim)
     if wide.ndim != values.ndim or any(n not in (1, m) for n, m in zip(wide.shape, values.shape, strict=True)):
         raise ValueError(
-            f"sk.mean: {name} has shape {x.shape}, the values have {values.shape}. Its dims are the first of the values': one "
+            f"{name} has shape {x.shape}, the values have {values.shape}. Its dims are the first of the values': one "
             "per example, or one per element."
         )
     return jnp.broadcast_to(wide, values.shape)

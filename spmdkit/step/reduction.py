@@ -1,4 +1,4 @@
-"""What crosses between replicas in a step: gradients by the config's reducer, everything else as an exact sum.
+"""What crosses between replicas in a step: gradients by the config's reducer, everything else as an exact sum, or a maximum.
 
 Runs inside a `shard_map` that is manual over all mesh axes. With `sum` XLA makes one all-reduce of both.
 """
@@ -16,6 +16,7 @@ from jax import lax
 from spmdkit.reducers.base import LeafState, Leaves, Over, Reducer
 from spmdkit.step import keys, scope
 from spmdkit.step.means import Mean
+from spmdkit.step.metric import crossed
 from spmdkit.step.sums import Sums
 
 
@@ -47,12 +48,17 @@ def reduced(
     with jax.named_scope(scope.REDUCE):
         reducer = step.reducer
         if call is None:
-            sums, added = reducer.add((sums, added), axes)
+            sums, added = _exact(reducer, (sums, added), axes)
             return sums, added, None
-        loss, metrics, added = reducer.add((sums.loss, sums.metrics, added), axes)
+        loss, metrics, added = _exact(reducer, (sums.loss, sums.metrics, added), axes)
         gradients = _as_taken(reducer, sums, loss, call)
         gradients, kept = _by_reducer(step, reducer, gradients, axes, call, dims)
         return Sums(loss, metrics, *gradients), added, kept
+
+
+def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
+    """Returns what is no gradient, of all replicas: sums added, maxima (`sk.max`) in one more all-reduce where there are any."""
+    return crossed(tree, lambda sums: reducer.add(sums, axes), lambda maxima: lax.pmax(maxima, axes))
 
 
 def _as_taken(reducer: Reducer, own: Sums, loss: Mean, call: Call) -> tuple[Any, Any]:

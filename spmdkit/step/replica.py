@@ -19,7 +19,7 @@ from spmdkit import compat, jaxprs
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import scope
-from spmdkit.step.means import Mean
+from spmdkit.step.metric import crossed, is_metric
 from spmdkit.tree import named_leaves
 
 
@@ -35,7 +35,7 @@ def psum(tree: Any) -> Any:
 
 
 def pmean(tree: Any) -> Any:
-    """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged.
+    """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other metrics merge.
 
     Wire: one all-reduce of the tree.
 
@@ -44,8 +44,7 @@ def pmean(tree: Any) -> Any:
     """
     summed = _reduce("sk.pmean", lax.psum, tree)
     num = scope.current_step().size(*REPLICA_AXES)
-    is_mean = lambda x: isinstance(x, Mean)
-    return jax.tree.map(lambda x: x if is_mean(x) else x / num, summed, is_leaf=is_mean)
+    return jax.tree.map(lambda x: x if is_metric(x) else x / num, summed, is_leaf=is_metric)
 
 
 def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
@@ -60,7 +59,7 @@ def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
         if not varying or any(step.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
             raise ConfigError(_twice(name, f"leaf '{path}'" if path else "the value"))
     with jax.named_scope(scope.REDUCE):
-        return reduce(tree, REPLICA_AXES)
+        return crossed(tree, lambda sums: reduce(sums, REPLICA_AXES), lambda maxima: lax.pmax(maxima, REPLICA_AXES))
 
 
 def _twice(name: str, what: str) -> str:

@@ -1,18 +1,23 @@
-"""What the user's functions return, checked where it comes back: a loss is a `sk.mean`, and so is every metric."""
+"""What the user's functions return, checked where it comes back: a loss is a `sk.mean`, a metric that or another that merges."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from spmdkit.errors import ConfigError
 from spmdkit.names import RESERVED_METRICS
 from spmdkit.step.means import Mean
+from spmdkit.step.metric import Metric, is_metric
+from spmdkit.step.totals import Counts
 from spmdkit.tree import describe
 
+RULE = "A metric is a sk.mean, sk.sum, sk.max or sk.counts"
 
-def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Mean], Any]:
+
+def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Metric], Any]:
     """Returns (loss, metrics, model state) of what a loss returned.
 
     Raises:
@@ -46,8 +51,8 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Mean], Any]:
     return loss, checked_metrics(metrics, "loss_fn"), state
 
 
-def checked_metrics(metrics: Any, who: str) -> dict[str, Mean]:
-    """Returns `metrics` when it is a dict of means.
+def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
+    """Returns `metrics` when it is a dict of metrics that merge.
 
     Raises:
         ConfigError: it is not.
@@ -56,9 +61,9 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Mean]:
         raise ConfigError(f"{who} returned {shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
     check_metric_names(metrics, who)
     for name, metric in metrics.items():
-        if not isinstance(metric, Mean) or jnp.ndim(metric.sum) != 0:
+        if not is_metric(metric) or is_array(metric):
             raise ConfigError(
-                f"{who} returned metric '{name}' as {shape_of(metric)}. A metric is a sk.mean, so that it adds over replicas "
+                f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, so that it adds over replicas "
                 f"and steps. Write '{name}': sk.mean(...)."
             )
     if who == "eval_fn" and not metrics:
@@ -78,12 +83,19 @@ def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
             )
 
 
+def is_array(metric: Metric) -> bool:
+    """Returns whether a metric that has to be one number is none."""
+    return not isinstance(metric, Counts) and any(jnp.ndim(x) for x in jax.tree.leaves(metric))
+
+
 def shape_of(x: Any) -> str:
     """Returns what something is, for a message."""
     if x is None:
         return "None"
     if isinstance(x, Mean):
         return f"a sk.mean of shape {jnp.shape(x.sum)}"
+    if isinstance(x, Metric):
+        return f"a sk.{type(x).__name__.lower()} of shape {jnp.shape(jax.tree.leaves(x)[0])}"
     if isinstance(x, tuple):
         return f"a tuple of {len(x)} ({', '.join(shape_of(y) for y in x)})"
     return describe(x)

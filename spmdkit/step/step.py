@@ -17,8 +17,8 @@ from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import scope
 from spmdkit.step.carried import Carried
 from spmdkit.step.gradient import means_and_grad, whole_rows
-from spmdkit.step.means import Mean
-from spmdkit.step.returned import check_metric_names, shape_of
+from spmdkit.step.metric import is_metric
+from spmdkit.step.returned import RULE, check_metric_names, is_array, shape_of
 from spmdkit.step.state import FIELDS, TrainState, mirrored
 from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
@@ -177,13 +177,13 @@ def _untype_trivial(x: Any) -> Any:
 
 
 def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as scalars) of what a user's step returned; raises as `checked`."""
+    """Returns (state, metrics as their values) of what a user's step returned; raises as `checked`."""
     new_state, metrics = checked(state, out)
-    return new_state, {name: metric.value if isinstance(metric, Mean) else metric for name, metric in metrics.items()}
+    return new_state, {name: metric.value if is_metric(metric) else metric for name, metric in metrics.items()}
 
 
 def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as scalars or means) of what a user's step returned.
+    """Returns (state, metrics as scalars or what merges) of what a user's step returned.
 
     Raises:
         ConfigError: it is not the state and a dict of scalars, or the state changed its shape.
@@ -206,15 +206,12 @@ def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
         raise ConfigError(
             f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps."
         )
+    alike: dict[str, Any] = {}
     for name, metric in metrics.items():
-        if not isinstance(metric, Mean | int | float) and not hasattr(metric, "dtype"):
+        is_number = isinstance(metric, int | float) or hasattr(metric, "dtype")
+        alike[name] = jnp.asarray(metric) if is_number else metric
+        if not (is_number or is_metric(metric)) or (jnp.ndim(alike[name]) if is_number else is_array(metric)):
             raise ConfigError(
-                f"train_step returned metric '{name}' as {describe(metric)}. A metric is a scalar or a sk.mean. Write '{name}': sk.mean(...)."
+                f"train_step returned metric '{name}' as {shape_of(metric)}. {RULE}, or a scalar. Write '{name}': sk.mean(...)."
             )
-    values = {name: metric if isinstance(metric, Mean) else jnp.asarray(metric) for name, metric in metrics.items()}
-    for name, value in values.items():
-        if jnp.ndim(value.sum if isinstance(value, Mean) else value):
-            raise ConfigError(
-                f"train_step returned metric '{name}' as {shape_of(value)}. A metric is a scalar or a sk.mean. Write '{name}': sk.mean(...)."
-            )
-    return new_state, values
+    return new_state, alike

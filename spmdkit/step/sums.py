@@ -8,22 +8,23 @@ from typing import Any
 import jax
 
 from spmdkit.step.means import Mean
+from spmdkit.step.metric import Metric
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Sums over examples; every part adds over microbatches and replicas.
+    """Sums over examples; every part adds over microbatches and replicas, or merges where it is a metric (`metric.merged`, `.crossed`).
 
     Attributes:
         loss: the loss as (sum, count); None in an evaluation.
-        metrics: name -> (sum, count).
+        metrics: by name; means, sums, maxima, counts.
         gradient: of `loss.sum`, a tree like the parameters; None in an evaluation.
         count_gradient: of `loss.count`, where the count depends on the parameters; otherwise None.
     """
 
     loss: Mean | None
-    metrics: dict[str, Mean]
+    metrics: dict[str, Metric]
     gradient: Any = None
     count_gradient: Any = None
 

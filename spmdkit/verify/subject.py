@@ -244,11 +244,11 @@ class Subject:
             losses.append(float(last.get("loss", np.nan)))
         evaluation = None
         if evaluate and program.has_eval:
-            evaluation = {name: x for name, x in program.eval(state).items() if name != COUNT}
+            evaluation = _numbers(program.eval(state))
         return Record(
             taken,
             losses,
-            {name: float(x) for name, x in last.items() if name != COUNT},
+            _numbers(jax.device_get(last)),
             flat(state.params),
             flat(_of_all_groups(state.model_state, program)),
             evaluation,
@@ -299,6 +299,16 @@ def _of_all_groups(model_state: Any, program: Program | Unpadded) -> Any:
     if program.config.model_state == "global":
         return model_state
     return agree.of_groups(program._step_record.agree, model_state)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns metrics as numbers, of an array each element."""
+    arrays = {name: np.asarray(x) for name, x in metrics.items() if name != COUNT}
+    return {
+        f"{name}{list(place)}" if place else name: float(x)
+        for name, array in arrays.items()
+        for place, x in np.ndenumerate(array)
+    }
 
 
 def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:

@@ -353,3 +353,28 @@ def test_what_a_hook_does_wrong_is_told_as_the_users_own(tmp_path):
         sk.Hook("bad", state=dict)
     with pytest.raises(ConfigError, match="on='some' and every=0"):
         sk.Hook("bad", on="some", every=0)
+
+
+def test_arrays_of_counts_go_to_a_file_of_their_own_and_numbers_where_they_always_went(tmp_path):
+    def counted(params, batch, key):
+        metrics = {"signs": sk.counts((batch > 0).astype(jnp.int32), 2), "largest": sk.max(batch)}
+        return loss_fn(params, batch, jax.random.key(0)), metrics
+
+    def run(steps):
+        own = lambda *hooks: sk.Task(init, counted, optax.sgd(0.05), train_data=X, eval_data=X[:40], hooks=hooks)
+        changes = {"log": {"every_steps": 2, "progress": "plain"}, "eval": {"every_steps": 2}, "steps": steps}
+        return train(tmp_path, task=own, **changes)
+
+    run(2)
+    run(4)
+    assert all(isinstance(x, int | float | str) for record in lines(tmp_path) for x in record.values())
+    assert lines(tmp_path)[-1]["largest"] == float(X[:40].max())
+    found = lines(tmp_path, "counts.jsonl")
+    assert [(r["step"], r.get("split")) for r in found] == [(1, None), (2, None), (2, "eval"), (4, None), (4, "eval")]
+    above = int((X[:40] > 0).sum())
+    assert found[-1]["signs"] == [120 - above, above] and all(sum(r["signs"]) == 48 for r in found if "split" not in r)
+    best = {"checkpoint": {"best": {"metric": "signs", "mode": "min"}}, "eval": {"every_steps": 2}}
+    with pytest.raises(ConfigError, match="best.metric is signs, and the evaluation gives largest, loss"):
+        train(
+            tmp_path / "best", task=lambda: sk.Task(init, counted, optax.sgd(0.05), train_data=X, eval_data=X), **best
+        )

@@ -14,7 +14,7 @@ KINDS = ("scalars", "text", "image", "histogram", "hparams", "table")
 """What can be written. A run writes scalars, and a hook what it likes (`run.write`)."""
 
 Record = Mapping[str, Any]
-"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation: of scalars numbers by their names."""
+"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation: of scalars numbers by their names, of a histogram nested lists of numbers (`sk.counts`)."""
 
 
 def nothing(*_: Any) -> None:

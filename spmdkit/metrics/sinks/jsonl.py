@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the run's own record, one line for each, cut back to the restored step on resume.
+"""`metrics.jsonl`: the run's own record, one line for each (arrays in `counts.jsonl`, likewise), cut back to the restored step on resume.
 
 Durability: each record is one `write` to the file, with no buffer of ours, so a killed process loses nothing that was
 written. `sync` waits for the disk; called before a checkpoint is saved, it makes sure that no checkpoint is newer than
@@ -8,7 +8,7 @@ its metrics even when the power fails.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,29 @@ from spmdkit.metrics.sinks.base import Sink
 
 
 def open(run: Any, options: Mapping[str, Any], last_step: int) -> Sink:
-    """Returns the sink of `metrics.jsonl` in the run's directory."""
-    file = JsonlSink(run.directory / "metrics.jsonl", keep_through_step=last_step)
+    """Returns the sink of `metrics.jsonl` in the run's directory, and of `counts.jsonl` where a metric is an array."""
+    path = run.directory / "counts.jsonl"
+    file, arrays = JsonlSink(run.directory / "metrics.jsonl", last_step), list[JsonlSink]()
+
+    def of_arrays() -> JsonlSink:
+        if not arrays:
+            arrays.append(JsonlSink(path, last_step, arrays=True))
+        return arrays[0]
+
+    if path.exists():
+        of_arrays()
+
+    def each(use: Callable[[JsonlSink], None]) -> None:
+        for sink in (file, *arrays):
+            use(sink)
+
     return Sink(
-        lambda kind, record: file.write(record), flush=file.sync, rewind=file.rewind, close=file.close, own=True
+        lambda kind, record: (file if kind == "scalars" else of_arrays()).write(record),
+        accepts=frozenset({"scalars", "histogram"}),
+        flush=lambda: each(JsonlSink.sync),
+        rewind=lambda step: each(lambda sink: sink.rewind(step)),
+        close=lambda: each(JsonlSink.close),
+        own=True,
     )
 
 
@@ -36,11 +55,12 @@ class JsonlSink:
     Key order of a line: step, split, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
 
     Raises ConfigError when the file cannot be opened or written (folder not writable, disk full); a line that did not
-    fit is taken back, so the file stays whole. Raises UserCodeError for a metric that is not one number.
+    fit is taken back, so the file stays whole. Raises UserCodeError for a metric that is not one number; with `arrays` lists of
+    them are taken too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep_through_step: int | None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], keep_through_step: int | None, arrays: bool = False) -> None:
+        self.path, self._arrays = Path(path), arrays
         self.dropped_steps = 0
         self.dropped_damaged = 0
         try:
@@ -53,7 +73,7 @@ class JsonlSink:
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one line and hands it to the operating system before it returns."""
         assert self._descriptor is not None, "write after close"
-        line = record_line(record).encode()
+        line = record_line(record, self._arrays).encode()
         size_before = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, line)

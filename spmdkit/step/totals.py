@@ -1,0 +1,124 @@
+"""`sk.sum`, `sk.max`, `sk.counts`: metrics besides the mean. None is ever a loss.
+
+Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.counts` one of its integers; a sum goes with the means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from spmdkit.errors import ConfigError
+from spmdkit.step.means import broadcast, in_float, kept_of
+from spmdkit.step.metric import Metric
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sum(Metric):
+    """A total, float32[] (float64 where the values are)."""
+
+    total: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        return self.total
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Max(Metric):
+    """The largest of values, float32[] (float64 where they are); minus infinity where there was none, NaN where one of them is.
+
+    NaN is told apart by `broken`, above zero where there was one: XLA's all-reduce of a maximum loses it (CPU, jaxlib 0.10.2).
+    """
+
+    crosses: ClassVar[Literal["added", "largest"]] = "largest"
+    largest: jax.Array
+    broken: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        return jnp.where(self.broken > 0, jnp.nan, self.largest)
+
+    def merge(self, other: Max) -> Max:
+        return Max(jnp.maximum(self.largest, other.largest), jnp.maximum(self.broken, other.broken))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Counts(Metric):
+    """How often each index occurs, int32[*shape]; float32 (or float64) with weights."""
+
+    counts: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        return self.counts
+
+    def merge(self, other: Counts) -> Counts:
+        return Counts(self.counts + other.counts)
+
+
+def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
+    """Returns the sum of `values` over this replica's examples, as a part that adds. Padding and `where` as in `sk.mean`."""
+    values = in_float(values)
+    kept = kept_of("sk.sum", values, where)
+    return Sum(values.sum() if kept is None else jnp.where(kept, values, 0).sum())
+
+
+def max(values: ArrayLike, where: ArrayLike | None = None) -> Max:
+    """Returns the largest of `values` over this replica's examples. Padding and `where` as in `sk.mean`."""
+    values = in_float(values)
+    kept = kept_of("sk.max", values, where)
+    values = values if kept is None else jnp.where(kept, values, -jnp.inf)
+    is_nan = jnp.isnan(values)
+    return Max(jnp.where(is_nan, -jnp.inf, values).max(initial=-jnp.inf), is_nan.astype(values.dtype).max(initial=0))
+
+
+def counts(
+    indices: ArrayLike | Sequence[ArrayLike],
+    shape: int | Sequence[int],
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+) -> Counts:
+    """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
+
+    `sk.counts(labels, 10)` is [10], `sk.counts((labels, predictions), (10, 10))` is [10, 10]. An index outside of the shape is not counted.
+    Whole up to 2**31 - 1 for each index, over a whole evaluation.
+
+    Args:
+        indices: integers of any shape, or a tuple of them of the same shape: one for each dim. Padding and `where` as in `sk.mean`.
+        shape: of the counts.
+        weights: float, broadcasts from the left to the indices: what each counts for.
+
+    Raises:
+        ConfigError: indices are no integers, or not one array for each dim.
+    """
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    parts = [jnp.asarray(x) for x in (indices if isinstance(indices, tuple | list) else (indices,))]
+    if len(parts) != len(dims) or any(x.shape != parts[0].shape for x in parts):
+        raise ConfigError(
+            f"sk.counts: indices of shapes {[x.shape for x in parts]} for counts of shape {dims}. It takes one array of indices for each dim, all of "
+            "one shape. Write sk.counts(labels, 10), or sk.counts((labels, predictions), (10, 10))."
+        )
+    if wrong := [str(x.dtype) for x in parts if not jnp.issubdtype(x.dtype, jnp.integer)]:
+        raise ConfigError(
+            f"sk.counts: indices of dtype {wrong[0]}. An index is an integer. Round first: jnp.floor(x).astype(jnp.int32)."
+        )
+    padded = kept_of("sk.counts", parts[0], where)
+    kept = jnp.ones(parts[0].shape, bool) if padded is None else padded
+    for x, length in zip(parts, dims, strict=True):
+        kept = kept & (x >= 0) & (x < length)
+    one = jnp.ones((), jnp.int32) if weights is None else in_float(weights)
+    counted = jnp.where(kept, broadcast("sk.counts: weights", one, parts[0]), jnp.zeros((), one.dtype))
+    places = tuple(jnp.clip(x, 0, length - 1) for x, length in zip(parts, dims, strict=True))
+    return Counts(jnp.zeros(dims, one.dtype).at[places].add(counted))
