@@ -1,6 +1,6 @@
 """How a step is compiled: the first form of the mesh's in which the user's functions can be traced, and what it needs to be kept.
 
-    forms of the mesh -> the first that is traced -> the reducer's place in the train state -> what the step has used -> remat
+forms of the mesh -> the first that is traced -> the reducer's place in the train state -> what the step has used -> remat
 """
 
 from __future__ import annotations
