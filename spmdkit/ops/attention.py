@@ -86,7 +86,7 @@ def attention(
             tokens that were not put into the order of the mesh.
     """
     step = scope.current_step()
-    step.uses.add("attention")
+    step.noticed.called("attention")
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, causal, positions_BT, segment_ids_BT)
     _check_mesh(step, q_BTNH, causal, positions_BT)
     call = _Call(
@@ -312,7 +312,13 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
 
 def _check_mesh(step: scope.Step, q: jax.Array, causal: bool, positions: Any) -> None:
     num, tensor = axis_size("sequence"), 1 if step.in_manual else axis_size("heads")
-    if num > 1 and causal and positions is None and order() == "zigzag" and "context_order" not in step.uses:
+    if (
+        num > 1
+        and causal
+        and positions is None
+        and order() == "zigzag"
+        and not step.noticed.has_called("context_order")
+    ):
         raise ConfigError(
             f"sk.attention: mesh.context is {num}, in zigzag order, and the model has not put its tokens into that order. A causal mask would "
             "hide the wrong keys. Call sk.context_order on tokens, targets, masks and segment ids first, and take positions from "

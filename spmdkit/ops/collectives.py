@@ -46,7 +46,7 @@ def axes(*names: str) -> tuple[str, ...]:
                 f"unknown name '{name}'.{nearest(name, step.logical_axes)} Known: {', '.join(sorted(step.logical_axes))}."
             )
         own = step.inner_axes if name == "batch" else step.logical_axes[name]
-        step.uses.update(f"axis {a}" for a in own)
+        step.noticed.axis(*own)
         found += [a for a in own if step.size(a) > 1 and a in MODEL_AXES and a not in taken]
     return tuple(dict.fromkeys(found))
 

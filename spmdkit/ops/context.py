@@ -54,7 +54,7 @@ def context_order(tree: Any, dim: int = 1) -> Any:
     Raises:
         ConfigError: the length is not divisible by twice the context axis (contiguous: by the axis).
     """
-    scope.current_step().uses.add("context_order")
+    scope.current_step().noticed.called("context_order")
     num, unit = _parts(tree, dim, "sk.context_order")
     if num == 1:
         return tree

@@ -21,7 +21,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); `ja
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,20 +85,20 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
     def noting(policy: Any, prim: Any, *args: Any, **params: Any) -> Any:
         if prim.name == "name" and params["name"] != KEPT:
-            scope.current_step().uses.add(f"mark {params['name']}")
+            scope.current_step().noticed.mark(params["name"])
         return policy(prim, *args, **params)
 
     in_parts = jax.checkpoint_policies.save_only_these_names(*save, *offload)
     return Remat(functools.partial(noting, _or_kept(chosen)), functools.partial(noting, in_parts))
 
 
-def check_names(key: str, names: Sequence[str], uses: set[str], what: str) -> None:
+def check_names(key: str, names: Sequence[str], marks: Collection[str], what: str) -> None:
     """Refuses a name that no rematerialised part of `what` marks.
 
     Raises:
         ConfigError: it would keep nothing.
     """
-    marked = sorted(use.removeprefix("mark ") for use in uses if use.startswith("mark "))
+    marked = sorted(marks)
     for name in names:
         if name not in marked:
             found = f"the marks there are {', '.join(marked)}" if marked else "there are no marks"
@@ -119,7 +119,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
         step = scope.current_step()
-        step.uses.add("remat")
+        step.noticed.called("remat")
         if step.remat is None:
             return fn(*args)
         return jax.checkpoint(fn, policy=step.remat.of_block)(*args)

@@ -24,6 +24,7 @@ from spmdkit.program.xla_defects import check_pools
 from spmdkit.reducers.base import Reducer, stateless
 from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.step import reducer_state, scope
+from spmdkit.step.noticed import Noticed
 from spmdkit.user_code import call_user
 
 
@@ -67,7 +68,7 @@ def choose_form(step: TaskStep, record: scope.Step, num_replicas: int, probe_pad
     if keeps:  # the form and the calls are found without it
         record = dataclasses.replace(record, reducer=plain_sum())
     record, traced, refused = _first_traced(
-        step, [dataclasses.replace(record, form=form, uses=set()) for form in forms]
+        step, [dataclasses.replace(record, form=form, noticed=Noticed()) for form in forms]
     )
     reducer_state.check_effect(kinds.split(step.config.reducer)[0], reducer, record, step.sizes, step.what)
     kept: tuple[Any, ...] = ()
@@ -102,7 +103,7 @@ def _with_state_of(
     """Returns (the step, its record, what is kept) with a reducer that keeps something, for which the train state gets its place."""
     gradients: list[Any] = []
     call_user(lambda: step.shapes(record, gradients=gradients), step.what)
-    record = dataclasses.replace(record, reducer=reducer, uses=set())
+    record = dataclasses.replace(record, reducer=reducer, noticed=Noticed())
     kept, table = reducer_state.shapes(reducer, gradients, record)
     placed = step.state
     abstract = placed.abstract.replace(reducer=kept)
@@ -119,12 +120,12 @@ def _settle(
     check_pools(traced.jaxpr.jaxpr, step.sizes, step.what)
     if probe_padding and not step.always_full:
         padding.check_first_dims(record, step.shapes, step.batch, step.what)
-    whole = record.remat is not None and "remat" not in record.uses
+    whole = record.remat is not None and not record.noticed.has_called("remat")
     if whole:
         record = dataclasses.replace(record, remat_whole=True)
     if not isinstance(config.remat, str):
         if whole:
             last, whole = step.trace(record), False  # names are met only where something is computed again
         for key, names in (("save", config.remat.save), ("offload", config.remat.offload)):
-            check_names(key, names, record.uses, step.what)
+            check_names(key, names, record.noticed.marks, step.what)
     return record, None if whole else last

@@ -19,6 +19,7 @@ from spmdkit.step import agree, keys, scope
 from spmdkit.step.gradient import evaluate
 from spmdkit.step.means import Mean
 from spmdkit.step.metric import Metric, merged, nothing
+from spmdkit.step.noticed import Noticed
 from spmdkit.step.returned import checked_loss
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
@@ -53,7 +54,7 @@ class Evaluator:
         stateful = abstract_state.model_state is not None
         groups = record.state_groups
         record = dataclasses.replace(
-            record, microbatches=1, remat=None, remat_whole=False, state_groups=None, uses=set()
+            record, microbatches=1, remat=None, remat_whole=False, state_groups=None, noticed=Noticed()
         )
         assert record.mesh is not None
         self._whole = NamedSharding(record.mesh, PartitionSpec())

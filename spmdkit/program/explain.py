@@ -135,9 +135,9 @@ def _remat(step: TaskStep, record: scope.Step) -> str:
 
 def _parts(step: TaskStep, record: scope.Step) -> Iterator[Line]:
     """Yields what ops of the model were told, where the step uses them."""
-    if "pipeline" in record.uses and step.sizes["pipeline"] > 1:
+    if record.noticed.has_called("pipeline") and step.sizes["pipeline"] > 1:
         yield "pipeline", f"{record.pipeline.schedule} in {step.sizes['pipeline']} stages"
-    if "attention" in record.uses:
+    if record.noticed.has_called("attention"):
         around = f", {record.attention.context} over context" if step.sizes["context"] > 1 else ""
         yield "attention", f"{record.attention.implementation}{around}"
 
@@ -148,7 +148,7 @@ def _reducer(step: TaskStep, record: scope.Step) -> str:
     by_partitioner = "" if step.sizes["fsdp"] == 1 or "fsdp" in record.data_axes else "; over fsdp the partitioner adds"
     if not added:
         return f"{name}: not used, since nothing is added over replicas{by_partitioner}"
-    if "value_and_grad" not in record.uses:
+    if not record.noticed.has_called("value_and_grad"):
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
     itemsize = jnp.dtype(step.config.precision.reduce).itemsize
     plain = lambda values, num: 2 * (num - 1) / num * itemsize * values

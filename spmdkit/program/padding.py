@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
 from spmdkit.step import scope
+from spmdkit.step.noticed import Noticed
 from spmdkit.step.step import Batch
 from spmdkit.tree import named_leaves
 
@@ -153,15 +154,15 @@ def check_first_dims(record: scope.Step, trace: Callable[[scope.Step, Batch], An
         record: of the step as it was traced.
         trace: traces the step with another record and another abstract batch.
     """
-    if not {"example_mask", "mean"} <= record.uses:
+    if not (record.noticed.has_called("example_mask") and record.noticed.has_called("mean")):
         return
-    other = dataclasses.replace(record, uses=set())
+    other = dataclasses.replace(record, noticed=Noticed())
     twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)
     try:
         trace(other, jax.tree.map(twice, batch))
     except Exception:  # noqa: BLE001  a step that can only have its own number of rows says nothing about another
         return
-    found, expected = scope.num_masked_means(record.uses), scope.num_masked_means(other.uses)
+    found, expected = record.noticed.num_masked, other.noticed.num_masked
     if found != expected:
         raise ConfigError(
             f"data.remainder is mask, and {what} gives {found} times values to sk.mean whose first dim is as long as the rows, but "

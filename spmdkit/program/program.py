@@ -32,6 +32,7 @@ from spmdkit.program.step_record import step_record
 from spmdkit.program.task_step import TaskStep
 from spmdkit.reducers.base import Reducer
 from spmdkit.step import agree, groups, reducer_state, scope, state
+from spmdkit.step.noticed import Noticed
 from spmdkit.step.state import TrainState, check_not_donated
 from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
@@ -86,7 +87,7 @@ class Program:
         self._placed = placed  # before the reducer gets its place
         self._open_data()
         self._choose_form()
-        trained = [self.abstract_batch] if "value_and_grad" in self._step_record.uses else []
+        trained = [self.abstract_batch] if self._step_record.noticed.has_called("value_and_grad") else []
         evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
         if self.has_eval:
@@ -217,7 +218,7 @@ class Program:
 
     def traced_once(self) -> jax.stages.Traced:
         """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together on one device."""
-        record = dataclasses.replace(self._step_record, remat=None, remat_whole=False, uses=set())
+        record = dataclasses.replace(self._step_record, remat=None, remat_whole=False, noticed=Noticed())
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
             record = dataclasses.replace(record, form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)

@@ -65,7 +65,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
     def run(params: Any, *args: Any) -> Any:
         step = scope.current_step()
-        step.uses.add("value_and_grad")
+        step.noticed.called("value_and_grad")
         if len(args) not in (2, 3):
             raise ConfigError(
                 f"sk.value_and_grad(loss_fn) was called with {1 + len(args)} arguments. It takes (params, batch, key), with model "

@@ -138,13 +138,14 @@ def kept_of(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array 
     """
     kept = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
     examples = scope.current_examples()
-    scope.current_step().uses.add("mean")
+    noticed = scope.current_step().noticed
+    noticed.called("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
-            scope.note_masked_mean()
+            noticed.masked()
             rows = _left(examples.mask, values.ndim)
             kept = rows if kept is None else rows & kept
-        elif "example_mask" not in scope.current_step().uses:
+        elif not noticed.has_called("example_mask"):
             raise ConfigError(
                 f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
                 "The first dim must be the examples, so that padding rows can be left out. "
@@ -179,7 +180,7 @@ def example_mask() -> jax.Array:
         RuntimeError: called outside of a loss that spmdkit runs.
     """
     examples = _required("sk.example_mask()")
-    scope.current_step().uses.add("example_mask")
+    scope.current_step().noticed.called("example_mask")
     return jnp.ones(examples.num, bool) if examples.mask is None else examples.mask
 
 
@@ -203,7 +204,7 @@ def example_keys(salt: int = 0) -> jax.Array:
         raise RuntimeError(
             "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
         )
-    scope.current_step().uses.add("example_keys")
+    scope.current_step().noticed.called("example_keys")
     return keys.example_keys(examples.key, salt, examples.positions)
 
 

@@ -34,7 +34,7 @@ def check_effect(name: str, reducer: Reducer, record: scope.Step, sizes: Mapping
     if reducer.is_sum:
         return
     assert record.placements is not None
-    if "value_and_grad" not in record.uses:
+    if not record.noticed.has_called("value_and_grad"):
         raise ConfigError(
             f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are reduced. What jax.grad or "
             "sk.pmean(grads) give is not its. Compute the gradient with sk.value_and_grad(loss_fn)(params, batch, state.key), or use "

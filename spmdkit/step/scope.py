@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from spmdkit.mesh import MODEL_AXES
 from spmdkit.reducers.base import Reducer
 from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.step.carried import Carried
+from spmdkit.step.noticed import Noticed
 from spmdkit.tree import named_leaves
 
 _tokens = itertools.count()
@@ -118,8 +119,7 @@ class Step:
         in_manual: True inside of `sk.manual`, where arrays are shards.
         pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
-        uses: names of the functions that the user's code has called, and `axis NAME` of the mesh axes that it has named for
-            activations; filled while tracing.
+        noticed: what this trace has noticed of the user's code.
         token: a number of its own for each record.
     """
 
@@ -148,7 +148,7 @@ class Step:
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     mapped_axes: tuple[str, ...] = ()
     mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
-    uses: set[str] = field(default_factory=set)
+    noticed: Noticed = field(default_factory=Noticed)
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
     @property
@@ -194,21 +194,6 @@ def current_step() -> Step:
 def current_examples() -> Examples | None:
     """Returns the rows of the loss that is being traced, or None outside of one."""
     return _examples.get()
-
-
-MASKED_MEAN = "mean without padding"
-"""Begins the names in `Step.uses` of means that left padding rows out, one for each."""
-
-
-def note_masked_mean() -> None:
-    """Notes that a mean has left padding rows out of values whose first dim is as long as the rows."""
-    uses = current_step().uses
-    uses.add(f"{MASKED_MEAN} {num_masked_means(uses)}")
-
-
-def num_masked_means(uses: Collection[str]) -> int:
-    """Returns the number of means that have left padding rows out."""
-    return sum(name.startswith(MASKED_MEAN) for name in uses)
 
 
 def differing_axes(step: Step, x: jax.typing.ArrayLike) -> tuple[str, ...]:
@@ -267,7 +252,7 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         if dim is not None and dim not in step.logical_axes:
             raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(step.logical_axes))}.")
         axes = step.inner_axes if dim == "batch" else step.logical_axes[dim] if dim else ()
-        step.uses.update(f"axis {a}" for a in axes)
+        step.noticed.axis(*axes)
         axes = tuple(a for a in axes if step.size(a) > 1 and a not in (*step.data_axes, *step.mapped_axes))
         spec.append(axes if axes and length % step.size(*axes) == 0 else None)
     if not any(step.size(a) > 1 for a in MODEL_AXES if a not in step.data_axes):

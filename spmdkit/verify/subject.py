@@ -255,7 +255,7 @@ class Subject:
             self._through_checkpoint(state) if restore else None,
             _apart(state),
             program.form,
-            frozenset(program._step_record.uses),
+            frozenset(program._step_record.noticed.functions),
         )
 
     def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 import spmdkit as sk
 from spmdkit import layout, mesh
 from spmdkit.step import scope
+from spmdkit.step.noticed import Noticed
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import open_target, parse_target
@@ -24,7 +25,7 @@ sizes = mesh.resolve({"context": 4, "tensor": 2}, 8)
 found = {}
 for form in ("ring", "all_to_all"):
     record = scope.Step(
-        mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert"), uses={"context_order"},
+        mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert"), noticed=Noticed({"context_order"}),
         logical_axes=layout.logical_axes({}), attention=scope.AttentionSettings(context=form),
     )
     cut = NamedSharding(record.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))

@@ -216,7 +216,7 @@ def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
     """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model called that."""
     positions_T = np.arange(num_tokens, dtype=np.int32)
     num = axis_size("sequence")
-    is_reordered = "context_order" in scope.current_step().uses and set(axes("sequence")) <= set(cut)
+    is_reordered = scope.current_step().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
     if num > 1 and is_reordered and context.order() == "zigzag":
         parts = np.split(positions_T, 2 * num)
         positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])

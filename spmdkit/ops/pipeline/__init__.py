@@ -84,7 +84,8 @@ def pipeline(
     @jax.named_scope(scope.PIPELINE)
     def run(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
         step = scope.current_step()
-        step.uses.update(("pipeline", f"axis {AXIS}"))
+        step.noticed.called("pipeline")
+        step.noticed.axis(AXIS)
         if step.in_manual:
             raise ConfigError(
                 "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."

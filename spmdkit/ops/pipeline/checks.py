@@ -50,7 +50,7 @@ def checked(
     Raises:
         ConfigError: a function returns something else than it must, or closes over a traced array.
     """
-    own = dataclasses.replace(step, uses=step.uses - {"remat"})
+    own = dataclasses.replace(step, noticed=step.noticed.without("remat"))
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         def on_rows(rows: Rows, *args: Any) -> Any:
@@ -83,10 +83,10 @@ def checked(
             f"sk.pipeline: layer changes the activation: {difference}. Layers follow each other, so shapes and dtypes "
             "stay the same. Cast or project inside the layer."
         )
-    if "remat" not in own.uses:
+    if not own.noticed.has_called("remat"):
         model = model._replace(layer=remat(model.layer))
     traced("head", lambda x, params, rows: model.head(x, params, rows), x, head_params)
-    step.uses.update(own.uses)
+    step.noticed.include(own.noticed)
     return model, x
 
 
