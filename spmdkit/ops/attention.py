@@ -85,7 +85,7 @@ def attention(
         ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not run here;
             tokens that were not put into the order of the mesh.
     """
-    step = scope.current_step()
+    step = scope.current()
     step.noticed.called("attention")
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, causal, positions_BT, segment_ids_BT)
     _check_mesh(step, q_BTNH, causal, positions_BT)
@@ -122,7 +122,7 @@ def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
 class _Call(NamedTuple):
     """What is fixed while one call of `attention` is traced."""
 
-    step: scope.Step
+    step: scope.Context
     implementation: Implementation
     causal: bool
     scale: float
@@ -216,7 +216,7 @@ def _keys_dims(keys: Keys) -> Any:
     return Keys(HEADS, HEADS, ROWS, (None, "sequence") if one_row else ROWS)
 
 
-def _alike(step: scope.Step, operands: Any) -> Any:
+def _alike(step: scope.Context, operands: Any) -> Any:
     """Inside of `shard_map`: returns all operands typed as differing where one of them, or a device's part of the sequence, does."""
     found = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
     if step.in_manual:
@@ -224,7 +224,7 @@ def _alike(step: scope.Step, operands: Any) -> Any:
     return compat.as_varying(operands, sorted(found))
 
 
-def _repeated(step: scope.Step, x_BSKH: jax.Array) -> jax.Array:
+def _repeated(step: scope.Context, x_BSKH: jax.Array) -> jax.Array:
     """Returns key heads repeated as often as it takes to cut them like the query heads."""
     tensor = 1 if step.in_manual else axis_size("heads")
     cut = tensor * (axis_size("sequence") if step.attention.context == "all_to_all" else 1)
@@ -236,7 +236,7 @@ def _repeated(step: scope.Step, x_BSKH: jax.Array) -> jax.Array:
 
 
 def _implementation(
-    step: scope.Step, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
+    step: scope.Context, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
 ) -> Implementation:
     """Returns the implementation asked for, or with `auto` the best one that takes the operands on the mesh's devices.
 
@@ -261,12 +261,12 @@ def _implementation(
     return IMPLEMENTATIONS[name]
 
 
-def _device(step: scope.Step) -> Any:
+def _device(step: scope.Context) -> Any:
     """Returns one of the mesh's devices, also where the mesh is that of a topology and not of this machine."""
     return None if step.mesh is None else step.mesh.devices.flat[0]
 
 
-def _block_lengths(step: scope.Step, *lengths: int) -> tuple[int, ...]:
+def _block_lengths(step: scope.Context, *lengths: int) -> tuple[int, ...]:
     """Returns the numbers of queries and keys that one call of an implementation sees."""
     num = axis_size("sequence")
     if step.attention.context == "all_to_all":
@@ -310,7 +310,7 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
         raise ConfigError("sk.attention: positions_BT has no effect with causal=False. Remove it.")
 
 
-def _check_mesh(step: scope.Step, q: jax.Array, causal: bool, positions: Any) -> None:
+def _check_mesh(step: scope.Context, q: jax.Array, causal: bool, positions: Any) -> None:
     num, tensor = axis_size("sequence"), 1 if step.in_manual else axis_size("heads")
     if (
         num > 1

@@ -35,7 +35,7 @@ def axes(*names: str) -> tuple[str, ...]:
     Raises:
         ValueError: a name that no table knows.
     """
-    step = scope.current_step()
+    step = scope.current()
     if step.mesh is None or step.form == "manual":
         return ()
     taken = (*step.data_axes, *step.mapped_axes)
@@ -53,7 +53,7 @@ def axes(*names: str) -> tuple[str, ...]:
 
 def axis_size(names: Names) -> int:
     """Returns the number of devices along the axes behind `names`."""
-    return scope.current_step().size(*_axes(names))
+    return scope.current().size(*_axes(names))
 
 
 def axis_index(names: Names) -> jax.Array | int:
@@ -74,7 +74,7 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
         raise ConfigError(
             f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
-            f"{scope.current_step().size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
+            f"{scope.current().size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
         )
     return lax.psum(x, found)
 
@@ -104,7 +104,7 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
         return x
     if len(found) > 1:
         raise ConfigError(f"ring_shift over '{name}': it means the axes {list(found)}. A ring runs along one axis.")
-    num = scope.current_step().size(*found)
+    num = scope.current().size(*found)
     return lax.ppermute(x, found[0], [(i, (i + by) % num) for i in range(num)])
 
 

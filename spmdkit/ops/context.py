@@ -38,7 +38,7 @@ Order = Literal["zigzag", "contiguous"]
 
 def order() -> Order:
     """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours together."""
-    choice = scope.current_step().attention
+    choice = scope.current().attention
     return (
         "zigzag"
         if choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1
@@ -54,7 +54,7 @@ def context_order(tree: Any, dim: int = 1) -> Any:
     Raises:
         ConfigError: the length is not divisible by twice the context axis (contiguous: by the axis).
     """
-    scope.current_step().noticed.called("context_order")
+    scope.current().noticed.called("context_order")
     num, unit = _parts(tree, dim, "sk.context_order")
     if num == 1:
         return tree

@@ -67,7 +67,7 @@ def manual(
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        step = scope.current_step()
+        step = scope.current()
         if not cuts(step, kernel):
             return fn(*args)
         assert step.mesh is not None
@@ -98,7 +98,7 @@ def manual(
     return run
 
 
-def cuts(step: scope.Step, kernel: bool = False) -> bool:
+def cuts(step: scope.Context, kernel: bool = False) -> bool:
     """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part around it."""
     if step.in_manual or step.form == "manual" or step.mesh is None:
         return False
@@ -114,7 +114,7 @@ def _is_dims(x: Any) -> bool:
     return isinstance(x, tuple) and all(d is None or isinstance(d, str) for d in x)
 
 
-def _flat_specs(step: scope.Step, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
+def _flat_specs(step: scope.Context, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
     """Returns the spec of each leaf of `values`, of which `dims` is a prefix."""
 
     def specs(dims: Dims, value: Any) -> list[PartitionSpec]:
@@ -132,7 +132,7 @@ def _flat_specs(step: scope.Step, dims: Any, values: Any) -> tuple[PartitionSpec
     return tuple(s for s in jax.tree.leaves(nested, is_leaf=lambda x: isinstance(x, PartitionSpec)))
 
 
-def _check_divisible(step: scope.Step, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+def _check_divisible(step: scope.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     for i, (length, names) in enumerate(zip(shape, spec, strict=False)):
         cut = (names,) if isinstance(names, str) else names or ()
         if length % step.size(*cut):
@@ -146,7 +146,7 @@ def _named(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(a for names in spec for a in ((names,) if isinstance(names, str) else names or ()))
 
 
-def _typed(step: scope.Step, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
+def _typed(step: scope.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
     """Returns a result typed as varying over the axes of its spec.
 
     Raises:
@@ -164,7 +164,7 @@ def _typed(step: scope.Step, what: str, x: Any, spec: PartitionSpec) -> jax.Arra
 
 
 def _trace_once(
-    step: scope.Step, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
+    step: scope.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], bool]:
     """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and refuses what cannot be right.
 

@@ -47,7 +47,7 @@ class Part:
     """
 
     body: Callable[..., tuple[jax.Array, ...]]
-    step: scope.Step
+    step: scope.Context
     mesh: Mesh
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]

@@ -85,7 +85,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
     def noting(policy: Any, prim: Any, *args: Any, **params: Any) -> Any:
         if prim.name == "name" and params["name"] != KEPT:
-            scope.current_step().noticed.mark(params["name"])
+            scope.current().noticed.mark(params["name"])
         return policy(prim, *args, **params)
 
     in_parts = jax.checkpoint_policies.save_only_these_names(*save, *offload)
@@ -118,7 +118,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
-        step = scope.current_step()
+        step = scope.current()
         step.noticed.called("remat")
         if step.remat is None:
             return fn(*args)

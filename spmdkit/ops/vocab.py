@@ -135,7 +135,7 @@ def cross_entropy(
     row_dims = between_dims(dims, kept)
     _check(head_DV.shape[1], vocab_size, chunk, kept)
     core = _Core(dims, head_dims, kept, vocab_size, z_loss, chunk)
-    name, step = "sk.cross_entropy", scope.current_step()
+    name, step = "sk.cross_entropy", scope.current()
     forward = manual(core.forward, (dims, head_dims, row_dims), (row_dims, row_dims), name)
     tangent = manual(core.tangent, (dims, head_dims, row_dims, dims, head_dims), row_dims, name)
     backward = manual(core.backward, (dims, head_dims, row_dims, row_dims, row_dims), (dims, head_dims), name)
@@ -175,7 +175,7 @@ def _check_ids(what: str, ids: Any) -> None:
 
 def _check(num: int, vocab_size: int | None, chunk: int | None, kept: tuple[str, ...]) -> None:
     parts = axis_size(kept)
-    if scope.current_step().in_manual:
+    if scope.current().in_manual:
         num *= parts
     if num % parts:
         raise ConfigError(

@@ -39,14 +39,14 @@ class Chosen(NamedTuple):
         refused: forms that were tried before, and what each said: as text, since an error keeps all that its frames hold.
     """
 
-    record: scope.Step
+    record: scope.Context
     traced: jax.stages.Traced | None
     state: StateLayout
     kept: tuple[Any, ...]
     refused: tuple[tuple[scope.Form, str], ...]
 
 
-def choose_form(step: TaskStep, record: scope.Step, num_replicas: int, probe_padding: bool) -> Chosen:
+def choose_form(step: TaskStep, record: scope.Context, num_replicas: int, probe_padding: bool) -> Chosen:
     """Returns the step in the first form that it can be traced in.
 
     Args:
@@ -80,8 +80,8 @@ def choose_form(step: TaskStep, record: scope.Step, num_replicas: int, probe_pad
 
 
 def _first_traced(
-    step: TaskStep, records: Sequence[scope.Step]
-) -> tuple[scope.Step, jax.stages.Traced, tuple[tuple[scope.Form, str], ...]]:
+    step: TaskStep, records: Sequence[scope.Context]
+) -> tuple[scope.Context, jax.stages.Traced, tuple[tuple[scope.Form, str], ...]]:
     """Returns (the first record in whose form the user's functions can be traced, its trace, what refused those before).
 
     What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is raised.
@@ -98,8 +98,8 @@ def _first_traced(
 
 
 def _with_state_of(
-    step: TaskStep, reducer: Reducer, record: scope.Step
-) -> tuple[TaskStep, scope.Step, tuple[Any, ...]]:
+    step: TaskStep, reducer: Reducer, record: scope.Context
+) -> tuple[TaskStep, scope.Context, tuple[Any, ...]]:
     """Returns (the step, its record, what is kept) with a reducer that keeps something, for which the train state gets its place."""
     gradients: list[Any] = []
     call_user(lambda: step.shapes(record, gradients=gradients), step.what)
@@ -112,8 +112,8 @@ def _with_state_of(
 
 
 def _settle(
-    step: TaskStep, record: scope.Step, traced: jax.stages.Traced, probe_padding: bool
-) -> tuple[scope.Step, jax.stages.Traced | None]:
+    step: TaskStep, record: scope.Context, traced: jax.stages.Traced, probe_padding: bool
+) -> tuple[scope.Context, jax.stages.Traced | None]:
     """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
     config, last = step.config, traced
     check_used(config, record, step.state.table, step.always_full, step.what)

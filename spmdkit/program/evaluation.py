@@ -40,7 +40,7 @@ class Evaluator:
         self,
         task: Task,
         feed: Feed,
-        record: scope.Step,
+        record: scope.Context,
         abstract_state: TrainState,
         *,
         which: str,

@@ -29,7 +29,7 @@ Line = tuple[str, str]
 Refused = Sequence[tuple[scope.Form, str]]
 
 
-def explain(step: TaskStep, record: scope.Step, refused: Refused, notes: Sequence[str]) -> str:
+def explain(step: TaskStep, record: scope.Context, refused: Refused, notes: Sequence[str]) -> str:
     """Returns the lines as text.
 
     Args:
@@ -84,7 +84,7 @@ def _placement(step: TaskStep) -> str:
     return f"{', '.join(on_host)}: brought to the devices in the step" if on_host else "all on the devices"
 
 
-def _form(step: TaskStep, record: scope.Step, refused: Refused) -> str:
+def _form(step: TaskStep, record: scope.Context, refused: Refused) -> str:
     replicas, model = record.size("replica", *record.data_axes), _model_axes(record)
     inside = "" if step.groups is None else " inside of each group"
     why = {
@@ -98,7 +98,7 @@ def _form(step: TaskStep, record: scope.Step, refused: Refused) -> str:
     return f"{record.form}: {why}{tried}"
 
 
-def _model_axes(record: scope.Step) -> str:
+def _model_axes(record: scope.Context) -> str:
     return ", ".join(a for a, size in record.sizes.items() if size > 1 and a not in ("replica", *record.data_axes))
 
 
@@ -115,7 +115,7 @@ def _precision(step: TaskStep) -> str:
     return f"compute {asked.compute}, parameters {asked.params}, gradients added in {asked.reduce}{inputs}"
 
 
-def _microbatches(record: scope.Step, batch_size: int) -> str:
+def _microbatches(record: scope.Context, batch_size: int) -> str:
     num = record.microbatches
     if num == 1:
         return f"1: the whole batch of {batch_size} at once"
@@ -124,7 +124,7 @@ def _microbatches(record: scope.Step, batch_size: int) -> str:
     )
 
 
-def _remat(step: TaskStep, record: scope.Step) -> str:
+def _remat(step: TaskStep, record: scope.Context) -> str:
     asked = step.config.remat
     if record.remat is None:
         return "none: all that the backward pass needs is kept"
@@ -133,7 +133,7 @@ def _remat(step: TaskStep, record: scope.Step) -> str:
     return f"{name}: around {where}"
 
 
-def _parts(step: TaskStep, record: scope.Step) -> Iterator[Line]:
+def _parts(step: TaskStep, record: scope.Context) -> Iterator[Line]:
     """Yields what ops of the model were told, where the step uses them."""
     if record.noticed.has_called("pipeline") and step.sizes["pipeline"] > 1:
         yield "pipeline", f"{record.pipeline.schedule} in {step.sizes['pipeline']} stages"
@@ -142,7 +142,7 @@ def _parts(step: TaskStep, record: scope.Step) -> Iterator[Line]:
         yield "attention", f"{record.attention.implementation}{around}"
 
 
-def _reducer(step: TaskStep, record: scope.Step) -> str:
+def _reducer(step: TaskStep, record: scope.Context) -> str:
     reducer, (name, options) = record.reducer, kinds.split(step.config.reducer)
     added = _added(record)
     by_partitioner = "" if step.sizes["fsdp"] == 1 or "fsdp" in record.data_axes else "; over fsdp the partitioner adds"
@@ -162,7 +162,7 @@ def _reducer(step: TaskStep, record: scope.Step) -> str:
     return f"{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
 
 
-def _added(record: scope.Step) -> dict[tuple[str, ...], int]:
+def _added(record: scope.Context) -> dict[tuple[str, ...], int]:
     """Returns replica axes -> values of the gradient that a device adds over them."""
     assert record.placements is not None
     found: Counter[tuple[str, ...]] = Counter()
@@ -174,7 +174,7 @@ def _added(record: scope.Step) -> dict[tuple[str, ...], int]:
     return dict(found)
 
 
-def _model_state(step: TaskStep, record: scope.Step) -> Iterator[Line]:
+def _model_state(step: TaskStep, record: scope.Context) -> Iterator[Line]:
     if step.stateful:
         num = record.state_groups
         yield "model state", "one for all replicas" if num is None else f"{num}, one for each group of replicas"

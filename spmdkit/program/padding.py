@@ -144,7 +144,9 @@ def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
 # ---- training, abstract ----------------------------------------------------------------------------------------------
 
 
-def check_first_dims(record: scope.Step, trace: Callable[[scope.Step, Batch], Any], batch: Batch, what: str) -> None:
+def check_first_dims(
+    record: scope.Context, trace: Callable[[scope.Context, Batch], Any], batch: Batch, what: str
+) -> None:
     """Refuses a `sk.mean` of values whose first dim is not the examples, though it is as long as they are many.
 
     Where padding was left out of the values by `sk.example_mask()`, no filling shows that time steps are then taken for padding rows. So

@@ -353,7 +353,7 @@ class Program:
             probe_padding=self.probe_padding,
         )
 
-    def _eval_record(self) -> scope.Step:
+    def _eval_record(self) -> scope.Context:
         """Returns the record of an evaluation: over all replicas, in the form that binds the names of their axes."""
         if self.groups is None:
             return self._step_record

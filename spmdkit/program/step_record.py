@@ -26,11 +26,11 @@ def step_record(
     placements: scope.Placements,
     state_groups: int | None,
     agree: Mapping[str, Any],
-) -> scope.Step:
+) -> scope.Context:
     """Returns the record of the step of a config, whose microbatches are a number; its form is still to be chosen."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
-    return scope.Step(
+    return scope.Context(
         mesh=mesh,
         sizes=sizes,
         data_axes=data_axes,

@@ -50,7 +50,7 @@ class TaskStep:
         """The user's function, as messages call it."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def function(self, record: scope.Step, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
+    def function(self, record: scope.Context, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
         """Returns `(state, batch) -> (state, metrics)`.
 
         Args:
@@ -69,11 +69,11 @@ class TaskStep:
         """Brings the leaves that live on the host to the devices, inside the step."""
         return to_device(self.state.table, self.mesh, current)
 
-    def shapes(self, record: scope.Step, batch: Batch | None = None, gradients: list[Any] | None = None) -> Any:
+    def shapes(self, record: scope.Context, batch: Batch | None = None, gradients: list[Any] | None = None) -> Any:
         """Returns what the step gives, abstract."""
         return jax.eval_shape(self.function(record, gradients), self.state.abstract, batch or self.batch)
 
-    def trace(self, record: scope.Step) -> jax.stages.Traced:
+    def trace(self, record: scope.Context) -> jax.stages.Traced:
         """Returns the step traced on its shardings; what only the whole trace can tell is checked.
 
         Raises:

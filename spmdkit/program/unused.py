@@ -12,7 +12,7 @@ from spmdkit.step import scope
 
 
 def check_used(
-    config: Config, record: scope.Step, layout: Sequence[LeafPlacement], always_full: bool, what: str
+    config: Config, record: scope.Context, layout: Sequence[LeafPlacement], always_full: bool, what: str
 ) -> None:
     """Refuses a part of the config that the traced step has no use for.
 

@@ -38,7 +38,7 @@ Local = Callable[..., Any]
 
 
 def map_replicas(
-    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask) -> (Sums, state)`.
 
@@ -61,7 +61,7 @@ def map_replicas(
 
 
 def _plain(
-    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, _: agree.Kinds, call: Call | None
+    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, _: agree.Kinds, call: Call | None
 ) -> Any:
     if step.state_groups is not None:
         state = jax.tree.map(lambda x: x[0], state)
@@ -72,7 +72,7 @@ def _plain(
 
 
 def _inside_replica(
-    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one reduction."""
     index = lax.axis_index(REPLICA_AXES)
@@ -90,7 +90,7 @@ def _inside_replica(
 
 
 def _manual(
-    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     own_state = step.state_groups is not None
     rows = PartitionSpec(_non_trivial(step, REPLICA_AXES))
@@ -119,7 +119,7 @@ def _manual(
 
 
 def _mapped(
-    step: scope.Step, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     num_replica, num_data = step.size("replica"), step.size(*step.data_axes)
     own_state = step.state_groups is not None
@@ -154,7 +154,7 @@ def _mapped(
     return sums, agree.agreed(kinds, state, new_state, added, largest, num_replica * num_data), kept
 
 
-def _reduce_stacked(step: scope.Step, sums: Sums, added: Any, call: Call | None) -> Any:
+def _reduce_stacked(step: scope.Context, sums: Sums, added: Any, call: Call | None) -> Any:
     """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual `shard_map`."""
     axes = tuple(a for a in ("replica", *step.data_axes) if step.size(a) > 1)
     if not axes:
@@ -186,7 +186,7 @@ def _reduce_stacked(step: scope.Step, sums: Sums, added: Any, call: Call | None)
     return sums, added, kept
 
 
-def _kept_specs(step: scope.Step, gradient: Any, kept: Any) -> Any:
+def _kept_specs(step: scope.Context, gradient: Any, kept: Any) -> Any:
     """Returns the specs of a reducer's state: the replicas of each leaf first, then as its gradient is cut."""
     specs = jax.tree.leaves(gradient)
     structure: Any = jax.tree.structure(gradient)
@@ -197,18 +197,18 @@ def _kept_specs(step: scope.Step, gradient: Any, kept: Any) -> Any:
     return jax.tree.unflatten(structure, of_leaf)
 
 
-def kept_spec(step: scope.Step, gradient: PartitionSpec) -> PartitionSpec:
+def kept_spec(step: scope.Context, gradient: PartitionSpec) -> PartitionSpec:
     """Returns the spec of the state that a reducer has for a leaf whose gradient is cut as `gradient`."""
     return PartitionSpec(replica_axes_of(step, gradient) or None, *gradient)
 
 
-def replica_axes_of(step: scope.Step, gradient: PartitionSpec) -> tuple[str, ...]:
+def replica_axes_of(step: scope.Context, gradient: PartitionSpec) -> tuple[str, ...]:
     """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its gradient."""
     cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
     return tuple(a for a in ("replica", *step.data_axes) if step.size(a) > 1 and a not in cut)
 
 
-def _specs(step: scope.Step, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
+def _specs(step: scope.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
     """Returns the spec of each leaf of (sums, added): gradients in their placement, everything else whole."""
     whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
     if sums.gradient is None:
@@ -231,22 +231,22 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
 # ---- placing and typing -----------------------------------------------------------------------------------------------
 
 
-def constrain(step: scope.Step, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
+def constrain(step: scope.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
     if step.form == "manual" or step.mesh is None or not any(step.size(*axes) > 1 for axes in dims):
         return x
     spec = PartitionSpec(*(_axes_or_none(step, axes) for axes in dims))
     return lax.with_sharding_constraint(x, NamedSharding(step.mesh, spec))
 
 
-def as_local(step: scope.Step, tree: Any) -> Any:
+def as_local(step: scope.Context, tree: Any) -> Any:
     """Types a tree as one replica's own in a per-replica step; elsewhere there is nothing to type."""
     return compat.as_varying(tree, REPLICA_AXES) if step.inside else tree
 
 
-def _axes_or_none(step: scope.Step, axes: tuple[str, ...]) -> Any:
+def _axes_or_none(step: scope.Context, axes: tuple[str, ...]) -> Any:
     axes = tuple(a for a in axes if step.size(a) > 1)
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def _non_trivial(step: scope.Step, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _non_trivial(step: scope.Context, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in axes if step.size(a) > 1) or axes

@@ -64,7 +64,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over everything."""
 
     def run(params: Any, *args: Any) -> Any:
-        step = scope.current_step()
+        step = scope.current()
         step.noticed.called("value_and_grad")
         if len(args) not in (2, 3):
             raise ConfigError(
@@ -96,7 +96,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     """
 
     def run(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
-        step = scope.current_step()
+        step = scope.current()
         replicas = step.size("replica", *step.data_axes)
 
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
@@ -121,7 +121,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 
 
 def _local_gradient(
-    loss_fn: Loss, stateful: bool, step: scope.Step, key: Any, counts: dict[str, Metric]
+    loss_fn: Loss, stateful: bool, step: scope.Context, key: Any, counts: dict[str, Metric]
 ) -> Callable[..., Any]:
     """Returns the function that one replica computes: sums over its own microbatches, no communication of ours.
 
@@ -194,18 +194,18 @@ def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
     return noted_count
 
 
-def _gradient_shapes(step: scope.Step, params: Any) -> Any:
+def _gradient_shapes(step: scope.Context, params: Any) -> Any:
     """Returns the gradient that is reduced as `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), step.reduce_dtype or jnp.result_type(p)), params)
 
 
-def _as_reduced(step: scope.Step, grads: Any, params: Any) -> Any:
+def _as_reduced(step: scope.Context, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
     grads = jax.tree.map(lambda g, p: g.astype(step.reduce_dtype or p.dtype), grads, params)
     return _constrain_gradient(step, grads)
 
 
-def _kinds(loss_fn: Loss, step: scope.Step, params: Any, state: Any, batch: Any, key: Any) -> agree.Kinds:
+def _kinds(loss_fn: Loss, step: scope.Context, params: Any, state: Any, batch: Any, key: Any) -> agree.Kinds:
     """Returns how replicas agree on each leaf of the model state that the loss returns."""
     replicas = step.size("replica", *step.data_axes)
     if replicas == 1 or step.state_groups == replicas:  # nobody to agree with
@@ -245,7 +245,7 @@ def _same_kind(state: Any, new_state: Any) -> Any:
     return new_state
 
 
-def _known_count(step: scope.Step, total: Any, of_one: Any) -> Any:
+def _known_count(step: scope.Context, total: Any, of_one: Any) -> Any:
     """Returns `total`, where it is a mean with its count as a constant where that of one microbatch is one.
 
     A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10 ms, mostly
@@ -270,25 +270,25 @@ def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
     return None if key is None else keys.loss_key(key, replica, micro)
 
 
-def _order(step: scope.Step, rows: int) -> RowOrder:
+def _order(step: scope.Context, rows: int) -> RowOrder:
     """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
     _, groups = step.group
     return RowOrder(groups * step.size("replica", *step.data_axes, *step.inner_axes), step.microbatches, rows)
 
 
-def _first_shard(step: scope.Step, replica: Any) -> Any:
+def _first_shard(step: scope.Context, replica: Any) -> Any:
     """Returns the first shard of a replica, counted over the shards of all groups."""
     group, _ = step.group
     return (group * step.size("replica", *step.data_axes) + replica) * step.size(*step.inner_axes)
 
 
-def _positions(step: scope.Step, replica: Any, micro: Any, num: int) -> jax.Array:
+def _positions(step: scope.Context, replica: Any, micro: Any, num: int) -> jax.Array:
     """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
     inner = step.size(*step.inner_axes)
     return _order(step, num // inner).of_microbatch(_first_shard(step, replica), inner, micro)
 
 
-def whole_rows(step: scope.Step, examples: Any, mask: Any, key: Any, replica: Any = None) -> scope.Examples:
+def whole_rows(step: scope.Context, examples: Any, mask: Any, key: Any, replica: Any = None) -> scope.Examples:
     """Returns the rows that a whole `train_step` sees: all of the global batch (of its group), or those of one replica.
 
     So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use `sk.value_and_grad`.
@@ -299,12 +299,12 @@ def whole_rows(step: scope.Step, examples: Any, mask: Any, key: Any, replica: An
     return scope.Examples(num, mask, order.of_shards(_first_shard(step, 0 if replica is None else replica), own), key)
 
 
-def _cut_microbatches(step: scope.Step, x: jax.Array) -> jax.Array:
+def _cut_microbatches(step: scope.Context, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
     return constrain(step, split(x, 0, step.size(*step.inner_axes), step.microbatches), (), step.inner_axes)
 
 
-def _constrain_gradient(step: scope.Step, grads: Any) -> Any:
+def _constrain_gradient(step: scope.Context, grads: Any) -> Any:
     """Keeps a replica's gradient cut as its parameters are; the partitioner would else hold it whole while it adds."""
     mesh = step.mesh
     if step.form == "manual" or mesh is None or step.placements is None:
@@ -322,7 +322,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def _cast_inputs(step: scope.Step, rows: Any) -> Any:
+def _cast_inputs(step: scope.Context, rows: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, x: _cast(x, step.compute_dtype) if is_cast(step.inputs, path_name(path)) else x, rows
     )

@@ -31,7 +31,7 @@ from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, checked
 
 
 def group_step(
-    train_step: StepFn, step: scope.Step, groups: Groups, to_device: Callable[[Any], Any]
+    train_step: StepFn, step: scope.Context, groups: Groups, to_device: Callable[[Any], Any]
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Metric]]]:
     """Returns the function to compile.
 
@@ -73,7 +73,7 @@ def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
     return state.replace(**{name: own if name in GROUPED else shared for name in FIELDS})
 
 
-def _by_device(one: Any, step: scope.Step, groups: Groups, state: TrainState, batch: Batch) -> Any:
+def _by_device(one: Any, step: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
     own, whole = PartitionSpec(groups.axes), PartitionSpec()
 
     def body(state: TrainState, examples: Any, mask: Any) -> Any:
@@ -89,7 +89,7 @@ def _by_device(one: Any, step: scope.Step, groups: Groups, state: TrainState, ba
     return run(state, batch.examples, batch.mask)
 
 
-def _by_vmap(one: Any, step: scope.Step, groups: Groups, state: TrainState, batch: Batch) -> Any:
+def _by_vmap(one: Any, step: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
     assert step.mesh is not None
     inner = tuple(a for a in ("replica", *step.data_axes, *step.inner_axes) if step.size(a) > 1)
     rows = NamedSharding(step.mesh, PartitionSpec(groups.axes, inner or None))

@@ -138,7 +138,7 @@ def kept_of(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array 
     """
     kept = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
     examples = scope.current_examples()
-    noticed = scope.current_step().noticed
+    noticed = scope.current().noticed
     noticed.called("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
@@ -180,7 +180,7 @@ def example_mask() -> jax.Array:
         RuntimeError: called outside of a loss that spmdkit runs.
     """
     examples = _required("sk.example_mask()")
-    scope.current_step().noticed.called("example_mask")
+    scope.current().noticed.called("example_mask")
     return jnp.ones(examples.num, bool) if examples.mask is None else examples.mask
 
 
@@ -204,7 +204,7 @@ def example_keys(salt: int = 0) -> jax.Array:
         raise RuntimeError(
             "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
         )
-    scope.current_step().noticed.called("example_keys")
+    scope.current().noticed.called("example_keys")
     return keys.example_keys(examples.key, salt, examples.positions)
 
 

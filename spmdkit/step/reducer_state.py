@@ -22,7 +22,7 @@ from spmdkit.step.forms import kept_spec, replica_axes_of
 from spmdkit.tree import named_leaves
 
 
-def check_effect(name: str, reducer: Reducer, record: scope.Step, sizes: Mapping[str, int], what: str) -> None:
+def check_effect(name: str, reducer: Reducer, record: scope.Context, sizes: Mapping[str, int], what: str) -> None:
     """Refuses a reducer that would do nothing on this mesh or in this step.
 
     Args:
@@ -57,7 +57,7 @@ def _with_replicas(sizes: Mapping[str, int]) -> str:
 
 
 def shapes(
-    reducer: Reducer, gradients: Sequence[Any], record: scope.Step
+    reducer: Reducer, gradients: Sequence[Any], record: scope.Context
 ) -> tuple[tuple[Any, ...], list[LeafPlacement]]:
     """Returns (`TrainState.reducer` as `jax.ShapeDtypeStruct`, the placement of its leaves).
 

@@ -36,7 +36,7 @@ class Call:
 
 
 def reduced(
-    step: scope.Step, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
+    step: scope.Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
 ) -> tuple[Sums, Any, Any]:
     """Returns (sums over all replicas, `added` of all, the reducer's new state) of what one replica computed.
 
@@ -72,7 +72,7 @@ def _as_taken(reducer: Reducer, own: Sums, loss: Mean, call: Call) -> tuple[Any,
 
 
 def _by_reducer(
-    step: scope.Step, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
+    step: scope.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
 ) -> tuple[Any, Any]:
     """Returns (gradients over all replicas, the reducer's new state)."""
     leaves, structure = jax.tree.flatten(gradients)
@@ -92,7 +92,7 @@ def _by_reducer(
 
 
 def _apply(
-    step: scope.Step, reducer: Reducer, leaves: Leaves, states: list[LeafState], axes: tuple[str, ...], call: Call
+    step: scope.Context, reducer: Reducer, leaves: Leaves, states: list[LeafState], axes: tuple[str, ...], call: Call
 ) -> tuple[Leaves, list[LeafState]]:
     num = step.size(*axes)
     if num == 1:

@@ -43,12 +43,12 @@ def pmean(tree: Any) -> Any:
         ConfigError: a leaf is already the same on all replicas, so it was reduced twice.
     """
     summed = _reduce("sk.pmean", lax.psum, tree)
-    num = scope.current_step().size(*REPLICA_AXES)
+    num = scope.current().size(*REPLICA_AXES)
     return jax.tree.map(lambda x: x if is_metric(x) else x / num, summed, is_leaf=is_metric)
 
 
 def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
-    step = scope.current_step()
+    step = scope.current()
     if not step.inside:
         raise ConfigError(
             f"{name} was called outside of a per-replica step. In the global view arrays are global and nothing is left to reduce. "

@@ -99,7 +99,7 @@ class AttentionSettings:
 
 
 @dataclass(frozen=True)
-class Step:
+class Context:
     """How the step that is being traced is cut and compiled.
 
     Attributes:
@@ -182,13 +182,13 @@ class Examples:
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
 
-_step: ContextVar[Step | None] = ContextVar("spmdkit_step", default=None)
+_step: ContextVar[Context | None] = ContextVar("spmdkit_step", default=None)
 _examples: ContextVar[Examples | None] = ContextVar("spmdkit_examples", default=None)
 
 
-def current_step() -> Step:
+def current() -> Context:
     """Returns the record of the step that is being traced, or the default of one device."""
-    return _step.get() or Step()
+    return _step.get() or Context()
 
 
 def current_examples() -> Examples | None:
@@ -196,13 +196,13 @@ def current_examples() -> Examples | None:
     return _examples.get()
 
 
-def differing_axes(step: Step, x: jax.typing.ArrayLike) -> tuple[str, ...]:
+def differing_axes(step: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
     """Returns the mesh axes over which `x` may differ inside `shard_map`; over an axis of size one nothing differs."""
     return tuple(sorted(axis for axis in compat.varying_axes(x) if step.size(axis) > 1))
 
 
 @contextlib.contextmanager
-def tracing(step: Step) -> Iterator[Step]:
+def tracing(step: Context) -> Iterator[Context]:
     """Puts `step` in place while the body is traced."""
     before = _step.set(step)
     try:
@@ -223,7 +223,7 @@ def over(examples: Examples) -> Iterator[None]:
         _examples.reset(before)
 
 
-def _token(record: Step | Examples | None) -> int | None:
+def _token(record: Context | Examples | None) -> int | None:
     return None if record is None else record.token
 
 
@@ -240,7 +240,7 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     Raises:
         ValueError: not one name per dim, or a name that no table knows.
     """
-    step = current_step()
+    step = current()
     if step.form == "manual" or step.mesh is None or step.in_manual:
         return x
     if len(dims) != x.ndim:

@@ -83,7 +83,7 @@ class TrainState:
             ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica dialect), or the
                 optimizer needs more than it is given.
         """
-        step = scope.current_step()
+        step = scope.current()
         params = mirrored(step, self.params)
         _check_gradient(step, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
@@ -173,7 +173,7 @@ def check_not_donated(state: Any, what: str) -> None:
         )
 
 
-def constrain_update(step: scope.Step, tree: Any) -> Any:
+def constrain_update(step: scope.Context, tree: Any) -> Any:
     """Returns a tree like the parameters, cut as the optimizer's update is."""
     if (step.form != "mapped" and step.form != "plain") or step.mesh is None or step.placements is None:
         return tree
@@ -185,7 +185,7 @@ def constrain_update(step: scope.Step, tree: Any) -> Any:
     )
 
 
-def mirrored(step: scope.Step, tree: Any) -> Any:
+def mirrored(step: scope.Context, tree: Any) -> Any:
     """Returns `tree` with each leaf that a per-replica step was handed as its own copy replaced by the mirrored original.
 
     Inside a per-replica step the parameters are typed varying, so that `jax.grad` gives the replica's own gradient; the
@@ -194,7 +194,7 @@ def mirrored(step: scope.Step, tree: Any) -> Any:
     return jax.tree.map(lambda x: step.mirrored[id(x)][1] if id(x) in step.mirrored else x, tree)
 
 
-def _check_gradient(step: scope.Step, grads: Any, params: Any) -> None:
+def _check_gradient(step: scope.Context, grads: Any, params: Any) -> None:
     if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
         found, asked = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
         missing, extra = [p for p in asked if p not in found], [p for p in found if p not in asked]

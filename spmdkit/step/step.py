@@ -84,7 +84,7 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
     def hooked(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         out = _checked(state, train_step(state, batch))
-        old = mirrored(scope.current_step(), state)
+        old = mirrored(scope.current(), state)
         for call in calls:
             out = _checked(state, call(old, *out))
         return out
@@ -93,7 +93,7 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
 
 def global_step(
-    train_step: StepFn, step: scope.Step, to_device: Callable[[Any], Any], gradients: list[Any] | None = None
+    train_step: StepFn, step: scope.Context, to_device: Callable[[Any], Any], gradients: list[Any] | None = None
 ) -> StepFn:
     """Returns the function to compile for a step that sees global arrays.
 
@@ -117,7 +117,7 @@ def global_step(
 
 def replica_step(
     train_step: StepFn,
-    step: scope.Step,
+    step: scope.Context,
     to_device: Callable[[Any], Any],
     gradients: list[Any] | None = None,
     typed: bool = True,

@@ -313,7 +313,7 @@ def clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
     """Returns a clipping in which each device scales its shard of the gradient by the norm of that shard."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        step = scope.current_step()
+        step = scope.current()
         assert step.placements is not None
         specs = step.placements.update
 

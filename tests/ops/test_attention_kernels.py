@@ -163,7 +163,9 @@ def test_auto_takes_what_fits_the_device_and_the_operands(name, one, change, mon
     devices_are(monkeypatch, one)
     shape = (2, change.get("tokens", 256), 4, change.get("width", 64))
     q = jax.ShapeDtypeStruct(shape, change.get("dtype", jnp.bfloat16))
-    found = op._implementation(scope.Step(), None, q, q, change.get("segments", False), change.get("positions", False))
+    found = op._implementation(
+        scope.Context(), None, q, q, change.get("segments", False), change.get("positions", False)
+    )
     expected = {"cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH, "xla": XLA}
     assert found is expected[name]
 

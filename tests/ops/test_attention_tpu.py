@@ -24,7 +24,7 @@ devices = open_target(parse_target("tpu:v5p:2x2x2")).devices
 sizes = mesh.resolve({"context": 4, "tensor": 2}, 8)
 found = {}
 for form in ("ring", "all_to_all"):
-    record = scope.Step(
+    record = scope.Context(
         mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert"), noticed=Noticed({"context_order"}),
         logical_axes=layout.logical_axes({}), attention=scope.AttentionSettings(context=form),
     )

@@ -25,7 +25,7 @@ MESHES = [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"c
 
 def attend(segments):
     def op(q, k, v, ids=None):
-        scope.current_step().noticed.called("context_order")
+        scope.current().noticed.called("context_order")
         return sk.attention(q, k, v, segment_ids_BT=ids)
 
     ids = [((B, T), ("batch", "sequence"), "int32")] if segments else []

@@ -147,7 +147,7 @@ def _by_hand(x_BTD, up_DF, down_FD):
 
 
 def _gradient_by_hand(kept, dout):
-    assert scope.current_step().in_manual and axes("mlp") == ("tensor",)
+    assert scope.current().in_manual and axes("mlp") == ("tensor",)
     return jax.vjp(column_row, *kept)[1](dout)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit.step.scope import current_step
+from spmdkit.step.scope import current
 
 BOUND = {"replicate_above_bytes": 2**16}
 TABLE = np.linspace(0, 1, 256 * 256, dtype=np.float32).reshape(256, 256)
@@ -67,7 +67,7 @@ def silent_replication_of_an_activation():
 
 def full_rematerialization():
     def cut(*dims):
-        return NamedSharding(current_step().mesh, PartitionSpec(*dims))
+        return NamedSharding(current().mesh, PartitionSpec(*dims))
 
     def loss(params, batch, key):
         h = jnp.tanh(batch["x"] @ params["up"]).reshape(-1, 4, 128)

@@ -20,7 +20,7 @@ def step(attention=None, devices=None, **asked):
     """Returns the record of a step on a mesh, as the program puts it in place."""
     num = math.prod(asked.values())
     sizes = mesh.resolve(asked, num)
-    return scope.Step(
+    return scope.Context(
         mesh=mesh.make_mesh(sizes, (devices or jax.devices())[:num]),
         sizes=sizes,
         inner_axes=("fsdp", "expert"),

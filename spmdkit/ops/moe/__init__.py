@@ -216,7 +216,7 @@ def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
     """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model called that."""
     positions_T = np.arange(num_tokens, dtype=np.int32)
     num = axis_size("sequence")
-    is_reordered = scope.current_step().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
+    is_reordered = scope.current().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
     if num > 1 and is_reordered and context.order() == "zigzag":
         parts = np.split(positions_T, 2 * num)
         positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])
@@ -284,7 +284,7 @@ def _check(
 def _check_experts(experts: Any, dims: Any, num_experts: int) -> None:
     """Refuses weights that are not those of all experts of the router, and experts that the axis does not divide."""
     num_devices = axis_size("expert")
-    in_manual = scope.current_step().in_manual
+    in_manual = scope.current().in_manual
     if num_experts % num_devices:
         fits = [n for n in range(1, num_devices) if num_experts % n == 0 and num_devices % n == 0]
         raise ConfigError(

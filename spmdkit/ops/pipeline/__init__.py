@@ -83,7 +83,7 @@ def pipeline(
 
     @jax.named_scope(scope.PIPELINE)
     def run(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
-        step = scope.current_step()
+        step = scope.current()
         step.noticed.called("pipeline")
         step.noticed.axis(AXIS)
         if step.in_manual:
@@ -110,7 +110,7 @@ def pipeline(
     return run
 
 
-def _one_stage(model: Model, step: scope.Step, embed_params: Any, stack: Any, head_params: Any, own: Rows) -> Any:
+def _one_stage(model: Model, step: scope.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows) -> Any:
     """Returns (loss, metrics) of the model as it is written: one layer after the other. `stack` is [L, ...]."""
     rows, embed = own.data, model.embed
     model, _ = checked(model, step, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
@@ -121,7 +121,7 @@ def _one_stage(model: Model, step: scope.Step, embed_params: Any, stack: Any, he
 
 def _set_up(
     model: Model,
-    step: scope.Step,
+    step: scope.Context,
     head_per_token: bool,
     embed_params: Any,
     weights: Any,

@@ -41,7 +41,7 @@ def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: in
 
 
 def checked(
-    model: Model, step: scope.Step, embed_params: Any, weights: Any, head_params: Any, rows: Rows
+    model: Model, step: scope.Context, embed_params: Any, weights: Any, head_params: Any, rows: Rows
 ) -> tuple[Model, Any]:
     """Returns the model with rematerialised layers, and the shapes of the activation.
 

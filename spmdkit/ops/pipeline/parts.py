@@ -55,7 +55,7 @@ class Rows:
 
 
 @contextlib.contextmanager
-def working_on(step: scope.Step, rows: Rows) -> Iterator[None]:
+def working_on(step: scope.Context, rows: Rows) -> Iterator[None]:
     """While the body traces one of the user's functions, the scope tells of these rows."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope.tracing(step))
@@ -82,7 +82,7 @@ class Pipeline:
     """One pipeline on one mesh. `step` is that of a stage: the pipeline axis belongs to the enclosing vmap."""
 
     model: Model
-    step: scope.Step
+    step: scope.Context
     schedule: Schedule
     x_shapes: Any
     """Shapes of one microbatch's activation, [b, ...]."""
