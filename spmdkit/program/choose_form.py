@@ -117,7 +117,7 @@ def _settle(
     """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
     config, last = step.config, traced
     check_used(config, record, step.state.table, step.always_full, step.what)
-    check_pools(traced.jaxpr.jaxpr, step.sizes, step.what)
+    check_pools(traced.jaxpr, step.sizes, step.what)
     if probe_padding and not step.always_full:
         padding.check_first_dims(record, step.shapes, step.batch, step.what)
     whole = record.remat is not None and not record.noticed.has_called("remat")
