@@ -29,6 +29,8 @@ _FIELDS = {
     "opt_state": "optimizer state",
     "model_state": "model state",
     "ema": "parameter average",
+    "reducer": "reducer's state",
+    "sync": "sync's state",
 }
 
 
