@@ -94,7 +94,7 @@ def attention(
         _implementation(step, implementation, q_BTNH, k_BSKH, segment_ids_BT is not None, positions_BT is not None),
         causal,
         1 / math.sqrt(q_BTNH.shape[3]) if scale is None else float(scale),
-        step.attention.context == "all_to_all" and axis_size("sequence") > 1,
+        step.chosen.attention.context == "all_to_all" and axis_size("sequence") > 1,
     )
     positions = positions_BT[None] if positions_BT is not None and positions_BT.ndim == 1 else positions_BT
     k_BSKH, v_BSKH = (_repeated(step, x) for x in (k_BSKH, v_BSKH))
@@ -227,7 +227,7 @@ def _alike(step: scope.Context, operands: Any) -> Any:
 def _repeated(step: scope.Context, x_BSKH: jax.Array) -> jax.Array:
     """Returns key heads repeated as often as it takes to cut them like the query heads."""
     tensor = 1 if step.in_manual else axis_size("heads")
-    cut = tensor * (axis_size("sequence") if step.attention.context == "all_to_all" else 1)
+    cut = tensor * (axis_size("sequence") if step.chosen.attention.context == "all_to_all" else 1)
     num = x_BSKH.shape[2]
     return x_BSKH if num % cut == 0 else jnp.repeat(x_BSKH, math.lcm(num, cut) // num, axis=2)
 
@@ -242,7 +242,9 @@ def _implementation(
 
     Outside of a program no devices are known: `auto` is xla there, and a name is taken at its word.
     """
-    name, key = (asked, "implementation") if asked else (step.attention.implementation, "attention.implementation")
+    name, key = (
+        (asked, "implementation") if asked else (step.chosen.attention.implementation, "attention.implementation")
+    )
     known = ("auto", *IMPLEMENTATIONS)
     if name not in known:
         raise ConfigError(f"sk.attention: {key} is {name!r}.{nearest(name, known)} Known are {', '.join(known)}.")
@@ -269,7 +271,7 @@ def _device(step: scope.Context) -> Any:
 def _block_lengths(step: scope.Context, *lengths: int) -> tuple[int, ...]:
     """Returns the numbers of queries and keys that one call of an implementation sees."""
     num = axis_size("sequence")
-    if step.attention.context == "all_to_all":
+    if step.chosen.attention.context == "all_to_all":
         return tuple(length * (num if step.in_manual else 1) for length in lengths)
     own = [length // (1 if step.in_manual or not cuts(step) else num) for length in lengths]
     return tuple(own) if order() == "contiguous" else tuple(length // 2 for length in own)
@@ -330,7 +332,7 @@ def _check_mesh(step: scope.Context, q: jax.Array, causal: bool, positions: Any)
             f"sk.attention: q has {q.shape[1]} tokens; mesh.context {num} in {order()} order cuts them into {unit} chunks. The number of "
             f"tokens is a multiple of {unit}. Try {-(-q.shape[1] // unit) * unit}."
         )
-    cut = tensor * (num if step.attention.context == "all_to_all" else 1)
+    cut = tensor * (num if step.chosen.attention.context == "all_to_all" else 1)
     if q.shape[2] % cut:
         ring = ", or attention: {context: ring}" if cut > tensor and q.shape[2] % tensor == 0 else ""
         by = f"mesh.tensor {tensor} x mesh.context {num}" if cut > tensor else f"mesh.tensor {tensor}"

@@ -41,11 +41,11 @@ def axes(*names: str) -> tuple[str, ...]:
     taken = (*step.data_axes, *step.mapped_axes)
     found: list[str] = []
     for name in names:
-        if name not in step.logical_axes:
+        if name not in step.chosen.logical_axes:
             raise ValueError(
-                f"unknown name '{name}'.{nearest(name, step.logical_axes)} Known: {', '.join(sorted(step.logical_axes))}."
+                f"unknown name '{name}'.{nearest(name, step.chosen.logical_axes)} Known: {', '.join(sorted(step.chosen.logical_axes))}."
             )
-        own = step.inner_axes if name == "batch" else step.logical_axes[name]
+        own = step.inner_axes if name == "batch" else step.chosen.logical_axes[name]
         step.noticed.axis(*own)
         found += [a for a in own if step.size(a) > 1 and a in MODEL_AXES and a not in taken]
     return tuple(dict.fromkeys(found))

@@ -38,7 +38,7 @@ Order = Literal["zigzag", "contiguous"]
 
 def order() -> Order:
     """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours together."""
-    choice = scope.current().attention
+    choice = scope.current().chosen.attention
     return (
         "zigzag"
         if choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1

@@ -200,7 +200,7 @@ def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
     """Returns the body at `shards`, which keeps what a trace `before` has kept."""
-    remat = part.step.remat
+    remat = part.step.chosen.remat
     found = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
     if before is not None and found.made_by != before.made_by:
         raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {found.made_by}")

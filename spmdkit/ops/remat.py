@@ -120,8 +120,8 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any) -> Any:
         step = scope.current()
         step.noticed.called("remat")
-        if step.remat is None:
+        if step.chosen.remat is None:
             return fn(*args)
-        return jax.checkpoint(fn, policy=step.remat.of_block)(*args)
+        return jax.checkpoint(fn, policy=step.chosen.remat.of_block)(*args)
 
     return wrapped

@@ -86,4 +86,6 @@ def _gradient_bytes(program: Program) -> int:
     params = jax.tree.leaves(program.abstract_state.params)
     specs = jax.tree.leaves(record.placements.gradient, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
     shardings = [jax.sharding.NamedSharding(program.mesh, spec) for spec in specs]
-    return sum(shard_bytes(x.shape, record.reduce_dtype or x.dtype, s) for x, s in zip(params, shardings, strict=True))
+    return sum(
+        shard_bytes(x.shape, record.chosen.reduce_dtype or x.dtype, s) for x, s in zip(params, shardings, strict=True)
+    )

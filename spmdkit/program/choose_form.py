@@ -24,7 +24,6 @@ from spmdkit.program.xla_defects import check_pools
 from spmdkit.reducers.base import Reducer, stateless
 from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.step import reducer_state, scope
-from spmdkit.step.noticed import Noticed
 from spmdkit.user_code import call_user
 
 
@@ -57,7 +56,7 @@ def choose_form(step: TaskStep, record: scope.Context, num_replicas: int, probe_
     Raises:
         ConfigError, UserCodeError: no form takes the user's functions, or they do not use what the config asks for.
     """
-    reducer = record.reducer
+    reducer = record.chosen.reducer
     forms = forms_of(step.task.view, step.sizes, num_replicas)
     if step.groups is not None:
         record = dataclasses.replace(record, sizes=step.groups.inner(step.sizes))
@@ -66,10 +65,8 @@ def choose_form(step: TaskStep, record: scope.Context, num_replicas: int, probe_
     if keeps and step.groups is not None:
         grouping.check_reducer(step.groups, step.config)
     if keeps:  # the form and the calls are found without it
-        record = dataclasses.replace(record, reducer=plain_sum())
-    record, traced, refused = _first_traced(
-        step, [dataclasses.replace(record, form=form, noticed=Noticed()) for form in forms]
-    )
+        record = record.choosing(reducer=plain_sum())
+    record, traced, refused = _first_traced(step, [record.anew(form=form) for form in forms])
     reducer_state.check_effect(kinds.split(step.config.reducer)[0], reducer, record, step.sizes, step.what)
     kept: tuple[Any, ...] = ()
     if keeps:
@@ -103,7 +100,7 @@ def _with_state_of(
     """Returns (the step, its record, what is kept) with a reducer that keeps something, for which the train state gets its place."""
     gradients: list[Any] = []
     call_user(lambda: step.shapes(record, gradients=gradients), step.what)
-    record = dataclasses.replace(record, reducer=reducer, noticed=Noticed())
+    record = record.choosing(reducer=reducer).anew()
     kept, table = reducer_state.shapes(reducer, gradients, record)
     placed = step.state
     abstract = placed.abstract.replace(reducer=kept)
@@ -120,9 +117,9 @@ def _settle(
     check_pools(traced.jaxpr, step.sizes, step.what)
     if probe_padding and not step.always_full:
         padding.check_first_dims(record, step.shapes, step.batch, step.what)
-    whole = record.remat is not None and not record.noticed.has_called("remat")
+    whole = record.chosen.remat is not None and not record.noticed.has_called("remat")
     if whole:
-        record = dataclasses.replace(record, remat_whole=True)
+        record = record.choosing(remat_whole=True)
     if not isinstance(config.remat, str):
         if whole:
             last, whole = step.trace(record), False  # names are met only where something is computed again

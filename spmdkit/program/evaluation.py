@@ -19,7 +19,6 @@ from spmdkit.step import agree, keys, scope
 from spmdkit.step.gradient import evaluate
 from spmdkit.step.means import Mean
 from spmdkit.step.metric import Metric, merged, nothing
-from spmdkit.step.noticed import Noticed
 from spmdkit.step.returned import checked_loss
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
@@ -53,9 +52,7 @@ class Evaluator:
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
         groups = record.state_groups
-        record = dataclasses.replace(
-            record, microbatches=1, remat=None, remat_whole=False, state_groups=None, noticed=Noticed()
-        )
+        record = record.choosing(remat=None, remat_whole=False).anew(microbatches=1, state_groups=None)
         assert record.mesh is not None
         self._whole = NamedSharding(record.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
@@ -69,7 +66,7 @@ class Evaluator:
             params = current.ema if which == "ema" else current.params
             model_state = current.model_state
             if groups is not None:
-                model_state = agree.of_groups(record.agree, model_state)
+                model_state = agree.of_groups(record.chosen.agree, model_state)
             with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
                 key = keys.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)

@@ -126,24 +126,26 @@ def _microbatches(record: scope.Context, batch_size: int) -> str:
 
 def _remat(step: TaskStep, record: scope.Context) -> str:
     asked = step.config.remat
-    if record.remat is None:
+    if record.chosen.remat is None:
         return "none: all that the backward pass needs is kept"
     name = asked if isinstance(asked, str) else f"save {asked.save}, offload {asked.offload}"
-    where = "the whole loss, since the step calls no sk.remat" if record.remat_whole else "each part under sk.remat"
+    where = (
+        "the whole loss, since the step calls no sk.remat" if record.chosen.remat_whole else "each part under sk.remat"
+    )
     return f"{name}: around {where}"
 
 
 def _parts(step: TaskStep, record: scope.Context) -> Iterator[Line]:
     """Yields what ops of the model were told, where the step uses them."""
     if record.noticed.has_called("pipeline") and step.sizes["pipeline"] > 1:
-        yield "pipeline", f"{record.pipeline.schedule} in {step.sizes['pipeline']} stages"
+        yield "pipeline", f"{record.chosen.pipeline.schedule} in {step.sizes['pipeline']} stages"
     if record.noticed.has_called("attention"):
-        around = f", {record.attention.context} over context" if step.sizes["context"] > 1 else ""
-        yield "attention", f"{record.attention.implementation}{around}"
+        around = f", {record.chosen.attention.context} over context" if step.sizes["context"] > 1 else ""
+        yield "attention", f"{record.chosen.attention.implementation}{around}"
 
 
 def _reducer(step: TaskStep, record: scope.Context) -> str:
-    reducer, (name, options) = record.reducer, kinds.split(step.config.reducer)
+    reducer, (name, options) = record.chosen.reducer, kinds.split(step.config.reducer)
     added = _added(record)
     by_partitioner = "" if step.sizes["fsdp"] == 1 or "fsdp" in record.data_axes else "; over fsdp the partitioner adds"
     if not added:

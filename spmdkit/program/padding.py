@@ -16,7 +16,6 @@ Cost: two forward passes, and in training one more compilation, of what is left 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
 from spmdkit.step import scope
-from spmdkit.step.noticed import Noticed
 from spmdkit.step.step import Batch
 from spmdkit.tree import named_leaves
 
@@ -158,7 +156,7 @@ def check_first_dims(
     """
     if not (record.noticed.has_called("example_mask") and record.noticed.has_called("mean")):
         return
-    other = dataclasses.replace(record, noticed=Noticed())
+    other = record.anew()
     twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)
     try:
         trace(other, jax.tree.map(twice, batch))

@@ -32,7 +32,6 @@ from spmdkit.program.step_record import step_record
 from spmdkit.program.task_step import TaskStep
 from spmdkit.reducers.base import Reducer
 from spmdkit.step import agree, groups, reducer_state, scope, state
-from spmdkit.step.noticed import Noticed
 from spmdkit.step.state import TrainState, check_not_donated
 from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
@@ -103,7 +102,7 @@ class Program:
     @property
     def reducer(self) -> Reducer:
         """How gradients are added over replicas."""
-        return self._step_record.reducer
+        return self._step_record.chosen.reducer
 
     @property
     def said_of_state(self) -> agree.Kinds:
@@ -218,7 +217,7 @@ class Program:
 
     def traced_once(self) -> jax.stages.Traced:
         """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together on one device."""
-        record = dataclasses.replace(self._step_record, remat=None, remat_whole=False, noticed=Noticed())
+        record = self._step_record.choosing(remat=None, remat_whole=False).anew()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
             record = dataclasses.replace(record, form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)

@@ -30,27 +30,30 @@ def step_record(
     """Returns the record of the step of a config, whose microbatches are a number; its form is still to be chosen."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
+    chosen = scope.Choices(
+        compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
+        inputs=dtypes.inputs or "compute",
+        reduce_dtype=jnp.dtype(dtypes.reduce),
+        reducer=reducer_of(config),
+        remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
+        agree=agree,
+        logical_axes=layout.logical_axes(config.layout.axes),
+        attention=scope.AttentionSettings(**config.attention.model_dump()),
+        pipeline=scope.PipelineSettings(
+            pipeline.schedule,
+            pipeline.microbatches,
+            (pipeline.chunks or 2) if pipeline.schedule == "interleaved" else 1,
+        ),
+    )
     return scope.Context(
         mesh=mesh,
         sizes=sizes,
         data_axes=data_axes,
         inner_axes=tuple(a for a in ("fsdp", "expert") if a not in data_axes),
         microbatches=config.microbatches,
-        compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
-        inputs=dtypes.inputs or "compute",
-        reduce_dtype=jnp.dtype(dtypes.reduce),
-        reducer=reducer_of(config),
-        remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
         placements=placements,
         state_groups=state_groups,
-        agree=agree,
-        logical_axes=layout.logical_axes(config.layout.axes),
-        pipeline=scope.PipelineSettings(
-            pipeline.schedule,
-            pipeline.microbatches,
-            (pipeline.chunks or 2) if pipeline.schedule == "interleaved" else 1,
-        ),
-        attention=scope.AttentionSettings(**config.attention.model_dump()),
+        chosen=chosen,
     )
 
 

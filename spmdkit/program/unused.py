@@ -48,11 +48,13 @@ def check_used(
             "repeat each other's work. Run its layers through sk.pipeline(embed, layer, head), or use another axis of the mesh "
             f"(data: {sizes['pipeline']})."
         )
-    if record.attention != scope.AttentionSettings() and not record.noticed.has_called("attention"):
+    if record.chosen.attention != scope.AttentionSettings() and not record.noticed.has_called("attention"):
         changed = [
-            k for k, v in dataclasses.asdict(record.attention).items() if v != getattr(scope.AttentionSettings(), k)
+            k
+            for k, v in dataclasses.asdict(record.chosen.attention).items()
+            if v != getattr(scope.AttentionSettings(), k)
         ]
         raise ConfigError(
-            f"attention.{changed[0]} is {getattr(record.attention, changed[0])}, but {what} never calls sk.attention, so it has "
+            f"attention.{changed[0]} is {getattr(record.chosen.attention, changed[0])}, but {what} never calls sk.attention, so it has "
             "no effect. Use sk.attention in the model, or remove the section attention."
         )

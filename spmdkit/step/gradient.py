@@ -104,7 +104,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
             places = _positions(step, index, 0, num) + number * (num * replicas)
             with scope.over(scope.Examples(num, mask, places, key)):
                 metrics = eval_fn(
-                    _cast(params, step.compute_dtype),
+                    _cast(params, step.chosen.compute_dtype),
                     *((state,) if stateful else ()),
                     _cast_inputs(step, rows),
                     *(() if key is None else (_loss_key(keys.batch_key(key, number), index, 0),)),
@@ -139,15 +139,15 @@ def _local_gradient(
         return loss, metrics, _same_kind(state, new_state) if stateful else None
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
-        computed = _cast(params, step.compute_dtype)
-        count_depends: list[bool] = []
+        chosen, count_depends = step.chosen, list[bool]()
+        computed = _cast(params, chosen.compute_dtype)
 
         def sum_and_count(*args: Any) -> Any:
             loss, metrics, new_state = one_microbatch(*args)
             count = loss.count if isinstance(loss.count, np.floating) else _noting(loss.count, count_depends)
             return (loss.sum, count), (loss, metrics, new_state)
 
-        body = jax.checkpoint(sum_and_count, policy=step.remat.of_block) if step.remat_whole else sum_and_count
+        body = jax.checkpoint(sum_and_count, policy=chosen.remat.of_block) if chosen.remat_whole else sum_and_count
 
         def one(state: Any, rows: Any, mask: Any, micro: Any) -> Any:
             loss_of = lambda params: body(params, state, rows, mask, index, micro)
@@ -196,12 +196,14 @@ def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
 
 def _gradient_shapes(step: scope.Context, params: Any) -> Any:
     """Returns the gradient that is reduced as `jax.ShapeDtypeStruct`."""
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), step.reduce_dtype or jnp.result_type(p)), params)
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), step.chosen.reduce_dtype or jnp.result_type(p)), params
+    )
 
 
 def _as_reduced(step: scope.Context, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
-    grads = jax.tree.map(lambda g, p: g.astype(step.reduce_dtype or p.dtype), grads, params)
+    grads = jax.tree.map(lambda g, p: g.astype(step.chosen.reduce_dtype or p.dtype), grads, params)
     return _constrain_gradient(step, grads)
 
 
@@ -224,11 +226,11 @@ def _kinds(loss_fn: Loss, step: scope.Context, params: Any, state: Any, batch: A
     def new_state(state: Any, shared: Any, own: Any) -> Any:
         (params, key), (rows, mask, loss_key, positions) = shared, own
         with scope.over(scope.Examples(_num_rows(rows), mask, positions, key)):
-            out = loss_fn(_cast(params, step.compute_dtype), state, _cast_inputs(step, rows), loss_key)
+            out = loss_fn(_cast(params, step.chosen.compute_dtype), state, _cast_inputs(step, rows), loss_key)
         return _same_kind(state, checked_loss(out, True)[2])
 
     axes = (("replica", step.size("replica")), ("data", step.size(*step.data_axes)))
-    return agree.kinds_of(step.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, step.inside)
+    return agree.kinds_of(step.chosen.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, step.inside)
 
 
 def _same_kind(state: Any, new_state: Any) -> Any:
@@ -324,7 +326,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 def _cast_inputs(step: scope.Context, rows: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: _cast(x, step.compute_dtype) if is_cast(step.inputs, path_name(path)) else x, rows
+        lambda path, x: _cast(x, step.chosen.compute_dtype) if is_cast(step.chosen.inputs, path_name(path)) else x, rows
     )
 
 

@@ -46,7 +46,7 @@ def reduced(
         dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is.
     """
     with jax.named_scope(scope.REDUCE):
-        reducer = step.reducer
+        reducer = step.chosen.reducer
         if call is None:
             sums, added = _exact(reducer, (sums, added), axes)
             return sums, added, None

@@ -8,6 +8,7 @@ Outside of a program they see the defaults: one device, no padding.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -99,62 +100,91 @@ class AttentionSettings:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """What the user chose for a step: the config and the task, as the step needs it.
+
+    Attributes:
+        compute_dtype: of parameters and inputs while the loss is computed; None: as they are.
+        inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or patterns of paths.
+        reduce_dtype: in which gradients are added; None: that of the parameters.
+        reducer: how gradients are added over replicas.
+        remat: what `sk.remat` keeps (`ops.remat.Remat`); None: nothing is computed twice.
+        remat_whole: `remat` goes around the whole loss, since the task wraps no part.
+        agree: path of a leaf of the model state -> how the task says that replicas agree on it (agree.py).
+        logical_axes: name of a dim -> mesh axes that cut it.
+        attention: how `sk.attention` runs.
+        pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
+    """
+
+    compute_dtype: Any = None
+    inputs: str | Sequence[str] = "compute"
+    reduce_dtype: Any = None
+    reducer: Reducer = field(default_factory=plain_sum)
+    remat: Any = None
+    remat_whole: bool = False
+    agree: Mapping[str, Any] = field(default_factory=dict)
+    logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+
+
+@dataclass(frozen=True)
 class Context:
-    """How the step that is being traced is cut and compiled.
+    """What a step that is being traced runs in: how the mesh cuts it, what the user chose, where in the trace we are, what it noticed.
 
     Attributes:
         form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner cuts the rest) or `manual`
             (`shard_map`, only replica axes).
-        group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one here.
+        mesh: of all devices; None: one device, nothing is cut.
         sizes: size of every mesh axis.
         data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
         inner_axes: the mesh axes over which one replica's examples are cut.
-        inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or patterns of paths.
-        reducer: how gradients are added over replicas.
-        carried: the reducer's state on its way through this trace.
+        microbatches: into which each replica's examples are cut, one after the other.
+        placements: where gradients and parameters live; None: nowhere in particular.
+        state_groups: groups of replicas with a model state of their own, [groups, ...]; None: there is one of all.
+        chosen: by the user.
+        group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one here.
         mask: bool[global batch] or None; False marks padding rows.
-        agree: path of a leaf of the model state -> how the task says that replicas agree on it (agree.py).
+        carried: the reducer's state on its way through this trace.
         inside: True while a per-replica step is traced, inside `shard_map`.
-        attention: how `sk.attention` runs.
         in_manual: True inside of `sk.manual`, where arrays are shards.
-        pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
+        mirrored: `id` of a parameter that a per-replica step was handed as its own copy -> (the copy, the mirrored original).
         noticed: what this trace has noticed of the user's code.
         token: a number of its own for each record.
     """
 
     form: Form = "plain"
-    group: tuple[Any, int] = (0, 1)
     mesh: Mesh | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     data_axes: tuple[str, ...] = ("data",)
     inner_axes: tuple[str, ...] = ()
     microbatches: int = 1
-    compute_dtype: Any = None
-    inputs: str | Sequence[str] = "compute"
-    reduce_dtype: Any = None
-    reducer: Reducer = field(default_factory=plain_sum)
-    carried: Carried = field(default_factory=lambda: Carried(()))
-    remat: Any = None
-    remat_whole: bool = False
     placements: Placements | None = None
     state_groups: int | None = None
-    agree: Mapping[str, Any] = field(default_factory=dict)
-    logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    chosen: Choices = field(default_factory=Choices)
+    group: tuple[Any, int] = (0, 1)
     mask: jax.Array | None = None
-    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    carried: Carried = field(default_factory=lambda: Carried(()))
     inside: bool = False
     in_manual: bool = False
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     mapped_axes: tuple[str, ...] = ()
     mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     noticed: Noticed = field(default_factory=Noticed)
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
+    def choosing(self, **changes: Any) -> Context:
+        """Returns the context with some of what was chosen changed."""
+        return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, **changes))
+
+    def anew(self, **changes: Any) -> Context:
+        """Returns the context for another trace, which has noticed nothing yet, with some fields changed."""
+        return dataclasses.replace(self, noticed=Noticed(), **changes)
+
     @property
     def gives_sums(self) -> bool:
         """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
-        return self.reducer.takes == "sum" or self.size("replica", *self.data_axes) == 1
+        return self.chosen.reducer.takes == "sum" or self.size("replica", *self.data_axes) == 1
 
     def size(self, *axes: str) -> int:
         """Returns the number of positions along `axes`; axes of no mesh have size one."""
@@ -249,9 +279,9 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         )
     spec: list[tuple[str, ...] | None] = []
     for dim, length in zip(dims, x.shape, strict=True):
-        if dim is not None and dim not in step.logical_axes:
-            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(step.logical_axes))}.")
-        axes = step.inner_axes if dim == "batch" else step.logical_axes[dim] if dim else ()
+        if dim is not None and dim not in step.chosen.logical_axes:
+            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(step.chosen.logical_axes))}.")
+        axes = step.inner_axes if dim == "batch" else step.chosen.logical_axes[dim] if dim else ()
         step.noticed.axis(*axes)
         axes = tuple(a for a in axes if step.size(a) > 1 and a not in (*step.data_axes, *step.mapped_axes))
         spec.append(axes if axes and length % step.size(*axes) == 0 else None)

@@ -298,7 +298,7 @@ def _of_all_groups(model_state: Any, program: Program | Unpadded) -> Any:
     """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
     if program.config.model_state == "global":
         return model_state
-    return agree.of_groups(program._step_record.agree, model_state)
+    return agree.of_groups(program._step_record.chosen.agree, model_state)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

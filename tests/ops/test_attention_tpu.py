@@ -26,7 +26,7 @@ found = {}
 for form in ("ring", "all_to_all"):
     record = scope.Context(
         mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert"), noticed=Noticed({"context_order"}),
-        logical_axes=layout.logical_axes({}), attention=scope.AttentionSettings(context=form),
+        chosen=scope.Choices(logical_axes=layout.logical_axes({}), attention=scope.AttentionSettings(context=form)),
     )
     cut = NamedSharding(record.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))
     q = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16, sharding=cut)

@@ -50,7 +50,8 @@ def passes(op, args, **asked):
     cut = lambda dims: NamedSharding(
         record.mesh,
         canonical(
-            [record.inner_axes if d == "batch" else record.logical_axes[d] if d else () for d in dims], record.sizes
+            [record.inner_axes if d == "batch" else record.chosen.logical_axes[d] if d else () for d in dims],
+            record.sizes,
         ),
     )
     given = [jax.ShapeDtypeStruct(shape, *dtype or [jnp.float32], sharding=cut(dims)) for shape, dims, *dtype in args]

@@ -1,6 +1,5 @@
 """What a pipeline sends and keeps, read from the compiled program, is what its docstrings say."""
 
-import dataclasses
 import functools
 
 import jax
@@ -53,7 +52,7 @@ def arguments(microbatches, tokens=16, chunks=None):
 @functools.cache
 def compiled(schedule, microbatches, chunks=1, stacked_dims=1, tokens=16, **asked):
     """Returns the compiled `(loss, gradients)` of a mesh, and its arguments in place."""
-    record = dataclasses.replace(step(**asked), pipeline=scope.PipelineSettings(schedule, microbatches, chunks))
+    record = step(**asked).choosing(pipeline=scope.PipelineSettings(schedule, microbatches, chunks))
     params, rows = arguments(microbatches, tokens, chunks if stacked_dims == 2 else None)
     on = lambda *dims: jax.NamedSharding(record.mesh, canonical(dims, record.sizes))
     stack = (*(None for _ in range(stacked_dims - 1)), "pipeline")

@@ -24,8 +24,7 @@ def step(attention=None, devices=None, **asked):
         mesh=mesh.make_mesh(sizes, (devices or jax.devices())[:num]),
         sizes=sizes,
         inner_axes=("fsdp", "expert"),
-        logical_axes=layout.logical_axes({}),
-        attention=attention or scope.AttentionSettings(),
+        chosen=scope.Choices(logical_axes=layout.logical_axes({}), attention=attention or scope.AttentionSettings()),
     )
 
 
@@ -55,7 +54,7 @@ def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
     record = step(devices=devices, **asked)
 
     def abstract(shape, dims, dtype="float32"):
-        cut = [record.inner_axes if d == "batch" else record.logical_axes[d] if d else () for d in dims]
+        cut = [record.inner_axes if d == "batch" else record.chosen.logical_axes[d] if d else () for d in dims]
         return jax.ShapeDtypeStruct(shape, dtype, sharding=_on(record, mesh.canonical(cut, record.sizes)))
 
     given = [abstract(*arg) for arg in args]

@@ -90,7 +90,7 @@ def pipeline(
             raise ConfigError(
                 "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."
             )
-        num_stages, settings = step.size(AXIS), step.pipeline
+        num_stages, settings = step.size(AXIS), step.chosen.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)
         rows = without_gradient(rows)
         model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args)))
@@ -129,7 +129,7 @@ def _set_up(
     rows: Rows,
 ) -> Pipeline:
     """Returns the pipeline of one call; `weights` are those of one layer."""
-    num_stages, settings = step.size(AXIS), step.pipeline
+    num_stages, settings = step.size(AXIS), step.chosen.pipeline
     shards = step.size(*step.inner_axes)
     num = _num_microbatches(rows.num // shards, num_stages, settings.microbatches)
     size = rows.num // num
