@@ -38,7 +38,10 @@ LIMITS_S = {
 """Folder of tests -> processor seconds: a third and more above what it took on a busy machine (2026-11-22). A new folder has to be entered."""
 
 TOTAL_S = 1200
-"""Two cores for ten minutes."""
+"""Two cores for ten minutes: what all tests together may take on a machine that does nothing else."""
+
+ROOM = 1.25
+"""A busy machine takes more for the same work; above this many times the total a run fails."""
 
 
 class Spent(NamedTuple):
@@ -137,7 +140,7 @@ class Seconds:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._whole and "PYTEST_XDIST_WORKER" not in os.environ:
-            self._wrong = over_limits(self._by_folder(), LIMITS_S, TOTAL_S)
+            self._wrong = over_limits(self._by_folder(), LIMITS_S, TOTAL_S * ROOM)
             if self._wrong and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

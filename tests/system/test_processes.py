@@ -46,12 +46,14 @@ def test_a_config_that_differs_between_processes_is_refused(folder):
 
 
 @pytest.mark.parametrize(
-    "more", [(), pytest.param((("ordered", 2),), marks=pytest.mark.slow)], ids=["1 and 4", "2 too"]
+    "more",
+    [(), pytest.param((("ordered", 2), ("sum", 1), ("sum", 4)), marks=pytest.mark.slow)],
+    ids=["1 and 4", "2 too, and sum"],
 )
 def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(folder, more):
     """An all-reduce over processes adds in another order than one inside a process: with `sum` the last bits differ."""
     runs = {}
-    for reducer, processes in (("ordered", 1), ("ordered", 4), ("sum", 1), ("sum", 4), *more):
+    for reducer, processes in (("ordered", 1), ("ordered", 4), *more):
         name = f"{reducer}{processes}"
         overrides = ["run.yaml", f"run_dir={name}", f"reducer={reducer}", "steps=20"]
         code, output = folder.run("launch", "-n", str(processes), "--", "train", *overrides, timeout_s=240)
@@ -59,7 +61,8 @@ def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(fold
         params = {path: x.tobytes() for path, x in folder.params(name).items()}
         runs[reducer, processes] = params, folder.metrics(name)
     assert all(runs[name] == runs["ordered", 1] for name in runs if name[0] == "ordered")
-    assert runs["sum", 1] != runs["sum", 4], "the test would not notice another order"
+    if more:
+        assert runs["sum", 1] != runs["sum", 4], "the test would not notice another order"
 
 
 def test_groups_in_several_processes_are_those_in_one_and_are_exported_as_their_mean(folder):
