@@ -36,6 +36,9 @@ FREE_MARGIN_BYTES = 2**20
 """Room for metadata beside the arrays."""
 
 
+DISCARD_TRIES = 40
+
+
 class KeyValue(Protocol):
     """What `Checkpoints` needs of a cluster: process 0 tells the others what it decided."""
 
@@ -242,8 +245,12 @@ class Checkpoints:
 
     def _discard(self, step: int) -> None:
         """Removes what a failed save wrote: on a full disk the room is needed."""
-        if self._is_main:
-            shutil.rmtree(self.directory / f"{step}{records.TEMPORARY_MARK}", ignore_errors=True)
+        folder = self.directory / f"{step}{records.TEMPORARY_MARK}"
+        for _ in range(DISCARD_TRIES if self._is_main else 0):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                return
+            time.sleep(0.05)  # tensorstore's own threads may still write what had begun
 
     def _write_error(self, step: int, error: BaseException) -> CheckpointWriteError:
         have = self.steps()
