@@ -156,7 +156,18 @@ def test_inputs_without_another_dtype_have_no_effect_and_are_refused():
         sk.Config(task="t.py:t", precision={"inputs": "given"})
 
 
-@pytest.mark.parametrize("value", ["gven", ["("], [], [3], 7], ids=str)
-def test_a_bad_value_of_inputs_says_what_it_may_be(value):
-    with pytest.raises(ConfigError, match=r"precision\.inputs: should be"):
+@pytest.mark.parametrize(
+    ("value", "rule", "repair"),
+    [
+        ("gven", "compute, given or a list of patterns", "Did you mean 'given'?"),
+        (["("], "a regular expression (missing )", "Try inputs: [image]."),
+        ([], "a list of regular expressions, each of a whole path", "Try inputs: [image]."),
+        ([3], "a list of regular expressions, each of a whole path", "Try inputs: [image]."),
+        (7, "compute, given or a list of patterns", "Try inputs: compute."),
+    ],
+    ids=str,
+)
+def test_a_bad_value_of_inputs_says_what_it_may_be(value, rule, repair):
+    with pytest.raises(ConfigError) as error:
         sk.Config(task="t.py:t", precision={"compute": "bfloat16", "inputs": value})
+    assert all(part in str(error.value) for part in ("precision.inputs: should be", rule, repair))

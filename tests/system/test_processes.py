@@ -47,13 +47,13 @@ def test_a_config_that_differs_between_processes_is_refused(folder):
 
 @pytest.mark.parametrize(
     "more",
-    [(), pytest.param((("ordered", 2), ("sum", 1), ("sum", 4)), marks=pytest.mark.slow)],
-    ids=["1 and 4", "2 too, and sum"],
+    [(), pytest.param((("sum", 1), ("sum", 4)), marks=pytest.mark.slow)],
+    ids=["ordered", "and sum"],
 )
 def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(folder, more):
     """An all-reduce over processes adds in another order than one inside a process: with `sum` the last bits differ."""
     runs = {}
-    for reducer, processes in (("ordered", 1), ("ordered", 4), *more):
+    for reducer, processes in (("ordered", 1), ("ordered", 2), ("ordered", 4), *more):
         name = f"{reducer}{processes}"
         overrides = ["run.yaml", f"run_dir={name}", f"reducer={reducer}", "steps=20"]
         code, output = folder.run("launch", "-n", str(processes), "--", "train", *overrides, timeout_s=240)
