@@ -11,16 +11,15 @@ terminal, a closed pipe), it falls silent and training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, TextIO
 
-from spmdkit.metrics.status import Status, evaluation_line, status_of
+from spmdkit.metrics.status import evaluation_line, place, training_line
 from spmdkit.words import format_duration, format_seconds
 
 RECENT_RECORDS = 16  # time left is the pace of this many records, evaluations and saves among them included
@@ -45,163 +44,119 @@ class ProgressFace:
         clock: Callable[[], float] = time.monotonic,
         console: Any = None,
     ) -> None:
-        self._clock = clock
-        self._unit = examples_unit
-        self._first = start_step
-        self._status = Status(step=start_step - 1, total_steps=total_steps)
+        self._total, self._first, self._unit, self._clock = total_steps, start_step, examples_unit, clock
         self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT_RECORDS)  # (step, time) of recent records
-        self._display = _open_display(mode, QuietStream(sys.stdout if stream is None else stream), clock, console)
+        self._step = start_step - 1
+        self._out = QuietStream((sys.stdout if stream is None else stream) if mode != "off" else None)
+        self._unfinished = False  # whether the last line still waits for its end
+        self._bar = None
+        dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+        if not dumb and (mode == "rich" or (mode == "auto" and self._out.isatty())):
+            from spmdkit.metrics.progress_bar import Bar  # rich takes 40 ms to import
+
+            self._bar = Bar(console or self._out, total_steps)
 
     def start(self) -> None:
         """Shows the first line, at once; call it before anything slow."""
-        total = self._status.total_steps
-        if self._first > total:
-            text = f"nothing to train: all {total} steps are done"
-        elif self._first == 1:
-            text = f"training steps 1 to {total}"
-        else:
-            text = f"continuing at step {self._first} of {total}"
-        self._mark(self._first - 1)
-        self._display.line(text)
-        self._display.show(self._status, record=False)
+        first, total = self._first, self._total
+        text = f"training steps 1 to {total}" if first == 1 else f"continuing at step {first} of {total}"
+        self.message(text if first <= total else f"nothing to train: all {total} steps are done")
+        self._mark(self._step)
+        self.advance(self._step)
+        if self._bar:
+            self._bar.start()
 
-    @contextmanager
+    @contextlib.contextmanager
     def compiling(self, what: str = "the step") -> Iterator[None]:
         """Shows `compiling the step ...  3.2 s` around a `with` block, and leaves its time out of the time left."""
-        begun = self._clock()
-        self._display.begin(f"compiling {what} ...")
+        begun, text, outcome = self._clock(), f"compiling {what} ...", "failed"
+        if self._bar:
+            self._bar.busy(text)
+        else:
+            self._put(text, end="")
         try:
             yield
-        except BaseException:
-            self._display.end("failed")
-            raise
-        self._display.end(format_seconds(self._clock() - begun))
+            outcome = format_seconds(self._clock() - begun)
+        finally:
+            if self._bar:
+                self._bar.busy("")
+            self._put(f"  {outcome}" if self._unfinished else f"{text}  {outcome}", end="\n")
         self._marks.clear()
-        self._mark(self._status.step)
+        self._mark(self._step)
 
     def advance(self, step: int) -> None:
-        """Moves the bar to `step` between records. Where there is no bar it costs nothing and shows nothing."""
-        if self._display.follows_steps:
-            self._status = replace(self._status, step=step)
-            self._display.show(self._status, record=False)
+        """Moves the bar to `step` between records. Costs nothing: the bar looks at it when it is drawn."""
+        self._step = step
+        if self._bar:
+            self._bar.step = step
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Shows a training record, or the line of an evaluation (a record with `split`)."""
-        step, total = int(record["step"]), self._status.total_steps
         if "split" in record:
-            self._display.line(evaluation_line(record, total))
+            self.message(evaluation_line(record, self._total))
             return
-        if (
-            step == self._first and "examples_per_s" not in record
-        ):  # how long the first step took says nothing about the rest
-            self._marks.clear()
+        step = int(record["step"])
+        if step == self._first and "examples_per_s" not in record:
+            self._marks.clear()  # how long the first step took says nothing about the rest
         self._mark(step)
-        self._status = status_of(record, total, self._unit, self._left(step))
-        self._display.show(self._status, record=True)
+        self.advance(step)
+        if self._bar:
+            self._bar.words = training_line(record, self._unit, self._left(step), columns=self._bar.columns)
+        else:
+            self.message(training_line(record, self._unit, self._left(step), place(step, self._total)))
 
     def message(self, text: str) -> None:
         """Shows another line: the run directory, a saved checkpoint. Never cut, since it may hold a path."""
-        self._display.line(text)
+        self._put("\n" * self._unfinished + text, end="\n")
 
     def close(self) -> None:
         """Ends the display and gives the terminal back. May be called twice."""
-        self._display.close()
+        if self._bar:
+            self._bar.stop()
+        elif self._unfinished:
+            self._put("", end="\n")
+
+    def _put(self, text: str, end: str) -> None:
+        if self._bar:
+            self._bar.line(text)
+            return
+        self._unfinished = not end
+        self._out.write(text + end)
+        self._out.flush()
 
     def _mark(self, step: int) -> None:
         self._marks.append((step, self._clock()))
 
     def _left(self, step: int) -> str:
         (first_step, first_time), (last_step, last_time) = self._marks[0], self._marks[-1]
-        if step >= self._status.total_steps:
+        if step >= self._total:
             return "done"
         if last_step <= first_step:
             return ""
         pace_s = (last_time - first_time) / (last_step - first_step)
-        return f"left {format_duration(pace_s * (self._status.total_steps - step))}"
+        return f"left {format_duration(pace_s * (self._total - step))}"
 
 
-class PlainDisplay:
-    """Lines for a file, a pipe or a plain terminal; each is flushed. `progress_bar.BarDisplay` is the one for terminals.
-
-    Attributes:
-        follows_steps: whether steps between records are shown.
-    """
-
-    follows_steps = False
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._open_line = False
-
-    def show(self, status: Status, record: bool) -> None:
-        """Shows where training stands; `record` is False when only the step moved on."""
-        if record:
-            self.line(status.words())
-
-    def line(self, text: str) -> None:
-        """Shows one line that stays."""
-        self._put(("\n" if self._open_line else "") + text + "\n", open_line=False)
-
-    def begin(self, text: str) -> None:
-        """Shows that something which takes a while has begun."""
-        self._put(("\n" if self._open_line else "") + text, open_line=True)
-
-    def end(self, text: str) -> None:
-        """Completes what `begin` showed by its outcome."""
-        self._put(f"  {text}\n", open_line=False)
-
-    def close(self) -> None:
-        """Leaves the stream as it was found."""
-        if self._open_line:
-            self.line("")
-
-    def _put(self, text: str, open_line: bool) -> None:
-        self._open_line = open_line
-        self._stream.write(text)
-        self._stream.flush()
+GONE = (OSError, ValueError, AttributeError)  # the other end is closed, the file object is, there was none
 
 
 class QuietStream:
-    """A text stream that falls silent when what is behind it is gone, and prints `?` for what it cannot encode."""
+    """A text stream that says nothing when what is behind it is gone, and prints `?` for what it cannot encode."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream: Any = stream
-        self._gone = stream is None
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        if not self._gone:
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError:
-                encoding = self._stream.encoding or "ascii"
-                self._stream.write(text.encode(encoding, errors="replace").decode(encoding))
-            except (OSError, ValueError):  # ValueError: the file object was closed
-                self._gone = True
+        with contextlib.suppress(*GONE):
+            self._stream.write(text.encode(self.encoding, errors="replace").decode(self.encoding))
         return len(text)
 
     def flush(self) -> None:
-        if not self._gone:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._gone = True
+        with contextlib.suppress(*GONE):
+            self._stream.flush()
 
     def isatty(self) -> bool:
-        try:
-            return not self._gone and bool(self._stream.isatty())
-        except (AttributeError, ValueError):
-            return False
-
-    def __getattr__(self, name: str) -> Any:  # encoding, fileno: what rich asks a stream for
-        return getattr(self._stream, name)
-
-
-def _open_display(mode: str, stream: QuietStream, clock: Callable[[], float], console: Any) -> Any:
-    if mode == "off":
-        return PlainDisplay(QuietStream(None))
-    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    if dumb or not (mode == "rich" or (mode == "auto" and stream.isatty())):
-        return PlainDisplay(stream)
-    from spmdkit.metrics.progress_bar import BarDisplay  # rich takes 60 ms to import
-
-    return BarDisplay(stream, clock, console)
+        with contextlib.suppress(*GONE):
+            return bool(self._stream.isatty())
+        return False

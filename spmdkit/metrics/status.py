@@ -1,9 +1,8 @@
-"""Where training stands, in words: one line of at most 100 columns, for the terminal with a bar and without."""
+"""Where training stands, in words: lines of at most 100 columns, for the terminal with a bar and without."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, plain_number
@@ -12,66 +11,30 @@ from spmdkit.words import format_rate, format_value
 MAX_COLUMNS = 100
 
 
-@dataclass(frozen=True)
-class Status:
-    """Where training stands, in words ready to print. Empty where unknown."""
-
-    step: int
-    total_steps: int
-    loss: str = ""
-    metrics: tuple[str, ...] = ()
-    rate: str = ""
-    left: str = ""
-    wait: str = ""
-
-    @property
-    def place(self) -> str:
-        """`step  120/2000`, of the same width at every step."""
-        total = str(self.total_steps)
-        return f"step {self.step:>{len(total)}}/{total}"
-
-    def words(self, columns: int = MAX_COLUMNS, place: bool = True) -> str:
-        """Returns `step  120/2000  loss 2.3411  <other metrics>  12345 examples/s  left 1m20s  input wait 2%`; other metrics go first."""
-        return fit(
-            [self.place * place, self.loss, *self.metrics, self.rate, self.left, self.wait], columns, len(self.metrics)
-        )
+def place(step: int, total_steps: int) -> str:
+    """Returns `step  120/2000`, of the same width at every step."""
+    return f"step {step:>{len(str(total_steps))}}/{total_steps}"
 
 
-def status_of(record: Mapping[str, Any], total_steps: int, unit: str, left: str) -> Status:
-    """Returns the status that a training record tells."""
+def training_line(record: Mapping[str, Any], unit: str, left: str, start: str = "", columns: int = MAX_COLUMNS) -> str:
+    """Returns `<start>  loss 2.3411  <other metrics>  12345 examples/s  left 1m20s  input wait 2%`."""
     step_time_s, wait_s, rate = (record.get(name) for name in ("step_time_s", "input_wait_s", "examples_per_s"))
-    return Status(
-        step=int(record["step"]),
-        total_steps=total_steps,
-        loss=_loss(record),
-        metrics=tuple(_others(record)),
-        rate=f"{format_rate(rate)} {unit}/s" if rate is not None else "",
-        left=left,
-        wait=f"input wait {min(wait_s / step_time_s, 1):.0%}" if wait_s is not None and step_time_s else "",
-    )
+    speed = f"{format_rate(rate)} {unit}/s" if rate is not None else ""
+    wait = f"input wait {min(wait_s / step_time_s, 1):.0%}" if wait_s is not None and step_time_s else ""
+    return _fit([start, _loss(record)], list(_others(record)), [speed, left, wait], columns)
 
 
 def evaluation_line(record: Mapping[str, Any], total_steps: int) -> str:
     """Returns the line of a record with `split`, its numbers below those of the training lines."""
-    place = f"step {record['step']:>{len(str(total_steps))}} {record['split']}"
-    return fit([place.ljust(len(Status(0, total_steps).place)), _loss(record), *_others(record)])
+    start = f"step {record['step']:>{len(str(total_steps))}} {record['split']}"
+    return _fit([start.ljust(len(place(0, total_steps))), _loss(record)], list(_others(record)), [], MAX_COLUMNS)
 
 
-def fit(pieces: list[str], columns: int = MAX_COLUMNS, optional: int = 0) -> str:
-    """Returns the pieces that are not empty, two spaces apart, in at most `columns`.
-
-    The `optional` ones from the third piece on go first, from the last one; then whatever is too much at the end.
-    """
-    parts = dict(enumerate(pieces))
-    for index in (*reversed(range(2, 2 + optional)), *reversed(range(1, len(pieces)))):
-        if len(_joined(parts)) <= columns:
-            break
-        parts.pop(index, None)
-    return _joined(parts)[:columns]
-
-
-def _joined(parts: Mapping[int, str]) -> str:
-    return "  ".join(text for text in parts.values() if text)
+def _fit(first: list[str], optional: list[str], last: list[str], columns: int) -> str:
+    """Returns the pieces that are not empty, two spaces apart, in at most `columns`; from the end, `optional` ones go first."""
+    while len(text := "  ".join(filter(None, (*first, *optional, *last)))) > columns and (optional or last):
+        (optional or last).pop()
+    return text[:columns]
 
 
 def _loss(record: Mapping[str, Any]) -> str:

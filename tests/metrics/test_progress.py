@@ -178,6 +178,12 @@ def test_the_bar_shows_everything_and_never_wraps(width):
     assert max(map(len, rows)) < width
 
 
+def test_a_spinner_with_its_time_stands_for_the_bar_while_something_is_compiled():
+    rows = bare(terminal_output(80)).replace("\r", "\n").split("\n")
+    assert any(re.fullmatch(r"\S compiling the step ... \d:\d\d:\d\d", row) for row in rows)
+    assert not any("compiling" in row and "━" in row for row in rows)
+
+
 def test_lines_scroll_past_the_bar_without_markup_and_without_a_cut():
     text = bare(terminal_output(80))
     assert "training steps 1 to 2000" in text and "compiling the step ...  3.2 s" in text
