@@ -265,7 +265,7 @@ def _implementation(
 
 def _device(step: scope.Context) -> Any:
     """Returns one of the mesh's devices, also where the mesh is that of a topology and not of this machine."""
-    return None if step.mesh is None else step.mesh.devices.flat[0]
+    return None if step.cuts.mesh is None else step.cuts.mesh.devices.flat[0]
 
 
 def _block_lengths(step: scope.Context, *lengths: int) -> tuple[int, ...]:

@@ -36,24 +36,24 @@ def axes(*names: str) -> tuple[str, ...]:
         ValueError: a name that no table knows.
     """
     step = scope.current()
-    if step.mesh is None or step.form == "manual":
+    if step.cuts.mesh is None or step.cuts.form == "manual":
         return ()
-    taken = (*step.data_axes, *step.mapped_axes)
+    taken = (*step.cuts.data_axes, *step.mapped_axes)
     found: list[str] = []
     for name in names:
         if name not in step.chosen.logical_axes:
             raise ValueError(
                 f"unknown name '{name}'.{nearest(name, step.chosen.logical_axes)} Known: {', '.join(sorted(step.chosen.logical_axes))}."
             )
-        own = step.inner_axes if name == "batch" else step.chosen.logical_axes[name]
+        own = step.cuts.inner_axes if name == "batch" else step.chosen.logical_axes[name]
         step.noticed.axis(*own)
-        found += [a for a in own if step.size(a) > 1 and a in MODEL_AXES and a not in taken]
+        found += [a for a in own if step.cuts.size(a) > 1 and a in MODEL_AXES and a not in taken]
     return tuple(dict.fromkeys(found))
 
 
 def axis_size(names: Names) -> int:
     """Returns the number of devices along the axes behind `names`."""
-    return scope.current().size(*_axes(names))
+    return scope.current().cuts.size(*_axes(names))
 
 
 def axis_index(names: Names) -> jax.Array | int:
@@ -74,7 +74,7 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
         raise ConfigError(
             f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
-            f"{scope.current().size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
+            f"{scope.current().cuts.size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
         )
     return lax.psum(x, found)
 
@@ -104,7 +104,7 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
         return x
     if len(found) > 1:
         raise ConfigError(f"ring_shift over '{name}': it means the axes {list(found)}. A ring runs along one axis.")
-    num = scope.current().size(*found)
+    num = scope.current().cuts.size(*found)
     return lax.ppermute(x, found[0], [(i, (i + by) % num) for i in range(num)])
 
 

@@ -70,7 +70,7 @@ def manual(
         step = scope.current()
         if not cuts(step, kernel):
             return fn(*args)
-        assert step.mesh is not None
+        assert step.cuts.mesh is not None
         args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), args)
         leaves, treedef = jax.tree.flatten(args)
         in_specs = _flat_specs(step, tuple(in_dims), args)
@@ -92,7 +92,7 @@ def manual(
         shapes, is_watched = _trace_once(step, str(name), body, leaves, in_specs)
         watched = (str(name), body) if is_watched else None
         treedef_out, out_specs = seen
-        part = Part(body, inner, step.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
+        part = Part(body, inner, step.cuts.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
         return jax.tree.unflatten(treedef_out, differentiable(part)(*leaves))
 
     return run
@@ -100,11 +100,11 @@ def manual(
 
 def cuts(step: scope.Context, kernel: bool = False) -> bool:
     """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part around it."""
-    if step.in_manual or step.form == "manual" or step.mesh is None:
+    if step.in_manual or step.cuts.form == "manual" or step.cuts.mesh is None:
         return False
     if kernel:
-        return step.mesh.size > 1
-    return any(step.size(a) > 1 for a in MODEL_AXES if a not in (*step.data_axes, *step.mapped_axes))
+        return step.cuts.mesh.size > 1
+    return any(step.cuts.size(a) > 1 for a in MODEL_AXES if a not in (*step.cuts.data_axes, *step.mapped_axes))
 
 
 # ---- specs ------------------------------------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ def _flat_specs(step: scope.Context, dims: Any, values: Any) -> tuple[PartitionS
 def _check_divisible(step: scope.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     for i, (length, names) in enumerate(zip(shape, spec, strict=False)):
         cut = (names,) if isinstance(names, str) else names or ()
-        if length % step.size(*cut):
+        if length % step.cuts.size(*cut):
             raise ConfigError(
-                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {step.size(*cut)}, and {length} is not "
-                f"divisible by it. Make the dim a multiple of {step.size(*cut)}, or use another mesh."
+                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {step.cuts.size(*cut)}, and {length} is not "
+                f"divisible by it. Make the dim a multiple of {step.cuts.size(*cut)}, or use another mesh."
             )
 
 
@@ -153,9 +153,9 @@ def _typed(step: scope.Context, what: str, x: Any, spec: PartitionSpec) -> jax.A
         ConfigError: it differs along other axes too.
     """
     x = jnp.asarray(x)
-    extra = [a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and step.size(a) > 1]
+    extra = [a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and step.cuts.size(a) > 1]
     # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
-    if extra := sorted(a for a in extra if a not in step.mapped_axes and a not in step.data_axes):
+    if extra := sorted(a for a in extra if a not in step.mapped_axes and a not in step.cuts.data_axes):
         raise ConfigError(
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
             "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they cut."
@@ -171,13 +171,13 @@ def _trace_once(
     Raises:
         ConfigError: `fn` closes over traced arrays, or JAX's types have added up a derivative that it takes.
     """
-    assert step.mesh is not None
+    assert step.cuts.mesh is not None
     locals_: list[Any] = []
 
     def probe(*shards: jax.Array) -> None:
         locals_[:] = body(*shards)
 
-    closed = traced(probe, step.mesh, tuple(in_specs), leaves, typed=True)
+    closed = traced(probe, step.cuts.mesh, tuple(in_specs), leaves, typed=True)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in locals_]
     if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         raise ConfigError(
@@ -186,6 +186,6 @@ def _trace_once(
         )
     has_derivative = takes_derivative(closed)
     if has_derivative:
-        untyped = traced(probe, step.mesh, tuple(in_specs), leaves, typed=False)
-        refuse_summed(f"sk.manual: {name}", closed, untyped, [a for a in MODEL_AXES if step.size(a) > 1])
+        untyped = traced(probe, step.cuts.mesh, tuple(in_specs), leaves, typed=False)
+        refuse_summed(f"sk.manual: {name}", closed, untyped, [a for a in MODEL_AXES if step.cuts.size(a) > 1])
     return shapes, has_derivative

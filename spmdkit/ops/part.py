@@ -229,7 +229,7 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
         jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
     (linear,) = found
     # Axes of replicas and of a pipeline's stages belong to an enclosing vmap, as in _typed.
-    outer = {*part.step.data_axes, *part.step.mapped_axes}
+    outer = {*part.step.cuts.data_axes, *part.step.mapped_axes}
     differs = [tuple(a for a in MODEL_AXES if a in compat.varying_axes_of(x) and a not in outer) for x in linear.kept]
     keeping = dataclasses.replace(
         part,

@@ -59,14 +59,14 @@ def choose_form(step: TaskStep, record: scope.Context, num_replicas: int, probe_
     reducer = record.chosen.reducer
     forms = forms_of(step.task.view, step.sizes, num_replicas)
     if step.groups is not None:
-        record = dataclasses.replace(record, sizes=step.groups.inner(step.sizes))
-        forms = ("plain",) if record.size("replica", *record.data_axes) == 1 else ("mapped",)
-    keeps = reducer.init is not stateless and record.size("replica", *record.data_axes) > 1
+        record = record.cutting(sizes=step.groups.inner(step.sizes))
+        forms = ("plain",) if record.cuts.num_replicas == 1 else ("mapped",)
+    keeps = reducer.init is not stateless and record.cuts.num_replicas > 1
     if keeps and step.groups is not None:
         grouping.check_reducer(step.groups, step.config)
     if keeps:  # the form and the calls are found without it
         record = record.choosing(reducer=plain_sum())
-    record, traced, refused = _first_traced(step, [record.anew(form=form) for form in forms])
+    record, traced, refused = _first_traced(step, [record.cutting(form=form).anew() for form in forms])
     reducer_state.check_effect(kinds.split(step.config.reducer)[0], reducer, record, step.sizes, step.what)
     kept: tuple[Any, ...] = ()
     if keeps:
@@ -90,7 +90,7 @@ def _first_traced(
         except SpmdkitError as error:
             errors.append(error)
             continue
-        return record, traced, tuple((r.form, str(e)) for r, e in zip(records, errors, strict=False))
+        return record, traced, tuple((r.cuts.form, str(e)) for r, e in zip(records, errors, strict=False))
     raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
 
 

@@ -51,10 +51,10 @@ class Evaluator:
         self._feed, self._probe = feed, probe_padding
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
-        groups = record.state_groups
-        record = record.choosing(remat=None, remat_whole=False).anew(microbatches=1, state_groups=None)
-        assert record.mesh is not None
-        self._whole = NamedSharding(record.mesh, PartitionSpec())
+        groups = record.cuts.state_groups
+        record = record.choosing(remat=None, remat_whole=False).cutting(microbatches=1, state_groups=None).anew()
+        assert record.cuts.mesh is not None
+        self._whole = NamedSharding(record.cuts.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
         eval_fn, needs_key, self.note = _function(
             task, jax.eval_shape(to_device, abstract_state), abstract_batch, stateful, groups

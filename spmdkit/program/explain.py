@@ -85,21 +85,23 @@ def _placement(step: TaskStep) -> str:
 
 
 def _form(step: TaskStep, record: scope.Context, refused: Refused) -> str:
-    replicas, model = record.size("replica", *record.data_axes), _model_axes(record)
+    replicas, model = record.cuts.num_replicas, _model_axes(record)
     inside = "" if step.groups is None else " inside of each group"
     why = {
         "plain": f"one replica{inside}, so nothing is added; the partitioner cuts the rest",
         "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner cuts the rest{f' ({model})' if model else ''}",
         "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no model axis that cuts anything else",
-    }[record.form]
+    }[record.cuts.form]
     if step.task.view == "replica":
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
     tried = "".join(f"; not {form}: {text.splitlines()[0]}" for form, text in refused)
-    return f"{record.form}: {why}{tried}"
+    return f"{record.cuts.form}: {why}{tried}"
 
 
 def _model_axes(record: scope.Context) -> str:
-    return ", ".join(a for a, size in record.sizes.items() if size > 1 and a not in ("replica", *record.data_axes))
+    return ", ".join(
+        a for a, size in record.cuts.sizes.items() if size > 1 and a not in ("replica", *record.cuts.data_axes)
+    )
 
 
 def _many(num: int, word: str) -> str:
@@ -116,7 +118,7 @@ def _precision(step: TaskStep) -> str:
 
 
 def _microbatches(record: scope.Context, batch_size: int) -> str:
-    num = record.microbatches
+    num = record.cuts.microbatches
     if num == 1:
         return f"1: the whole batch of {batch_size} at once"
     return (
@@ -147,7 +149,9 @@ def _parts(step: TaskStep, record: scope.Context) -> Iterator[Line]:
 def _reducer(step: TaskStep, record: scope.Context) -> str:
     reducer, (name, options) = record.chosen.reducer, kinds.split(step.config.reducer)
     added = _added(record)
-    by_partitioner = "" if step.sizes["fsdp"] == 1 or "fsdp" in record.data_axes else "; over fsdp the partitioner adds"
+    by_partitioner = (
+        "" if step.sizes["fsdp"] == 1 or "fsdp" in record.cuts.data_axes else "; over fsdp the partitioner adds"
+    )
     if not added:
         return f"{name}: not used, since nothing is added over replicas{by_partitioner}"
     if not record.noticed.has_called("value_and_grad"):
@@ -156,9 +160,10 @@ def _reducer(step: TaskStep, record: scope.Context) -> str:
     plain = lambda values, num: 2 * (num - 1) / num * itemsize * values
     wire = plain if reducer.is_sum else reducer.wire
     over = ", ".join(
-        f"{values} values over {' x '.join(axes)} ({record.size(*axes)} replicas)" for axes, values in added.items()
+        f"{values} values over {' x '.join(axes)} ({record.cuts.size(*axes)} replicas)"
+        for axes, values in added.items()
     )
-    sent = sum(wire(values, record.size(*axes)) for axes, values in added.items())
+    sent = sum(wire(values, record.cuts.size(*axes)) for axes, values in added.items())
     given = f" {options}" if options else ""
     keeps = "" if reducer.init is stateless else "; keeps what it owes in the train state"
     return f"{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
@@ -166,19 +171,19 @@ def _reducer(step: TaskStep, record: scope.Context) -> str:
 
 def _added(record: scope.Context) -> dict[tuple[str, ...], int]:
     """Returns replica axes -> values of the gradient that a device adds over them."""
-    assert record.placements is not None
+    assert record.cuts.placements is not None
     found: Counter[tuple[str, ...]] = Counter()
-    specs: list[Any] = jax.tree.leaves(record.placements.gradient)
-    for shape, spec in zip(record.placements.shapes.values(), specs, strict=True):
+    specs: list[Any] = jax.tree.leaves(record.cuts.placements.gradient)
+    for shape, spec in zip(record.cuts.placements.shapes.values(), specs, strict=True):
         if axes := replica_axes_of(record, spec):
             cut = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
-            found[axes] += math.prod(shape) // count(record.sizes, cut)
+            found[axes] += math.prod(shape) // count(record.cuts.sizes, cut)
     return dict(found)
 
 
 def _model_state(step: TaskStep, record: scope.Context) -> Iterator[Line]:
     if step.stateful:
-        num = record.state_groups
+        num = record.cuts.state_groups
         yield "model state", "one for all replicas" if num is None else f"{num}, one for each group of replicas"
 
 

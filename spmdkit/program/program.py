@@ -151,7 +151,7 @@ class Program:
         self._place(self._placed)
         chosen = choose_form(self._task_step, record, self.num_replicas, self.probe_padding)
         self._step_record, self._traced, self.refused_forms = chosen.record, chosen.traced, chosen.refused
-        self.form, self._kept_by_reducer = chosen.record.form, chosen.kept
+        self.form, self._kept_by_reducer = chosen.record.cuts.form, chosen.kept
         self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
         self._place(chosen.state)
 
@@ -220,7 +220,7 @@ class Program:
         record = self._step_record.choosing(remat=None, remat_whole=False).anew()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
-            record = dataclasses.replace(record, form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
+            record = record.cutting(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
         return jax.jit(self._task_step.function(record)).trace(self._abstract_state, self.abstract_batch)
 
     def explain(self) -> str:
@@ -356,7 +356,7 @@ class Program:
         """Returns the record of an evaluation: over all replicas, in the form that binds the names of their axes."""
         if self.groups is None:
             return self._step_record
-        return dataclasses.replace(self._step_record, sizes=self.sizes, form="mapped")
+        return self._step_record.cutting(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
         """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.counts` arrays. Waits for the device."""

@@ -45,7 +45,7 @@ def step_record(
             (pipeline.chunks or 2) if pipeline.schedule == "interleaved" else 1,
         ),
     )
-    return scope.Context(
+    cuts = scope.Cuts(
         mesh=mesh,
         sizes=sizes,
         data_axes=data_axes,
@@ -53,8 +53,8 @@ def step_record(
         microbatches=config.microbatches,
         placements=placements,
         state_groups=state_groups,
-        chosen=chosen,
     )
+    return scope.Context(cuts, chosen)
 
 
 def reducer_of(config: Config) -> Reducer:

@@ -25,8 +25,8 @@ def check_used(
         ConfigError: microbatches that nothing accumulates, short batches whose padding would count, an axis that cuts
             nothing, or settings of an attention that is not there.
     """
-    sizes = record.sizes
-    if record.microbatches > 1 and not record.noticed.has_called("value_and_grad"):
+    sizes = record.cuts.sizes
+    if record.cuts.microbatches > 1 and not record.noticed.has_called("value_and_grad"):
         raise ConfigError(
             f"microbatches: {config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
             "accumulates. Use it, or set microbatches: 1."

@@ -50,10 +50,10 @@ def map_replicas(
     """
     if step.inside:
         return _inside_replica(step, local, params, state, batch, kinds, call)
-    run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[step.form]
-    groups, old = step.state_groups, state
+    run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[step.cuts.form]
+    groups, old = step.cuts.state_groups, state
     if groups is not None:
-        state = jax.tree.map(lambda x: jnp.repeat(x, step.size("replica", *step.data_axes) // groups, axis=0), state)
+        state = jax.tree.map(lambda x: jnp.repeat(x, step.cuts.num_replicas // groups, axis=0), state)
     sums, new_state, kept = run(step, local, params, state, batch, kinds, call)
     if groups is not None and new_state is not None:
         new_state = agree.by_group(kinds, old, new_state, groups)
@@ -63,10 +63,10 @@ def map_replicas(
 def _plain(
     step: scope.Context, local: Local, params: Any, state: Any, batch: Any, _: agree.Kinds, call: Call | None
 ) -> Any:
-    if step.state_groups is not None:
+    if step.cuts.state_groups is not None:
         state = jax.tree.map(lambda x: x[0], state)
     sums, new_state = local(0, params, state, batch, step.mask)
-    if step.state_groups is not None:
+    if step.cuts.state_groups is not None:
         new_state = jax.tree.map(lambda x: x[None], new_state)
     return sums, new_state, None if call is None else call.kept
 
@@ -78,7 +78,7 @@ def _inside_replica(
     index = lax.axis_index(REPLICA_AXES)
     own_params, own_state, batch, mask = as_local(step, (params, state, batch, step.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
-    if step.state_groups is not None:
+    if step.cuts.state_groups is not None:
         sums, _, kept = reduction.reduced(step, as_local(step, sums), {}, REPLICA_AXES, call)
         return sums, new_state, kept
     added, largest = agree.crossing(kinds, own_state, new_state, index == 0)
@@ -86,13 +86,13 @@ def _inside_replica(
     sums, added, kept = reduction.reduced(step, sums, added, REPLICA_AXES, call)
     with jax.named_scope(scope.REDUCE):
         largest = lax.pmax(as_local(step, largest), REPLICA_AXES) if largest else largest
-    return sums, agree.agreed(kinds, state, new_state, added, largest, step.size(*REPLICA_AXES)), kept
+    return sums, agree.agreed(kinds, state, new_state, added, largest, step.cuts.size(*REPLICA_AXES)), kept
 
 
 def _manual(
     step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
-    own_state = step.state_groups is not None
+    own_state = step.cuts.state_groups is not None
     rows = PartitionSpec(_non_trivial(step, REPLICA_AXES))
 
     def body(params: Any, state: Any, batch: Any, mask: Any, kept: Any) -> Any:
@@ -108,7 +108,7 @@ def _manual(
     states = rows if own_state else PartitionSpec()
     run = jax.shard_map(
         body,
-        mesh=step.mesh,
+        mesh=step.cuts.mesh,
         in_specs=(PartitionSpec(), states, rows, rows, rows),
         out_specs=(PartitionSpec(), states, rows),
         # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters, and of every
@@ -121,12 +121,12 @@ def _manual(
 def _mapped(
     step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
-    num_replica, num_data = step.size("replica"), step.size(*step.data_axes)
-    own_state = step.state_groups is not None
+    num_replica, num_data = step.cuts.size("replica"), step.cuts.size(*step.cuts.data_axes)
+    own_state = step.cuts.state_groups is not None
 
     def by_replica(x: jax.Array) -> jax.Array:
         x = x.reshape(num_replica, num_data, -1, *x.shape[1:])
-        return constrain(step, x, ("replica",), step.data_axes, step.inner_axes)
+        return constrain(step, x, ("replica",), step.cuts.data_axes, step.cuts.inner_axes)
 
     rows, mask = jax.tree.map(by_replica, (batch, step.mask))
     states = jax.tree.map(lambda x: x.reshape(num_replica, num_data, *x.shape[1:]), state) if own_state else state
@@ -139,7 +139,9 @@ def _mapped(
     # The axes of a `vmap` around all of this, over groups of replicas, are named there, and have size one here. Else all are named: without
     # a name of size one the TPU's partitioner sends all_reduces in place of reduce_scatters (libtpu 0.0.42, `hsdp` on v5e).
     alone = step.group[1] == 1
-    names = [tuple(a for a in axes if alone or step.size(a) > 1) or None for axes in (step.data_axes, ("replica",))]
+    names = [
+        tuple(a for a in axes if alone or step.cuts.size(a) > 1) or None for axes in (step.cuts.data_axes, ("replica",))
+    ]
     over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=names[0])
     stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
     sums, new_state = stacked
@@ -156,12 +158,12 @@ def _mapped(
 
 def _reduce_stacked(step: scope.Context, sums: Sums, added: Any, call: Call | None) -> Any:
     """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual `shard_map`."""
-    axes = tuple(a for a in ("replica", *step.data_axes) if step.size(a) > 1)
+    axes = tuple(a for a in ("replica", *step.cuts.data_axes) if step.cuts.size(a) > 1)
     if not axes:
         sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
         return sums, added, None if call is None else call.kept
     before, after = _specs(step, sums, added, "compute"), _specs(step, sums, added, "gradient")
-    stack = (_axes_or_none(step, ("replica",)), _axes_or_none(step, step.data_axes))
+    stack = (_axes_or_none(step, ("replica",)), _axes_or_none(step, step.cuts.data_axes))
     dims = None
     if call is not None and "fsdp" in axes and before != after:
         dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
@@ -178,7 +180,7 @@ def _reduce_stacked(step: scope.Context, sums: Sums, added: Any, call: Call | No
 
     run = jax.shard_map(
         body,
-        mesh=step.mesh,
+        mesh=step.cuts.mesh,
         in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before), kept_specs),
         out_specs=(after, kept_specs),
     )
@@ -205,7 +207,7 @@ def kept_spec(step: scope.Context, gradient: PartitionSpec) -> PartitionSpec:
 def replica_axes_of(step: scope.Context, gradient: PartitionSpec) -> tuple[str, ...]:
     """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its gradient."""
     cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
-    return tuple(a for a in ("replica", *step.data_axes) if step.size(a) > 1 and a not in cut)
+    return tuple(a for a in ("replica", *step.cuts.data_axes) if step.cuts.size(a) > 1 and a not in cut)
 
 
 def _specs(step: scope.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
@@ -213,8 +215,8 @@ def _specs(step: scope.Context, sums: Sums, added: Any, placement: Literal["comp
     whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
     if sums.gradient is None:
         return whole, added
-    assert step.placements is not None
-    specs = getattr(step.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
+    assert step.cuts.placements is not None
+    specs = getattr(step.cuts.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
     of_count = None if sums.count_gradient is None else specs
     return dataclasses.replace(whole, gradient=specs, count_gradient=of_count), added
 
@@ -232,10 +234,10 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
 
 
 def constrain(step: scope.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
-    if step.form == "manual" or step.mesh is None or not any(step.size(*axes) > 1 for axes in dims):
+    if step.cuts.form == "manual" or step.cuts.mesh is None or not any(step.cuts.size(*axes) > 1 for axes in dims):
         return x
     spec = PartitionSpec(*(_axes_or_none(step, axes) for axes in dims))
-    return lax.with_sharding_constraint(x, NamedSharding(step.mesh, spec))
+    return lax.with_sharding_constraint(x, NamedSharding(step.cuts.mesh, spec))
 
 
 def as_local(step: scope.Context, tree: Any) -> Any:
@@ -244,9 +246,9 @@ def as_local(step: scope.Context, tree: Any) -> Any:
 
 
 def _axes_or_none(step: scope.Context, axes: tuple[str, ...]) -> Any:
-    axes = tuple(a for a in axes if step.size(a) > 1)
+    axes = tuple(a for a in axes if step.cuts.size(a) > 1)
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def _non_trivial(step: scope.Context, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(a for a in axes if step.size(a) > 1) or axes
+    return tuple(a for a in axes if step.cuts.size(a) > 1) or axes

@@ -97,7 +97,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 
     def run(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
         step = scope.current()
-        replicas = step.size("replica", *step.data_axes)
+        replicas = step.cuts.num_replicas
 
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
@@ -131,7 +131,7 @@ def _local_gradient(
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
         group, _ = step.group
-        folded = _loss_key(key, group * step.size("replica", *step.data_axes) + index, micro)
+        folded = _loss_key(key, group * step.cuts.num_replicas + index, micro)
         with scope.over(scope.Examples(num, mask, _positions(step, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(step, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
@@ -157,7 +157,7 @@ def _local_gradient(
             reduced = [None if grads is None else _as_reduced(step, grads, params) for grads in (of_sum, of_count)]
             return Sums(loss, metrics, *reduced), new_state
 
-        if step.microbatches == 1:
+        if step.cuts.microbatches == 1:
             return one(state, rows, mask, 0)
         cut_rows, cut_mask = jax.tree.map(lambda x: _cut_microbatches(step, x), (rows, mask))
 
@@ -172,7 +172,7 @@ def _local_gradient(
             None if tree is None else _constrain_gradient(step, tree) for tree in (zeros.gradient, zeros.count_gradient)
         ]
         zeros = Sums(zeros.loss, zeros.metrics, *kept)
-        micros = jnp.arange(step.microbatches, dtype=jnp.int32)
+        micros = jnp.arange(step.cuts.microbatches, dtype=jnp.int32)
         return lax.scan(add, as_local(step, (zeros, state)), (cut_rows, cut_mask, micros))[0]
 
     return local
@@ -209,16 +209,16 @@ def _as_reduced(step: scope.Context, grads: Any, params: Any) -> Any:
 
 def _kinds(loss_fn: Loss, step: scope.Context, params: Any, state: Any, batch: Any, key: Any) -> agree.Kinds:
     """Returns how replicas agree on each leaf of the model state that the loss returns."""
-    replicas = step.size("replica", *step.data_axes)
-    if replicas == 1 or step.state_groups == replicas:  # nobody to agree with
+    replicas = step.cuts.num_replicas
+    if replicas == 1 or step.cuts.state_groups == replicas:  # nobody to agree with
         return {path: "same" for path, _ in named_leaves(state)}
     shape_of = lambda tree, lead: jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree)
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (params, key))
-    if step.state_groups is not None:
+    if step.cuts.state_groups is not None:
         of_one = shape_of(state, ())
     else:
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    num = _num_rows(batch) // (step.microbatches * (1 if step.inside else replicas))
+    num = _num_rows(batch) // (step.cuts.microbatches * (1 if step.inside else replicas))
 
     def own(num: int) -> Any:
         return (*shape_of((batch, step.mask), (num,)), whole[1], jax.ShapeDtypeStruct((num,), jnp.int32))
@@ -229,7 +229,7 @@ def _kinds(loss_fn: Loss, step: scope.Context, params: Any, state: Any, batch: A
             out = loss_fn(_cast(params, step.chosen.compute_dtype), state, _cast_inputs(step, rows), loss_key)
         return _same_kind(state, checked_loss(out, True)[2])
 
-    axes = (("replica", step.size("replica")), ("data", step.size(*step.data_axes)))
+    axes = (("replica", step.cuts.size("replica")), ("data", step.cuts.size(*step.cuts.data_axes)))
     return agree.kinds_of(step.chosen.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, step.inside)
 
 
@@ -255,7 +255,7 @@ def _known_count(step: scope.Context, total: Any, of_one: Any) -> Any:
     """
     if not isinstance(total, Mean):
         return total
-    times = step.microbatches * step.size("replica", *step.data_axes)
+    times = step.cuts.microbatches * step.cuts.num_replicas
     known: dict[str, Any] = {
         name: value.dtype.type(float(value) * times)
         for name, value in (("count", of_one.count), ("num", of_one.num))
@@ -275,18 +275,18 @@ def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
 def _order(step: scope.Context, rows: int) -> RowOrder:
     """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
     _, groups = step.group
-    return RowOrder(groups * step.size("replica", *step.data_axes, *step.inner_axes), step.microbatches, rows)
+    return RowOrder(groups * step.cuts.num_replicas * step.cuts.num_shards, step.cuts.microbatches, rows)
 
 
 def _first_shard(step: scope.Context, replica: Any) -> Any:
     """Returns the first shard of a replica, counted over the shards of all groups."""
     group, _ = step.group
-    return (group * step.size("replica", *step.data_axes) + replica) * step.size(*step.inner_axes)
+    return (group * step.cuts.num_replicas + replica) * step.cuts.num_shards
 
 
 def _positions(step: scope.Context, replica: Any, micro: Any, num: int) -> jax.Array:
     """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
-    inner = step.size(*step.inner_axes)
+    inner = step.cuts.num_shards
     return _order(step, num // inner).of_microbatch(_first_shard(step, replica), inner, micro)
 
 
@@ -296,25 +296,25 @@ def whole_rows(step: scope.Context, examples: Any, mask: Any, key: Any, replica:
     So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use `sk.value_and_grad`.
     """
     num = _num_rows(examples)
-    own = step.size(*step.inner_axes) * (step.size("replica", *step.data_axes) if replica is None else 1)
-    order = _order(step, num // (own * step.microbatches))
+    own = step.cuts.num_shards * (step.cuts.num_replicas if replica is None else 1)
+    order = _order(step, num // (own * step.cuts.microbatches))
     return scope.Examples(num, mask, order.of_shards(_first_shard(step, 0 if replica is None else replica), own), key)
 
 
 def _cut_microbatches(step: scope.Context, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
-    return constrain(step, split(x, 0, step.size(*step.inner_axes), step.microbatches), (), step.inner_axes)
+    return constrain(step, split(x, 0, step.cuts.num_shards, step.cuts.microbatches), (), step.cuts.inner_axes)
 
 
 def _constrain_gradient(step: scope.Context, grads: Any) -> Any:
     """Keeps a replica's gradient cut as its parameters are; the partitioner would else hold it whole while it adds."""
-    mesh = step.mesh
-    if step.form == "manual" or mesh is None or step.placements is None:
+    mesh = step.cuts.mesh
+    if step.cuts.form == "manual" or mesh is None or step.cuts.placements is None:
         return grads
     return jax.tree.map(
         lambda g, s: lax.with_sharding_constraint(g, NamedSharding(mesh, s)) if len(s) else g,
         grads,
-        step.placements.of(grads).compute,
+        step.cuts.placements.of(grads).compute,
     )
 
 

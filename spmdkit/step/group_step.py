@@ -48,7 +48,7 @@ def group_step(
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
             return new_state, {name: _part(metric, num) for name, metric in metrics.items()}
 
-    alone = all(size == 1 for size in step.sizes.values())
+    alone = all(size == 1 for size in step.cuts.sizes.values())
     spread = _by_device if alone else _by_vmap
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
@@ -84,15 +84,15 @@ def _by_device(one: Any, step: scope.Context, groups: Groups, state: TrainState,
 
     states = _fields(state, own, whole)
     run = jax.shard_map(
-        body, mesh=step.mesh, in_specs=(states, own, own), out_specs=(states, own), check_vma=False
+        body, mesh=step.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own), check_vma=False
     )  # untyped: see forms._manual
     return run(state, batch.examples, batch.mask)
 
 
 def _by_vmap(one: Any, step: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
-    assert step.mesh is not None
-    inner = tuple(a for a in ("replica", *step.data_axes, *step.inner_axes) if step.size(a) > 1)
-    rows = NamedSharding(step.mesh, PartitionSpec(groups.axes, inner or None))
+    assert step.cuts.mesh is not None
+    inner = tuple(a for a in ("replica", *step.cuts.data_axes, *step.cuts.inner_axes) if step.cuts.size(a) > 1)
+    rows = NamedSharding(step.cuts.mesh, PartitionSpec(groups.axes, inner or None))
 
     def by_group(x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)

@@ -33,7 +33,7 @@ def check_effect(name: str, reducer: Reducer, record: scope.Context, sizes: Mapp
     """
     if reducer.is_sum:
         return
-    assert record.placements is not None
+    assert record.cuts.placements is not None
     if not record.noticed.has_called("value_and_grad"):
         raise ConfigError(
             f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are reduced. What jax.grad or "
@@ -41,8 +41,8 @@ def check_effect(name: str, reducer: Reducer, record: scope.Context, sizes: Mapp
             "reducer: sum."
         )
     several = any(size > 1 for size in sizes.values())
-    if several and not any(replica_axes_of(record, spec) for spec in jax.tree.leaves(record.placements.gradient)):
-        zero = f", zero: {3 if 'fsdp' not in record.data_axes else 2}" if sizes["fsdp"] > 1 else ""
+    if several and not any(replica_axes_of(record, spec) for spec in jax.tree.leaves(record.cuts.placements.gradient)):
+        zero = f", zero: {3 if 'fsdp' not in record.cuts.data_axes else 2}" if sizes["fsdp"] > 1 else ""
         raise ConfigError(
             f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: nothing is added over replicas, and what ZeRO and the "
             f"model axes send is not the reducer's. Try mesh: {_with_replicas(sizes)}, or reducer: sum."
@@ -65,15 +65,15 @@ def shapes(
         gradients: what each call of `sk.value_and_grad` reduces.
         record: of the step, in its form.
     """
-    if reducer.init is stateless or record.size("replica", *record.data_axes) == 1:
+    if reducer.init is stateless or record.cuts.num_replicas == 1:
         return (), []
-    assert record.placements is not None
+    assert record.cuts.placements is not None
     entries, table = [], []
     for call, gradient in enumerate(gradients):
-        specs = jax.tree.leaves(record.placements.of(gradient).gradient)
+        specs = jax.tree.leaves(record.cuts.placements.of(gradient).gradient)
         states = []
         for (path, leaf), spec in zip(named_leaves(gradient), specs, strict=True):
-            num = record.size(*replica_axes_of(record, spec))
+            num = record.cuts.size(*replica_axes_of(record, spec))
             found = reducer.init(leaf) if num > 1 else {}
             states.append({name: jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for name, x in found.items()})
             table += [

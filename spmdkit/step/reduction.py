@@ -94,7 +94,7 @@ def _by_reducer(
 def _apply(
     step: scope.Context, reducer: Reducer, leaves: Leaves, states: list[LeafState], axes: tuple[str, ...], call: Call
 ) -> tuple[Leaves, list[LeafState]]:
-    num = step.size(*axes)
+    num = step.cuts.size(*axes)
     if num == 1:
         return lax.psum(leaves, axes), states
 

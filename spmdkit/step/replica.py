@@ -43,7 +43,7 @@ def pmean(tree: Any) -> Any:
         ConfigError: a leaf is already the same on all replicas, so it was reduced twice.
     """
     summed = _reduce("sk.pmean", lax.psum, tree)
-    num = scope.current().size(*REPLICA_AXES)
+    num = scope.current().cuts.size(*REPLICA_AXES)
     return jax.tree.map(lambda x: x if is_metric(x) else x / num, summed, is_leaf=is_metric)
 
 
@@ -56,7 +56,7 @@ def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
         )
     for path, leaf in named_leaves(tree) if compat.axes_are_typed() else ():
         varying = compat.varying_axes(leaf)
-        if not varying or any(step.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
+        if not varying or any(step.cuts.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
             raise ConfigError(_twice(name, f"leaf '{path}'" if path else "the value"))
     with jax.named_scope(scope.REDUCE):
         return crossed(tree, lambda sums: reduce(sums, REPLICA_AXES), lambda maxima: lax.pmax(maxima, REPLICA_AXES))

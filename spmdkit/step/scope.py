@@ -129,8 +129,8 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Context:
-    """What a step that is being traced runs in: how the mesh cuts it, what the user chose, where in the trace we are, what it noticed.
+class Cuts:
+    """How the mesh cuts a step.
 
     Attributes:
         form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner cuts the rest) or `manual`
@@ -142,6 +142,41 @@ class Context:
         microbatches: into which each replica's examples are cut, one after the other.
         placements: where gradients and parameters live; None: nowhere in particular.
         state_groups: groups of replicas with a model state of their own, [groups, ...]; None: there is one of all.
+    """
+
+    form: Form = "plain"
+    mesh: Mesh | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    data_axes: tuple[str, ...] = ("data",)
+    inner_axes: tuple[str, ...] = ()
+    microbatches: int = 1
+    placements: Placements | None = None
+    state_groups: int | None = None
+
+    def size(self, *axes: str) -> int:
+        """Returns the number of positions along `axes`; axes of no mesh have size one."""
+        num = 1
+        for axis in axes:
+            num *= self.sizes.get(axis, 1)
+        return num
+
+    @property
+    def num_replicas(self) -> int:
+        """Positions along `replica` and what `data` covers."""
+        return self.size("replica", *self.data_axes)
+
+    @property
+    def num_shards(self) -> int:
+        """Into which one replica's examples are cut."""
+        return self.size(*self.inner_axes)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step that is being traced runs in: how the mesh cuts it, what the user chose, where in the trace we are, what it noticed.
+
+    Attributes:
+        cuts: how the mesh cuts the step.
         chosen: by the user.
         group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one here.
         mask: bool[global batch] or None; False marks padding rows.
@@ -154,14 +189,7 @@ class Context:
         token: a number of its own for each record.
     """
 
-    form: Form = "plain"
-    mesh: Mesh | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    data_axes: tuple[str, ...] = ("data",)
-    inner_axes: tuple[str, ...] = ()
-    microbatches: int = 1
-    placements: Placements | None = None
-    state_groups: int | None = None
+    cuts: Cuts = field(default_factory=Cuts)
     chosen: Choices = field(default_factory=Choices)
     group: tuple[Any, int] = (0, 1)
     mask: jax.Array | None = None
@@ -177,6 +205,10 @@ class Context:
         """Returns the context with some of what was chosen changed."""
         return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, **changes))
 
+    def cutting(self, **changes: Any) -> Context:
+        """Returns the context with something of how the mesh cuts changed."""
+        return dataclasses.replace(self, cuts=dataclasses.replace(self.cuts, **changes))
+
     def anew(self, **changes: Any) -> Context:
         """Returns the context for another trace, which has noticed nothing yet, with some fields changed."""
         return dataclasses.replace(self, noticed=Noticed(), **changes)
@@ -184,14 +216,7 @@ class Context:
     @property
     def gives_sums(self) -> bool:
         """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
-        return self.chosen.reducer.takes == "sum" or self.size("replica", *self.data_axes) == 1
-
-    def size(self, *axes: str) -> int:
-        """Returns the number of positions along `axes`; axes of no mesh have size one."""
-        num = 1
-        for axis in axes:
-            num *= self.sizes.get(axis, 1)
-        return num
+        return self.chosen.reducer.takes == "sum" or self.cuts.num_replicas == 1
 
 
 @dataclass(frozen=True)
@@ -228,7 +253,7 @@ def current_examples() -> Examples | None:
 
 def differing_axes(step: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
     """Returns the mesh axes over which `x` may differ inside `shard_map`; over an axis of size one nothing differs."""
-    return tuple(sorted(axis for axis in compat.varying_axes(x) if step.size(axis) > 1))
+    return tuple(sorted(axis for axis in compat.varying_axes(x) if step.cuts.size(axis) > 1))
 
 
 @contextlib.contextmanager
@@ -271,7 +296,7 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         ValueError: not one name per dim, or a name that no table knows.
     """
     step = current()
-    if step.form == "manual" or step.mesh is None or step.in_manual:
+    if step.cuts.form == "manual" or step.cuts.mesh is None or step.in_manual:
         return x
     if len(dims) != x.ndim:
         raise ValueError(
@@ -281,10 +306,10 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     for dim, length in zip(dims, x.shape, strict=True):
         if dim is not None and dim not in step.chosen.logical_axes:
             raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(step.chosen.logical_axes))}.")
-        axes = step.inner_axes if dim == "batch" else step.chosen.logical_axes[dim] if dim else ()
+        axes = step.cuts.inner_axes if dim == "batch" else step.chosen.logical_axes[dim] if dim else ()
         step.noticed.axis(*axes)
-        axes = tuple(a for a in axes if step.size(a) > 1 and a not in (*step.data_axes, *step.mapped_axes))
-        spec.append(axes if axes and length % step.size(*axes) == 0 else None)
-    if not any(step.size(a) > 1 for a in MODEL_AXES if a not in step.data_axes):
+        axes = tuple(a for a in axes if step.cuts.size(a) > 1 and a not in (*step.cuts.data_axes, *step.mapped_axes))
+        spec.append(axes if axes and length % step.cuts.size(*axes) == 0 else None)
+    if not any(step.cuts.size(a) > 1 for a in MODEL_AXES if a not in step.cuts.data_axes):
         return x
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(step.mesh, PartitionSpec(*spec)))
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(step.cuts.mesh, PartitionSpec(*spec)))

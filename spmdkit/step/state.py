@@ -175,13 +175,13 @@ def check_not_donated(state: Any, what: str) -> None:
 
 def constrain_update(step: scope.Context, tree: Any) -> Any:
     """Returns a tree like the parameters, cut as the optimizer's update is."""
-    if (step.form != "mapped" and step.form != "plain") or step.mesh is None or step.placements is None:
+    mesh, placements = step.cuts.mesh, step.cuts.placements
+    if step.cuts.form == "manual" or mesh is None or placements is None:
         return tree
-    mesh = step.mesh
     return jax.tree.map(
         lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x,
         tree,
-        step.placements.update,
+        placements.update,
     )
 
 

@@ -132,13 +132,15 @@ def replica_step(
     Raises:
         ConfigError: the new state or a metric differs between replicas.
     """
-    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if step.size(a) > 1) or REPLICA_AXES)
+    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if step.cuts.size(a) > 1) or REPLICA_AXES)
 
     def body(state: TrainState, examples: Any, mask: Any) -> tuple[TrainState, dict[str, Any]]:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         originals = {id(x): (x, y) for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state.params), strict=True)}
         carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
-        inner = dataclasses.replace(step, form="manual", inside=True, mask=mask, mirrored=originals, carried=carried)
+        inner = dataclasses.replace(
+            step.cutting(form="manual"), inside=True, mask=mask, mirrored=originals, carried=carried
+        )
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with scope.tracing(inner), scope.over(own_rows):
             new_state, metrics = _checked(state, train_step(state.replace(params=own), examples))
@@ -159,7 +161,7 @@ def replica_step(
         whole = PartitionSpec()
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": PartitionSpec(REPLICA_AXES)})
         in_specs, out_specs = (states, rows, rows), (states, whole)
-        mapped = jax.shard_map(body, mesh=step.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
+        mapped = jax.shard_map(body, mesh=step.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask)
 
     run.__name__ = COMPILED_NAME

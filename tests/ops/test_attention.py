@@ -167,7 +167,9 @@ def test_inside_of_a_manual_part_few_key_heads_are_taken_by_their_queries():
 
 def global_of(fn, *args, **asked):
     with scope.tracing(step(**asked)) as record:
-        return jax.jit(fn)(*jax.device_put(args, jax.sharding.NamedSharding(record.mesh, jax.sharding.PartitionSpec())))
+        return jax.jit(fn)(
+            *jax.device_put(args, jax.sharding.NamedSharding(record.cuts.mesh, jax.sharding.PartitionSpec()))
+        )
 
 
 def test_each_device_holds_an_early_and_a_late_chunk():

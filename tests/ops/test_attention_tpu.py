@@ -25,10 +25,10 @@ sizes = mesh.resolve({"context": 4, "tensor": 2}, 8)
 found = {}
 for form in ("ring", "all_to_all"):
     record = scope.Context(
-        mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert"), noticed=Noticed({"context_order"}),
+        scope.Cuts(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")), noticed=Noticed({"context_order"}),
         chosen=scope.Choices(logical_axes=layout.logical_axes({}), attention=scope.AttentionSettings(context=form)),
     )
-    cut = NamedSharding(record.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))
+    cut = NamedSharding(record.cuts.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))
     q = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16, sharding=cut)
     run = jax.jit(jax.grad(lambda q, k, v, w: (sk.attention(q, k, v) * w).astype(jnp.float32).sum(), (0, 1, 2)), out_shardings=(cut,) * 3)
     with scope.tracing(record):

@@ -39,7 +39,7 @@ def bytes_of(asked, heads):
 
 def sent(compiled, record):
     found = {}
-    for c in read_bill(parse(compiled.as_text()), record.sizes).collectives:
+    for c in read_bill(parse(compiled.as_text()), record.cuts.sizes).collectives:
         found[c.op, *c.axes] = found.get((c.op, *c.axes), 0) + c.bytes
     return found
 
@@ -48,10 +48,10 @@ def passes(op, args, **asked):
     """Returns what the forward pass sends, and what the backward pass does: two programs, the residuals between them."""
     record = step(**asked)
     cut = lambda dims: NamedSharding(
-        record.mesh,
+        record.cuts.mesh,
         canonical(
-            [record.inner_axes if d == "batch" else record.chosen.logical_axes[d] if d else () for d in dims],
-            record.sizes,
+            [record.cuts.inner_axes if d == "batch" else record.chosen.logical_axes[d] if d else () for d in dims],
+            record.cuts.sizes,
         ),
     )
     given = [jax.ShapeDtypeStruct(shape, *dtype or [jnp.float32], sharding=cut(dims)) for shape, dims, *dtype in args]
@@ -133,7 +133,7 @@ def scores(context, order, backward):
     spec = PartitionSpec(None, "context")
     q = jax.ShapeDtypeStruct((1, T, 1, H), jnp.float32)
     with scope.tracing(record):
-        jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=record.mesh, in_specs=spec, out_specs=spec))(q, q, q)
+        jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=record.cuts.mesh, in_specs=spec, out_specs=spec))(q, q, q)
     products = 2 + 5 if backward else 2  # forward: q k and p v; backward: again q k, and four gradients
     return count(jaxpr).products / (context * products * 2 * H), branches(jaxpr.jaxpr)
 

@@ -1,7 +1,5 @@
 """Forward mode, second order and a gradient penalty through parts: on every mesh those of one device."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +64,7 @@ def arrays():
 
 def on_mesh(kind, op, args, tangents, **asked):
     record = step(**asked)
-    whole = lambda tree: jax.device_put(tree, NamedSharding(record.mesh, PartitionSpec()))
+    whole = lambda tree: jax.device_put(tree, NamedSharding(record.cuts.mesh, PartitionSpec()))
     with scope.tracing(record):
         return jax.jit(KINDS[kind](loss_of(op)))(whole(args), whole(tangents))
 
@@ -74,7 +72,7 @@ def on_mesh(kind, op, args, tangents, **asked):
 def in_replicas(kind, op, args, tangents):
     """The mapped form: the weights are the same on both replicas, each has its own examples."""
     record = step(data=2, tensor=2)
-    args, tangents = jax.device_put((args, tangents), NamedSharding(record.mesh, PartitionSpec()))
+    args, tangents = jax.device_put((args, tangents), NamedSharding(record.cuts.mesh, PartitionSpec()))
 
     def one(x, dx):
         return KINDS[kind](loss_of(op))((x, *args[1:]), (dx, *tangents[1:]))
@@ -149,7 +147,7 @@ def test_derivatives_through_attention_are_those_of_one_device(asked, attention,
     args, tangents = heads()
     expected = jax.jit(KINDS[kind](weighted(plain_attention)))(args, tangents)
     record = step(attention, **asked)
-    whole = lambda tree: jax.device_put(tree, NamedSharding(record.mesh, PartitionSpec()))
+    whole = lambda tree: jax.device_put(tree, NamedSharding(record.cuts.mesh, PartitionSpec()))
     with scope.tracing(record):
         found = jax.jit(KINDS[kind](weighted(in_order)))(whole(args), whole(tangents))
     assert_close(found, expected)
@@ -160,14 +158,14 @@ def test_derivatives_through_attention_in_the_manual_form_are_each_devices_own(k
     args, tangents = heads()
     cut = lambda tree: jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
     expected = jax.jit(jax.vmap(KINDS[kind](weighted(plain_attention))))(cut(args), cut(tangents))
-    record = dataclasses.replace(step(data=2), form="manual")
+    record = step(data=2).cutting(form="manual")
 
     def local(args, tangents):
         own = jax.tree.map(lambda x: x[0], (args, tangents))
         return jax.tree.map(lambda x: x[None], KINDS[kind](weighted(sk.attention))(*own))
 
     on_data = PartitionSpec("data")
-    run = jax.shard_map(local, mesh=record.mesh, in_specs=on_data, out_specs=on_data)
+    run = jax.shard_map(local, mesh=record.cuts.mesh, in_specs=on_data, out_specs=on_data)
     with scope.tracing(record):
         assert_close(jax.jit(run)(cut(args), cut(tangents)), expected)
 
@@ -184,7 +182,7 @@ def test_derivatives_through_attention_inside_of_a_part_are_those_of_one_device(
 def on_mesh_of(fn, *args, **asked):
     record = step(**asked)
     with scope.tracing(record):
-        return jax.jit(fn)(*jax.device_put(args, NamedSharding(record.mesh, PartitionSpec())))
+        return jax.jit(fn)(*jax.device_put(args, NamedSharding(record.cuts.mesh, PartitionSpec())))
 
 
 @pytest.mark.parametrize("asked", [{}, {"tensor": 2}], ids=["one device", "tensor 2"])

@@ -205,7 +205,7 @@ def value_and_grad(fn, args, record):
         (_, value), grads = run(*args)
     else:
         with scope.tracing(record):
-            (_, value), grads = run(*jax.device_put(args, NamedSharding(record.mesh, PartitionSpec())))
+            (_, value), grads = run(*jax.device_put(args, NamedSharding(record.cuts.mesh, PartitionSpec())))
     return jax.device_get((value, grads))
 
 

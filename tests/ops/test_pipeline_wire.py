@@ -54,13 +54,13 @@ def compiled(schedule, microbatches, chunks=1, stacked_dims=1, tokens=16, **aske
     """Returns the compiled `(loss, gradients)` of a mesh, and its arguments in place."""
     record = step(**asked).choosing(pipeline=scope.PipelineSettings(schedule, microbatches, chunks))
     params, rows = arguments(microbatches, tokens, chunks if stacked_dims == 2 else None)
-    on = lambda *dims: jax.NamedSharding(record.mesh, canonical(dims, record.sizes))
+    on = lambda *dims: jax.NamedSharding(record.cuts.mesh, canonical(dims, record.cuts.sizes))
     stack = (*(None for _ in range(stacked_dims - 1)), "pipeline")
     places = {"table": on(), "layers": {"up": on(*stack), "down": on(*stack)}, "out": on()}
     args = jax.device_put(params, places), jax.device_put(rows, on(("fsdp", "expert")))
     run = jax.jit(jax.value_and_grad(functools.partial(loss, stacked_dims=stacked_dims)), out_shardings=(on(), places))
     with scope.tracing(record):
-        return run.lower(*args).compile(), args, record.sizes
+        return run.lower(*args).compile(), args, record.cuts.sizes
 
 
 def sent(*case, **asked):

@@ -67,7 +67,7 @@ def silent_replication_of_an_activation():
 
 def full_rematerialization():
     def cut(*dims):
-        return NamedSharding(current().mesh, PartitionSpec(*dims))
+        return NamedSharding(current().cuts.mesh, PartitionSpec(*dims))
 
     def loss(params, batch, key):
         h = jnp.tanh(batch["x"] @ params["up"]).reshape(-1, 4, 128)

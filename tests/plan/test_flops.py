@@ -92,9 +92,7 @@ def test_what_a_parts_gradient_computes_a_second_time_counts_twice(remat, forwar
     sizes = resolve({"fsdp": 2, "tensor": 4}, 8)
     mesh = make_mesh(sizes, jax.devices())
     record = scope.Context(
-        mesh=mesh,
-        sizes=sizes,
-        inner_axes=("fsdp",),
+        scope.Cuts(mesh=mesh, sizes=sizes, inner_axes=("fsdp",)),
         chosen=scope.Choices(logical_axes=logical_axes({}), remat=policy(remat)),
     )
     jaxpr = jax.make_jaxpr(step)(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))

@@ -53,7 +53,7 @@ def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Exper
 
 
 def _platform() -> str:
-    mesh = scope.current().mesh
+    mesh = scope.current().cuts.mesh
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 

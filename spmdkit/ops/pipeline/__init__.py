@@ -90,7 +90,7 @@ def pipeline(
             raise ConfigError(
                 "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."
             )
-        num_stages, settings = step.size(AXIS), step.chosen.pipeline
+        num_stages, settings = step.cuts.size(AXIS), step.chosen.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)
         rows = without_gradient(rows)
         model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args)))
@@ -129,14 +129,14 @@ def _set_up(
     rows: Rows,
 ) -> Pipeline:
     """Returns the pipeline of one call; `weights` are those of one layer."""
-    num_stages, settings = step.size(AXIS), step.chosen.pipeline
-    shards = step.size(*step.inner_axes)
+    num_stages, settings = step.cuts.size(AXIS), step.chosen.pipeline
+    shards = step.cuts.num_shards
     num = _num_microbatches(rows.num // shards, num_stages, settings.microbatches)
     size = rows.num // num
     inner = dataclasses.replace(step, mapped_axes=(*step.mapped_axes, AXIS))
     micro = jax.eval_shape(lambda: rows.map(lambda x: x[:size]))
     model, x_shapes = checked(model, inner, abstract(embed_params), weights, abstract(head_params), micro)
-    parts = num_stages * step.size("context", "tensor")
+    parts = num_stages * step.cuts.size("context", "tensor")
     tokens = {s.shape[1] for s in jax.tree.leaves(x_shapes) if s.ndim > 1}
     head_dim = None
     if size // shards % num_stages == 0:

@@ -122,13 +122,13 @@ class Pipeline:
 
     def place(self, tree: Any, *dims: str | None) -> Any:
         """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner likes."""
-        names: dict[str | None, Any] = {"rows": self.step.inner_axes or None, AXIS: AXIS, None: None}
+        names: dict[str | None, Any] = {"rows": self.step.cuts.inner_axes or None, AXIS: AXIS, None: None}
         spec = tuple(names[d] for d in dims)
 
         def one(x: jax.Array) -> jax.Array:
             free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
-            assert self.step.mesh is not None
-            return lax.with_sharding_constraint(x, NamedSharding(self.step.mesh, PartitionSpec(*spec, *free)))
+            assert self.step.cuts.mesh is not None
+            return lax.with_sharding_constraint(x, NamedSharding(self.step.cuts.mesh, PartitionSpec(*spec, *free)))
 
         return jax.tree.map(one, tree)
 
@@ -178,7 +178,7 @@ class Pipeline:
 
     def _num_shards(self, dim: int) -> int:
         """Returns into how many parts the mesh may cut rows (0) or tokens (1) inside a stage."""
-        return self.step.size(*(self.step.inner_axes if dim == 0 else ("context", "tensor")))
+        return self.step.cuts.size(*(self.step.cuts.inner_axes if dim == 0 else ("context", "tensor")))
 
     # ---- between the last stage and the head -----------------------------------------------------------------------------
 
