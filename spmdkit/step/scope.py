@@ -184,7 +184,6 @@ class Context:
         inside: True while a per-replica step is traced, inside `shard_map`.
         in_manual: True inside of `sk.manual`, where arrays are shards.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
-        mirrored: `id` of a parameter that a per-replica step was handed as its own copy -> (the copy, the mirrored original).
         noticed: what this trace has noticed of the user's code.
         token: a number of its own for each record.
     """
@@ -197,7 +196,6 @@ class Context:
     inside: bool = False
     in_manual: bool = False
     mapped_axes: tuple[str, ...] = ()
-    mirrored: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     noticed: Noticed = field(default_factory=Noticed)
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,36 @@ class Variables(NamedTuple):
     state: Any
 
 
-@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mirrored:
+    """The parameters of a per-replica step: the replica's own copy, and that of which it is a copy, which is the same on all.
+
+    The copy is typed varying, so that `jax.grad` gives the replica's own gradient; the update needs the other, so that the result is
+    provably the same on all replicas. JAX cannot type a varying value back without sending it.
+
+    Attributes:
+        own: the parameters as the state holds them, the very same objects.
+        whole: a tree like them.
+        before: the same of the parameters before the update, which the user may still hold.
+    """
+
+    own: Any
+    whole: Any
+    before: Mirrored | None = None
+
+    def of(self, tree: Any) -> Any:
+        """Returns `tree` with each leaf that is an own copy replaced by what it is a copy of.
+
+        Any other leaf stays: it must be the same on all replicas by itself.
+        """
+        if tree is self.own:
+            return self.whole  # whatever stands there: JAX also makes states of things that are no arrays
+        pairs = list(zip(jax.tree.leaves(self.own), jax.tree.leaves(self.whole), strict=True))
+        new = jax.tree.map(lambda x: next((original for own, original in pairs if own is x), x), tree)
+        return new if self.before is None else self.before.of(new)
+
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class TrainState:
     """The state of training after `step` steps.
@@ -48,6 +78,8 @@ class TrainState:
             they are traced; empty where it keeps nothing. `spmdkit.step.reducer_state`.
         sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state` and `ema` are
             [groups, ...]. `spmdkit.step.groups`.
+        mirrored: inside of a per-replica step, what the parameters are a copy of; else None. It goes with the parameters through the user's
+            own `jit` and `jax.tree.map`, leaf by leaf.
     """
 
     step: jax.Array
@@ -56,10 +88,25 @@ class TrainState:
     model_state: Any
     ema: Any
     rng: jax.Array
-    optimizer: optax.GradientTransformationExtraArgs = field(metadata={"static": True})
-    ema_decay: float | None = field(default=None, metadata={"static": True})
+    optimizer: optax.GradientTransformationExtraArgs
+    ema_decay: float | None = None
     reducer: tuple[Any, ...] = ()
     sync: Any = None
+    mirrored: Mirrored | None = None
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
+        """Returns the fields with arrays, by name; of `mirrored` only what the parameters are a copy of."""
+        arrays = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in FIELDS]
+        whole = None if self.mirrored is None else self.mirrored.of(self.params)
+        return [*arrays, (jax.tree_util.GetAttrKey("mirrored"), whole)], (self.optimizer, self.ema_decay)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, Any], arrays: Sequence[Any]) -> TrainState:
+        """Returns the state of such fields."""
+        *arrays, whole = arrays
+        step, params, opt_state, model_state, ema, rng, reducer, sync = arrays
+        mirrored = None if whole is None else Mirrored(params, whole)
+        return cls(step, params, opt_state, model_state, ema, rng, *static, reducer, sync, mirrored)
 
     @property
     def key(self) -> jax.Array:
@@ -84,7 +131,7 @@ class TrainState:
                 optimizer needs more than it is given.
         """
         step = scope.current()
-        params = mirrored(step, self.params)
+        params = originals(self).params
         _check_gradient(step, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
         grads = constrain_update(step, as_stored(grads))
@@ -99,6 +146,7 @@ class TrainState:
             decay = self.ema_decay
             ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, new_params)
         return self.replace(
+            mirrored=None if self.mirrored is None else Mirrored(new_params, new_params, self.mirrored),
             step=self.step + 1,
             params=new_params,
             opt_state=opt_state,
@@ -107,8 +155,8 @@ class TrainState:
         )
 
 
-FIELDS = tuple(f.name for f in dataclasses.fields(TrainState) if not f.metadata.get("static"))
-"""The fields of a train state that hold arrays, in flattening order."""
+FIELDS = ("step", "params", "opt_state", "model_state", "ema", "rng", "reducer", "sync")
+"""The fields of a train state that are placed, saved and restored, in flattening order."""
 
 
 def create(
@@ -185,13 +233,9 @@ def constrain_update(step: scope.Context, tree: Any) -> Any:
     )
 
 
-def mirrored(step: scope.Context, tree: Any) -> Any:
-    """Returns `tree` with each leaf that a per-replica step was handed as its own copy replaced by the mirrored original.
-
-    Inside a per-replica step the parameters are typed varying, so that `jax.grad` gives the replica's own gradient; the
-    update needs the mirrored arrays, so that the result is provably mirrored too.
-    """
-    return jax.tree.map(lambda x: step.mirrored[id(x)][1] if id(x) in step.mirrored else x, tree)
+def originals(state: TrainState) -> TrainState:
+    """Returns the state with each leaf that is the replica's own copy of a parameter replaced by what it is a copy of."""
+    return state if state.mirrored is None else state.mirrored.of(state.replace(mirrored=None))
 
 
 def _check_gradient(step: scope.Context, grads: Any, params: Any) -> None:

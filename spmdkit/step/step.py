@@ -19,7 +19,7 @@ from spmdkit.step.carried import Carried
 from spmdkit.step.gradient import means_and_grad, whole_rows
 from spmdkit.step.metric import is_metric
 from spmdkit.step.returned import RULE, check_metric_names, is_array, shape_of
-from spmdkit.step.state import FIELDS, TrainState, mirrored
+from spmdkit.step.state import FIELDS, Mirrored, TrainState, originals
 from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
 COMPILED_NAME = "train_step"
@@ -84,9 +84,9 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
     def hooked(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         out = _checked(state, train_step(state, batch))
-        old = mirrored(scope.current(), state)
+        old = originals(state)
         for call in calls:
-            out = _checked(state, call(old, *out))
+            out = _checked(old, call(old, originals(out[0]), out[1]))
         return out
 
     return hooked
@@ -136,15 +136,13 @@ def replica_step(
 
     def body(state: TrainState, examples: Any, mask: Any) -> tuple[TrainState, dict[str, Any]]:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
-        originals = {id(x): (x, y) for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state.params), strict=True)}
         carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
-        inner = dataclasses.replace(
-            step.cutting(form="manual"), inside=True, mask=mask, mirrored=originals, carried=carried
-        )
+        inner = dataclasses.replace(step.cutting(form="manual"), inside=True, mask=mask, carried=carried)
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with scope.tracing(inner), scope.over(own_rows):
-            new_state, metrics = _checked(state, train_step(state.replace(params=own), examples))
-        new_state = mirrored(inner, new_state).replace(reducer=())
+            handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
+            new_state, metrics = _checked(state, train_step(handed, examples))
+        new_state = originals(new_state).replace(reducer=())
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):
                 if axes := scope.differing_axes(inner, leaf):
@@ -203,7 +201,7 @@ def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
         )
     new_state, metrics = out
     check_metric_names(metrics, "train_step")
-    difference = first_difference(state, new_state)
+    difference = first_difference(originals(state), originals(new_state))
     if difference:
         raise ConfigError(
             f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps."

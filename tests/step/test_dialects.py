@@ -265,6 +265,47 @@ def test_an_update_of_the_replicas_own_copy_is_refused():
     refused(train_step, r"state leaf 'params/[wb]' differs.*update through state\.apply_gradients")
 
 
+def the_update_in_a_jit(state, batch):
+    (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+    return jax.jit(lambda state, grads: state.apply_gradients(grads))(state, grads), {"loss": loss, **metrics}
+
+
+def old_or_new(state, batch):
+    new, metrics = global_step(state, batch)
+    return jax.tree.map(lambda old, new: jnp.where(jnp.isnan(metrics["loss"]), old, new), state, new), metrics
+
+
+@pytest.mark.parametrize(
+    "step", [jax.jit(global_step), the_update_in_a_jit, old_or_new], ids=["jit", "update", "where"]
+)
+def test_what_the_own_copy_is_a_copy_of_goes_with_it_through_jit_and_tree_map(step):
+    run = train(program_of(with_step(step), **MESHES["replica 2 x data 4"]), evaluate=False)
+    assert_same_run(run, one_device("regression"))
+
+
+def test_a_part_of_the_parameters_put_back_beside_a_new_one_is_the_original():
+    def train_step(state, batch):
+        new, metrics = global_step(state, batch)
+        return new.replace(params={"w": new.params["w"] * 1.0, "b": state.params["b"]}), metrics
+
+    program = program_of(with_step(train_step), **MESHES["data 8"])
+    state = program.init()
+    before = jax.device_get(state.params)
+    state, _ = program.step(state, next(iter(program.batches()))[1])
+    assert np.array_equal(state.params["b"], before["b"]) and not np.array_equal(state.params["w"], before["w"])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["open", "in a jit"])
+@pytest.mark.parametrize("replace", [dataclasses.replace, sk.TrainState.replace], ids=["dataclasses", "of the state"])
+def test_parameters_that_drift_apart_are_refused_however_they_are_put_in_the_state(replace, wrap):
+    @wrap
+    def train_step(state, batch):
+        grads = jax.grad(local_loss)(state.params, batch)
+        return replace(state, params=jax.tree.map(lambda p, g: p - g, state.params, grads)), {}
+
+    refused(train_step, r"state leaf 'params/[wb]' differs.*update through state\.apply_gradients")
+
+
 @pytest.mark.parametrize("mesh", ["fsdp 8 zero 3", "tensor 4 x data 2"])
 def test_a_per_replica_step_on_a_mesh_with_model_axes_is_refused(mesh):
     refused(global_step, r"view='replica' on a mesh with model axes \['(fsdp|tensor)'\].*global view", mesh=mesh)
