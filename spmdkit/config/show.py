@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from spmdkit.config.schema import Config
-from spmdkit.config.source import add_core_schema
+from spmdkit.config.source import PLAIN
 
 
 class _Dumper(yaml.SafeDumper):
@@ -23,7 +23,8 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-add_core_schema(_Dumper)
+for _kind, (_pattern, _) in PLAIN.items():
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, None)
 _Dumper.add_representer(str, _text)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 

@@ -97,7 +97,7 @@ BROKEN = {
     "open bracket": ("task: a.py:t\nmesh: {data: 1\n", "run.yaml:2: not YAML: expected ',' or '}'"),
     "open quote": ("task: a.py:t\nseed: '1\n", "run.yaml:2: not YAML: found unexpected end of stream"),
     "at sign": ("task: @a\n", "run.yaml:1: not YAML: found character '@' that cannot start any token"),
-    "two documents": ("task: a.py:t\n---\nseed: 1\n", "run.yaml:2: not YAML: but found another document"),
+    "two documents": ("task: a.py:t\n---\nseed: 1\n", "run.yaml:2: another document begins here; a config is one."),
     "key twice": (
         "task: a.py:t\nseed: 1\nseed: 2\n",
         "run.yaml:3: seed is given twice, first on line 2. Keep one of them.",

@@ -80,7 +80,7 @@ BAD = {
     "precision.reduce=bfloat16": "override precision.reduce=bfloat16: precision is 'bfloat16' (text), which has no key "
     "reduce. An override sets keys of mappings. Give the whole value: precision='{reduce: ...}'.",
     "mesh={data: 1": "override mesh={data: 1: not YAML: expected ',' or '}'",
-    "mesh={data: 1, data: 2}": "override mesh={data: 1, data: 2}: data is given twice",
+    "mesh={data: 1, data: 2}": "override mesh={data: 1, data: 2}: data is given twice, first on line 1.",
     "task_args.x=!!python/name:os.system": "override task_args.x=!!python/name:os.system: !!python/name:os.system is refused",
     "task_args.x=*a": "override task_args.x=*a: *a is refused",
     "task_args.x=.nan": "override task_args.x=.nan: task_args.x: needs a finite number, found nan.",
