@@ -1,7 +1,8 @@
 """The config of a run: YAML or Python values in, one checked and frozen `Config` out.
 
-fields.py kinds of value · sections.py and schema.py the settings · rules.py between settings · optimizer.py optax by name ·
-source.py YAML with lines · overrides.py key=value · problems.py and wording.py messages · load.py · show.py · task.py
+fields.py kinds of value · sections.py and settings.py the settings · rules.py between settings · schema.py `Config`,
+settings that go together · optimizer.py optax by name · source.py YAML with lines · overrides.py key=value ·
+problems.py and wording.py messages · load.py · show.py · task.py
 """
 
 from spmdkit.config.load import load_config, parse_config, replace_keys

@@ -10,13 +10,11 @@ from typing import Any
 from spmdkit import kinds
 from spmdkit.config import optimizer
 from spmdkit.config.problems import KeyPath, Problem, render, show
+from spmdkit.config.settings import Settings
 from spmdkit.config.task import reference_problem
 from spmdkit.errors import ConfigError
 from spmdkit.names import AXES, LOGICAL_AXES
 from spmdkit.words import nearest
-
-Config = Any
-"""The settings, by attribute: schema.py, which has their type, imports this file."""
 
 KINDS = {"reducer": ("reducers", "sum"), "sync": ("sync", "every_step")}
 """Key -> (the folder whose files it names, its default)."""
@@ -24,7 +22,7 @@ KINDS = {"reducer": ("reducers", "sum"), "sync": ("sync", "every_step")}
 MAX_DEPTH = 32
 
 
-def check(config: Config) -> list[Problem]:
+def check(config: Settings) -> list[Problem]:
     """Returns every problem between the fields of a config whose fields are each right."""
     return [
         *_task(config),
@@ -40,7 +38,7 @@ def check(config: Config) -> list[Problem]:
     ]
 
 
-def _task(config: Config) -> Iterator[Problem]:
+def _task(config: Settings) -> Iterator[Problem]:
     if problem := reference_problem(config.task):
         yield Problem(("task",), problem)
     for key in config.task_args:
@@ -49,7 +47,7 @@ def _task(config: Config) -> Iterator[Problem]:
     yield from plain_values(config.task_args, ("task_args",))
 
 
-def _batch(config: Config) -> Iterator[Problem]:
+def _batch(config: Settings) -> Iterator[Problem]:
     if isinstance(config.microbatches, int) and config.batch_size % config.microbatches:
         divisors = [d for d in range(1, min(config.batch_size, 100_000) + 1) if config.batch_size % d == 0]
         below = max((d for d in divisors if d < config.microbatches), default=1)
@@ -66,13 +64,13 @@ def _batch(config: Config) -> Iterator[Problem]:
         yield from _batch_on_mesh(config, config.mesh.sizes())
 
 
-def check_batch(config: Config, sizes: Mapping[str, int]) -> None:
+def check_batch(config: Settings, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError unless `batch_size` divides over the mesh and the microbatches; `sizes` has no -1 left."""
     if found := list(_batch_on_mesh(config, sizes)):
         raise ConfigError(render(found, config._origin))
 
 
-def _batch_on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Problem]:
     axes = {axis: sizes[axis] for axis in LOGICAL_AXES["batch"] if sizes.get(axis, 1) > 1}
     shards = math.prod(axes.values())
     microbatches = config.microbatches if isinstance(config.microbatches, int) else 1
@@ -95,7 +93,7 @@ def _multiples(value: int, unit: int) -> str:
     return f"{below} or {above}" if below else str(above)
 
 
-def _mesh(config: Config) -> Iterator[Problem]:
+def _mesh(config: Settings) -> Iterator[Problem]:
     filled = [axis for axis, size in config.mesh.sizes().items() if size == -1]
     for axis in filled[1:]:
         yield Problem(
@@ -104,7 +102,7 @@ def _mesh(config: Config) -> Iterator[Problem]:
         )
 
 
-def _layout(config: Config) -> Iterator[Problem]:
+def _layout(config: Settings) -> Iterator[Problem]:
     known = list(dict.fromkeys([*LOGICAL_AXES, *config.layout.axes, *AXES]))
     seen: dict[str, int] = {}
     for i, (pattern, dims) in enumerate(config.layout.rules):
@@ -122,7 +120,7 @@ def _layout(config: Config) -> Iterator[Problem]:
                 )
 
 
-def _pipeline(config: Config) -> Iterator[Problem]:
+def _pipeline(config: Settings) -> Iterator[Problem]:
     asked, default = config.pipeline, type(config.pipeline)()
     if config.mesh.pipeline is None:
         for key in ("schedule", "microbatches", "chunks"):
@@ -145,7 +143,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         )
 
 
-def _choices(config: Config) -> Iterator[Problem]:
+def _choices(config: Settings) -> Iterator[Problem]:
     for key, (folder, default) in KINDS.items():
         value = getattr(config, key)
         if value == default:
@@ -161,7 +159,7 @@ def _choices(config: Config) -> Iterator[Problem]:
             yield Problem((key,), found)
 
 
-def _remat(config: Config) -> Iterator[Problem]:
+def _remat(config: Settings) -> Iterator[Problem]:
     if isinstance(config.remat, str):
         return
     save, offload = config.remat.save, config.remat.offload
@@ -179,7 +177,7 @@ def _remat(config: Config) -> Iterator[Problem]:
                 yield Problem(("remat", key, i), f"is {name!r} a second time. Remove it.")
 
 
-def _learning(config: Config) -> Iterator[Problem]:
+def _learning(config: Settings) -> Iterator[Problem]:
     for key in ("optimizer", "learning_rate"):
         value = getattr(config, key)
         if unplain := list(plain_values(value, (key,))):
@@ -197,7 +195,7 @@ def _learning(config: Config) -> Iterator[Problem]:
         yield from optimizer.optimizer_problems(config.optimizer, config.learning_rate is not None)
 
 
-def _precision(config: Config) -> Iterator[Problem]:
+def _precision(config: Settings) -> Iterator[Problem]:
     asked = config.precision
     if asked.inputs is not None and asked.compute == asked.params == "float32":
         yield Problem(
@@ -207,7 +205,7 @@ def _precision(config: Config) -> Iterator[Problem]:
         )
 
 
-def _without_effect(config: Config) -> Iterator[Problem]:
+def _without_effect(config: Settings) -> Iterator[Problem]:
     layout, default = config.layout, type(config.layout)()
     if config.mesh.fsdp is None:
         for key in ("zero", "fsdp", "min_shard_bytes"):

@@ -1,146 +1,25 @@
-"""`Config`: every setting of a run, as a frozen pydantic model whose sections are in sections.py. The description of a field is its help, schema and docs.
+"""`Config`: the settings of a run (settings.py) that go together (rules.py), as a frozen pydantic model.
 
 `Config(task="my_task.py:task", mesh={"data": 8})` builds one in Python from plain values; `load_config` and
 `parse_config` (load.py) build one from a file or a mapping and know the line of every key. All of them raise
-`ConfigError` with every problem found. Rules over several fields are in rules.py.
+`ConfigError` with every problem found.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
 
-from spmdkit.config import fields, problems, rules, wording
-from spmdkit.config.fields import Section
-from spmdkit.config.sections import (
-    Attention,
-    Budget,
-    Checkpoint,
-    ClusterOptions,
-    Data,
-    Eval,
-    Layout,
-    Log,
-    Mesh,
-    ModelState,
-    Pipeline,
-    Placement,
-    Precision,
-    Profile,
-    Remat,
-)
+from spmdkit.config import problems, rules, wording
+from spmdkit.config.settings import Settings
 from spmdkit.config.task import split_reference
 from spmdkit.errors import ConfigError
 
 
-class Config(Section):
+class Config(Settings):
     """Every setting of a run."""
-
-    task: fields.TaskName = Field(
-        description="The user's Task: path/to/file.py:name (path from the config's folder) or package.module:name."
-    )
-    task_args: dict[str, Any] = Field(
-        default_factory=dict,
-        examples=["{width: 64}"],
-        description="Keyword arguments, when the target is a function that returns a Task.",
-    )
-    run_dir: fields.FileName | None = Field(
-        default=None, description="Directory of the run, from the config's folder; null: runs/<config name>."
-    )
-    seed: fields.Seed = Field(
-        default=0, description="Seed of the initial parameters, of the order of examples and of all keys."
-    )
-    steps: fields.Count = Field(default=100, description="Steps to train; step 1 is the first.")
-    batch_size: fields.Count = Field(
-        default=32, description="Global examples of a step, over all replicas and microbatches."
-    )
-    microbatches: fields.CountOrAuto = Field(
-        default=1,
-        description="Parts into which a batch is cut, one after the other, with one update. Divides batch_size. auto: the "
-        "fewest whose compiled step fits the device's memory.",
-    )
-    devices: fields.Devices = Field(
-        default="auto",
-        description="auto: all devices; cpu:N: N fake devices of this CPU, over all processes; or local indices.",
-    )
-    cluster: ClusterOptions = Field(default_factory=ClusterOptions, description="How processes find each other.")
-    mesh: Mesh = Field(default_factory=Mesh, description="Axis sizes. One -1 fills; empty: one device.")
-    layout: Layout = Field(default_factory=Layout, description="Where each parameter lives.")
-    pipeline: Pipeline = Field(default_factory=Pipeline, description="How sk.pipeline runs its stages.")
-    placement: Placement = Field(default_factory=Placement, description="Memory of parameters and optimizer state.")
-    reducer: fields.NamedChoice = Field(
-        default="sum",
-        description="How gradients are added over replicas: sum, ordered, {bfloat16: {...}}, or a user's own: file.py:name of a function under "
-        "@sk.reducer, {file.py:name: {option: value}} with its keyword arguments.",
-    )
-    sync: fields.NamedChoice = Field(
-        default="every_step", description="When replicas agree: every_step, or {local_sgd: {every: N}}."
-    )
-    precision: Annotated[
-        Precision,
-        BeforeValidator(fields.dtype_to_mapping, json_schema_input_type=Literal["float32", "bfloat16"] | Precision),
-    ] = Field(default_factory=Precision, description="Dtype of the computation, or dtypes of compute, params, reduce.")
-    remat: Remat = Field(
-        default="none",
-        description="What sk.remat keeps for the backward pass: all, nothing, matrix products, or named values, on the device or the host. auto: the "
-        "most that fits the device's memory.",
-    )
-    attention: Attention = Field(default_factory=Attention, description="How sk.attention runs.")
-    compiler_options: fields.CompilerOptions = Field(
-        default_factory=dict,
-        description="Options of XLA and their values, beyond those that spmdkit gives it (spmdkit/program/compiler.py); null removes one of these.",
-    )
-    optimizer: fields.Optimizer | None = Field(
-        default=None, description="name of an optax optimizer and its keyword arguments; null: the task's own."
-    )
-    learning_rate: fields.LearningRate | None = Field(
-        default=None,
-        description="A number, or name of an optax schedule and its keyword arguments; null: the optimizer's own.",
-    )
-    clip_norm: fields.Positive | None = Field(
-        default=None, description="Largest global norm of the gradient; null: no clipping."
-    )
-    ema: fields.Fraction | None = Field(
-        default=None, description="Decay of the average of parameters; null: no average."
-    )
-    model_state: ModelState = Field(
-        default="global",
-        description="How replicas agree on mutable model state: one, one for each, or one for each group.",
-    )
-    data: Data = Field(default_factory=Data, description="How batches are made.")
-    budget: Budget | None = Field(default=None, description="What a step may cost; null: whatever it costs.")
-    checkpoint: Checkpoint | None = Field(
-        default_factory=Checkpoint, description="When the state is saved; null: never."
-    )
-    eval: Eval = Field(default_factory=Eval, description="When and on what the evaluation runs.")
-    log: Log = Field(default_factory=Log, description="What is told while a run goes on.")
-    hooks: list[fields.NamedChoice] = Field(
-        default_factory=list,
-        description="A user's own hooks beside Task(hooks=...): path/to/file.py:name or package.module:name of a sk.Hook, or of a function "
-        "under @sk.hook; {name: {option: value}} with its keyword arguments.",
-    )
-    profile: Profile | None = Field(default=None, description="Steps of which a profiler trace is taken; null: none.")
-    certificate: fields.FileName | None = Field(
-        default=None,
-        description="File of verify --certificate, from the config's folder: train refuses what it does not prove; null: none.",
-    )
-    on_nonfinite: Literal["stop", "continue"] = Field(
-        default="stop",
-        description="When the loss or the state is not finite, where a gradient that is not finite ends: stop with code 77, or go on and "
-        "report. The loss is looked at in log steps, the state every 100 steps and before each save.",
-    )
-
-    _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)
 
     @model_validator(mode="wrap")
     @classmethod
