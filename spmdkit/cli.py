@@ -67,6 +67,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")
 def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False) -> None:
     """Evaluate the newest checkpoint of a config's run."""
+    from spmdkit.run.hooks.finite import check_evaluation
     from spmdkit.run.loop import evaluate as run
 
     loaded, cluster = _join(config, overrides)
@@ -79,6 +80,7 @@ def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False)
             told = (f"{name} {x:.6g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
             print(f"step {step} eval  " + "  ".join(told))
     cluster.shutdown()
+    check_evaluation(loaded, step, values)
 
 
 @app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")

@@ -314,6 +314,19 @@ def dtype_to_mapping(value: Any) -> Any:
     return value
 
 
+POLICIES = ("stop", "skip", "rollback", "continue")
+Policy = Literal["stop", "skip", "rollback", "continue"]
+
+
+def policy_to_mapping(value: Any) -> Any:
+    """Returns `{loss, gradient, metrics, evaluation}` for the name of one policy; an evaluation changes nothing, so it can only stop a run."""
+    if isinstance(value, dict | Section):
+        return value
+    policy = choice(value, POLICIES, "a mapping {loss, gradient, metrics, evaluation}")
+    said = dict.fromkeys(("loss", "gradient", "metrics"), policy)
+    return said | {"evaluation": "continue" if policy == "continue" else "stop"}
+
+
 def names_or(names: Sequence[str], model: type[Section]) -> WrapValidator:
     """Returns the validator of a field that holds one of `names` or a mapping checked by `model`."""
 

@@ -225,6 +225,29 @@ class Log(Section):
     )
 
 
+class OnNonfinite(Section):
+    """What is done where a number is not finite. A plain `on_nonfinite: skip` says so of loss, gradient and metrics."""
+
+    loss: fields.Policy = Field(
+        default="stop",
+        description="Of the loss: stop: end with code 77; skip: the step leaves everything but its number as it was; rollback: back to the newest "
+        "checkpoint, and on without that batch; continue: go on and say so.",
+    )
+    gradient: fields.Policy = Field(default="stop", description="The same of the gradient that the optimizer is given.")
+    metrics: fields.Policy = Field(default="stop", description="The same of every other metric that a step gives.")
+    evaluation: Literal["stop", "continue"] = Field(
+        default="stop", description="Of a metric of an evaluation, also the last one and that of `spmdkit eval`."
+    )
+    most: fields.Count = Field(
+        default=10,
+        description="Steps in a row that are skipped, and ways back in one process, after which the run ends with code 77.",
+    )
+    dump: fields.Flag = Field(
+        default=False,
+        description="The batch of a step that was not finite is written to nonfinite/<step>.npz in the run's directory.",
+    )
+
+
 class Profile(Section):
     """Steps of which a profiler trace is taken."""
 

@@ -19,6 +19,7 @@ from spmdkit.config.sections import (
     Log,
     Mesh,
     ModelState,
+    OnNonfinite,
     Pipeline,
     Placement,
     Precision,
@@ -118,10 +119,11 @@ class Settings(Section):
         default=None,
         description="File of verify --certificate, from the config's folder: train refuses what it does not prove; null: none.",
     )
-    on_nonfinite: Literal["stop", "continue"] = Field(
-        default="stop",
-        description="When the loss or the state is not finite, where a gradient that is not finite ends: stop with code 77, or go on and "
-        "report. The loss is looked at in log steps, the state every 100 steps and before each save.",
+    on_nonfinite: Annotated[
+        OnNonfinite, BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | OnNonfinite)
+    ] = Field(
+        default_factory=OnNonfinite,
+        description="What is done where loss, gradient, metrics or an evaluation are not finite: one policy, or one for each.",
     )
 
     _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)

@@ -70,7 +70,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {run.newest()}"
-            if run.config.on_nonfinite == "stop" or step == run.config.steps:
+            if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps:
                 raise NonFiniteError(f"{text} Lower the learning rate or set clip_norm, and start again from there.")
             run.message(text)
             return

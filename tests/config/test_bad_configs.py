@@ -30,7 +30,7 @@ BAD = {
     "0 for a flag": ("log: {tensorboard: 0}", ":2: log.tensorboard:", "a valid boolean", "found 0 (a whole number)", "Try tensorboard: false."),
     "false for off": ("layout: {fsdp: false}", ":2: layout.fsdp:", "'auto' or 'off'", "found false", "Write fsdp: off."),
     "near choice": ("data: {remainder: dropp}", ":2: data.remainder:", "'drop' or 'mask'", "found 'dropp' (text)", "Did you mean 'drop'?"),
-    "far choice": ("on_nonfinite: ignore", ":2: on_nonfinite:", "'stop' or 'continue'", "found 'ignore' (text)", "Try on_nonfinite: stop."),
+    "far choice": ("on_nonfinite: ignore", ":2: on_nonfinite:", "skip, rollback, continue or a mapping", "found 'ignore' (text)", "Try on_nonfinite: stop."),
     "zero out of range": ("layout: {zero: 4}", ":2: layout.zero:", "1, 2 or 3", "found 4 (a whole number)", "Try zero: 3."),
     "section is a number": ("mesh: 8", ":2: mesh:", "a mapping with keys out of", "found 8 (a whole number)", "Put its keys below mesh:, indented, or remove it."),
     "section is null": ("eval: null", ":2: eval:", "a mapping with keys out of", "found null", "Put its keys below eval:, indented, or remove it."),
