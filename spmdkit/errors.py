@@ -74,6 +74,14 @@ class CheckpointError(SpmdkitError):
     exit_code = ExitCode.CHECKPOINT
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was written. `found` says what is wrong, without the way back."""
+
+    def __init__(self, message: str, found: str = ""):
+        super().__init__(message)
+        self.found = found
+
+
 class Preempted(SpmdkitError):
     """Training stopped because it was asked to, after saving. Start the same command again to go on."""
 

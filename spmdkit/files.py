@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -55,6 +56,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def digest(content: bytes) -> str:
+    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays have `checksum.py` and tensorstore's crc32c."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -145,6 +145,7 @@ class Checkpoints:
             leaves=form.table,
             files={},
             user=json.loads(json.dumps(record, allow_nan=False)),
+            best=self._best,
         )
         from spmdkit.checkpoint import storage
 
@@ -206,7 +207,9 @@ class Checkpoints:
         """Writes record.json beside the finished arrays. In the background, on process 0, before orbax's rename."""
         assert self._draft is not None
         folder = self.directory / f"{self._draft.step}{records.TEMPORARY_MARK}"
-        records.write_record(folder, dataclasses.replace(self._draft, files=records.list_files(folder)))
+        sizes = records.list_files(folder)
+        digests = records.digest_small(folder, sizes)
+        records.write_record(folder, dataclasses.replace(self._draft, files=sizes, digests=digests))
 
     def _finish(self, step: int) -> None:
         """Waits for the commit and deletes what is not kept. In the background, on every process."""

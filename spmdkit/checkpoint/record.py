@@ -1,11 +1,13 @@
 """record.json, the description that makes a step directory a checkpoint; which steps a directory holds.
 
-    {"schema": 1, "step": 40, "time": 1795212345.6, "num_processes": 1, "bytes": 12582912,
-     "metrics": {"loss": 0.31}, "leaves": {"params/w": [[64, 128], "float32"]},
-     "files": {"state/manifest.ocdbt": 113}, "record": {what the caller gave to `save`}}
+    {"schema": 2, "digest": "8c9a...", "step": 40, "time": 1795212345.6, "num_processes": 1, "bytes": 12582912,
+     "metrics": {"loss": 0.31}, "best": ["loss", "min"], "leaves": {"params/w": [[64, 128], "float32"]},
+     "files": {"state/manifest.ocdbt": 113}, "digests": {"state/manifest.ocdbt": "06d1..."}, "record": {what the caller gave to `save`}}
 
 The record is written into orbax's temporary directory after every process has written its arrays and before the
-rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it.
+rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it; a small one, orbax's own
+descriptions among them, also by its digest; a chunk of an array by its crc32c, as it is read (storage.py). `digest` is the record's own.
+Records of schema 1 have no digests and their arrays no crc32c: they are restored as they were, unchecked.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from typing import Any
 
 from spmdkit import files
 from spmdkit.checkpoint.leaves import LeafTable
-from spmdkit.errors import CheckpointError
+from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.words import format_bytes
 
-SCHEMA = 1
+SCHEMA = 2
+SCHEMAS = (1, 2)
+"""Those that are read."""
+SMALL_FILE_BYTES = 2**16
 RECORD_FILE = "record.json"
 STATE_FOLDER = "state"
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
@@ -45,12 +50,17 @@ class Record:
     leaves: LeafTable
     files: dict[str, int]
     user: dict[str, Any]
+    digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    best: tuple[str, str] | None = None
+    schema: int = SCHEMA
 
 
 def write_record(folder: Path, record: Record) -> None:
     """Writes record.json into `folder` and forces it to the disk, the folder's entries too."""
     content = {
         "schema": SCHEMA,
+        "best": record.best,
+        "digests": record.digests,
         "step": record.step,
         "time": record.time,
         "num_processes": record.num_processes,
@@ -61,10 +71,15 @@ def write_record(folder: Path, record: Record) -> None:
         "files": record.files,
     }
     with open(folder / RECORD_FILE, "w", encoding="utf-8") as file:
-        json.dump(content, file, allow_nan=False)
+        json.dump({"digest": _digest_of(content)} | content, file, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
     files.sync_folder(folder)
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    """Returns the digest of a record's content, whatever the order of its keys."""
+    return files.digest(json.dumps(content, sort_keys=True, allow_nan=False).encode())
 
 
 def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -80,6 +95,13 @@ def list_files(folder: Path) -> dict[str, int]:
             path = Path(parent, name)
             found[path.relative_to(folder).as_posix()] = path.stat().st_size
     return dict(sorted(found.items()))
+
+
+def digest_small(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Returns `{path below folder: digest}` of the files that are small enough to be read again at each restore."""
+    return {
+        name: files.digest((folder / name).read_bytes()) for name, size in sizes.items() if size <= SMALL_FILE_BYTES
+    }
 
 
 def committed_steps(directory: Path) -> list[int]:
@@ -125,13 +147,15 @@ def read_record(directory: Path, step: int) -> Record:
             f"A checkpoint is a folder named by its step with a {RECORD_FILE} in it. "
             + (f"Ask for step {have[-1]}." if have else "Train first, or name the folder of another run.")
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(directory, step, f"{RECORD_FILE} cannot be read ({first_line(error)})") from error
-    if schema != SCHEMA:
+    if schema not in SCHEMAS:
         raise CheckpointError(
             f"{folder} has a record of schema {schema}; this spmdkit reads schema {SCHEMA}. "
             "Use the version of spmdkit that wrote it (it is named in the record)."
         )
+    if schema > 1 and content.pop("digest", None) != _digest_of(content):
+        raise damaged(directory, step, f"{RECORD_FILE} is not as it was written (its digest is another)")
     if content.get("step") != step:
         raise damaged(directory, step, f"{RECORD_FILE} is of step {content.get('step')}; the folder was renamed")
     try:
@@ -144,33 +168,41 @@ def read_record(directory: Path, step: int) -> Record:
             leaves={path: (tuple(shape), dtype) for path, (shape, dtype) in content["leaves"].items()},
             files={path: int(size) for path, size in content["files"].items()},
             user=dict(content["record"]),
+            digests=dict(content.get("digests", {})),
+            best=tuple(content["best"]) if content.get("best") else None,
+            schema=schema,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(directory, step, f"{RECORD_FILE} is not as it was written ({first_line(error)})") from error
 
 
 def check_files(directory: Path, record: Record) -> None:
-    """Raises CheckpointError when a file of the checkpoint is missing or has another size than was written."""
+    """Raises DamagedError when a file of the checkpoint is missing or has another size, or if it is small other bytes, than was written."""
     wrong = []
     for name, size in record.files.items():
+        path = directory / str(record.step) / name
         try:
-            found = (directory / str(record.step) / name).stat().st_size
+            found = path.stat().st_size
+            same = name not in record.digests or files.digest(path.read_bytes()) == record.digests[name]
         except OSError:
             wrong.append(f"{name} is missing")
             continue
         if found != size:
             wrong.append(f"{name} has {found} bytes, {size} were written")
+        elif not same:
+            wrong.append(f"{name} has other bytes than were written")
     if wrong:
         raise damaged(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
 
 
-def damaged(directory: Path, step: int, found: str) -> CheckpointError:
+def damaged(directory: Path, step: int, found: str) -> DamagedError:
     """Returns the error for a checkpoint that is not as it was written, with the way back to an earlier one."""
     earlier = [other for other in committed_steps(directory) if other < step]
     back = f"to go back to step {earlier[-1]}" if earlier else "to start anew; there is no earlier step"
-    return CheckpointError(
+    return DamagedError(
         f"the checkpoint {directory / str(step)} is damaged: {found}. "
-        f"It is used whole or not at all. Delete or rename {directory / str(step)} {back}."
+        f"It is used whole or not at all. Delete or rename {directory / str(step)} {back}.",
+        found,
     )
 
 

@@ -137,8 +137,8 @@ def test_a_record_with_a_wrong_field_is_damage(saved, directory, field, value):
 def test_a_record_of_a_newer_schema_is_not_guessed_at(saved, directory):
     checkpoints, state = saved
     path = directory / "40" / "record.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 2}))
-    with pytest.raises(CheckpointError, match="schema 2; this spmdkit reads schema 1"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 3}))
+    with pytest.raises(CheckpointError, match="schema 3; this spmdkit reads schema 2"):
         checkpoints.restore(40, abstract_on(state, mesh_of(1)))
 
 

@@ -1,0 +1,140 @@
+"""A flipped bit, anywhere in a checkpoint, is found by whoever restores it, on any mesh; a clean one never raises an alarm."""
+
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.errors import CheckpointError
+from tests.support.checkpoint_states import assert_same, mesh_of
+
+LAYOUTS = {  # name -> mesh, spec of the large leaves
+    "one device": ((1,), ()),
+    "data 8": ((8,), ()),
+    "fsdp 8": ((8,), ("data",)),
+    "data 2 x fsdp 4": ((2, 4), (None, "fsdp")),
+    "both dims": ((2, 4), ("fsdp", "data")),
+}
+
+
+def large_state(mesh, spec):
+    """Returns some 1.3 MiB of floats that do not compress, and small leaves."""
+    rng = np.random.default_rng(0)
+    whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(*spec))
+    return {
+        "kernel": jax.device_put(rng.standard_normal((512, 512)).astype(np.float32), cut),
+        "half": jax.device_put(rng.standard_normal((512, 256)).astype(jnp.bfloat16), cut),
+        "bias": jax.device_put(jnp.arange(8.0), whole),
+        "step": jax.device_put(jnp.int32(3), whole),
+        "rng": jax.device_put(jax.random.key(7), whole),
+    }
+
+
+def abstract_of(state, mesh):
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
+
+
+def flip(path, byte, bit):
+    with open(path, "r+b") as file:
+        file.seek(byte)
+        old = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([old ^ 1 << bit]))
+
+
+STAMPS = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""What orbax writes after everything else, and nobody reads to restore."""
+
+
+def places(folder, num, seed):
+    """Returns (file, byte, bit): half of them anywhere in the bytes of the arrays, the others in each kind of file in turn."""
+    rng = random.Random(seed)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in STAMPS)
+    by_size = rng.choices(files, [path.stat().st_size for path in files], k=num - num // 2)
+    chosen = [*by_size, *rng.choices(files, k=num // 2)]
+    return [(path, rng.randrange(path.stat().st_size), rng.randrange(8)) for path in chosen]
+
+
+def unnoticed_flips(directory, layout, num, seed=0):
+    """Returns the flips of one bit that a restore onto another mesh does not notice."""
+    shape, spec = LAYOUTS[layout]
+    state = large_state(mesh_of(*shape), spec)
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, state, {"config": "steps: 7", "next_batch": "3f"})
+    checkpoints.wait()
+    asked, found = abstract_of(state, mesh_of(1 + len(spec))), []
+    for path, byte, bit in places(directory / "1", num, seed):
+        flip(path, byte, bit)
+        try:
+            checkpoints.restore(1, asked)
+        except CheckpointError as error:
+            assert "is damaged" in str(error), error
+        else:
+            found.append(f"{path.relative_to(directory)} byte {byte} of {path.stat().st_size} bit {bit}")
+        flip(path, byte, bit)
+    restored, _ = checkpoints.restore(1, asked)
+    assert_same(restored, state)
+    checkpoints.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_flips_of_twenty_are_found_on_each_layout(directory, layout):
+    assert unnoticed_flips(directory, layout, 20) == []
+
+
+def clean_restores(directory, num):
+    for number in range(num):
+        for layout, (shape, spec) in LAYOUTS.items():
+            state = large_state(mesh_of(*shape), spec)
+            checkpoints = Checkpoints(directory / f"{number} {layout}")
+            checkpoints.save(number, state, {})
+            checkpoints.wait()
+            restored, _ = checkpoints.restore(number, abstract_of(state, mesh_of(1 + number % 8)))
+            assert_same(restored, state)
+            checkpoints.close()
+
+
+def test_five_clean_restores_raise_no_alarm(directory):
+    clean_restores(directory, 1)
+
+
+@pytest.mark.slow
+def test_a_hundred_clean_restores_raise_no_alarm(directory):
+    clean_restores(directory, 20)
+
+
+def test_each_array_on_the_disk_has_a_crc32c_behind_its_chunks_for_any_reader(directory):
+    import tensorstore as ts
+
+    state = large_state(mesh_of(8), ("data",))
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, state, {})
+    checkpoints.close()
+    for name in state:
+        base = {"driver": "ocdbt", "base": f"file://{directory}/1/state/", "path": f"{name}/"}
+        opened = ts.open({"driver": "zarr3", "kvstore": base}, open=True).result()
+        chunks = opened.spec().to_json()["metadata"]["codecs"][0]["configuration"]["codecs"]
+        assert [codec["name"] for codec in chunks] == ["bytes", "zstd", "crc32c"], name
+
+
+def test_a_checkpoint_of_before_there_were_checksums_is_restored(directory):
+    state = large_state(mesh_of(8), ("data",))
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, state, {"seed": 1})
+    checkpoints.wait()
+    path = directory / "1" / "record.json"
+    old = json.loads(path.read_text())
+    for name in ("digest", "digests", "best"):
+        del old[name]
+    path.write_text(json.dumps(old | {"schema": 1}))
+    restored, record = checkpoints.restore(1, abstract_of(state, mesh_of(1)))
+    assert_same(restored, state)
+    assert record == {"seed": 1}
+    checkpoints.close()
