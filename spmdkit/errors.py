@@ -1,7 +1,7 @@
 """Every error that a user of spmdkit can meet, and the exit code that the command line gives it.
 
 A message has four parts: what was asked, what was found (with numbers), the rule, the smallest change that works.
-`SpmdkitError` and its subclasses are the user's to mend and never show a traceback on the command line; asserts
+`SpmdkitError` and its subclasses are the user's to fix and never show a traceback on the command line; asserts
 and everything else are bugs of ours.
 """
 
@@ -27,7 +27,7 @@ class ExitCode(enum.IntEnum):
 
 
 class SpmdkitError(Exception):
-    """Base of every error that is the user's to mend. `exit_code` is the command line's exit status."""
+    """Base of every error that is the user's to fix. `exit_code` is the command line's exit status."""
 
     exit_code: int = ExitCode.FAILED
 

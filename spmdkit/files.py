@@ -96,5 +96,5 @@ def not_writable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{path}: cannot be written: {error.strerror or error} (error {error.errno})."
         " A run needs a folder that it can write and space for its files; what was written before is intact."
-        " Free space or mend the permissions, or set run_dir to another folder, and start the same command again."
+        " Free space or fix the permissions, or set run_dir to another folder, and start the same command again."
     )

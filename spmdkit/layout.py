@@ -117,7 +117,7 @@ def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str)
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"{where}: pattern '{pattern}' is no regular expression ({error}). Mend it.") from error
+            raise ConfigError(f"{where}: pattern '{pattern}' is no regular expression ({error}). Fix it.") from error
         paths = [path for path, _ in leaves if compiled.fullmatch(path)]
         if not paths:
             known = [path for path, _ in leaves]

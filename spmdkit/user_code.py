@@ -115,7 +115,7 @@ def _repair(error: BaseException, what: str) -> str:
     parts = (
         "The shapes and dtypes in it" if what == "init" else "The parameters, the data and what is computed from them"
     )
-    return f"{parts} have to fit together. Mend that line."
+    return f"{parts} have to fit together. Fix that line."
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -309,4 +309,4 @@ def _raised(kind: str, what: str, error: BaseException) -> str:
     elif (frame := user_frame(error)) is not None:
         where = f" at {frame.filename}:{frame.lineno}"
     key = KEYS.get(kind, kind)
-    return f"{key}: {what} raised {type(error).__name__}{where}: {text}. It must run to its end. Mend that line."
+    return f"{key}: {what} raised {type(error).__name__}{where}: {text}. It must run to its end. Fix that line."

@@ -260,7 +260,7 @@ class Checkpoints:
         return CheckpointWriteError(
             f"saving step {step} to {self.directory / str(step)} failed ({records.first_line(error)}). "
             f"A checkpoint counts only when it is committed; intact are {', '.join(map(str, have)) or 'none yet'}. "
-            "Mend the cause and start the same command again."
+            "Fix the cause and start the same command again."
         )
 
     def check(self) -> list[int]:

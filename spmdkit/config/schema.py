@@ -49,7 +49,7 @@ class Config(Settings):
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start from: the file's, else the current one."""
+        """The folder that relative paths start from: the file's, otherwise the current one."""
         return self._origin.file.parent if self._origin.file else Path.cwd()
 
     def resolved_run_dir(self) -> Path:

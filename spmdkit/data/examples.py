@@ -96,7 +96,7 @@ class ExampleSource:
         except Exception as error:
             raise UserCodeError(
                 f"{self._what}[{index}] raised {type(error).__name__}: {error}. Every index from 0 to "
-                f"{self._length - 1} must give an example, because len() says {self._length}. Mend the data's "
+                f"{self._length - 1} must give an example, because len() says {self._length}. Fix the data's "
                 f"__getitem__ or its __len__."
             ) from error
         if example is None:
@@ -142,7 +142,7 @@ def _length(data: Any, what: str) -> int:
     except Exception as error:
         raise UserCodeError(
             f"len({what}) raised {type(error).__name__}: {error}. Data must know its number of examples before the "
-            f"first step. Mend its __len__."
+            f"first step. Fix its __len__."
         ) from error
     if length == 0:
         raise ConfigError(

@@ -16,7 +16,7 @@ class Finding:
         code: a stable name, e.g. `collective-in-accumulation-loop`.
         message: what was found, with numbers.
         source: `file.py:12`, or None where no line causes it.
-        fix: the smallest change that mends it.
+        fix: the smallest change that repairs it.
     """
 
     severity: str

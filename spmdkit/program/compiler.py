@@ -99,7 +99,7 @@ def compile(
             raise
         raise ConfigError(
             f"compiler_options.{named[0]}: {own[named[0]]!r}, and the compiler of {devices[0].platform} answers: {text}. It is "
-            "an option of XLA on that platform, with a value of its type. Remove it, or mend its name or value."
+            "an option of XLA on that platform, with a value of its type. Remove it, or fix its name or value."
         ) from None
 
 

@@ -321,7 +321,7 @@ class Program:
         return self._eval_feed is not None
 
     def _check_evaluation(self) -> None:
-        """Traces the evaluation now: a mistake in it would else end a run at its first evaluation."""
+        """Traces the evaluation now: a mistake in it would otherwise end a run at its first evaluation."""
         if self.evaluator.note:
             self.notes.append(self.evaluator.note)
         best, names = self.config.checkpoint and self.config.checkpoint.best, self.evaluator.names

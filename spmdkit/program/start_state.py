@@ -80,7 +80,7 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
             raise ConfigError(
                 f"precision.inputs: pattern '{pattern}' matches none of the {len(floats)} floating point arrays of a batch: "
                 f"{', '.join(sorted(floats)) or 'there is none'}. A pattern has to match a whole path.{nearest(pattern, floats)} "
-                "Mend it, or remove it."
+                "Fix it, or remove it."
             )
     rounded = sorted(
         path or "(the whole)" for path, x in floats.items() if jnp.promote_types(x.dtype, compute) != compute
@@ -96,7 +96,7 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
 
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the config's optimizer, or else the task's, behind the clipping of the true global norm.
+    """Returns the config's optimizer, otherwise the task's, behind the clipping of the true global norm.
 
     Raises:
         ConfigError: neither has one, or a learning rate has nowhere to go.

@@ -61,7 +61,7 @@ def own_mesh(config: Config, num_devices: int) -> dict[str, int]:
 
 
 def choose_batch_size(config: Config, given: bool, num_devices: int, microbatches: Sequence[int]) -> int:
-    """Returns the config's batch size where it was `given` by an override, else a small one that every mesh can cut."""
+    """Returns the config's batch size where it was `given` by an override, otherwise a small one that every mesh can cut."""
     if given:
         return config.batch_size
     return ROWS * num_devices * math.lcm(*microbatches)

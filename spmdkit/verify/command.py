@@ -26,5 +26,5 @@ def run_verify(config: Config, options: Options, *, certificate: Path | None, as
 
 
 def gives_batch_size(overrides: Sequence[str]) -> bool:
-    """Returns whether the batch size was asked for on the command line; else verify chooses a small one."""
+    """Returns whether the batch size was asked for on the command line; otherwise verify chooses a small one."""
     return any(text.partition("=")[0].strip() == "batch_size" for text in overrides)

@@ -166,8 +166,8 @@ def test_an_allocation_alone_is_one_process_and_a_line_and_an_error_where_proces
 
 
 def test_a_starter_that_says_half_of_it_is_an_error():
-    with pytest.raises(ConfigError, match=r"half. Mend it."):
-        resolve({"a": Partial("half", "Mend it.", "starter")})
+    with pytest.raises(ConfigError, match=r"half. Fix it."):
+        resolve({"a": Partial("half", "Fix it.", "starter")})
 
 
 def test_the_config_names_a_dialect_or_none():

@@ -1,4 +1,4 @@
-"""Environment variables become a ClusterSpec, and what cannot work says how to mend it."""
+"""Environment variables become a ClusterSpec, and what cannot work says how to fix it."""
 
 import pytest
 

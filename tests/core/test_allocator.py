@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from spmdkit import allocator
-from spmdkit.errors import ConfigError
+from tests.support.messages import refused
 
 needs_glibc = pytest.mark.skipif(allocator.glibc() is None, reason="another C library")
 
@@ -49,9 +49,7 @@ def test_another_c_library_is_left_alone_and_that_is_said(calls, monkeypatch):
 
 
 def test_an_unknown_choice_names_those_that_there_are():
-    with pytest.raises(
-        ConfigError, match=r"SPMDKIT_ALLOCATOR is 'sytem'\. Did you mean 'system'\? It is one of keep, system"
-    ):
+    with refused("SPMDKIT_ALLOCATOR", found="'sytem'", rule="one of keep, system", repair="'system'?"):
         allocator.one_arena("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
 
 

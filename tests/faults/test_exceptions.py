@@ -130,18 +130,18 @@ def test_success_returns_and_failure_leaves_at_once_with_everything_printed(tmp_
         """
         def main():
             sys.stdout.write('half a line')
-            raise ConfigError('mend it')
+            raise ConfigError('fix it')
         sys.exit(run_process(main))
         """,
         SPMDKIT_ERROR_FILE=str(path),
         SPMDKIT_PROCESS_ID="3",
     )
-    assert (bad.returncode, bad.stdout, bad.stderr) == (78, "half a line", "mend it\n")
+    assert (bad.returncode, bad.stdout, bad.stderr) == (78, "half a line", "fix it\n")
     record = json.loads(path.read_text())
     assert {k: record[k] for k in ("process", "exit_code", "message")} == {
         "process": 3,
         "exit_code": 78,
-        "message": "mend it",
+        "message": "fix it",
     }
     assert path.stat().st_mode & 0o077 == 0
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from spmdkit import cli
 from spmdkit.faults import exceptions
+from tests.support.messages import Says
 
 TASK = """
 import jax
@@ -104,8 +105,8 @@ class Folder:
         files = [self.path / "run" / "metrics.jsonl", *(self.path / "run" / "checkpoints").rglob("*")]
         return {file.relative_to(self.path): file.read_bytes() for file in files if file.is_file()}
 
-    def fails(self, code, *parts, command=("train", "run.yaml"), may_train=False):
-        """Asserts that a command ends with `code`, says each of `parts`, nothing of the inside, and changes nothing.
+    def fails(self, code, expected, command=("train", "run.yaml"), may_train=False):
+        """Asserts that a command ends with `code`, says what is expected, nothing of the inside, and changes nothing.
 
         `may_train`: the mistake shows while it trains, so new lines and checkpoints may follow the old ones.
         """
@@ -115,8 +116,8 @@ class Folder:
         output, error = self._capfd.readouterr()
         shown = f"exit code {found}\n--- standard output\n{output}\n--- standard error\n{error}"
         assert found == code, shown
-        for part in parts:
-            assert part in error, f"not said: {part}\n{shown}"
+        missing = expected.missing(error)
+        assert not missing, f"not said: {missing}\n{shown}"
         for part in NEVER:
             assert part not in output + error, f"said: {part}\n{shown}"
         message = error.strip()
@@ -136,10 +137,10 @@ class Folder:
 class Case(NamedTuple):
     """One mistake: what differs from the files that work, and what has to be said about it.
 
-    `says`: parts of the message. `code`: Python after the working functions. `task`: arguments of `Task`. `config`: lines.
+    `says`: the parts of the message. `code`: Python after the working functions. `task`: arguments of `Task`. `config`: lines.
     """
 
-    says: tuple[str, ...]
+    says: Says
     code: str = ""
     task: Mapping[str, str | None] = NOTHING
     config: Mapping[str, str | None] = NOTHING
@@ -151,4 +152,4 @@ class Case(NamedTuple):
         """Asserts that `spmdkit train` says it in this folder; returns the message."""
         folder.write(self.code, self.task, self.config)
         command = ("train", "run.yaml", *self.overrides)
-        return folder.fails(self.exit, *self.says, command=command, may_train=self.may_train)
+        return folder.fails(self.exit, self.says, command=command, may_train=self.may_train)
