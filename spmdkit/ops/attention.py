@@ -85,20 +85,20 @@ def attention(
         ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not run here;
             tokens that were not put into the order of the mesh.
     """
-    step = scope.current()
-    step.noticed.called("attention")
+    context = scope.current()
+    context.noticed.called("attention")
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, causal, positions_BT, segment_ids_BT)
-    _check_mesh(step, q_BTNH, causal, positions_BT)
+    _check_mesh(context, q_BTNH, causal, positions_BT)
     call = _Call(
-        step,
-        _implementation(step, implementation, q_BTNH, k_BSKH, segment_ids_BT is not None, positions_BT is not None),
+        context,
+        _implementation(context, implementation, q_BTNH, k_BSKH, segment_ids_BT is not None, positions_BT is not None),
         causal,
         1 / math.sqrt(q_BTNH.shape[3]) if scale is None else float(scale),
-        step.chosen.attention.context == "all_to_all" and axis_size("sequence") > 1,
+        context.chosen.attention.context == "all_to_all" and axis_size("sequence") > 1,
     )
     positions = positions_BT[None] if positions_BT is not None and positions_BT.ndim == 1 else positions_BT
-    k_BSKH, v_BSKH = (_repeated(step, x) for x in (k_BSKH, v_BSKH))
-    operands = _alike(step, (q_BTNH, Keys(k_BSKH, v_BSKH, segment_ids_BT, positions)))
+    k_BSKH, v_BSKH = (_repeated(context, x) for x in (k_BSKH, v_BSKH))
+    operands = _alike(context, (q_BTNH, Keys(k_BSKH, v_BSKH, segment_ids_BT, positions)))
     out_BTNH = _differentiable(call)(*operands)
     if segment_ids_BT is not None:
         out_BTNH = jnp.where(segment_ids_BT[:, :, None, None] < 0, 0, out_BTNH)
@@ -122,7 +122,7 @@ def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
 class _Call(NamedTuple):
     """What is fixed while one call of `attention` is traced."""
 
-    step: scope.Context
+    context: scope.Context
     implementation: Implementation
     causal: bool
     scale: float
@@ -143,7 +143,7 @@ def _differentiable(call: _Call) -> Any:
     out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
 
     def forward(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
-        with scope.tracing(call.step):
+        with scope.tracing(call.context):
             part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims, kernel=call.is_kernel)
             out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
         ids = keys._replace(k=None, v=None)
@@ -152,7 +152,7 @@ def _differentiable(call: _Call) -> Any:
     def tangent(residuals: tuple[Kept, Keys], tangents: tuple[jax.Array, Keys]) -> jax.Array:
         kept, ids = residuals
         dq, dkeys = tangents
-        with scope.tracing(call.step):
+        with scope.tracing(call.context):
             in_dims = [kept_dims, _keys_dims(ids), HEADS, HEADS, HEADS]
             part = manual(_tangent(call), in_dims, HEADS, kernel=call.is_kernel)
             dout: jax.Array = part(kept, ids, dq, dkeys.k, dkeys.v)
@@ -160,7 +160,7 @@ def _differentiable(call: _Call) -> Any:
 
     def backward(residuals: tuple[Kept, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
         kept, ids = residuals
-        with scope.tracing(call.step):
+        with scope.tracing(call.context):
             in_dims = [kept_dims, _keys_dims(ids), HEADS]
             part = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS), kernel=call.is_kernel)
             dq, dk, dv = part(kept, ids, dout)
@@ -216,18 +216,18 @@ def _keys_dims(keys: Keys) -> Any:
     return Keys(HEADS, HEADS, ROWS, (None, "sequence") if one_row else ROWS)
 
 
-def _alike(step: scope.Context, operands: Any) -> Any:
+def _alike(context: scope.Context, operands: Any) -> Any:
     """Inside of `shard_map`: returns all operands typed as differing where one of them, or a device's part of the sequence, does."""
     found = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
-    if step.in_manual:
+    if context.in_manual:
         found |= set(axes("sequence"))
     return compat.as_varying(operands, sorted(found))
 
 
-def _repeated(step: scope.Context, x_BSKH: jax.Array) -> jax.Array:
+def _repeated(context: scope.Context, x_BSKH: jax.Array) -> jax.Array:
     """Returns key heads repeated as often as it takes to cut them like the query heads."""
-    tensor = 1 if step.in_manual else axis_size("heads")
-    cut = tensor * (axis_size("sequence") if step.chosen.attention.context == "all_to_all" else 1)
+    tensor = 1 if context.in_manual else axis_size("heads")
+    cut = tensor * (axis_size("sequence") if context.chosen.attention.context == "all_to_all" else 1)
     num = x_BSKH.shape[2]
     return x_BSKH if num % cut == 0 else jnp.repeat(x_BSKH, math.lcm(num, cut) // num, axis=2)
 
@@ -236,21 +236,21 @@ def _repeated(step: scope.Context, x_BSKH: jax.Array) -> jax.Array:
 
 
 def _implementation(
-    step: scope.Context, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
+    context: scope.Context, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
 ) -> Implementation:
     """Returns the implementation asked for, or with `auto` the best one that takes the operands on the mesh's devices.
 
     Outside of a program no devices are known: `auto` is xla there, and a name is taken at its word.
     """
     name, key = (
-        (asked, "implementation") if asked else (step.chosen.attention.implementation, "attention.implementation")
+        (asked, "implementation") if asked else (context.chosen.attention.implementation, "attention.implementation")
     )
     known = ("auto", *IMPLEMENTATIONS)
     if name not in known:
         raise ConfigError(f"sk.attention: {key} is {name!r}.{nearest(name, known)} Known are {', '.join(known)}.")
-    device = _device(step)
+    device = _device(context)
     ids = tuple(what for what, given in (("segment ids", segments), ("positions", positions)) if given)
-    lengths = _block_lengths(step, q.shape[1], k.shape[1])
+    lengths = _block_lengths(context, q.shape[1], k.shape[1])
     why = {
         "cudnn": attention_cudnn.missing(device, q, lengths, ids),
         "splash": attention_splash.missing(device, q, lengths, ids),
@@ -263,17 +263,17 @@ def _implementation(
     return IMPLEMENTATIONS[name]
 
 
-def _device(step: scope.Context) -> Any:
+def _device(context: scope.Context) -> Any:
     """Returns one of the mesh's devices, also where the mesh is that of a topology and not of this machine."""
-    return None if step.cuts.mesh is None else step.cuts.mesh.devices.flat[0]
+    return None if context.cuts.mesh is None else context.cuts.mesh.devices.flat[0]
 
 
-def _block_lengths(step: scope.Context, *lengths: int) -> tuple[int, ...]:
+def _block_lengths(context: scope.Context, *lengths: int) -> tuple[int, ...]:
     """Returns the numbers of queries and keys that one call of an implementation sees."""
     num = axis_size("sequence")
-    if step.chosen.attention.context == "all_to_all":
-        return tuple(length * (num if step.in_manual else 1) for length in lengths)
-    own = [length // (1 if step.in_manual or not cuts(step) else num) for length in lengths]
+    if context.chosen.attention.context == "all_to_all":
+        return tuple(length * (num if context.in_manual else 1) for length in lengths)
+    own = [length // (1 if context.in_manual or not cuts(context) else num) for length in lengths]
     return tuple(own) if order() == "contiguous" else tuple(length // 2 for length in own)
 
 
@@ -312,27 +312,27 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
         raise ConfigError("sk.attention: positions_BT has no effect with causal=False. Remove it.")
 
 
-def _check_mesh(step: scope.Context, q: jax.Array, causal: bool, positions: Any) -> None:
-    num, tensor = axis_size("sequence"), 1 if step.in_manual else axis_size("heads")
+def _check_mesh(context: scope.Context, q: jax.Array, causal: bool, positions: Any) -> None:
+    num, tensor = axis_size("sequence"), 1 if context.in_manual else axis_size("heads")
     if (
         num > 1
         and causal
         and positions is None
         and order() == "zigzag"
-        and not step.noticed.has_called("context_order")
+        and not context.noticed.has_called("context_order")
     ):
         raise ConfigError(
             f"sk.attention: mesh.context is {num}, in zigzag order, and the model has not put its tokens into that order. A causal mask would "
             "hide the wrong keys. Call sk.context_order on tokens, targets, masks and segment ids first, and take positions from "
             "sk.context_positions; or set attention: {order: contiguous}."
         )
-    unit = 1 if num == 1 else chunks(num) // (num if step.in_manual else 1)
+    unit = 1 if num == 1 else chunks(num) // (num if context.in_manual else 1)
     if q.shape[1] % unit:
         raise ConfigError(
             f"sk.attention: q has {q.shape[1]} tokens; mesh.context {num} in {order()} order cuts them into {unit} chunks. The number of "
             f"tokens is a multiple of {unit}. Try {-(-q.shape[1] // unit) * unit}."
         )
-    cut = tensor * (num if step.chosen.attention.context == "all_to_all" else 1)
+    cut = tensor * (num if context.chosen.attention.context == "all_to_all" else 1)
     if q.shape[2] % cut:
         ring = ", or attention: {context: ring}" if cut > tensor and q.shape[2] % tensor == 0 else ""
         by = f"mesh.tensor {tensor} x mesh.context {num}" if cut > tensor else f"mesh.tensor {tensor}"

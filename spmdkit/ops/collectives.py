@@ -35,19 +35,19 @@ def axes(*names: str) -> tuple[str, ...]:
     Raises:
         ValueError: a name that no table knows.
     """
-    step = scope.current()
-    if step.cuts.mesh is None or step.cuts.form == "manual":
+    context = scope.current()
+    if context.cuts.mesh is None or context.cuts.form == "manual":
         return ()
-    taken = (*step.cuts.data_axes, *step.mapped_axes)
+    taken = (*context.cuts.data_axes, *context.mapped_axes)
     found: list[str] = []
     for name in names:
-        if name not in step.chosen.logical_axes:
+        if name not in context.chosen.logical_axes:
             raise ValueError(
-                f"unknown name '{name}'.{nearest(name, step.chosen.logical_axes)} Known: {', '.join(sorted(step.chosen.logical_axes))}."
+                f"unknown name '{name}'.{nearest(name, context.chosen.logical_axes)} Known: {', '.join(sorted(context.chosen.logical_axes))}."
             )
-        own = step.cuts.inner_axes if name == "batch" else step.chosen.logical_axes[name]
-        step.noticed.axis(*own)
-        found += [a for a in own if step.cuts.size(a) > 1 and a in MODEL_AXES and a not in taken]
+        own = context.cuts.inner_axes if name == "batch" else context.chosen.logical_axes[name]
+        context.noticed.axis(*own)
+        found += [a for a in own if context.cuts.size(a) > 1 and a in MODEL_AXES and a not in taken]
     return tuple(dict.fromkeys(found))
 
 

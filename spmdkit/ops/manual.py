@@ -67,44 +67,44 @@ def manual(
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        step = scope.current()
-        if not cuts(step, kernel):
+        context = scope.current()
+        if not cuts(context, kernel):
             return fn(*args)
-        assert step.cuts.mesh is not None
+        assert context.cuts.mesh is not None
         args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), args)
         leaves, treedef = jax.tree.flatten(args)
-        in_specs = _flat_specs(step, tuple(in_dims), args)
+        in_specs = _flat_specs(context, tuple(in_dims), args)
         for spec, (path, leaf) in zip(in_specs, named_leaves(args), strict=True):
-            _check_divisible(step, f"{name}: argument {path}", leaf.shape, spec)
-        inner = dataclasses.replace(step, in_manual=True)
+            _check_divisible(context, f"{name}: argument {path}", leaf.shape, spec)
+        inner = dataclasses.replace(context, in_manual=True)
         seen: list[Any] = []
 
         def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
             with scope.tracing(inner):
                 out = fn(*jax.tree.unflatten(treedef, shards))
-            specs = _flat_specs(step, out_dims, out)
+            specs = _flat_specs(context, out_dims, out)
             seen[:] = [jax.tree.structure(out), specs]
             return tuple(
-                _typed(step, f"{name}: result {path}", x, spec)
+                _typed(context, f"{name}: result {path}", x, spec)
                 for (path, x), spec in zip(named_leaves(out), specs, strict=True)
             )
 
-        shapes, is_watched = _trace_once(step, str(name), body, leaves, in_specs)
+        shapes, is_watched = _trace_once(context, str(name), body, leaves, in_specs)
         watched = (str(name), body) if is_watched else None
         treedef_out, out_specs = seen
-        part = Part(body, inner, step.cuts.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
+        part = Part(body, inner, context.cuts.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
         return jax.tree.unflatten(treedef_out, differentiable(part)(*leaves))
 
     return run
 
 
-def cuts(step: scope.Context, kernel: bool = False) -> bool:
+def cuts(context: scope.Context, kernel: bool = False) -> bool:
     """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part around it."""
-    if step.in_manual or step.cuts.form == "manual" or step.cuts.mesh is None:
+    if context.in_manual or context.cuts.form == "manual" or context.cuts.mesh is None:
         return False
     if kernel:
-        return step.cuts.mesh.size > 1
-    return any(step.cuts.size(a) > 1 for a in MODEL_AXES if a not in (*step.cuts.data_axes, *step.mapped_axes))
+        return context.cuts.mesh.size > 1
+    return any(context.cuts.size(a) > 1 for a in MODEL_AXES if a not in (*context.cuts.data_axes, *context.mapped_axes))
 
 
 # ---- specs ------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _is_dims(x: Any) -> bool:
     return isinstance(x, tuple) and all(d is None or isinstance(d, str) for d in x)
 
 
-def _flat_specs(step: scope.Context, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
+def _flat_specs(context: scope.Context, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
     """Returns the spec of each leaf of `values`, of which `dims` is a prefix."""
 
     def specs(dims: Dims, value: Any) -> list[PartitionSpec]:
@@ -127,18 +127,18 @@ def _flat_specs(step: scope.Context, dims: Any, values: Any) -> tuple[PartitionS
                 )
         return [spec] * len(jax.tree.leaves(value))
 
-    with scope.tracing(step):
+    with scope.tracing(context):
         nested = jax.tree.map(specs, dims, values, is_leaf=_is_dims)
     return tuple(s for s in jax.tree.leaves(nested, is_leaf=lambda x: isinstance(x, PartitionSpec)))
 
 
-def _check_divisible(step: scope.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+def _check_divisible(context: scope.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     for i, (length, names) in enumerate(zip(shape, spec, strict=False)):
         cut = (names,) if isinstance(names, str) else names or ()
-        if length % step.cuts.size(*cut):
+        if length % context.cuts.size(*cut):
             raise ConfigError(
-                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {step.cuts.size(*cut)}, and {length} is not "
-                f"divisible by it. Make the dim a multiple of {step.cuts.size(*cut)}, or use another mesh."
+                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {context.cuts.size(*cut)}, and {length} is not "
+                f"divisible by it. Make the dim a multiple of {context.cuts.size(*cut)}, or use another mesh."
             )
 
 
@@ -146,16 +146,18 @@ def _named(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(a for names in spec for a in ((names,) if isinstance(names, str) else names or ()))
 
 
-def _typed(step: scope.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
+def _typed(context: scope.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
     """Returns a result typed as varying over the axes of its spec.
 
     Raises:
         ConfigError: it differs along other axes too.
     """
     x = jnp.asarray(x)
-    extra = [a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and step.cuts.size(a) > 1]
+    extra = [
+        a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and context.cuts.size(a) > 1
+    ]
     # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
-    if extra := sorted(a for a in extra if a not in step.mapped_axes and a not in step.cuts.data_axes):
+    if extra := sorted(a for a in extra if a not in context.mapped_axes and a not in context.cuts.data_axes):
         raise ConfigError(
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
             "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they cut."
@@ -164,20 +166,20 @@ def _typed(step: scope.Context, what: str, x: Any, spec: PartitionSpec) -> jax.A
 
 
 def _trace_once(
-    step: scope.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
+    context: scope.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], bool]:
     """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and refuses what cannot be right.
 
     Raises:
         ConfigError: `fn` closes over traced arrays, or JAX's types have added up a derivative that it takes.
     """
-    assert step.cuts.mesh is not None
+    assert context.cuts.mesh is not None
     locals_: list[Any] = []
 
     def probe(*shards: jax.Array) -> None:
         locals_[:] = body(*shards)
 
-    closed = traced(probe, step.cuts.mesh, tuple(in_specs), leaves, typed=True)
+    closed = traced(probe, context.cuts.mesh, tuple(in_specs), leaves, typed=True)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in locals_]
     if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         raise ConfigError(
@@ -186,6 +188,6 @@ def _trace_once(
         )
     has_derivative = takes_derivative(closed)
     if has_derivative:
-        untyped = traced(probe, step.cuts.mesh, tuple(in_specs), leaves, typed=False)
-        refuse_summed(f"sk.manual: {name}", closed, untyped, [a for a in MODEL_AXES if step.cuts.size(a) > 1])
+        untyped = traced(probe, context.cuts.mesh, tuple(in_specs), leaves, typed=False)
+        refuse_summed(f"sk.manual: {name}", closed, untyped, [a for a in MODEL_AXES if context.cuts.size(a) > 1])
     return shapes, has_derivative

@@ -47,7 +47,7 @@ class Part:
     """
 
     body: Callable[..., tuple[jax.Array, ...]]
-    step: scope.Context
+    context: scope.Context
     mesh: Mesh
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
@@ -137,7 +137,7 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
         def pull(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             values, kept = fixed[: len(args)], fixed[len(args) :]
-            with scope.tracing(part.step):  # a gradient that the body brings itself asks for its axes too
+            with scope.tracing(part.context):  # a gradient that the body brings itself asks for its axes too
                 return _linearized(part, values, linear).backward(values, [x[0] for x in kept], cotangents)
 
         tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
@@ -166,7 +166,7 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
             out = part.body(*given)
             return [out[i] for i in of_results]
 
-        with scope.tracing(part.step):
+        with scope.tracing(part.context):
             out, tangents = jax.jvp(of_floats, [shards[i] for i in of_args], list(shards[fixed:]))
         return tuple(_typed_like(t, y) for t, y in zip(tangents, out, strict=True))
 
@@ -183,7 +183,7 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
 
     return Part(
         body,
-        part.step,
+        part.context,
         part.mesh,
         (*part.in_specs, *more_specs, *(part.in_specs[i] for i in of_args)),
         tuple(part.out_specs[i] for i in of_results),
@@ -200,7 +200,7 @@ def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
     """Returns the body at `shards`, which keeps what a trace `before` has kept."""
-    remat = part.step.chosen.remat
+    remat = part.context.chosen.remat
     found = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
     if before is not None and found.made_by != before.made_by:
         raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {found.made_by}")
@@ -215,12 +215,12 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
     found: list[Linearized] = []
 
     def probe(*shards: jax.Array) -> jax.Array:
-        with scope.tracing(part.step):
+        with scope.tracing(part.context):
             found[:] = [_linearized(part, shards)]
         return jnp.zeros(())
 
     def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        with scope.tracing(part.step):
+        with scope.tracing(part.context):
             out, kept = _linearized(part, shards, linear).forward(shards)
             return (*out, *(x[None] for x in kept))
 
@@ -229,7 +229,7 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
         jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
     (linear,) = found
     # Axes of replicas and of a pipeline's stages belong to an enclosing vmap, as in _typed.
-    outer = {*part.step.cuts.data_axes, *part.step.mapped_axes}
+    outer = {*part.context.cuts.data_axes, *part.context.mapped_axes}
     differs = [tuple(a for a in MODEL_AXES if a in compat.varying_axes_of(x) and a not in outer) for x in linear.kept]
     keeping = dataclasses.replace(
         part,
@@ -304,7 +304,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[An
     one = [jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x, n in zip(of, lead, strict=True)]
     gradient = Part(
         lambda *shards: pull(shards[:num], shards[num:]),
-        part.step,
+        part.context,
         part.mesh,
         (*part.in_specs[:num], *part.out_specs),
         part.in_specs[num:],

@@ -118,10 +118,10 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
-        step = scope.current()
-        step.noticed.called("remat")
-        if step.chosen.remat is None:
+        context = scope.current()
+        context.noticed.called("remat")
+        if context.chosen.remat is None:
             return fn(*args)
-        return jax.checkpoint(fn, policy=step.chosen.remat.of_block)(*args)
+        return jax.checkpoint(fn, policy=context.chosen.remat.of_block)(*args)
 
     return wrapped

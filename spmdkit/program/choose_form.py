@@ -31,98 +31,100 @@ class Chosen(NamedTuple):
     """A step whose form is chosen.
 
     Attributes:
-        record: of the step.
-        traced: the step of that record, where it was traced last; else None.
+        context: of the step.
+        traced: the step in that context, where it was traced last; otherwise None.
         state: where the train state lives, with what the reducer keeps.
         kept: what the reducer keeps, abstract: `TrainState.reducer`.
         refused: forms that were tried before, and what each said: as text, since an error keeps all that its frames hold.
     """
 
-    record: scope.Context
+    context: scope.Context
     traced: jax.stages.Traced | None
     state: StateLayout
     kept: tuple[Any, ...]
     refused: tuple[tuple[scope.Form, str], ...]
 
 
-def choose_form(step: TaskStep, record: scope.Context, num_replicas: int, probe_padding: bool) -> Chosen:
+def choose_form(task_step: TaskStep, context: scope.Context, num_replicas: int, probe_padding: bool) -> Chosen:
     """Returns the step in the first form that it can be traced in.
 
     Args:
-        record: of the config; its form is not chosen yet.
+        context: of the config; its form is not chosen yet.
         num_replicas: on the whole mesh.
         probe_padding: whether to look if padding rows count, where batches can be short.
 
     Raises:
         ConfigError, UserCodeError: no form takes the user's functions, or they do not use what the config asks for.
     """
-    reducer = record.chosen.reducer
-    forms = forms_of(step.task.view, step.sizes, num_replicas)
-    if step.groups is not None:
-        record = record.cutting(sizes=step.groups.inner(step.sizes))
-        forms = ("plain",) if record.cuts.num_replicas == 1 else ("mapped",)
-    keeps = reducer.init is not stateless and record.cuts.num_replicas > 1
-    if keeps and step.groups is not None:
-        grouping.check_reducer(step.groups, step.config)
+    reducer = context.chosen.reducer
+    forms = forms_of(task_step.task.view, task_step.sizes, num_replicas)
+    if task_step.groups is not None:
+        context = context.cutting(sizes=task_step.groups.inner(task_step.sizes))
+        forms = ("plain",) if context.cuts.num_replicas == 1 else ("mapped",)
+    keeps = reducer.init is not stateless and context.cuts.num_replicas > 1
+    if keeps and task_step.groups is not None:
+        grouping.check_reducer(task_step.groups, task_step.config)
     if keeps:  # the form and the calls are found without it
-        record = record.choosing(reducer=plain_sum())
-    record, traced, refused = _first_traced(step, [record.cutting(form=form).anew() for form in forms])
-    reducer_state.check_effect(kinds.split(step.config.reducer)[0], reducer, record, step.sizes, step.what)
+        context = context.choosing(reducer=plain_sum())
+    context, traced, refused = _first_traced(task_step, [context.cutting(form=form).anew() for form in forms])
+    reducer_state.check_effect(
+        kinds.split(task_step.config.reducer)[0], reducer, context, task_step.sizes, task_step.what
+    )
     kept: tuple[Any, ...] = ()
     if keeps:
-        step, record, kept = _with_state_of(step, reducer, record)
-        traced = call_user(functools.partial(step.trace, record), step.what)
-    settled, last = _settle(step, record, traced, probe_padding)
-    return Chosen(settled, last, step.state, kept, refused)
+        task_step, context, kept = _with_state_of(task_step, reducer, context)
+        traced = call_user(functools.partial(task_step.trace, context), task_step.what)
+    settled, last = _settle(task_step, context, traced, probe_padding)
+    return Chosen(settled, last, task_step.state, kept, refused)
 
 
 def _first_traced(
-    step: TaskStep, records: Sequence[scope.Context]
+    task_step: TaskStep, contexts: Sequence[scope.Context]
 ) -> tuple[scope.Context, jax.stages.Traced, tuple[tuple[scope.Form, str], ...]]:
-    """Returns (the first record in whose form the user's functions can be traced, its trace, what refused those before).
+    """Returns (the first context in whose form the user's functions can be traced, its trace, what refused those before).
 
     What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is raised.
     """
     errors = list[SpmdkitError]()
-    for record in records:
+    for context in contexts:
         try:
-            traced = call_user(functools.partial(step.trace, record), step.what)
+            traced = call_user(functools.partial(task_step.trace, context), task_step.what)
         except SpmdkitError as error:
             errors.append(error)
             continue
-        return record, traced, tuple((r.cuts.form, str(e)) for r, e in zip(records, errors, strict=False))
+        return context, traced, tuple((r.cuts.form, str(e)) for r, e in zip(contexts, errors, strict=False))
     raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
 
 
 def _with_state_of(
-    step: TaskStep, reducer: Reducer, record: scope.Context
+    task_step: TaskStep, reducer: Reducer, context: scope.Context
 ) -> tuple[TaskStep, scope.Context, tuple[Any, ...]]:
-    """Returns (the step, its record, what is kept) with a reducer that keeps something, for which the train state gets its place."""
+    """Returns (the step, its context, what is kept) with a reducer that keeps something, for which the train state gets its place."""
     gradients: list[Any] = []
-    call_user(lambda: step.shapes(record, gradients=gradients), step.what)
-    record = record.choosing(reducer=reducer).anew()
-    kept, table = reducer_state.shapes(reducer, gradients, record)
-    placed = step.state
+    call_user(lambda: task_step.shapes(context, gradients=gradients), task_step.what)
+    context = context.choosing(reducer=reducer).anew()
+    kept, table = reducer_state.shapes(reducer, gradients, context)
+    placed = task_step.state
     abstract = placed.abstract.replace(reducer=kept)
-    state = laid_out([*placed.table, *table], abstract, step.mesh, placed.placements)
-    return dataclasses.replace(step, state=state), record, kept
+    state = laid_out([*placed.table, *table], abstract, task_step.mesh, placed.placements)
+    return dataclasses.replace(task_step, state=state), context, kept
 
 
 def _settle(
-    step: TaskStep, record: scope.Context, traced: jax.stages.Traced, probe_padding: bool
+    task_step: TaskStep, context: scope.Context, traced: jax.stages.Traced, probe_padding: bool
 ) -> tuple[scope.Context, jax.stages.Traced | None]:
     """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
-    config, last = step.config, traced
-    check_used(config, record, step.state.table, step.always_full, step.what)
-    check_pools(traced.jaxpr, step.sizes, step.what)
-    if probe_padding and not step.always_full:
-        padding.check_first_dims(record, step.shapes, step.batch, step.what)
-    whole = record.chosen.remat is not None and not record.noticed.has_called("remat")
+    config, last = task_step.config, traced
+    check_used(config, context, task_step.state.table, task_step.always_full, task_step.what)
+    check_pools(traced.jaxpr, task_step.sizes, task_step.what)
+    if probe_padding and not task_step.always_full:
+        padding.check_first_dims(context, task_step.shapes, task_step.batch, task_step.what)
+    whole = context.chosen.remat is not None and not context.noticed.has_called("remat")
     if whole:
-        record = record.choosing(remat_whole=True)
+        context = context.choosing(remat_whole=True)
     if not isinstance(config.remat, str):
         if whole:
-            last, whole = step.trace(record), False  # names are met only where something is computed again
+            last, whole = task_step.trace(context), False  # names are met only where something is computed again
         for key, names in (("save", config.remat.save), ("offload", config.remat.offload)):
-            check_names(key, names, record.noticed.marks, step.what)
-    return record, None if whole else last
+            check_names(key, names, context.noticed.marks, task_step.what)
+    return context, None if whole else last

@@ -39,7 +39,7 @@ class Evaluator:
         self,
         task: Task,
         feed: Feed,
-        record: scope.Context,
+        context: scope.Context,
         abstract_state: TrainState,
         *,
         which: str,
@@ -51,10 +51,10 @@ class Evaluator:
         self._feed, self._probe = feed, probe_padding
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
-        groups = record.cuts.state_groups
-        record = record.choosing(remat=None, remat_whole=False).cutting(microbatches=1, state_groups=None).anew()
-        assert record.cuts.mesh is not None
-        self._whole = NamedSharding(record.cuts.mesh, PartitionSpec())
+        groups = context.cuts.state_groups
+        context = context.choosing(remat=None, remat_whole=False).cutting(microbatches=1, state_groups=None).anew()
+        assert context.cuts.mesh is not None
+        self._whole = NamedSharding(context.cuts.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
         eval_fn, needs_key, self.note = _function(
             task, jax.eval_shape(to_device, abstract_state), abstract_batch, stateful, groups
@@ -66,8 +66,8 @@ class Evaluator:
             params = current.ema if which == "ema" else current.params
             model_state = current.model_state
             if groups is not None:
-                model_state = agree.of_groups(record.chosen.agree, model_state)
-            with scope.tracing(dataclasses.replace(record, mask=batch.mask)):
+                model_state = agree.of_groups(context.chosen.agree, model_state)
+            with scope.tracing(dataclasses.replace(context, mask=batch.mask)):
                 key = keys.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
             return number + 1, sums if before is None else merged(before, sums)

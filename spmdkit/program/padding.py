@@ -143,7 +143,7 @@ def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
 
 
 def check_first_dims(
-    record: scope.Context, trace: Callable[[scope.Context, Batch], Any], batch: Batch, what: str
+    context: scope.Context, trace: Callable[[scope.Context, Batch], Any], batch: Batch, what: str
 ) -> None:
     """Refuses a `sk.mean` of values whose first dim is not the examples, though it is as long as they are many.
 
@@ -151,18 +151,18 @@ def check_first_dims(
     the step is traced once more with twice the rows: as many means have to leave padding out. Other losses are not traced again.
 
     Args:
-        record: of the step as it was traced.
-        trace: traces the step with another record and another abstract batch.
+        context: of the step as it was traced.
+        trace: traces the step with another context and another abstract batch.
     """
-    if not (record.noticed.has_called("example_mask") and record.noticed.has_called("mean")):
+    if not (context.noticed.has_called("example_mask") and context.noticed.has_called("mean")):
         return
-    other = record.anew()
+    other = context.anew()
     twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)
     try:
         trace(other, jax.tree.map(twice, batch))
     except Exception:  # noqa: BLE001  a step that can only have its own number of rows says nothing about another
         return
-    found, expected = record.noticed.num_masked, other.noticed.num_masked
+    found, expected = context.noticed.num_masked, other.noticed.num_masked
     if found != expected:
         raise ConfigError(
             f"data.remainder is mask, and {what} gives {found} times values to sk.mean whose first dim is as long as the rows, but "

@@ -150,8 +150,8 @@ class Program:
         )
         self._place(self._placed)
         chosen = choose_form(self._task_step, record, self.num_replicas, self.probe_padding)
-        self._step_record, self._traced, self.refused_forms = chosen.record, chosen.traced, chosen.refused
-        self.form, self._kept_by_reducer = chosen.record.cuts.form, chosen.kept
+        self._step_record, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
+        self.form, self._kept_by_reducer = chosen.context.cuts.form, chosen.kept
         self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
         self._place(chosen.state)
 

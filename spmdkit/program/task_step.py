@@ -1,4 +1,4 @@
-"""`TaskStep`: the step of a task on a mesh, as a function and traced, in whichever form a record says."""
+"""`TaskStep`: the step of a task on a mesh, as a function and traced, in whichever form a context says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TaskStep:
     """The user's step, and what it is given.
 
     Attributes:
-        sizes: of the whole mesh; the record's are those of one group where groups train alone.
+        sizes: of the whole mesh; the context's are those of one group where groups train alone.
         stateful: `init` returns model state.
         groups: that train alone, or None.
         state: where every leaf of the train state lives.
@@ -50,7 +50,7 @@ class TaskStep:
         """The user's function, as messages call it."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def function(self, record: scope.Context, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
+    def function(self, context: scope.Context, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
         """Returns `(state, batch) -> (state, metrics)`.
 
         Args:
@@ -60,20 +60,20 @@ class TaskStep:
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
         train_step = step.with_hooks(train_step, self.task.hooks)
         if self.groups is not None:
-            return group_step(train_step, record, self.groups, self.to_device)
+            return group_step(train_step, context, self.groups, self.to_device)
         if self.task.view == "replica":
-            return step.replica_step(train_step, record, self.to_device, gradients, typed)
-        return step.global_step(train_step, record, self.to_device, gradients)
+            return step.replica_step(train_step, context, self.to_device, gradients, typed)
+        return step.global_step(train_step, context, self.to_device, gradients)
 
     def to_device(self, current: TrainState) -> TrainState:
         """Brings the leaves that live on the host to the devices, inside the step."""
         return to_device(self.state.table, self.mesh, current)
 
-    def shapes(self, record: scope.Context, batch: Batch | None = None, gradients: list[Any] | None = None) -> Any:
+    def shapes(self, context: scope.Context, batch: Batch | None = None, gradients: list[Any] | None = None) -> Any:
         """Returns what the step gives, abstract."""
-        return jax.eval_shape(self.function(record, gradients), self.state.abstract, batch or self.batch)
+        return jax.eval_shape(self.function(context, gradients), self.state.abstract, batch or self.batch)
 
-    def trace(self, record: scope.Context) -> jax.stages.Traced:
+    def trace(self, context: scope.Context) -> jax.stages.Traced:
         """Returns the step traced on its shardings; what only the whole trace can tell is checked.
 
         Raises:
@@ -81,13 +81,13 @@ class TaskStep:
         """
         of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
         out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics))
-        jitted = jax.jit(self.function(record), out_shardings=out_shardings, donate_argnums=0)
+        jitted = jax.jit(self.function(context), out_shardings=out_shardings, donate_argnums=0)
         given = (self.state.abstract, self.batch)
         traced = jitted.trace(*given)
         if self.task.view == "replica":
             many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
             check_reductions(traced.jaxpr, many)
-            untyped = jax.make_jaxpr(self.function(record, typed=False))(*given)
+            untyped = jax.make_jaxpr(self.function(context, typed=False))(*given)
             refuse_summed("train_step", traced.jaxpr, untyped, many)
         if self.groups is not None:
             groups.check_alone(self.groups, traced.jaxpr, self.what)

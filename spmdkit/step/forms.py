@@ -38,7 +38,7 @@ Local = Callable[..., Any]
 
 
 def map_replicas(
-    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    context: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask) -> (Sums, state)`.
 
@@ -48,55 +48,55 @@ def map_replicas(
         kinds: how replicas agree on each leaf of the model state.
         call: of `sk.value_and_grad`; None in an evaluation.
     """
-    if step.inside:
-        return _inside_replica(step, local, params, state, batch, kinds, call)
-    run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[step.cuts.form]
-    groups, old = step.cuts.state_groups, state
+    if context.inside:
+        return _inside_replica(context, local, params, state, batch, kinds, call)
+    run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[context.cuts.form]
+    groups, old = context.cuts.state_groups, state
     if groups is not None:
-        state = jax.tree.map(lambda x: jnp.repeat(x, step.cuts.num_replicas // groups, axis=0), state)
-    sums, new_state, kept = run(step, local, params, state, batch, kinds, call)
+        state = jax.tree.map(lambda x: jnp.repeat(x, context.cuts.num_replicas // groups, axis=0), state)
+    sums, new_state, kept = run(context, local, params, state, batch, kinds, call)
     if groups is not None and new_state is not None:
         new_state = agree.by_group(kinds, old, new_state, groups)
     return sums, new_state, kept
 
 
 def _plain(
-    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, _: agree.Kinds, call: Call | None
+    context: scope.Context, local: Local, params: Any, state: Any, batch: Any, _: agree.Kinds, call: Call | None
 ) -> Any:
-    if step.cuts.state_groups is not None:
+    if context.cuts.state_groups is not None:
         state = jax.tree.map(lambda x: x[0], state)
-    sums, new_state = local(0, params, state, batch, step.mask)
-    if step.cuts.state_groups is not None:
+    sums, new_state = local(0, params, state, batch, context.mask)
+    if context.cuts.state_groups is not None:
         new_state = jax.tree.map(lambda x: x[None], new_state)
     return sums, new_state, None if call is None else call.kept
 
 
 def _inside_replica(
-    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    context: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
     """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one reduction."""
     index = lax.axis_index(REPLICA_AXES)
-    own_params, own_state, batch, mask = as_local(step, (params, state, batch, step.mask))
+    own_params, own_state, batch, mask = as_local(context, (params, state, batch, context.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
-    if step.cuts.state_groups is not None:
-        sums, _, kept = reduction.reduced(step, as_local(step, sums), {}, REPLICA_AXES, call)
+    if context.cuts.state_groups is not None:
+        sums, _, kept = reduction.reduced(context, as_local(context, sums), {}, REPLICA_AXES, call)
         return sums, new_state, kept
     added, largest = agree.crossing(kinds, own_state, new_state, index == 0)
-    sums, added = as_local(step, (sums, added))
-    sums, added, kept = reduction.reduced(step, sums, added, REPLICA_AXES, call)
+    sums, added = as_local(context, (sums, added))
+    sums, added, kept = reduction.reduced(context, sums, added, REPLICA_AXES, call)
     with jax.named_scope(scope.REDUCE):
-        largest = lax.pmax(as_local(step, largest), REPLICA_AXES) if largest else largest
-    return sums, agree.agreed(kinds, state, new_state, added, largest, step.cuts.size(*REPLICA_AXES)), kept
+        largest = lax.pmax(as_local(context, largest), REPLICA_AXES) if largest else largest
+    return sums, agree.agreed(kinds, state, new_state, added, largest, context.cuts.size(*REPLICA_AXES)), kept
 
 
 def _manual(
-    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    context: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
-    own_state = step.cuts.state_groups is not None
-    rows = PartitionSpec(_non_trivial(step, REPLICA_AXES))
+    own_state = context.cuts.state_groups is not None
+    rows = PartitionSpec(_non_trivial(context, REPLICA_AXES))
 
     def body(params: Any, state: Any, batch: Any, mask: Any, kept: Any) -> Any:
-        inner = dataclasses.replace(step, mask=mask)
+        inner = dataclasses.replace(context, mask=mask)
         if own_state:
             state = jax.tree.map(lambda x: x[0], state)
         own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
@@ -108,27 +108,27 @@ def _manual(
     states = rows if own_state else PartitionSpec()
     run = jax.shard_map(
         body,
-        mesh=step.cuts.mesh,
+        mesh=context.cuts.mesh,
         in_specs=(PartitionSpec(), states, rows, rows, rows),
         out_specs=(PartitionSpec(), states, rows),
         # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters, and of every
         # constant with respect to which the loss itself differentiates. Here a replica differentiates for itself.
         check_vma=False,
     )
-    return run(params, state, batch, step.mask, None if call is None else call.kept)
+    return run(params, state, batch, context.mask, None if call is None else call.kept)
 
 
 def _mapped(
-    step: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
+    context: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
-    num_replica, num_data = step.cuts.size("replica"), step.cuts.size(*step.cuts.data_axes)
-    own_state = step.cuts.state_groups is not None
+    num_replica, num_data = context.cuts.size("replica"), context.cuts.size(*context.cuts.data_axes)
+    own_state = context.cuts.state_groups is not None
 
     def by_replica(x: jax.Array) -> jax.Array:
         x = x.reshape(num_replica, num_data, -1, *x.shape[1:])
-        return constrain(step, x, ("replica",), step.cuts.data_axes, step.cuts.inner_axes)
+        return constrain(context, x, ("replica",), context.cuts.data_axes, context.cuts.inner_axes)
 
-    rows, mask = jax.tree.map(by_replica, (batch, step.mask))
+    rows, mask = jax.tree.map(by_replica, (batch, context.mask))
     states = jax.tree.map(lambda x: x.reshape(num_replica, num_data, *x.shape[1:]), state) if own_state else state
 
     def one(state: Any, rows: Any, mask: Any) -> Any:
@@ -138,49 +138,50 @@ def _mapped(
     in_axes = (0 if own_state else None, 0, 0)
     # The axes of a `vmap` around all of this, over groups of replicas, are named there, and have size one here. Else all are named: without
     # a name of size one the TPU's partitioner sends all_reduces in place of reduce_scatters (libtpu 0.0.42, `hsdp` on v5e).
-    alone = step.group[1] == 1
+    alone = context.group[1] == 1
     names = [
-        tuple(a for a in axes if alone or step.cuts.size(a) > 1) or None for axes in (step.cuts.data_axes, ("replica",))
+        tuple(a for a in axes if alone or context.cuts.size(a) > 1) or None
+        for axes in (context.cuts.data_axes, ("replica",))
     ]
     over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=names[0])
     stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
     sums, new_state = stacked
     if own_state:
         new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)
-        sums, _, kept = _reduce_stacked(step, sums, {}, call)
+        sums, _, kept = _reduce_stacked(context, sums, {}, call)
         return sums, new_state, kept
     first = jnp.arange(num_replica * num_data).reshape(num_replica, num_data) == 0
     added, largest = agree.crossing(kinds, state, new_state, first)
-    sums, added, kept = _reduce_stacked(step, sums, added, call)
+    sums, added, kept = _reduce_stacked(context, sums, added, call)
     largest = {path: x.max((0, 1)) for path, x in largest.items()}
     return sums, agree.agreed(kinds, state, new_state, added, largest, num_replica * num_data), kept
 
 
-def _reduce_stacked(step: scope.Context, sums: Sums, added: Any, call: Call | None) -> Any:
+def _reduce_stacked(context: scope.Context, sums: Sums, added: Any, call: Call | None) -> Any:
     """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual `shard_map`."""
-    axes = tuple(a for a in ("replica", *step.cuts.data_axes) if step.cuts.size(a) > 1)
+    axes = tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1)
     if not axes:
         sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
         return sums, added, None if call is None else call.kept
-    before, after = _specs(step, sums, added, "compute"), _specs(step, sums, added, "gradient")
-    stack = (_axes_or_none(step, ("replica",)), _axes_or_none(step, step.cuts.data_axes))
+    before, after = _specs(context, sums, added, "compute"), _specs(context, sums, added, "gradient")
+    stack = (_axes_or_none(context, ("replica",)), _axes_or_none(context, context.cuts.data_axes))
     dims = None
     if call is not None and "fsdp" in axes and before != after:
         dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
-    if not step.gives_sums:
+    if not context.gives_sums:
         after = (dataclasses.replace(after[0], count_gradient=None), after[1])
     kept = None if call is None else call.kept
-    kept_specs = None if kept is None else _kept_specs(step, after[0].gradient, kept)
+    kept_specs = None if kept is None else _kept_specs(context, after[0].gradient, kept)
 
     def body(tree: Any, kept: Any) -> Any:
         sums, added = jax.tree.map(lambda x: x[0, 0], tree)
         own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
-        sums, added, kept = reduction.reduced(step, sums, added, axes, own, dims)
+        sums, added, kept = reduction.reduced(context, sums, added, axes, own, dims)
         return (sums, added), jax.tree.map(lambda x: x[None], kept)
 
     run = jax.shard_map(
         body,
-        mesh=step.cuts.mesh,
+        mesh=context.cuts.mesh,
         in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before), kept_specs),
         out_specs=(after, kept_specs),
     )
@@ -188,35 +189,35 @@ def _reduce_stacked(step: scope.Context, sums: Sums, added: Any, call: Call | No
     return sums, added, kept
 
 
-def _kept_specs(step: scope.Context, gradient: Any, kept: Any) -> Any:
+def _kept_specs(context: scope.Context, gradient: Any, kept: Any) -> Any:
     """Returns the specs of a reducer's state: the replicas of each leaf first, then as its gradient is cut."""
     specs = jax.tree.leaves(gradient)
     structure: Any = jax.tree.structure(gradient)
     of_leaf = [
-        jax.tree.map(lambda _, spec=spec: kept_spec(step, spec), state)  # type: ignore[misc]
+        jax.tree.map(lambda _, spec=spec: kept_spec(context, spec), state)  # type: ignore[misc]
         for spec, state in zip(specs, structure.flatten_up_to(kept), strict=True)
     ]
     return jax.tree.unflatten(structure, of_leaf)
 
 
-def kept_spec(step: scope.Context, gradient: PartitionSpec) -> PartitionSpec:
+def kept_spec(context: scope.Context, gradient: PartitionSpec) -> PartitionSpec:
     """Returns the spec of the state that a reducer has for a leaf whose gradient is cut as `gradient`."""
-    return PartitionSpec(replica_axes_of(step, gradient) or None, *gradient)
+    return PartitionSpec(replica_axes_of(context, gradient) or None, *gradient)
 
 
-def replica_axes_of(step: scope.Context, gradient: PartitionSpec) -> tuple[str, ...]:
+def replica_axes_of(context: scope.Context, gradient: PartitionSpec) -> tuple[str, ...]:
     """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its gradient."""
     cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
-    return tuple(a for a in ("replica", *step.cuts.data_axes) if step.cuts.size(a) > 1 and a not in cut)
+    return tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1 and a not in cut)
 
 
-def _specs(step: scope.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
+def _specs(context: scope.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
     """Returns the spec of each leaf of (sums, added): gradients in their placement, everything else whole."""
     whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
     if sums.gradient is None:
         return whole, added
-    assert step.cuts.placements is not None
-    specs = getattr(step.cuts.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
+    assert context.cuts.placements is not None
+    specs = getattr(context.cuts.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
     of_count = None if sums.count_gradient is None else specs
     return dataclasses.replace(whole, gradient=specs, count_gradient=of_count), added
 
@@ -233,22 +234,26 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
 # ---- placing and typing -----------------------------------------------------------------------------------------------
 
 
-def constrain(step: scope.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
-    if step.cuts.form == "manual" or step.cuts.mesh is None or not any(step.cuts.size(*axes) > 1 for axes in dims):
+def constrain(context: scope.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
+    if (
+        context.cuts.form == "manual"
+        or context.cuts.mesh is None
+        or not any(context.cuts.size(*axes) > 1 for axes in dims)
+    ):
         return x
-    spec = PartitionSpec(*(_axes_or_none(step, axes) for axes in dims))
-    return lax.with_sharding_constraint(x, NamedSharding(step.cuts.mesh, spec))
+    spec = PartitionSpec(*(_axes_or_none(context, axes) for axes in dims))
+    return lax.with_sharding_constraint(x, NamedSharding(context.cuts.mesh, spec))
 
 
-def as_local(step: scope.Context, tree: Any) -> Any:
+def as_local(context: scope.Context, tree: Any) -> Any:
     """Types a tree as one replica's own in a per-replica step; elsewhere there is nothing to type."""
-    return compat.as_varying(tree, REPLICA_AXES) if step.inside else tree
+    return compat.as_varying(tree, REPLICA_AXES) if context.inside else tree
 
 
-def _axes_or_none(step: scope.Context, axes: tuple[str, ...]) -> Any:
-    axes = tuple(a for a in axes if step.cuts.size(a) > 1)
+def _axes_or_none(context: scope.Context, axes: tuple[str, ...]) -> Any:
+    axes = tuple(a for a in axes if context.cuts.size(a) > 1)
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def _non_trivial(step: scope.Context, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(a for a in axes if step.cuts.size(a) > 1) or axes
+def _non_trivial(context: scope.Context, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(a for a in axes if context.cuts.size(a) > 1) or axes

@@ -64,8 +64,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over everything."""
 
     def run(params: Any, *args: Any) -> Any:
-        step = scope.current()
-        step.noticed.called("value_and_grad")
+        context = scope.current()
+        context.noticed.called("value_and_grad")
         if len(args) not in (2, 3):
             raise ConfigError(
                 f"sk.value_and_grad(loss_fn) was called with {1 + len(args)} arguments. It takes (params, batch, key), with model "
@@ -74,15 +74,15 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
         counts: dict[str, Metric] = {}
-        kinds = _kinds(loss_fn, step, params, model_state, batch, key) if len(args) == 3 else {}
-        local = _local_gradient(loss_fn, len(args) == 3, step, key, counts)
-        total = lambda metric, name="loss": _known_count(step, metric, counts[name])
-        call = Call(total, step.carried.take(_gradient_shapes(step, params)), key)
-        sums, new_state, kept = map_replicas(step, local, params, model_state, batch, kinds, call)
-        step.carried.put(kept)
+        kinds = _kinds(loss_fn, context, params, model_state, batch, key) if len(args) == 3 else {}
+        local = _local_gradient(loss_fn, len(args) == 3, context, key, counts)
+        total = lambda metric, name="loss": _known_count(context, metric, counts[name])
+        call = Call(total, context.carried.take(_gradient_shapes(context, params)), key)
+        sums, new_state, kept = map_replicas(context, local, params, model_state, batch, kinds, call)
+        context.carried.put(kept)
         loss = total(sums.loss)
         metrics = {name: total(metric, name) for name, metric in sums.metrics.items()}
-        grads = sums.mean_gradient(loss) if step.gives_sums else sums.gradient
+        grads = sums.mean_gradient(loss) if context.gives_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads
 
     return run
@@ -96,22 +96,22 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     """
 
     def run(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
-        step = scope.current()
-        replicas = step.cuts.num_replicas
+        context = scope.current()
+        replicas = context.cuts.num_replicas
 
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
-            places = _positions(step, index, 0, num) + number * (num * replicas)
+            places = _positions(context, index, 0, num) + number * (num * replicas)
             with scope.over(scope.Examples(num, mask, places, key)):
                 metrics = eval_fn(
-                    _cast(params, step.chosen.compute_dtype),
+                    _cast(params, context.chosen.compute_dtype),
                     *((state,) if stateful else ()),
-                    _cast_inputs(step, rows),
+                    _cast_inputs(context, rows),
                     *(() if key is None else (_loss_key(keys.batch_key(key, number), index, 0),)),
                 )
             return Sums(None, checked_metrics(metrics, "eval_fn")), None
 
-        found: dict[str, Metric] = map_replicas(step, local, params, model_state, batch, {}, None)[0].metrics
+        found: dict[str, Metric] = map_replicas(context, local, params, model_state, batch, {}, None)[0].metrics
         return found
 
     return run
@@ -121,7 +121,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 
 
 def _local_gradient(
-    loss_fn: Loss, stateful: bool, step: scope.Context, key: Any, counts: dict[str, Metric]
+    loss_fn: Loss, stateful: bool, context: scope.Context, key: Any, counts: dict[str, Metric]
 ) -> Callable[..., Any]:
     """Returns the function that one replica computes: sums over its own microbatches, no communication of ours.
 
@@ -130,16 +130,16 @@ def _local_gradient(
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
-        group, _ = step.group
-        folded = _loss_key(key, group * step.cuts.num_replicas + index, micro)
-        with scope.over(scope.Examples(num, mask, _positions(step, index, micro, num), key)):
-            out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(step, rows), folded)
+        group, _ = context.group
+        folded = _loss_key(key, group * context.cuts.num_replicas + index, micro)
+        with scope.over(scope.Examples(num, mask, _positions(context, index, micro, num), key)):
+            out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(context, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
         counts.update({**metrics, "loss": loss})
         return loss, metrics, _same_kind(state, new_state) if stateful else None
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
-        chosen, count_depends = step.chosen, list[bool]()
+        chosen, count_depends = context.chosen, list[bool]()
         computed = _cast(params, chosen.compute_dtype)
 
         def sum_and_count(*args: Any) -> Any:
@@ -154,26 +154,27 @@ def _local_gradient(
             (total, count), pull, (loss, metrics, new_state) = jax.vjp(loss_of, computed, has_aux=True)
             of_sum = pull((jnp.ones_like(total), jnp.zeros_like(count)))[0]
             of_count = pull((jnp.zeros_like(total), jnp.ones_like(count)))[0] if count_depends else None
-            reduced = [None if grads is None else _as_reduced(step, grads, params) for grads in (of_sum, of_count)]
+            reduced = [None if grads is None else _as_reduced(context, grads, params) for grads in (of_sum, of_count)]
             return Sums(loss, metrics, *reduced), new_state
 
-        if step.cuts.microbatches == 1:
+        if context.cuts.microbatches == 1:
             return one(state, rows, mask, 0)
-        cut_rows, cut_mask = jax.tree.map(lambda x: _cut_microbatches(step, x), (rows, mask))
+        cut_rows, cut_mask = jax.tree.map(lambda x: _cut_microbatches(context, x), (rows, mask))
 
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
             sums, state = one(state, *xs)
-            return as_local(step, (merged(total, sums), state)), None
+            return as_local(context, (merged(total, sums), state)), None
 
         shapes = jax.eval_shape(one, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
         zeros = nothing(shapes)
         kept = [
-            None if tree is None else _constrain_gradient(step, tree) for tree in (zeros.gradient, zeros.count_gradient)
+            None if tree is None else _constrain_gradient(context, tree)
+            for tree in (zeros.gradient, zeros.count_gradient)
         ]
         zeros = Sums(zeros.loss, zeros.metrics, *kept)
-        micros = jnp.arange(step.cuts.microbatches, dtype=jnp.int32)
-        return lax.scan(add, as_local(step, (zeros, state)), (cut_rows, cut_mask, micros))[0]
+        micros = jnp.arange(context.cuts.microbatches, dtype=jnp.int32)
+        return lax.scan(add, as_local(context, (zeros, state)), (cut_rows, cut_mask, micros))[0]
 
     return local
 
@@ -194,43 +195,45 @@ def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
     return noted_count
 
 
-def _gradient_shapes(step: scope.Context, params: Any) -> Any:
+def _gradient_shapes(context: scope.Context, params: Any) -> Any:
     """Returns the gradient that is reduced as `jax.ShapeDtypeStruct`."""
     return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), step.chosen.reduce_dtype or jnp.result_type(p)), params
+        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), context.chosen.reduce_dtype or jnp.result_type(p)), params
     )
 
 
-def _as_reduced(step: scope.Context, grads: Any, params: Any) -> Any:
+def _as_reduced(context: scope.Context, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
-    grads = jax.tree.map(lambda g, p: g.astype(step.chosen.reduce_dtype or p.dtype), grads, params)
-    return _constrain_gradient(step, grads)
+    grads = jax.tree.map(lambda g, p: g.astype(context.chosen.reduce_dtype or p.dtype), grads, params)
+    return _constrain_gradient(context, grads)
 
 
-def _kinds(loss_fn: Loss, step: scope.Context, params: Any, state: Any, batch: Any, key: Any) -> agree.Kinds:
+def _kinds(loss_fn: Loss, context: scope.Context, params: Any, state: Any, batch: Any, key: Any) -> agree.Kinds:
     """Returns how replicas agree on each leaf of the model state that the loss returns."""
-    replicas = step.cuts.num_replicas
-    if replicas == 1 or step.cuts.state_groups == replicas:  # nobody to agree with
+    replicas = context.cuts.num_replicas
+    if replicas == 1 or context.cuts.state_groups == replicas:  # nobody to agree with
         return {path: "same" for path, _ in named_leaves(state)}
     shape_of = lambda tree, lead: jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree)
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (params, key))
-    if step.cuts.state_groups is not None:
+    if context.cuts.state_groups is not None:
         of_one = shape_of(state, ())
     else:
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    num = _num_rows(batch) // (step.cuts.microbatches * (1 if step.inside else replicas))
+    num = _num_rows(batch) // (context.cuts.microbatches * (1 if context.inside else replicas))
 
     def own(num: int) -> Any:
-        return (*shape_of((batch, step.mask), (num,)), whole[1], jax.ShapeDtypeStruct((num,), jnp.int32))
+        return (*shape_of((batch, context.mask), (num,)), whole[1], jax.ShapeDtypeStruct((num,), jnp.int32))
 
     def new_state(state: Any, shared: Any, own: Any) -> Any:
         (params, key), (rows, mask, loss_key, positions) = shared, own
         with scope.over(scope.Examples(_num_rows(rows), mask, positions, key)):
-            out = loss_fn(_cast(params, step.chosen.compute_dtype), state, _cast_inputs(step, rows), loss_key)
+            out = loss_fn(_cast(params, context.chosen.compute_dtype), state, _cast_inputs(context, rows), loss_key)
         return _same_kind(state, checked_loss(out, True)[2])
 
-    axes = (("replica", step.cuts.size("replica")), ("data", step.cuts.size(*step.cuts.data_axes)))
-    return agree.kinds_of(step.chosen.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, step.inside)
+    axes = (("replica", context.cuts.size("replica")), ("data", context.cuts.size(*context.cuts.data_axes)))
+    return agree.kinds_of(
+        context.chosen.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, context.inside
+    )
 
 
 def _same_kind(state: Any, new_state: Any) -> Any:
@@ -247,7 +250,7 @@ def _same_kind(state: Any, new_state: Any) -> Any:
     return new_state
 
 
-def _known_count(step: scope.Context, total: Any, of_one: Any) -> Any:
+def _known_count(context: scope.Context, total: Any, of_one: Any) -> Any:
     """Returns `total`, where it is a mean with its count as a constant where that of one microbatch is one.
 
     A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10 ms, mostly
@@ -255,7 +258,7 @@ def _known_count(step: scope.Context, total: Any, of_one: Any) -> Any:
     """
     if not isinstance(total, Mean):
         return total
-    times = step.cuts.microbatches * step.cuts.num_replicas
+    times = context.cuts.microbatches * context.cuts.num_replicas
     known: dict[str, Any] = {
         name: value.dtype.type(float(value) * times)
         for name, value in (("count", of_one.count), ("num", of_one.num))
@@ -272,49 +275,53 @@ def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
     return None if key is None else keys.loss_key(key, replica, micro)
 
 
-def _order(step: scope.Context, rows: int) -> RowOrder:
+def _order(context: scope.Context, rows: int) -> RowOrder:
     """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
-    _, groups = step.group
-    return RowOrder(groups * step.cuts.num_replicas * step.cuts.num_shards, step.cuts.microbatches, rows)
+    _, groups = context.group
+    return RowOrder(groups * context.cuts.num_replicas * context.cuts.num_shards, context.cuts.microbatches, rows)
 
 
-def _first_shard(step: scope.Context, replica: Any) -> Any:
+def _first_shard(context: scope.Context, replica: Any) -> Any:
     """Returns the first shard of a replica, counted over the shards of all groups."""
-    group, _ = step.group
-    return (group * step.cuts.num_replicas + replica) * step.cuts.num_shards
+    group, _ = context.group
+    return (group * context.cuts.num_replicas + replica) * context.cuts.num_shards
 
 
-def _positions(step: scope.Context, replica: Any, micro: Any, num: int) -> jax.Array:
+def _positions(context: scope.Context, replica: Any, micro: Any, num: int) -> jax.Array:
     """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
-    inner = step.cuts.num_shards
-    return _order(step, num // inner).of_microbatch(_first_shard(step, replica), inner, micro)
+    inner = context.cuts.num_shards
+    return _order(context, num // inner).of_microbatch(_first_shard(context, replica), inner, micro)
 
 
-def whole_rows(step: scope.Context, examples: Any, mask: Any, key: Any, replica: Any = None) -> scope.Examples:
+def whole_rows(context: scope.Context, examples: Any, mask: Any, key: Any, replica: Any = None) -> scope.Examples:
     """Returns the rows that a whole `train_step` sees: all of the global batch (of its group), or those of one replica.
 
     So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use `sk.value_and_grad`.
     """
     num = _num_rows(examples)
-    own = step.cuts.num_shards * (step.cuts.num_replicas if replica is None else 1)
-    order = _order(step, num // (own * step.cuts.microbatches))
-    return scope.Examples(num, mask, order.of_shards(_first_shard(step, 0 if replica is None else replica), own), key)
+    own = context.cuts.num_shards * (context.cuts.num_replicas if replica is None else 1)
+    order = _order(context, num // (own * context.cuts.microbatches))
+    return scope.Examples(
+        num, mask, order.of_shards(_first_shard(context, 0 if replica is None else replica), own), key
+    )
 
 
-def _cut_microbatches(step: scope.Context, x: jax.Array) -> jax.Array:
+def _cut_microbatches(context: scope.Context, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
-    return constrain(step, split(x, 0, step.cuts.num_shards, step.cuts.microbatches), (), step.cuts.inner_axes)
+    return constrain(
+        context, split(x, 0, context.cuts.num_shards, context.cuts.microbatches), (), context.cuts.inner_axes
+    )
 
 
-def _constrain_gradient(step: scope.Context, grads: Any) -> Any:
+def _constrain_gradient(context: scope.Context, grads: Any) -> Any:
     """Keeps a replica's gradient cut as its parameters are; the partitioner would else hold it whole while it adds."""
-    mesh = step.cuts.mesh
-    if step.cuts.form == "manual" or mesh is None or step.cuts.placements is None:
+    mesh = context.cuts.mesh
+    if context.cuts.form == "manual" or mesh is None or context.cuts.placements is None:
         return grads
     return jax.tree.map(
         lambda g, s: lax.with_sharding_constraint(g, NamedSharding(mesh, s)) if len(s) else g,
         grads,
-        step.cuts.placements.of(grads).compute,
+        context.cuts.placements.of(grads).compute,
     )
 
 
@@ -324,9 +331,12 @@ def _cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def _cast_inputs(step: scope.Context, rows: Any) -> Any:
+def _cast_inputs(context: scope.Context, rows: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: _cast(x, step.chosen.compute_dtype) if is_cast(step.chosen.inputs, path_name(path)) else x, rows
+        lambda path, x: (
+            _cast(x, context.chosen.compute_dtype) if is_cast(context.chosen.inputs, path_name(path)) else x
+        ),
+        rows,
     )
 
 

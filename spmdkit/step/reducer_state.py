@@ -22,27 +22,29 @@ from spmdkit.step.forms import kept_spec, replica_axes_of
 from spmdkit.tree import named_leaves
 
 
-def check_effect(name: str, reducer: Reducer, record: scope.Context, sizes: Mapping[str, int], what: str) -> None:
+def check_effect(name: str, reducer: Reducer, context: scope.Context, sizes: Mapping[str, int], what: str) -> None:
     """Refuses a reducer that would do nothing on this mesh or in this step.
 
     Args:
-        sizes: of the whole mesh; the record's are those of one group where groups train alone.
+        sizes: of the whole mesh; the context's are those of one group where groups train alone.
 
     Raises:
         ConfigError: there are several devices and one replica, ZeRO 2 cuts every gradient, or the step never calls `sk.value_and_grad`.
     """
     if reducer.is_sum:
         return
-    assert record.cuts.placements is not None
-    if not record.noticed.has_called("value_and_grad"):
+    assert context.cuts.placements is not None
+    if not context.noticed.has_called("value_and_grad"):
         raise ConfigError(
             f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are reduced. What jax.grad or "
             "sk.pmean(grads) give is not its. Compute the gradient with sk.value_and_grad(loss_fn)(params, batch, state.key), or use "
             "reducer: sum."
         )
     several = any(size > 1 for size in sizes.values())
-    if several and not any(replica_axes_of(record, spec) for spec in jax.tree.leaves(record.cuts.placements.gradient)):
-        zero = f", zero: {3 if 'fsdp' not in record.cuts.data_axes else 2}" if sizes["fsdp"] > 1 else ""
+    if several and not any(
+        replica_axes_of(context, spec) for spec in jax.tree.leaves(context.cuts.placements.gradient)
+    ):
+        zero = f", zero: {3 if 'fsdp' not in context.cuts.data_axes else 2}" if sizes["fsdp"] > 1 else ""
         raise ConfigError(
             f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: nothing is added over replicas, and what ZeRO and the "
             f"model axes send is not the reducer's. Try mesh: {_with_replicas(sizes)}, or reducer: sum."
@@ -57,28 +59,28 @@ def _with_replicas(sizes: Mapping[str, int]) -> str:
 
 
 def shapes(
-    reducer: Reducer, gradients: Sequence[Any], record: scope.Context
+    reducer: Reducer, gradients: Sequence[Any], context: scope.Context
 ) -> tuple[tuple[Any, ...], list[LeafPlacement]]:
     """Returns (`TrainState.reducer` as `jax.ShapeDtypeStruct`, the placement of its leaves).
 
     Args:
         gradients: what each call of `sk.value_and_grad` reduces.
-        record: of the step, in its form.
+        context: of the step, in its form.
     """
-    if reducer.init is stateless or record.cuts.num_replicas == 1:
+    if reducer.init is stateless or context.cuts.num_replicas == 1:
         return (), []
-    assert record.cuts.placements is not None
+    assert context.cuts.placements is not None
     entries, table = [], []
     for call, gradient in enumerate(gradients):
-        specs = jax.tree.leaves(record.cuts.placements.of(gradient).gradient)
+        specs = jax.tree.leaves(context.cuts.placements.of(gradient).gradient)
         states = []
         for (path, leaf), spec in zip(named_leaves(gradient), specs, strict=True):
-            num = record.cuts.size(*replica_axes_of(record, spec))
+            num = context.cuts.size(*replica_axes_of(context, spec))
             found = reducer.init(leaf) if num > 1 else {}
             states.append({name: jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for name, x in found.items()})
             table += [
                 LeafPlacement(
-                    f"reducer/{call}/{path}/{name}", x.shape, x.dtype, kept_spec(record, spec), "device", "reducer"
+                    f"reducer/{call}/{path}/{name}", x.shape, x.dtype, kept_spec(context, spec), "device", "reducer"
                 )
                 for name, x in sorted(states[-1].items())
             ]

@@ -48,15 +48,15 @@ def pmean(tree: Any) -> Any:
 
 
 def _reduce(name: str, reduce: Callable[..., Any], tree: Any) -> Any:
-    step = scope.current()
-    if not step.inside:
+    context = scope.current()
+    if not context.inside:
         raise ConfigError(
             f"{name} was called outside of a per-replica step. In the global view arrays are global and nothing is left to reduce. "
             "Remove it, or give the task view='replica'."
         )
     for path, leaf in named_leaves(tree) if compat.axes_are_typed() else ():
         varying = compat.varying_axes(leaf)
-        if not varying or any(step.cuts.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
+        if not varying or any(context.cuts.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
             raise ConfigError(_twice(name, f"leaf '{path}'" if path else "the value"))
     with jax.named_scope(scope.REDUCE):
         return crossed(tree, lambda sums: reduce(sums, REPLICA_AXES), lambda maxima: lax.pmax(maxima, REPLICA_AXES))

@@ -313,16 +313,16 @@ def clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
     """Returns a clipping in which each device scales its shard of the gradient by the norm of that shard."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        step = scope.current()
-        assert step.cuts.placements is not None
-        specs = step.cuts.placements.update
+        context = scope.current()
+        assert context.cuts.placements is not None
+        specs = context.cuts.placements.update
 
         def body(shards: Any) -> Any:
             cut = [x for x, spec in zip(jax.tree.leaves(shards), jax.tree.leaves(specs), strict=True) if len(spec)]
             scale = jnp.minimum(1.0, max_norm / optax.tree.norm(cut))
             return jax.tree.map(lambda x, spec: x * scale if len(spec) else x, shards, specs)
 
-        return jax.shard_map(body, mesh=step.cuts.mesh, in_specs=(specs,), out_specs=specs)(grads), state
+        return jax.shard_map(body, mesh=context.cuts.mesh, in_specs=(specs,), out_specs=specs)(grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 

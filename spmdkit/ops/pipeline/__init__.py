@@ -83,14 +83,14 @@ def pipeline(
 
     @jax.named_scope(scope.PIPELINE)
     def run(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
-        step = scope.current()
-        step.noticed.called("pipeline")
-        step.noticed.axis(AXIS)
-        if step.in_manual:
+        context = scope.current()
+        context.noticed.called("pipeline")
+        context.noticed.axis(AXIS)
+        if context.in_manual:
             raise ConfigError(
                 "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."
             )
-        num_stages, settings = step.cuts.size(AXIS), step.chosen.pipeline
+        num_stages, settings = context.cuts.size(AXIS), context.chosen.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)
         rows = without_gradient(rows)
         model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args)))
@@ -98,10 +98,10 @@ def pipeline(
         own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
         if num_stages == 1:
             stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stacked_dims:]), layers)
-            loss, metrics = _one_stage(model, step, embed_params, stack, head_params, own)
+            loss, metrics = _one_stage(model, context, embed_params, stack, head_params, own)
         else:
             one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[stacked_dims:], w.dtype), layers)
-            pipe = _set_up(model, step, head_per_token, embed_params, one_layer, head_params, own)
+            pipe = _set_up(model, context, head_per_token, embed_params, one_layer, head_params, own)
             pipe = dataclasses.replace(pipe, stacked_dims=stacked_dims)
             schedule = forward if settings.schedule == "gpipe" else one_f_one_b
             loss, metrics = schedule(pipe, embed_params, layers, head_params, own)
@@ -110,10 +110,10 @@ def pipeline(
     return run
 
 
-def _one_stage(model: Model, step: scope.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows) -> Any:
+def _one_stage(model: Model, context: scope.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows) -> Any:
     """Returns (loss, metrics) of the model as it is written: one layer after the other. `stack` is [L, ...]."""
     rows, embed = own.data, model.embed
-    model, _ = checked(model, step, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
+    model, _ = checked(model, context, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
     x = embed(embed_params, rows)
     x, _ = lax.scan(lambda x, weights: (model.layer(x, weights, rows), None), x, stack)
     return model.head(x, head_params, rows)
@@ -121,7 +121,7 @@ def _one_stage(model: Model, step: scope.Context, embed_params: Any, stack: Any,
 
 def _set_up(
     model: Model,
-    step: scope.Context,
+    context: scope.Context,
     head_per_token: bool,
     embed_params: Any,
     weights: Any,
@@ -129,14 +129,14 @@ def _set_up(
     rows: Rows,
 ) -> Pipeline:
     """Returns the pipeline of one call; `weights` are those of one layer."""
-    num_stages, settings = step.cuts.size(AXIS), step.chosen.pipeline
-    shards = step.cuts.num_shards
+    num_stages, settings = context.cuts.size(AXIS), context.chosen.pipeline
+    shards = context.cuts.num_shards
     num = _num_microbatches(rows.num // shards, num_stages, settings.microbatches)
     size = rows.num // num
-    inner = dataclasses.replace(step, mapped_axes=(*step.mapped_axes, AXIS))
+    inner = dataclasses.replace(context, mapped_axes=(*context.mapped_axes, AXIS))
     micro = jax.eval_shape(lambda: rows.map(lambda x: x[:size]))
     model, x_shapes = checked(model, inner, abstract(embed_params), weights, abstract(head_params), micro)
-    parts = num_stages * step.cuts.size("context", "tensor")
+    parts = num_stages * context.cuts.size("context", "tensor")
     tokens = {s.shape[1] for s in jax.tree.leaves(x_shapes) if s.ndim > 1}
     head_dim = None
     if size // shards % num_stages == 0:

@@ -41,7 +41,7 @@ def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: in
 
 
 def checked(
-    model: Model, step: scope.Context, embed_params: Any, weights: Any, head_params: Any, rows: Rows
+    model: Model, context: scope.Context, embed_params: Any, weights: Any, head_params: Any, rows: Rows
 ) -> tuple[Model, Any]:
     """Returns the model with rematerialised layers, and the shapes of the activation.
 
@@ -50,7 +50,7 @@ def checked(
     Raises:
         ConfigError: a function returns something else than it must, or closes over a traced array.
     """
-    own = dataclasses.replace(step, noticed=step.noticed.without("remat"))
+    own = dataclasses.replace(context, noticed=context.noticed.without("remat"))
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         def on_rows(rows: Rows, *args: Any) -> Any:
@@ -86,7 +86,7 @@ def checked(
     if not own.noticed.has_called("remat"):
         model = model._replace(layer=remat(model.layer))
     traced("head", lambda x, params, rows: model.head(x, params, rows), x, head_params)
-    step.noticed.include(own.noticed)
+    context.noticed.include(own.noticed)
     return model, x
 
 

@@ -55,10 +55,10 @@ class Rows:
 
 
 @contextlib.contextmanager
-def working_on(step: scope.Context, rows: Rows) -> Iterator[None]:
+def working_on(context: scope.Context, rows: Rows) -> Iterator[None]:
     """While the body traces one of the user's functions, the scope tells of these rows."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(scope.tracing(step))
+        stack.enter_context(scope.tracing(context))
         if rows.positions is not None:
             stack.enter_context(scope.over(scope.Examples(rows.num, rows.mask, rows.positions, rows.key)))
         yield
@@ -79,10 +79,10 @@ def alone(fn: Callable[..., Any], *args: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """One pipeline on one mesh. `step` is that of a stage: the pipeline axis belongs to the enclosing vmap."""
+    """One pipeline on one mesh. `context` is that of a stage: the pipeline axis belongs to the enclosing vmap."""
 
     model: Model
-    step: scope.Context
+    context: scope.Context
     schedule: Schedule
     x_shapes: Any
     """Shapes of one microbatch's activation, [b, ...]."""
@@ -95,13 +95,13 @@ class Pipeline:
 
     def stage(self, fresh: jax.Array, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
         """Returns x[b, ...] after one chunk of layers; where `fresh`, it begins with the embedding of the rows."""
-        with working_on(self.step, rows):
+        with working_on(self.context, rows):
             x = select(fresh, alone(self.model.embed, embedding, rows.data), x)
             return lax.scan(lambda x, w: (alone(self.model.layer, x, w, rows.data), None), x, weights)[0]
 
     def head(self, params: Any, x: Any, rows: Rows) -> Any:
         """Returns what the user's head does of one part of a microbatch."""
-        with working_on(self.step, rows):
+        with working_on(self.context, rows):
             return alone(self.model.head, x, params, rows.data)
 
     # ---- the dim of stages -----------------------------------------------------------------------------------------------
@@ -122,13 +122,13 @@ class Pipeline:
 
     def place(self, tree: Any, *dims: str | None) -> Any:
         """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner likes."""
-        names: dict[str | None, Any] = {"rows": self.step.cuts.inner_axes or None, AXIS: AXIS, None: None}
+        names: dict[str | None, Any] = {"rows": self.context.cuts.inner_axes or None, AXIS: AXIS, None: None}
         spec = tuple(names[d] for d in dims)
 
         def one(x: jax.Array) -> jax.Array:
             free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
-            assert self.step.cuts.mesh is not None
-            return lax.with_sharding_constraint(x, NamedSharding(self.step.cuts.mesh, PartitionSpec(*spec, *free)))
+            assert self.context.cuts.mesh is not None
+            return lax.with_sharding_constraint(x, NamedSharding(self.context.cuts.mesh, PartitionSpec(*spec, *free)))
 
         return jax.tree.map(one, tree)
 
@@ -178,7 +178,7 @@ class Pipeline:
 
     def _num_shards(self, dim: int) -> int:
         """Returns into how many parts the mesh may cut rows (0) or tokens (1) inside a stage."""
-        return self.step.cuts.size(*(self.step.cuts.inner_axes if dim == 0 else ("context", "tensor")))
+        return self.context.cuts.size(*(self.context.cuts.inner_axes if dim == 0 else ("context", "tensor")))
 
     # ---- between the last stage and the head -----------------------------------------------------------------------------
 
