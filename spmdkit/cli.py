@@ -123,9 +123,9 @@ def plan(
     ] = False,
 ) -> None:
     """Say what a config will cost: memory, bytes on the wire, time of a step. Runs nothing; the machine may be elsewhere."""
-    from spmdkit.plan.command import Options, run_plan
+    from spmdkit.plan.command import PlanOptions, run_plan
 
-    options = Options(
+    options = PlanOptions(
         target=target,
         as_json=json_,
         html=html,
@@ -158,10 +158,10 @@ def verify(
     json_: AsJson = False,
 ) -> None:
     """Prove that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
-    from spmdkit.verify import Options
+    from spmdkit.verify import VerifyOptions
     from spmdkit.verify.command import gives_batch_size, run_verify
 
-    options = Options(
+    options = VerifyOptions(
         all_meshes=all_meshes,
         devices=devices,
         max_axis=max_axis,

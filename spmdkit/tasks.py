@@ -17,7 +17,7 @@ from spmdkit.words import nearest
 
 
 @runtime_checkable
-class Hook(Protocol):
+class HookLike(Protocol):
     """What the step needs of a `sk.Hook`, which is defined with the loop, above."""
 
     name: str
@@ -88,7 +88,7 @@ class Task:
                     "Write for example ('blocks/.*/kernel', ('embed', 'mlp'))."
                 )
         for hook in self.hooks:
-            if not isinstance(hook, Hook):
+            if not isinstance(hook, HookLike):
                 raise ConfigError(
                     f"Task.hooks holds {type(hook).__name__}. A hook says what is due around a step. Write hooks=[sk.Hook('mine', ...)]."
                 )
@@ -131,13 +131,13 @@ def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...])
         ) from None
 
 
-def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[Hook]:
+def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
     """Returns the hooks that a config names, each as `module:name` or `{module:name: options}`: a hook, or a function that makes one.
 
     Raises:
         ConfigError: it is not found, not declared, or no hook.
     """
-    return [user_code.named(entry, "hook", folder, Hook) for entry in asked]  # type: ignore[type-abstract]
+    return [user_code.named(entry, "hook", folder, HookLike) for entry in asked]  # type: ignore[type-abstract]
 
 
 def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:

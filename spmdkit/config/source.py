@@ -96,7 +96,7 @@ def _no_file(path: Path) -> str:
 
 def parse(text: str, place: Callable[[int], Place], name: str) -> Document:
     """Returns the values of YAML text; `place(line)` makes the Place of a line (from 1)."""
-    walk = _Walk(text, place)
+    walk = _Reader(text, place)
     try:
         return Document(walk.document(), walk.places)
     except _Refused as error:
@@ -119,7 +119,7 @@ def parse(text: str, place: Callable[[int], Place], name: str) -> Document:
         raise ConfigError(f"{name}: is not YAML: {error}") from None
 
 
-class _Walk:
+class _Reader:
     """Makes plain values of the events of PyYAML's parser, and notes where each key and list item stands."""
 
     def __init__(self, text: str, place: Callable[[int], Place]) -> None:

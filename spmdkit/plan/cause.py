@@ -25,7 +25,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmdkit.plan.hlo.collectives import Found
+from spmdkit.plan.hlo.collectives import FoundCollective
 from spmdkit.plan.hlo.loops import Visit
 from spmdkit.plan.hlo.text import Instruction, Module
 from spmdkit.step import scope
@@ -86,7 +86,7 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-def cause_of(module: Module, found: Found, visit: Visit, leaves: Sequence[Leaf]) -> str:
+def cause_of(module: Module, found: FoundCollective, visit: Visit, leaves: Sequence[Leaf]) -> str:
     """Returns one of `CAUSES`."""
     axes, op, name = set(found.spans), found.stands_for or found.op, found.op_name
     if op == "all_reduce" and all(shape.size == 1 for shape in found.shapes):
@@ -141,7 +141,7 @@ def _by_axes(axes: set[str], op: str, in_loss: bool) -> str:
     return "other"
 
 
-def _like_parameters(found: Found, leaves: Sequence[Leaf]) -> bool:
+def _like_parameters(found: FoundCollective, leaves: Sequence[Leaf]) -> bool:
     """Returns whether most of the bytes are arrays with as many elements as a parameter (or a layer's part of one)."""
     known = {size for leaf in leaves for size in leaf.sizes}
     factor = found.group_size if found.op == "all_gather" else 1

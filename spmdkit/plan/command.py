@@ -20,7 +20,7 @@ from spmdkit.program.opening import open_program, task_of
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """The options of the command.
 
     Attributes:
@@ -46,7 +46,7 @@ class Options:
     diff: Path | None = None
 
 
-def run_plan(path: Path, overrides: list[str], options: Options) -> None:
+def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
     """Plans a config (or reads a plan), prints it, and fails where it does not fit or exceeds the config's budget.
 
     Raises:
@@ -71,7 +71,7 @@ def run_plan(path: Path, overrides: list[str], options: Options) -> None:
     refuse(document, f"plan of {path}")
 
 
-def _check(path: Path, overrides: list[str], options: Options) -> None:
+def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
     """Refuses options that have no effect together."""
     for given, name in ((options.write is not None, "--write"), (options.vary != "mesh", "--vary")):
         if given and not options.search:
@@ -86,7 +86,7 @@ def _check(path: Path, overrides: list[str], options: Options) -> None:
         )
 
 
-def _print(document: Document, options: Options) -> None:
+def _print(document: Document, options: PlanOptions) -> None:
     if options.html is not None:
         from spmdkit.report.plan import write_page
 
@@ -137,7 +137,7 @@ def _measure(machine: Target, quiet: bool) -> None:
         print(f"{describe(rates)}\nwritten to {rates_file()}\n")
 
 
-def _run_search(config: Config, machine: Target, options: Options) -> tuple[Config, Document]:
+def _run_search(config: Config, machine: Target, options: PlanOptions) -> tuple[Config, Document]:
     """Returns the winning config and its plan, which carries all candidates.
 
     Raises:
@@ -180,7 +180,7 @@ def _write_config(best: Config, config: Config, document: Document, path: Path) 
         ) from error
 
 
-def _run_diff(path: Path, overrides: list[str], options: Options) -> None:
+def _run_diff(path: Path, overrides: list[str], options: PlanOptions) -> None:
     assert options.diff is not None
     plans = []
     for file, own in ((path, overrides), (options.diff, [])):

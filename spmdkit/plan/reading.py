@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from spmdkit.plan.bill import Bill, read_bill
 from spmdkit.plan.cause import leaves_of
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject, find_all
+from spmdkit.plan.findings import CompiledStep, find_all
 from spmdkit.plan.hlo.text import Module, parse
 from spmdkit.plan.jaxprs import scan_lengths
 from spmdkit.plan.memory import Memory, read_memory
@@ -50,5 +50,5 @@ def read_program(program: Program, target: Target | None = None) -> Reading:
     scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
     bill = read_bill(module, program.sizes, leaves_of(program), scans)
     memory = read_memory(program, module)
-    found = find_all(Subject(program, module, bill, memory, target, scans))
+    found = find_all(CompiledStep(program, module, bill, memory, target, scans))
     return Reading(module, bill, memory, found, scans)

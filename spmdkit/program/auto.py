@@ -25,7 +25,7 @@ def is_auto(config: Config) -> bool:
     return "auto" in (config.microbatches, config.remat)
 
 
-class Candidate(Protocol):
+class Trial(Protocol):
     """A program that is tried: what its step needs, and remarks for the user."""
 
     notes: list[str]
@@ -34,7 +34,7 @@ class Candidate(Protocol):
     def step_bytes(self) -> StepBytes: ...
 
 
-T = TypeVar("T", bound=Candidate)
+T = TypeVar("T", bound=Trial)
 Changes = Mapping[str, Any]
 Say = Callable[[str], None]
 

@@ -27,7 +27,7 @@ from spmdkit.step import reducer_state, scope
 from spmdkit.user_code import call_user
 
 
-class Chosen(NamedTuple):
+class ChosenForm(NamedTuple):
     """A step whose form is chosen.
 
     Attributes:
@@ -45,7 +45,7 @@ class Chosen(NamedTuple):
     refused: tuple[tuple[scope.Form, str], ...]
 
 
-def choose_form(task_step: TaskStep, context: scope.Context, num_replicas: int, probe_padding: bool) -> Chosen:
+def choose_form(task_step: TaskStep, context: scope.Context, num_replicas: int, probe_padding: bool) -> ChosenForm:
     """Returns the step in the first form that it can be traced in.
 
     Args:
@@ -75,7 +75,7 @@ def choose_form(task_step: TaskStep, context: scope.Context, num_replicas: int, 
         task_step, context, kept = _with_state_of(task_step, reducer, context)
         traced = call_user(functools.partial(task_step.trace, context), task_step.what)
     settled, last = _settle(task_step, context, traced, probe_padding)
-    return Chosen(settled, last, task_step.state, kept, refused)
+    return ChosenForm(settled, last, task_step.state, kept, refused)
 
 
 def _first_traced(

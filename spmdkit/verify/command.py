@@ -9,11 +9,11 @@ from pathlib import Path
 
 from spmdkit.config import Config
 from spmdkit.verify import certificate as certificates
-from spmdkit.verify.proof import Options, verify
+from spmdkit.verify.proof import VerifyOptions, verify
 from spmdkit.verify.table import print_report
 
 
-def run_verify(config: Config, options: Options, *, certificate: Path | None, as_json: bool) -> int:
+def run_verify(config: Config, options: VerifyOptions, *, certificate: Path | None, as_json: bool) -> int:
     """Returns the exit code: 0 where every case is equal to one device and every mutant is caught, else 1."""
     report = verify(config, options, lambda text: print(text, file=sys.stderr, flush=True))
     if certificate is not None:

@@ -1,4 +1,4 @@
-"""What differs between two records, in numbers; and how much may differ. The tolerance is here, in one place.
+"""What differs between two results, in numbers; and how much may differ. The tolerance is here, in one place.
 
     error(leaf) = |found - expected| / max(|expected|, 1e-3 |whole tree|)          2-norms
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdkit.verify.subject import Record, Tree
+from spmdkit.verify.subject import Results, Tree
 
 MULTIPLE = 32
 """Times the effect of one ulp in the input. A step adds in another order at every product and every sum; seen: at most 12 times."""
@@ -79,8 +79,8 @@ def number_error(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
-def compare(found: Record, expected: Record) -> Errors:
-    """Returns the errors of one record against another."""
+def compare(found: Results, expected: Results) -> Errors:
+    """Returns the errors of one result against another."""
     errors = Errors({}, {})
     pairs = list(zip(found.batches, expected.batches, strict=True))
     losses = {f"batch {i + 1}": number_error(f.loss, e.loss) for i, (f, e) in enumerate(pairs)}
@@ -116,12 +116,12 @@ def _put(errors: Errors, quantity: str, found: list[dict[str, float]]) -> None:
 
 
 def tolerances(
-    reference: Record, probe: Callable[[int], Record], eps: float
+    reference: Results, probe: Callable[[int], Results], eps: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns (tolerance, effect of one ulp) of each quantity.
 
     Args:
-        probe: the record of the same program with the input moved by one ulp, for probe 0, 1, ...
+        probe: the results of the same program with the input moved by one ulp, for probe 0, 1, ...
         eps: of the dtype.
     """
     moved = dict.fromkeys(QUANTITIES, 0.0)

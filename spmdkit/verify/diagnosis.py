@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from spmdkit.mesh import MODEL_AXES, REPLICA_AXES
-from spmdkit.verify.finding import Finding
+from spmdkit.verify.finding import Deviation
 
 NEAR = 0.02
 """Relative distance at which a factor is taken for a whole number."""
@@ -31,7 +31,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    finding: Finding,
+    finding: Deviation,
     mesh: Mapping[str, int],
     microbatches: int,
     key_matters: Callable[[], bool],
@@ -88,7 +88,7 @@ def diagnose(
 
 
 def _of_gradient(
-    finding: Finding,
+    finding: Deviation,
     where: str,
     mesh: Mapping[str, int],
     microbatches: int,
@@ -172,7 +172,7 @@ def _of_counts(
     )
 
 
-def _where(finding: Finding) -> str:
+def _where(finding: Deviation) -> str:
     if finding.quantity == "loss":
         return f"the loss differs by {finding.error:.1e} ({finding.leaf})"
     leaves = (

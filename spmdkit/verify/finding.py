@@ -1,4 +1,4 @@
-"""`find`: where two records part, and in which way: a factor, a shard boundary, one leaf, only short batches.
+"""`find`: where two results part, and in which way: a factor, a shard boundary, one leaf, only short batches.
 
 Numbers only; what they mean, and the repair, is in diagnosis.py.
 """
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from spmdkit.verify.compare import Errors, leaf_errors
-from spmdkit.verify.subject import Record, Tree
+from spmdkit.verify.subject import Results, Tree
 
 FIT = 0.02
 """How far from a multiple, relative 2-norm, a leaf may be that is called a multiple: the rest of a mistake may blur it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Deviation:
     """How a case differs from one device.
 
     Attributes:
@@ -43,7 +43,7 @@ class Finding:
     boundary: tuple[int, int] | None = None
 
 
-def find(found: Record, expected: Record, errors: Errors, tolerance: Mapping[str, float], short: bool) -> Finding:
+def find(found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], short: bool) -> Deviation:
     """Returns how `found` differs, for a case that failed.
 
     Args:
@@ -54,13 +54,13 @@ def find(found: Record, expected: Record, errors: Errors, tolerance: Mapping[str
     if quantity not in ("gradient", "update", "parameter", "state"):
         value, leaf = errors.worst[quantity], errors.leaf[quantity]
         only_short = quantity == "loss" and short and leaf == "batch 2"
-        return Finding(quantity, leaf, float(value or 0.0), counts=_counts(found, expected), only_short=only_short)
+        return Deviation(quantity, leaf, float(value or 0.0), counts=_counts(found, expected), only_short=only_short)
     parts = _trees(quantity, found, expected)
     wrong = [_wrong(f, e, tolerance[quantity]) for f, e in parts]
     which = next(i for i, by_leaf in enumerate(wrong) if by_leaf)
     (mine, right), by_leaf = parts[which], wrong[which]
     leaf = next(path for path in right if path in by_leaf)
-    return Finding(
+    return Deviation(
         quantity,
         leaf,
         by_leaf[leaf],
@@ -73,7 +73,7 @@ def find(found: Record, expected: Record, errors: Errors, tolerance: Mapping[str
     )
 
 
-def _trees(quantity: str, found: Record, expected: Record) -> list[tuple[Tree, Tree]]:
+def _trees(quantity: str, found: Results, expected: Results) -> list[tuple[Tree, Tree]]:
     pairs = list(zip(found.batches, expected.batches, strict=True))
     if quantity == "gradient":
         return [(f.gradient, e.gradient) for f, e in pairs]
@@ -88,7 +88,7 @@ def _wrong(found: Tree, expected: Tree, tolerance: float) -> dict[str, float]:
     return {path: e for path, e in leaf_errors(found, expected).items() if not e <= tolerance}
 
 
-def _counts(found: Record, expected: Record) -> tuple[float, float] | None:
+def _counts(found: Results, expected: Results) -> tuple[float, float] | None:
     for mine, right in zip(found.batches, expected.batches, strict=True):
         if mine.count is not None and right.count and abs(mine.count / right.count - 1) > 1e-4:
             return mine.count, right.count

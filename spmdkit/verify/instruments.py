@@ -26,7 +26,7 @@ COUNT = "verify_count"
 """Name of the metric that carries the count of the loss; taken out before anybody sees it."""
 
 
-class Kept(NamedTuple):
+class Watched(NamedTuple):
     """Optimizer state around the user's own: the last gradient before it, the last update after it."""
 
     gradient: Any
@@ -38,13 +38,13 @@ def keeping(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     """Returns `optimizer` with its last gradient and its last update kept in the state."""
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Kept:
+    def init(params: Any) -> Watched:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return Kept(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
+        return Watched(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
 
-    def update(grads: Any, state: Kept, params: Any = None, **extra: Any) -> tuple[Any, Kept]:
+    def update(grads: Any, state: Watched, params: Any = None, **extra: Any) -> tuple[Any, Watched]:
         updates, own = inner.update(grads, state.inner, params, **extra)
-        return updates, Kept(grads, own, updates)
+        return updates, Watched(grads, own, updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -25,14 +25,14 @@ from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import find
 from spmdkit.verify.instruments import one_ulp, working_dtype
 from spmdkit.verify.plain import plain
-from spmdkit.verify.subject import Record, Setting, Subject
+from spmdkit.verify.subject import Results, Setting, Subject
 from spmdkit.verify.unpadded import Unpadded
 
 
 class Reference(NamedTuple):
-    """One device: its record, how far it may be missed, how far one ulp in the input moves it, and the type of that ulp."""
+    """One device: its results, how far it may be missed, how far one ulp in the input moves it, and the type of that ulp."""
 
-    record: Record
+    results: Results
     tolerance: dict[str, float]
     moved: dict[str, float]
     dtype: str
@@ -57,7 +57,7 @@ class Judge:
             SpmdkitError: the task does not run on one device, or padding rows count in it.
         """
         first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True))
-        if setting.microbatches == 1 or not first.record.model_state:
+        if setting.microbatches == 1 or not first.results.model_state:
             return first
         return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, plain=True))
 
@@ -78,13 +78,13 @@ class Judge:
     def _make(self, setting: Setting) -> Reference:
         subject = self.subject
         program = self._plain_program(setting)
-        record = subject.run(program, evaluate=True)
+        results = subject.run(program, evaluate=True)
 
-        def probe(i: int) -> Record:
+        def probe(i: int) -> Results:
             return subject.run(program, evaluate=True, moved=one_ulp(np.random.default_rng(i), dtype))
 
         dtype = working_dtype(program) if subject.dtype == "float64" else subject.dtype
-        made = Reference(record, *compare.tolerances(record, probe, float(np.finfo(dtype).eps)), dtype)
+        made = Reference(results, *compare.tolerances(results, probe, float(np.finfo(dtype).eps)), dtype)
         path = self._path(setting)
         if path is not None:
             files.replace(path, pickle.dumps(made))
@@ -111,7 +111,7 @@ class Judge:
         reference = self.reference(setting)
         program = self.subject.program(setting)
         (_, batch), *_ = program.batches(stop=1)
-        right, taken = plain(program, loss_fn, program.init(), batch), reference.record.batches[0]
+        right, taken = plain(program, loss_fn, program.init(), batch), reference.results.batches[0]
         errors = compare.leaf_errors(taken.gradient, right.gradient)
         worst = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=np.inf))
         found = {"loss_error": compare.number_error(taken.loss, right.loss), "gradient_error": errors[worst]}
@@ -133,7 +133,7 @@ class Judge:
         setting = Setting(mesh, microbatches, short=self.subject.short)
         reference = self.reference(setting)
         name = self._name(setting)
-        if not mesh and microbatches > 1 and reference.record.model_state:
+        if not mesh and microbatches > 1 and reference.results.model_state:
             return name | {
                 "skipped": "this is the reference itself: with model state, batch statistics are those of a microbatch"
             }
@@ -144,12 +144,12 @@ class Judge:
         found = self.subject.run(program, evaluate=whole, restore=whole)
         del program
         jax.clear_caches()
-        errors = compare.compare(found, reference.record)
+        errors = compare.compare(found, reference.results)
         failed = errors.failed(reference.tolerance)
         outcome = name | compare.as_numbers(errors)
         outcome |= {"worst_leaf": errors.leaf.get("gradient", ""), "form": found.form, "passed": not failed}
         if failed:
-            finding = find(found, reference.record, errors, reference.tolerance, setting.short)
+            finding = find(found, reference.results, errors, reference.tolerance, setting.short)
             seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
             outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
@@ -188,8 +188,8 @@ class Judge:
             found = self.subject.run(self.subject.program(setting))
         except SpmdkitError:
             return False
-        found.batches, record = found.batches[:1], expected.record
-        errors = compare.leaf_errors(found.batches[0].gradient, record.batches[0].gradient)
+        found.batches, results = found.batches[:1], expected.results
+        errors = compare.leaf_errors(found.batches[0].gradient, results.batches[0].gradient)
         return any(not e <= expected.tolerance["gradient"] for e in errors.values())
 
     # ---- mutants -----------------------------------------------------------------------------------------------------
@@ -212,9 +212,9 @@ class Judge:
         return outcome | {"not_applicable": reason}
 
     def _known(self, num_devices: int) -> mutants.Known:
-        record = self.reference(Setting({}, short=self.subject.short)).record
-        squares = [float(np.sum(np.asarray(x, np.float64) ** 2)) for x in record.batches[0].gradient.values()]
-        return mutants.Known(num_devices, record.uses, float(np.sqrt(sum(squares))))
+        results = self.reference(Setting({}, short=self.subject.short)).results
+        squares = [float(np.sum(np.asarray(x, np.float64) ** 2)) for x in results.batches[0].gradient.values()]
+        return mutants.Known(num_devices, results.uses, float(np.sqrt(sum(squares))))
 
     def _try(self, mutant: mutants.Mutant, setting: Setting) -> dict[str, Any]:
         try:
@@ -238,11 +238,11 @@ class Judge:
             jax.clear_caches()
         if not acted:
             return {"not_applicable": mutant.unused}
-        errors = compare.compare(found, reference.record)
+        errors = compare.compare(found, reference.results)
         failed = errors.failed(reference.tolerance)
         if not failed:
             return {"caught": False, "by": "nothing"}
-        finding = find(found, reference.record, errors, reference.tolerance, short)
+        finding = find(found, reference.results, errors, reference.tolerance, short)
         seen = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
         by = "gradient" if "gradient" in failed else failed[0]
         return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict()}

@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """What `verify` tries, beyond the config.
 
     Attributes:
@@ -49,7 +49,7 @@ class Options:
     resume: Path | None = None
 
 
-def verify(config: Config, options: Options, say: Say = lambda text: None) -> Report:
+def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None) -> Report:
     """Returns the report of a config: cases, skipped ones, mutants, tolerances, and `passed`.
 
     Raises:

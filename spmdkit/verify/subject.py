@@ -29,7 +29,7 @@ from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import is_key, named_leaves
 from spmdkit.verify.cases import provable
-from spmdkit.verify.instruments import COUNT, Kept, counting, keeping, with_constants
+from spmdkit.verify.instruments import COUNT, Watched, counting, keeping, with_constants
 from spmdkit.verify.unpadded import Unpadded
 
 NUM_BATCHES = 2
@@ -50,7 +50,7 @@ class Taken:
 
 
 @dataclasses.dataclass
-class Record:
+class Results:
     """What a run of the subject gave, as numbers on the host.
 
     Attributes:
@@ -210,7 +210,7 @@ class Subject:
         evaluate: bool = False,
         restore: bool = False,
         moved: Callable[[Any], Any] | None = None,
-    ) -> Record:
+    ) -> Results:
         """Returns what the program computes: single steps from the start, then `steps` in a row.
 
         Args:
@@ -245,7 +245,7 @@ class Subject:
         evaluation = None
         if evaluate and program.has_eval:
             evaluation = _numbers(program.eval(state))
-        return Record(
+        return Results(
             taken,
             losses,
             _numbers(jax.device_get(last)),
@@ -312,7 +312,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:
-    kept: Kept = state.opt_state
+    kept: Watched = state.opt_state
     return Taken(
         loss=float(metrics.get("loss", np.nan)),
         count=float(metrics[COUNT]) if COUNT in metrics else None,

@@ -8,7 +8,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.pipeline.parts import join, split
-from spmdkit.ops.pipeline.schedule import Schedule
+from spmdkit.ops.pipeline.schedule import StageSchedule
 from spmdkit.plan.flops import count
 from tests.support.core_runs import assert_same_run, program_of, train
 from tests.support.pipeline_models import embed, head, make_layer, model, model_of_ops, plain_mlp
@@ -133,7 +133,7 @@ SHAPES = [(P, v, M) for P in (2, 3, 4, 8) for v in (1, 2, 3) for M in (1, 2, 3, 
 
 @pytest.mark.parametrize("num_stages, num_chunks, num_microbatches", SHAPES)
 def test_every_piece_of_work_is_done_once_and_after_what_it_needs(num_stages, num_chunks, num_microbatches):
-    schedule = Schedule(num_stages, num_microbatches, num_chunks)
+    schedule = StageSchedule(num_stages, num_microbatches, num_chunks)
     when = {}
     for name in ("forward", "backward"):
         work = getattr(schedule, name)
@@ -156,7 +156,7 @@ def test_every_piece_of_work_is_done_once_and_after_what_it_needs(num_stages, nu
 
 @pytest.mark.parametrize("num_stages, num_chunks, num_microbatches", SHAPES)
 def test_an_input_is_kept_until_its_backward_pass(num_stages, num_chunks, num_microbatches):
-    schedule = Schedule(num_stages, num_microbatches, num_chunks)
+    schedule = StageSchedule(num_stages, num_microbatches, num_chunks)
     ahead, back = schedule.forward, schedule.backward
     ring = {}
     for tick in range(len(back.valid)):
@@ -200,7 +200,7 @@ def test_stages_idle_as_the_formula_says(schedule, chunks, passes, microbatches)
     useful = passes * 8 * microbatches
     bubble = 3 / (chunks * microbatches + 3)
     assert 1 - useful / executed_layers(schedule, microbatches) == pytest.approx(bubble)
-    assert Schedule(4, microbatches, chunks).bubble == pytest.approx(bubble)
+    assert StageSchedule(4, microbatches, chunks).bubble == pytest.approx(bubble)
 
 
 @pytest.mark.parametrize("schedule, passes", [("gpipe", 1), ("1f1b", 2)])

@@ -9,7 +9,7 @@ import pytest
 
 from spmdkit.cluster import environment, join
 from spmdkit.errors import ConfigError
-from spmdkit.plan.command import Options, make_plan, run_plan
+from spmdkit.plan.command import PlanOptions, make_plan, run_plan
 from spmdkit.plan.document import NotAllowed
 from spmdkit.plan.machine.target import target_of
 from spmdkit.plan.table import WIDTH, console, show
@@ -25,7 +25,7 @@ def plan():
 
 
 def test_the_json_has_every_key_of_the_contract(plan, tmp_path, capsys):
-    run_plan(write(tmp_path), [], Options(as_json=True))
+    run_plan(write(tmp_path), [], PlanOptions(as_json=True))
     printed = json.loads(capsys.readouterr().out)
     keys = [
         "target",
@@ -114,7 +114,7 @@ def test_the_table_fits_a_hundred_columns(plan):
 def test_a_budget_that_is_exceeded_fails_plan_and_train(budget, said, tmp_path, capsys):
     over = config(budget=budget, run_dir=str(tmp_path / "run"))
     with pytest.raises(NotAllowed, match=said) as refused:
-        run_plan(write(tmp_path, budget=budget), [], Options(as_json=True))
+        run_plan(write(tmp_path, budget=budget), [], PlanOptions(as_json=True))
     assert refused.value.exit_code == 78
     assert json.loads(capsys.readouterr().out)["budget"]["exceeded"]
     with pytest.raises(NotAllowed, match=said):

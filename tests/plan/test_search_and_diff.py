@@ -6,7 +6,7 @@ import pytest
 
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
-from spmdkit.plan.command import Options, choose_target, make_plan, run_plan
+from spmdkit.plan.command import PlanOptions, choose_target, make_plan, run_plan
 from spmdkit.plan.compare import compare
 from spmdkit.plan.search.candidates import candidates
 from spmdkit.plan.search.search import search
@@ -39,7 +39,7 @@ def test_microbatches_remat_and_zero_vary_where_asked():
 
 def test_the_best_is_compiled_ranked_written_and_loads(tmp_path, capsys):
     out = tmp_path / "best.yaml"
-    run_plan(write(tmp_path), [], Options(search=True, compile=2, write=out, as_json=True))
+    run_plan(write(tmp_path), [], PlanOptions(search=True, compile=2, write=out, as_json=True))
     printed = json.loads(capsys.readouterr().out)
     rows = printed["candidates"]
     compiled = [row for row in rows if row["predicted_step_s"] is not None]
@@ -83,7 +83,7 @@ def test_the_difference_of_two_plans_is_what_moved(tmp_path, capsys):
     for name, plan in (("a", a), ("b", b)):
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(json.dumps(plan))
-    run_plan(files[0], [], Options(diff=files[1]))
+    run_plan(files[0], [], PlanOptions(diff=files[1]))
     text = capsys.readouterr().out
     assert "data 2 x fsdp 4 -> data 8" in text
     assert max(map(len, text.splitlines())) <= 100
@@ -92,10 +92,10 @@ def test_the_difference_of_two_plans_is_what_moved(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (Options(vary="mesh,remat"), "--vary has no effect without --search"),
-        (Options(diff="x.json", search=True), "--diff compares two plans"),
-        (Options(diff="absent.json"), "absent.json cannot be read as a plan"),
-        (Options(search=True, compile=0), "--compile is 0"),
+        (PlanOptions(vary="mesh,remat"), "--vary has no effect without --search"),
+        (PlanOptions(diff="x.json", search=True), "--diff compares two plans"),
+        (PlanOptions(diff="absent.json"), "absent.json cannot be read as a plan"),
+        (PlanOptions(search=True, compile=0), "--compile is 0"),
     ],
 )
 def test_options_that_have_no_effect_together_are_refused(options, said, tmp_path):

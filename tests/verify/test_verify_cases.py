@@ -9,7 +9,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.program import padding
 from spmdkit.verify import compare, room
 from spmdkit.verify.diagnosis import diagnose, pattern
-from spmdkit.verify.finding import Finding
+from spmdkit.verify.finding import Deviation
 from spmdkit.verify.instruments import one_ulp
 from spmdkit.verify.subject import Setting
 from tests.support import verify_tasks as tasks
@@ -120,9 +120,9 @@ def test_one_ulp_moves_floating_point_numbers_by_one_ulp_and_leaves_integers():
 
 def test_the_tolerance_grows_with_what_one_ulp_does_and_has_a_floor_and_a_ceiling():
     reference = judge(tasks.right).reference(Setting({}))
-    record = reference.record
+    results = reference.results
     floor = compare.FLOOR_ULPS * np.finfo(np.float32).eps
-    still, _ = compare.tolerances(record, lambda i: record, np.finfo(np.float32).eps)
+    still, _ = compare.tolerances(results, lambda i: results, np.finfo(np.float32).eps)
     assert still["gradient"] == pytest.approx(floor) and still["restore"] == 0
     assert floor <= reference.tolerance["gradient"] < 1e-4
 
@@ -137,13 +137,13 @@ def test_the_tolerance_grows_with_what_one_ulp_does_and_has_a_floor_and_a_ceilin
     ],
 )
 def test_a_factor_names_the_axes_that_it_is_the_size_of(factor, mesh, microbatches, kind, names):
-    finding = Finding("gradient", "w", 1.0, factor=factor)
+    finding = Deviation("gradient", "w", 1.0, factor=factor)
     found = diagnose(finding, mesh, microbatches, lambda: False, lambda: False)
     assert found.kind == kind and f"the size of {names}" in found.found
 
 
 def test_a_right_gradient_with_a_wrong_update_is_the_optimizers_mistake():
-    finding = Finding("update", "w", 0.5, factor=0.7)
+    finding = Deviation("update", "w", 0.5, factor=0.7)
     found = diagnose(finding, {"fsdp": 4}, 1, lambda: False, lambda: False)
     assert found.kind == "optimizer" and "0.7 times" in found.found
 

@@ -9,7 +9,7 @@ from spmdkit import cli
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
 from spmdkit.run.loop import train
-from spmdkit.verify import Options, cases, certificate, verify
+from spmdkit.verify import VerifyOptions, cases, certificate, verify
 
 TASK = """
 import os
@@ -106,7 +106,7 @@ def test_a_wrong_task_gives_1_a_table_of_at_most_100_columns_and_a_certificate_t
 
 
 def test_a_worker_that_dies_costs_its_case_and_finished_cases_are_not_run_again(folder, capfd):
-    options = Options(mutants=False, jobs=1, microbatches="1,2", resume=folder / "done.jsonl")
+    options = VerifyOptions(mutants=False, jobs=1, microbatches="1,2", resume=folder / "done.jsonl")
     said = []
     report = verify(config(**{"task_args.dies": "true"}), options, said.append)
     assert [case["passed"] for case in report["cases"]] == [True, False, False]
@@ -120,7 +120,7 @@ def test_a_worker_that_dies_costs_its_case_and_finished_cases_are_not_run_again(
 def test_a_task_that_one_device_refuses_too_is_a_bad_config(folder):
     (folder / "task.py").write_text(TASK.replace('params["w"]', 'params["v"]'))
     with pytest.raises(sk.SpmdkitError, match="KeyError"):
-        verify(config(), Options(mutants=False, jobs=1))
+        verify(config(), VerifyOptions(mutants=False, jobs=1))
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_a_task_that_one_device_refuses_too_is_a_bad_config(folder):
 )
 def test_options_that_cannot_work_are_told_with_the_repair(folder, options, says):
     with pytest.raises(ConfigError, match=says):
-        verify(config(), Options(**options))
+        verify(config(), VerifyOptions(**options))
 
 
 def test_the_configs_own_mesh_has_to_fit_the_devices(folder):
     with pytest.raises(ConfigError, match="data: 4"):
-        verify(config(**{"mesh.data": 8}), Options())
+        verify(config(**{"mesh.data": 8}), VerifyOptions())
 
 
 # ---- meshes -----------------------------------------------------------------------------------------------------------

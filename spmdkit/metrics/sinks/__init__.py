@@ -17,12 +17,12 @@ from spmdkit.metrics.sinks.base import Sink
 from spmdkit.metrics.sinks.pipe import Sinks
 from spmdkit.words import nearest
 
-__all__ = ["Chosen", "Sink", "Sinks", "chosen", "names"]
+__all__ = ["ChosenSink", "Sink", "Sinks", "chosen", "names"]
 
 ALWAYS = "jsonl"
 
 
-class Chosen(NamedTuple):
+class ChosenSink(NamedTuple):
     """A sink that a config names: its name, how it is opened, and its options."""
 
     name: str
@@ -35,18 +35,18 @@ def names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("base", "pipe"))
 
 
-def chosen(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[Chosen]:
+def chosen(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[ChosenSink]:
     """Returns the sinks of a run: its own record, and those that a config names, each by a name or as `{name: options}`.
 
     Raises:
         ConfigError: no such sink.
     """
-    found = [Chosen(ALWAYS, _opener(ALWAYS, folder), {})]
+    found = [ChosenSink(ALWAYS, _opener(ALWAYS, folder), {})]
     for entry in asked:
         name, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
         if any(name == other.name for other in found):
             raise ConfigError(f"log.sinks: {name} is written to already. A sink is named once. Remove it.")
-        found.append(Chosen(name, _opener(name, folder), options or {}))
+        found.append(ChosenSink(name, _opener(name, folder), options or {}))
     return found
 
 

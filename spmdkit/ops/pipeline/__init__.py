@@ -38,8 +38,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.ops.pipeline.checks import check_layers, checked, loss_and_metrics, without_gradient
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.one_f_one_b import one_f_one_b
-from spmdkit.ops.pipeline.parts import AXIS, Model, Pipeline, Rows
-from spmdkit.ops.pipeline.schedule import Schedule
+from spmdkit.ops.pipeline.parts import AXIS, Model, Pipe, Rows
+from spmdkit.ops.pipeline.schedule import StageSchedule
 from spmdkit.step import scope
 from spmdkit.tree import abstract
 
@@ -127,7 +127,7 @@ def _set_up(
     weights: Any,
     head_params: Any,
     rows: Rows,
-) -> Pipeline:
+) -> Pipe:
     """Returns the pipeline of one call; `weights` are those of one layer."""
     num_stages, settings = context.cuts.size(AXIS), context.chosen.pipeline
     shards = context.cuts.num_shards
@@ -143,7 +143,7 @@ def _set_up(
         head_dim = 0
     elif head_per_token and len(tokens) == 1 and min(tokens) % parts == 0:
         head_dim = 1
-    return Pipeline(model, inner, Schedule(num_stages, num, settings.chunks), x_shapes, head_dim)
+    return Pipe(model, inner, StageSchedule(num_stages, num, settings.chunks), x_shapes, head_dim)
 
 
 def _num_microbatches(num_rows: int, num_stages: int, asked: int | None) -> int:

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit.ops.pipeline.parts import AXIS, Pipeline, Rows, gate, masked, pick
+from spmdkit.ops.pipeline.parts import AXIS, Pipe, Rows, gate, masked, pick
 from spmdkit.ops.pipeline.schedule import Work
 
 
-def forward(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
+def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
     """Returns what the head returns, added over all microbatches (and parts of them).
 
     Shapes: layers [L, ...], rows [M b, ...]; embedding and head as the user's functions want them.
@@ -84,7 +84,7 @@ def forward(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) 
     return jax.tree.map(lambda x: x.sum(0), sums)
 
 
-def copies(pipe: Pipeline, tree: Any) -> Any:
+def copies(pipe: Pipe, tree: Any) -> Any:
     """Returns [...] as [P, ...], a copy for each stage."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (pipe.num_stages, *jnp.shape(x))), tree)
 

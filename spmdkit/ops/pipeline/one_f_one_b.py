@@ -21,7 +21,7 @@ Wire, per device and call of the loss, A bytes of one microbatch's activation on
     transfers         2 (v M + P - 1) A       collective-permute
     last stage, head  2 M (P - 1)/P A         all-to-all; none when the head is not cut
     gradient of ends  2 (P - 1)/P H           all-reduce
-    order of layers   interleaved: parameters and gradients of a stage move, since they are kept in the order of layers (`Pipeline.chunks`);
+    order of layers   interleaved: parameters and gradients of a stage move, since they are kept in the order of layers (`Pipe.chunks`);
                       not where they are stacked on two dims
 Weight gradients over fsdp (ZeRO 3) and context are added up in every tick, as they are in every microbatch of an accumulation.
 Memory: (2 v P + 3) A, the gradients of the stage's layers and of both ends, and one chunk's own residuals.
@@ -43,7 +43,7 @@ from jax import lax
 
 from spmdkit.ops.pipeline.checks import constant_count
 from spmdkit.ops.pipeline.gpipe import forward
-from spmdkit.ops.pipeline.parts import AXIS, Pipeline, Rows, masked, pick, select
+from spmdkit.ops.pipeline.parts import AXIS, Pipe, Rows, masked, pick, select
 from spmdkit.ops.pipeline.schedule import Work
 
 
@@ -75,7 +75,7 @@ class _Ticks(NamedTuple):
     backward: Any
 
 
-def one_f_one_b(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
+def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
     """Returns what `gpipe.forward` returns; where it is differentiated, the gradient is computed in the same loop.
 
     Only the sum of the loss, the first thing that the head returns, has a gradient.
@@ -105,9 +105,9 @@ def one_f_one_b(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Ro
     return dataclasses.replace(lax.stop_gradient(loss), sum=loss.sum), metrics
 
 
-def _both(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
+def _both(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> tuple[Any, list[jax.Array]]:
     """Returns (sums over microbatches, gradient of the loss's sum for each floating point leaf)."""
-    loop = _Loop(pipe, embedding, pipe.chunks(layers), head, pipe.microbatches(rows))
+    loop = _TickLoop(pipe, embedding, pipe.chunks(layers), head, pipe.microbatches(rows))
     end = _run(loop)
     added = lambda parts: [x.sum(0) for x in parts]
     of_layers = pipe.joined(end.grads.layers, _floats(layers)[0])
@@ -116,10 +116,10 @@ def _both(pipe: Pipeline, embedding: Any, layers: Any, head: Any, rows: Rows) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class _TickLoop:
     """The body of the loop over ticks. Chunks are [P, v, K, ...], rows [M, b, ...]; every result has a dim of stages first."""
 
-    pipe: Pipeline
+    pipe: Pipe
     embedding: Any
     chunks: Any
     head: Any
@@ -234,7 +234,7 @@ class _Loop:
         return self.pipe.place([added(chunk, t, p) for t, p in zip(total, part, strict=True)], AXIS)
 
 
-def _run(loop: _Loop) -> _Carry:
+def _run(loop: _TickLoop) -> _Carry:
     """Returns the carry after all ticks: forward only, both, backward only."""
     schedule = loop.pipe.schedule
     ahead, back, (leaves, leaving) = schedule.forward, schedule.backward, schedule.head

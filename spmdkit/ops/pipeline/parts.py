@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit.ops.pipeline.schedule import Schedule
+from spmdkit.ops.pipeline.schedule import StageSchedule
 from spmdkit.step import scope
 from spmdkit.step.rows import join, split
 
@@ -78,12 +78,12 @@ def alone(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class Pipe:
     """One pipeline on one mesh. `context` is that of a stage: the pipeline axis belongs to the enclosing vmap."""
 
     model: Model
     context: scope.Context
-    schedule: Schedule
+    schedule: StageSchedule
     x_shapes: Any
     """Shapes of one microbatch's activation, [b, ...]."""
     head_dim: int | None
@@ -276,5 +276,5 @@ def pick(tree: Any, index: Any, dim: int = 0) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, dim, keepdims=False), tree)
 
 
-SEAMS = {"chunks": Pipeline.chunks, "joined": Pipeline.joined}
+SEAMS = {"chunks": Pipe.chunks, "joined": Pipe.joined}
 """What `verify` replaces (verify/mistakes.py)."""

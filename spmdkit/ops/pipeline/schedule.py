@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class StageSchedule:
     """The tables of one pipeline."""
 
     num_stages: int

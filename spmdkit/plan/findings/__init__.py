@@ -26,7 +26,7 @@ MIN_WIRE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Subject:
+class CompiledStep:
     """What detectors look at.
 
     Attributes:
@@ -61,7 +61,7 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def find_all(subject: Subject) -> tuple[Finding, ...]:
+def find_all(subject: CompiledStep) -> tuple[Finding, ...]:
     """Returns what all detectors find, most severe first, each thing once."""
     found: dict[Finding, None] = {}
     for name in names():

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from spmdkit.plan.bill import Collective
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.text import Shape
 from spmdkit.words import format_bytes
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each reduction of gradients over replicas that a step makes more than once."""
     replicas = {"replica", *subject.program.data_axes}
     for c in subject.bill.rows:
@@ -35,7 +35,7 @@ def find(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _times(subject: Subject, c: Collective, shape: Shape) -> int:
+def _times(subject: CompiledStep, c: Collective, shape: Shape) -> int:
     """Returns how often a step reduces the same parameter, as far as its number of elements tells; 0 for other arrays."""
     most = 0
     for leaf in subject.program.layout:

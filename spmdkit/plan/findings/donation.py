@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.source import source_of
 from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**16
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each field of the state with leaves that lie twice on a device."""
     module, program = subject.module, subject.program
     reused = {int(n) for n in re.findall(r"\{(\d+)\}: \(\d+,", module.header)}

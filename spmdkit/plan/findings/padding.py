@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.source import source_of
 from spmdkit.words import format_bytes
 
@@ -21,7 +21,7 @@ MOST = 3
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant")
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields the arrays that waste most, one for each line."""
     module = subject.module
     inside = {

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from spmdkit.plan.bill import Collective
 from spmdkit.plan.cause import origin_of
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.parts import SAME
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
 from spmdkit.words import format_bytes
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each gather of what was never used in parts."""
     wanted: dict[str, Collective] = {
         c.names[0]: c for c in subject.bill.collectives if (c.stands_for or c.op) == "all_gather" and subject.matters(c)

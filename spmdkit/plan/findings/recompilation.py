@@ -15,7 +15,7 @@ import numpy as np
 
 from spmdkit.jaxprs import equations
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.jaxprs import first_use, line
 from spmdkit.tree import describe, named_leaves
 from spmdkit.words import format_bytes
@@ -23,7 +23,7 @@ from spmdkit.words import format_bytes
 MIN_BYTES = 2**16
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each large constant of the program, and one for weakly typed leaves of the state."""
     closed = subject.jaxpr
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):

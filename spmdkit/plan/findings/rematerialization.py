@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.parts import only_parts_read
 from spmdkit.plan.hlo.source import line_of
 from spmdkit.plan.hlo.text import Frame, Shape
@@ -22,7 +22,7 @@ MIN_BYTES = 2**16
 _FIX = "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the consumer along the same dim."
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each array that the log names, and for each gather whose result is read in parts."""
     seen: set[str | None] = set()
     for line in subject.program.compile_log:
@@ -61,7 +61,7 @@ def find(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def _source(subject: Subject, line: str, op_name: str) -> str | None:
+def _source(subject: CompiledStep, line: str, op_name: str) -> str | None:
     """Returns the user's line of a log line: its own metadata, or the equation of the jaxpr with its name.
 
     Several equations can have one name; the log's stack frame then decides, where the compiled program's table has it.

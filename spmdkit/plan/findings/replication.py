@@ -14,7 +14,7 @@ import jax
 
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.source import source_of
 from spmdkit.plan.jaxprs import depending, first_use, line
 from spmdkit.words import format_bytes
@@ -22,13 +22,13 @@ from spmdkit.words import format_bytes
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant", "parameter", "copy-start", "copy-done")
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields the parameters and the activations that are whole on every device."""
     yield from _parameters(subject)
     yield from _activations(subject)
 
 
-def _parameters(subject: Subject) -> Iterator[Finding]:
+def _parameters(subject: CompiledStep) -> Iterator[Finding]:
     program = subject.program
     axes = [a for a in MODEL_AXES if program.sizes[a] > 1 and a not in program.data_axes]
     bound = program.config.layout.replicate_above_bytes
@@ -46,7 +46,7 @@ def _parameters(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _activations(subject: Subject) -> Iterator[Finding]:
+def _activations(subject: CompiledStep) -> Iterator[Finding]:
     program, module = subject.program, subject.module
     if program.form == "manual" or program.mesh.size == 1:
         return

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.machine.links import way_of
 from spmdkit.words import format_bytes
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each model axis that crosses and whose size the number of hosts or slices divides."""
     target = subject.target
     if target is None or target.hosts_or_slices < 2:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from spmdkit.mesh import BATCH_AXES
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.flops import count
 from spmdkit.plan.machine.links import way_of
 
@@ -23,7 +23,7 @@ FACTOR = 1.5
 """How much longer than the arithmetic the wire has to take: both are estimates."""
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields at most one finding."""
     target, program = subject.target, subject.program
     if target is None or target.chip.kind == "cpu" or program.batch_shards < 2:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.words import format_bytes
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each op and axes, with the bytes of all such operations together."""
     first = next(iter(subject.program.mesh.devices.flat))
     if first.platform == "cpu" or subject.program.zero == 1:  # ZeRO 1 asks for the whole sum

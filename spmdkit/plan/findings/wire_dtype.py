@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import Subject
+from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.text import Instruction, Module
 from spmdkit.words import format_bytes
 
@@ -18,7 +18,7 @@ _RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose"
             "collective-permute-done", "slice", "dynamic-slice")  # fmt: skip
 
 
-def find(subject: Subject) -> Iterator[Finding]:
+def find(subject: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each movement of float32 of which only the bfloat16 cast is read."""
     if subject.program.config.precision.compute != "bfloat16":
         return

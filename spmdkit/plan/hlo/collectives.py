@@ -31,7 +31,7 @@ OPS = tuple(OPCODES.values())
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCollective:
     """A collective as it stands in the text; fields as in `bill.Collective`."""
 
     instruction: Instruction
@@ -51,9 +51,9 @@ class Found:
 
 def found_collectives(
     module: Module, sizes: Mapping[str, int], visits: Iterable[Visit]
-) -> Iterator[tuple[Visit, Found]]:
+) -> Iterator[tuple[Visit, FoundCollective]]:
     """Yields every collective at every place where it runs, also those over groups of one device."""
-    read: dict[tuple[int, int], Found] = {}
+    read: dict[tuple[int, int], FoundCollective] = {}
     for visit in visits:
         i = visit.instruction
         base = i.opcode.removesuffix("-start")
@@ -71,7 +71,9 @@ def found_collectives(
         yield visit, read[key]
 
 
-def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, sizes: Mapping[str, int]) -> Found:
+def _read(
+    module: Module, i: Instruction, op: str, caller: Instruction | None, sizes: Mapping[str, int]
+) -> FoundCollective:
     computation = module.computations[i.computation]
     put_in = [computation.by_name[name] for name in i.operands if name in computation.by_name]
     if op == "ragged_all_to_all":
@@ -104,7 +106,7 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, s
     config = i.backend_config.get("collective_algorithm_config") or {}
     if not config and caller is not None and caller.opcode == "fusion":
         config = caller.backend_config.get("collective_algorithm_config") or {}
-    return Found(
+    return FoundCollective(
         instruction=i,
         op=op,
         size=size,
@@ -123,13 +125,15 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None, s
     )
 
 
-def _read_between_slices(module: Module, i: Instruction, op: str, groups: Groups, sizes: Mapping[str, int]) -> Found:
+def _read_between_slices(
+    module: Module, i: Instruction, op: str, groups: Groups, sizes: Mapping[str, int]
+) -> FoundCollective:
     """Returns a collective between slices; what is sent is its first operand."""
     put_in = module.computations[i.computation].operand(i)
     shapes = put_in.shapes if put_in is not None else i.shapes[:1]
     size = sum(shape.bytes for shape in shapes)
     group_size = len(groups[0]) if groups else 1
-    return Found(
+    return FoundCollective(
         instruction=i,
         op=op,
         size=size * group_size if op == "all_gather" else size,

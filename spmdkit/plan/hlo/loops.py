@@ -106,7 +106,7 @@ def trip_count(
     return (scans or {}).get(loop.op_name)
 
 
-class _Linear(NamedTuple):
+class _Affine(NamedTuple):
     """A scalar integer: `element` of the loop's carry (None: nothing) plus `offset`."""
 
     element: int | None
@@ -135,7 +135,7 @@ def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int
     if left.element is None:
         return None
     bound = _entry_value(module, loop, site, right)
-    start = _entry_value(module, loop, site, _Linear(left.element, 0), invariant=False)
+    start = _entry_value(module, loop, site, _Affine(left.element, 0), invariant=False)
     body = module.computations[loop.called["body"][0]]
     after = _element(module, body.root, left.element, _Place(body, loop, None, None), 0)
     if bound is None or start is None or after is None or after.element != left.element:
@@ -159,7 +159,7 @@ def _count(start: int, bound: int, step: int, direction: str) -> int | None:
     return -((start - bound) // step) if step > 0 else None
 
 
-def _comparison(module: Module, i: Instruction, place: _Place) -> tuple[_Linear, _Linear, str] | None:
+def _comparison(module: Module, i: Instruction, place: _Place) -> tuple[_Affine, _Affine, str] | None:
     """Returns (left, right, direction) where an instruction is one comparison of integers."""
     if i.opcode == "compare":
         left, right = (_operand(module, i, n, place, 0) for n in (0, 1))
@@ -173,18 +173,18 @@ def _comparison(module: Module, i: Instruction, place: _Place) -> tuple[_Linear,
     return None
 
 
-def _operand(module: Module, i: Instruction, index: int, place: _Place, depth: int) -> _Linear | None:
+def _operand(module: Module, i: Instruction, index: int, place: _Place, depth: int) -> _Affine | None:
     source = place.computation.operand(i, index)
     return None if source is None else _value(module, source, place, depth + 1)
 
 
-def _value(module: Module, i: Instruction, place: _Place, depth: int) -> _Linear | None:
+def _value(module: Module, i: Instruction, place: _Place, depth: int) -> _Affine | None:
     """Returns a scalar integer as an element of the loop's carry plus a constant, or None."""
     if depth > _DEPTH:
         return None
     if i.opcode == "constant":
         text = i.text.strip()
-        return _Linear(None, int(text)) if text.lstrip("-").isdigit() else None
+        return _Affine(None, int(text)) if text.lstrip("-").isdigit() else None
     if i.opcode in _SAME:
         return _operand(module, i, 0, place, depth)
     if i.opcode in ("add", "subtract"):
@@ -192,9 +192,9 @@ def _value(module: Module, i: Instruction, place: _Place, depth: int) -> _Linear
         if left is None or right is None or (left.element is not None and right.element is not None):
             return None
         if i.opcode == "subtract":
-            return None if right.element is not None else _Linear(left.element, left.offset - right.offset)
+            return None if right.element is not None else _Affine(left.element, left.offset - right.offset)
         element = left.element if left.element is not None else right.element
-        return _Linear(element, left.offset + right.offset)
+        return _Affine(element, left.offset + right.offset)
     if i.opcode == "parameter":
         if place.caller is None or place.outer is None:
             return None
@@ -208,7 +208,7 @@ def _value(module: Module, i: Instruction, place: _Place, depth: int) -> _Linear
     return None
 
 
-def _element(module: Module, i: Instruction, index: int, place: _Place, depth: int) -> _Linear | None:
+def _element(module: Module, i: Instruction, index: int, place: _Place, depth: int) -> _Affine | None:
     """Returns element `index` of an instruction whose result is a tuple."""
     if depth > _DEPTH:
         return None
@@ -216,7 +216,7 @@ def _element(module: Module, i: Instruction, index: int, place: _Place, depth: i
         return _operand(module, i, index, place, depth)
     if i.opcode == "parameter":
         if place.loop is not None:
-            return _Linear(index, 0)
+            return _Affine(index, 0)
         if place.caller is None or place.outer is None:
             return None
         source = place.outer.computation.operand(place.caller, int(i.text))
@@ -236,11 +236,11 @@ def _element(module: Module, i: Instruction, index: int, place: _Place, depth: i
 def _keeps(module: Module, loop: Instruction, index: int) -> bool:
     """Returns whether a loop hands an element of its carry through unchanged."""
     body = module.computations[loop.called["body"][0]]
-    return _element(module, body.root, index, _Place(body, loop, None, None), 0) == _Linear(index, 0)
+    return _element(module, body.root, index, _Place(body, loop, None, None), 0) == _Affine(index, 0)
 
 
 def _entry_value(
-    module: Module, loop: Instruction, site: Site | None, value: _Linear, invariant: bool = True
+    module: Module, loop: Instruction, site: Site | None, value: _Affine, invariant: bool = True
 ) -> int | None:
     """Returns the integer of a value when the loop begins; with `invariant` only if the loop keeps it."""
     if value.element is None:

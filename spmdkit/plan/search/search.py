@@ -38,7 +38,7 @@ Told = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class Ranking:
     """What a search found: candidates, best first, and how many were compiled."""
 
     candidates: tuple[Candidate, ...]
@@ -53,7 +53,7 @@ class Found:
 
 def search(
     config: Config, target: Target, vary: Sequence[str], most_compiled: int, tell: Told, call_s: float = 0.0
-) -> Found:
+) -> Ranking:
     """Returns the candidates of a config on an opened target, compiled and ranked.
 
     Args:
@@ -69,7 +69,7 @@ def search(
     legal = [c for c in found if c.estimate_s is not None]
     tell(f"{len(found)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
     in_process = target.is_here and target.chip.kind != "cpu"
-    plan = _in_process(config, task, target, call_s) if in_process else _Worker(config, target)
+    plan = _in_process(config, task, target, call_s) if in_process else _Planner(config, target)
     workers = 1 if in_process else max(1, min(MOST_WORKERS, os.cpu_count() or 1))
     queue = _Queue(legal, most_compiled)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -78,13 +78,13 @@ def search(
                 done.result()
         finally:
             queue.close()
-            if isinstance(plan, _Worker):
+            if isinstance(plan, _Planner):
                 plan.close()
     for candidate in legal:
         if candidate.status == "not compiled" and not candidate.reason:
             estimate = candidate.estimate_s or 0.0
             candidate.reason = f"the model puts it behind the {most_compiled} that were compiled ({estimate:.3g} s)"
-    return Found(_rank(found), queue.num_taken)
+    return Ranking(_rank(found), queue.num_taken)
 
 
 def _rank(found: list[Candidate]) -> tuple[Candidate, ...]:
@@ -179,7 +179,7 @@ def _in_process(
     return plan
 
 
-class _Worker:
+class _Planner:
     """Plans a candidate in a process of its own."""
 
     def __init__(self, config: Config, target: Target):
@@ -225,7 +225,7 @@ class _Worker:
         self._folder.cleanup()
 
 
-def winner(config: Config, found: Found) -> Config:
+def winner(config: Config, found: Ranking) -> Config:
     """Returns the config of the best candidate.
 
     Raises:
