@@ -27,23 +27,23 @@ def splash(interpret: bool = False) -> Implementation:
     """Returns splash attention; with `interpret` the kernel's program runs on any device, slowly, for tests."""
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array]:
-        def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array]:
+        def forward_of(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array]:
             attend = _kernel(q, k, mask.causal, interpret)
             out, (lse,) = jax.vmap(attend)(_scaled(q, scale), _heads_first(k), _heads_first(v), segments)
             return out, lse
 
-        out_BNTH, lse_BNT = kernel(run, 2 * product_flops(q, k, mask))(q, k, v, _ids(mask))
+        out_BNTH, lse_BNT = kernel(forward_of, 2 * product_flops(q, k, mask))(q, k, v, _ids(mask))
         return out_BNTH.swapaxes(1, 2)[..., : q.shape[3]], lse_BNT.swapaxes(1, 2)
 
     def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, mask: Mask, scale: float) -> Any:
-        def run(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
+        def backward_of(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
             attend = _kernel(q, k, mask.causal, interpret)
             k, v, out, dout = (_heads_first(x) for x in (k, v, out, dout))
             gradient = jax.vmap(lambda *xs: compat.splash_attention_gradient(attend, *xs))
             return gradient(_scaled(q, scale), k, v, out, lse.swapaxes(1, 2), dout, segments)
 
         flops = 7 * product_flops(q, k, mask)  # two kernels, each with the scores and their gradient again
-        grads = kernel(run, flops)(q, k, v, out.astype(q.dtype), lse, dout.astype(q.dtype), _ids(mask))
+        grads = kernel(backward_of, flops)(q, k, v, out.astype(q.dtype), lse, dout.astype(q.dtype), _ids(mask))
         dq, dk, dv = (g.swapaxes(1, 2)[..., : q.shape[3]] for g in grads)
         return dq.astype(jnp.float32) * scale, dk, dv
 

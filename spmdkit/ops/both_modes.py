@@ -40,7 +40,7 @@ def both_modes(
     """
 
     @jax.custom_jvp
-    def run(*args: Any) -> Any:
+    def in_both_modes(*args: Any) -> Any:
         return forward(*args)[0] if alone is None else alone(*args)
 
     def of_tangents(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -75,8 +75,8 @@ def both_modes(
         none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         return result, of_result.unflatten([found[i] if i in found else none(x) for i, x in enumerate(results)])
 
-    run.defjvp(of_tangents, symbolic_zeros=True)
-    return run
+    in_both_modes.defjvp(of_tangents, symbolic_zeros=True)
+    return in_both_modes
 
 
 class _Type(NamedTuple):
@@ -113,7 +113,7 @@ class _Linear(NamedTuple):
         found: list[jax.Array] = _linear_p.bind(*operands, linear=self)
         return found
 
-    def run(self, *operands: Any) -> list[jax.Array]:
+    def apply(self, *operands: Any) -> list[jax.Array]:
         out = self.push(operands[: self.num_fixed], operands[self.num_fixed :])
         return [compat.as_varying(x, t.axes) for x, t in zip(out, self.types, strict=True)]
 
@@ -124,7 +124,7 @@ _linear_p.multiple_results = True
 
 @_linear_p.def_impl
 def _impl(*operands: Any, linear: _Linear) -> list[jax.Array]:
-    return linear.run(*operands)
+    return linear.apply(*operands)
 
 
 @_linear_p.def_abstract_eval
@@ -146,7 +146,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: _Linear) ->
         given = list(primals)
         for i, x in zip(moved, xs, strict=True):
             given[i] = x
-        return linear.run(*given)
+        return linear.apply(*given)
 
     _, more = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
     return out, [m if isinstance(f, ad.Zero) else f + m for f, m in zip(found, more, strict=True)]
@@ -184,4 +184,4 @@ def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], 
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.fancy_primitive_batchers[_linear_p] = _batch
-mlir.register_lowering(_linear_p, mlir.lower_fun(lambda *xs, linear: linear.run(*xs), multiple_results=True))
+mlir.register_lowering(_linear_p, mlir.lower_fun(lambda *xs, linear: linear.apply(*xs), multiple_results=True))

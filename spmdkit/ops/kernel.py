@@ -30,7 +30,7 @@ def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
         flops: of `fn`, for XLA's scheduler (split over the `pallas_call` in it that name no cost of their own) and for `plan`.
     """
 
-    def run(*args: Any) -> Any:
+    def kernel_call(*args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(args)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         with compat.untyped_axes():
@@ -41,7 +41,7 @@ def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
             jaxpr = jaxpr.replace(jaxpr=_with_cost(jaxpr.jaxpr, int(flops / num_calls)))
         return jax.tree.unflatten(jax.tree.structure(out), _kernel_p.bind(*leaves, jaxpr=jaxpr, flops=flops))
 
-    return run
+    return kernel_call
 
 
 def _is_call(eqn: Any) -> bool:

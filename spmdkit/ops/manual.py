@@ -66,7 +66,7 @@ def manual(
     name = name or getattr(fn, "__name__", "fn")
 
     @functools.wraps(fn)
-    def run(*args: Any) -> Any:
+    def manual_fn(*args: Any) -> Any:
         context = scope.current()
         if not cuts(context, kernel):
             return fn(*args)
@@ -95,7 +95,7 @@ def manual(
         part = Part(body, inner, context.cuts.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
         return jax.tree.unflatten(treedef_out, differentiable(part)(*leaves))
 
-    return run
+    return manual_fn
 
 
 def cuts(context: scope.Context, kernel: bool = False) -> bool:

@@ -60,7 +60,7 @@ class Evaluator:
             task, jax.eval_shape(to_device, abstract_state), abstract_batch, stateful, groups
         )
 
-        def run(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
+        def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
             number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
             current = to_device(current)
             params = current.ema if which == "ema" else current.params
@@ -72,14 +72,16 @@ class Evaluator:
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
             return number + 1, sums if before is None else merged(before, sums)
 
-        run.__name__ = "evaluate"  # in profiles and in XLA's texts
+        evaluate_batch.__name__ = "evaluate"  # in profiles and in XLA's texts
 
         def trace() -> Any:
-            return jax.eval_shape(lambda s, b: run(None, s, b), abstract_state, abstract_batch)
+            return jax.eval_shape(lambda s, b: evaluate_batch(None, s, b), abstract_state, abstract_batch)
 
         def compiled() -> jax.stages.Compiled:
             placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
-            return compile(jax.jit(run, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch))
+            return compile(
+                jax.jit(evaluate_batch, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
+            )
 
         self._totals = call_user(trace, self._what)
         self._compile = compiled
@@ -166,12 +168,12 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
     """Returns whether `loss_fn(*arguments, None)` fails to trace, while other things are as in training."""
     num = jax.tree.leaves(arguments[-1])[0].shape[0]
 
-    def run(*args: Any) -> Any:
+    def loss_of_rows(*args: Any) -> Any:
         with scope.over(scope.Examples(num, None, jnp.arange(num), None)):
             return loss_fn(*args, None)
 
     try:
-        jax.eval_shape(run, *arguments)
+        jax.eval_shape(loss_of_rows, *arguments)
     except Exception as error:  # noqa: BLE001 - any failure at all means: this loss wants its key
         return not isinstance(error, NameError) or "unbound axis" not in str(error)
     return False

@@ -193,13 +193,13 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
             parts["parameter"] = (state.params, abstract_state.params)
         return {"metric": metrics} | {name: _floating(*pair) for name, pair in parts.items()}
 
-    def run(state: Any, batch: Batch) -> dict[str, Any]:
+    def step_from_moved(state: Any, batch: Batch) -> dict[str, Any]:
         state = state.replace(params=jax.tree.map(_moved, state.params, placed.params))
         return pick(*jax.tree.unflatten(structure, step(*jax.tree.leaves((state, batch)))))
 
     on_device = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), placed)
     out_shardings = pick(on_device, jax.tree.map(lambda _: whole, metrics))
-    return jax.jit(run, out_shardings=out_shardings).lower(state, batch)
+    return jax.jit(step_from_moved, out_shardings=out_shardings).lower(state, batch)
 
 
 def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:

@@ -52,18 +52,18 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """
     compute = means_and_grad(loss_fn)
 
-    def run(params: Any, *args: Any) -> Any:
+    def value_and_gradient(params: Any, *args: Any) -> Any:
         (loss, metrics, *new_state), grads = compute(params, *args)
         numbers = {name: m if isinstance(m, Counts) else m.value for name, m in metrics.items()}
         return (loss.value, numbers, *new_state), grads
 
-    return run
+    return value_and_gradient
 
 
 def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over everything."""
 
-    def run(params: Any, *args: Any) -> Any:
+    def means_and_gradient(params: Any, *args: Any) -> Any:
         context = scope.current()
         context.noticed.called("value_and_grad")
         if len(args) not in (2, 3):
@@ -85,7 +85,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         grads = sums.mean_gradient(loss) if context.gives_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads
 
-    return run
+    return means_and_gradient
 
 
 def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
@@ -95,7 +95,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     each replica. Example keys follow from the place in the whole set.
     """
 
-    def run(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
+    def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
         context = scope.current()
         replicas = context.cuts.num_replicas
 
@@ -114,7 +114,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
         found: dict[str, Metric] = map_replicas(context, local, params, model_state, batch, {}, None)[0].metrics
         return found
 
-    return run
+    return evaluated
 
 
 # ---- one replica ------------------------------------------------------------------------------------------------------

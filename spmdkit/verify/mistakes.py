@@ -194,14 +194,14 @@ def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
                 params, rows, mask = compat.as_varying((params, rows, mask), REPLICA_AXES)
                 return body(params, state, rows, mask, kept)
 
-            def run(*args: Any) -> Any:
+            def checked(*args: Any) -> Any:
                 found = jax.make_jaxpr(shard_map(own, **specs))(*args)
                 right = jax.make_jaxpr(shard_map(body, check_vma=False, **specs))(*args)
                 if (line := summed_by_types(found, right, REPLICA_AXES)) is not None:
                     acted.append(line)
                 return shard_map(own, **specs)(*args)
 
-            return run
+            return checked
 
         return instead
 

@@ -121,7 +121,7 @@ def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., ja
     if not traced:
         return lambda _, own, x_ND: expert(own, x_ND), []
 
-    def run(closed_over: Sequence[jax.Array], own: Any, x_ND: jax.Array) -> jax.Array:
+    def expert_with(closed_over: Sequence[jax.Array], own: Any, x_ND: jax.Array) -> jax.Array:
         consts = list(closed.consts)
         for i, x in zip(traced, closed_over, strict=True):
             consts[i] = x
@@ -129,7 +129,7 @@ def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., ja
         (y_ND,) = flat(*jax.tree.leaves((own, x_ND)))
         return y_ND
 
-    return run, [closed.consts[i] for i in traced]
+    return expert_with, [closed.consts[i] for i in traced]
 
 
 def _without_closure(_: Any, own: Any, x_ND: jax.Array) -> jax.Array:

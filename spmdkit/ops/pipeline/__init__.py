@@ -57,7 +57,7 @@ def pipeline(
     head_per_token: bool = False,
     stacked_dims: int = 1,
 ) -> Callable[..., Any]:
-    """Returns `run(embed_params, layers, head_params, rows) -> loss`, or `(loss, metrics)` where the head returns that.
+    """Returns `pipelined(embed_params, layers, head_params, rows) -> loss`, or `(loss, metrics)` where the head returns that.
 
     Args:
         embed: `embed(embed_params, rows) -> x`, the first activation: an array or a pytree of floating point arrays [rows, ...]. What is to
@@ -82,7 +82,7 @@ def pipeline(
     """
 
     @jax.named_scope(scope.PIPELINE)
-    def run(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
+    def pipelined(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
         context = scope.current()
         context.noticed.called("pipeline")
         context.noticed.axis(AXIS)
@@ -107,7 +107,7 @@ def pipeline(
             loss, metrics = schedule(pipe, embed_params, layers, head_params, own)
         return (loss, metrics) if metrics is not None else loss
 
-    return run
+    return pipelined
 
 
 def _one_stage(model: Model, context: scope.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows) -> Any:

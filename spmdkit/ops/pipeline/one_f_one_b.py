@@ -86,7 +86,7 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
     floats, whole = _floats((embedding, layers, head))
 
     @jax.custom_vjp
-    def run(floats: Any, rows: Rows, others: Any) -> Any:
+    def both(floats: Any, rows: Rows, others: Any) -> Any:
         embedding, layers, head = whole(floats, others)
         return forward(pipe, embedding, layers, head, rows)
 
@@ -100,8 +100,8 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
         by = cotangents[0].sum
         return [(g * by.astype(g.dtype)).astype(x.dtype) for g, x in zip(grads, floats, strict=True)], None, None
 
-    run.defvjp(run_with_gradient, scale)
-    loss, metrics = run(floats, rows, _others((embedding, layers, head)))
+    both.defvjp(run_with_gradient, scale)
+    loss, metrics = both(floats, rows, _others((embedding, layers, head)))
     return dataclasses.replace(lax.stop_gradient(loss), sum=loss.sum), metrics
 
 
@@ -207,11 +207,11 @@ class _TickLoop:
             chunk, rows = pick(chunks, work.chunk), self._microbatch(work.microbatch)
             w_floats, w_whole = _floats(chunk)
 
-            def run(e_floats: Any, w_floats: Any, x: Any) -> Any:
+            def stage_of(e_floats: Any, w_floats: Any, x: Any) -> Any:
                 embedding, weights = e_whole(e_floats, _others(self.embedding)), w_whole(w_floats, _others(chunk))
                 return pipe.stage(is_first, embedding, weights, x, rows)
 
-            _, vjp = jax.vjp(run, e_floats, w_floats, pick(ring, work.slot))
+            _, vjp = jax.vjp(stage_of, e_floats, w_floats, pick(ring, work.slot))
             embed_grads, chunk_grads, ct = vjp(select(is_last, from_head, ct))
             return *masked(work.valid, (embed_grads, chunk_grads)), ct
 
