@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -17,6 +18,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
 
 PACKAGE = Path(__file__).parent
+OF_ALL = {"reducers": ("warmup",)}
+"""Folder -> options that each of its kinds takes, a user's own too: numbers of steps, set in what was made."""
 
 
 def names(folder: str) -> list[str]:
@@ -37,8 +40,27 @@ def is_own(choice: str | Mapping[str, Any]) -> bool:
     return ":" in split(choice)[0]
 
 
+def without_common(folder: str, choice: str | Mapping[str, Any]) -> tuple[str | dict[str, Any], dict[str, Any]]:
+    """Returns (the choice without the options that all kinds of the folder take, those options)."""
+    name, options = split(choice)
+    if not isinstance(options, dict):
+        return {name: options}, {}
+    common = {key: options[key] for key in OF_ALL.get(folder, ()) if key in options}
+    own = {key: value for key, value in options.items() if key not in common}
+    return {name: own} if own else name, common
+
+
+def common_problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the options that all kinds of the folder take, or None."""
+    for key, value in without_common(folder, choice)[1].items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            return f"{split(choice)[0]}.{key} is {reprlib.repr(value)}. It is a number of steps, from 0 on. Write {key}: 100."
+    return None
+
+
 def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
     """Returns what is wrong with a choice and its options, or None."""
+    choice, _ = without_common(folder, choice)
     name, options = split(choice)
     if name not in names(folder):
         return (
@@ -76,10 +98,12 @@ def make(folder: str, choice: str | Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: there is no such kind, or the options are not its.
     """
-    if found := problem(folder, choice):
+    if found := problem(folder, choice) or common_problem(folder, choice):
         raise ConfigError(f"{folder}: {found}")
+    choice, common = without_common(folder, choice)
     name, options = split(choice)
-    return _make_of(folder, name)(**options)
+    made = _make_of(folder, name)(**options)
+    return dataclasses.replace(made, **common) if common else made
 
 
 def _make_of(folder: str, name: str) -> Any:

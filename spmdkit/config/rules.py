@@ -155,8 +155,24 @@ def _choices(config: Settings) -> Iterator[Problem]:
             found = reference_problem(name, key) or kinds.options_problem(name, options)
         else:
             found = kinds.problem(folder, value)
-        if found:
+        if found := found or kinds.common_problem(folder, value):
             yield Problem((key,), found)
+        elif key == "reducer":
+            yield from _warmup(config, *kinds.split(value))
+
+
+def _warmup(config: Config, name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    steps = options.get("warmup", 0)
+    if steps and name == "sum":
+        yield Problem(
+            ("reducer",), f"is sum with warmup: {steps}, steps in which sum is used instead. Write reducer: sum."
+        )
+    elif config.steps is not None and steps >= config.steps:
+        yield Problem(
+            ("reducer",),
+            f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the run does. Try warmup: "
+            f"{config.steps // 10}, or reducer: sum.",
+        )
 
 
 def _remat(config: Settings) -> Iterator[Problem]:

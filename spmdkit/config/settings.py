@@ -66,7 +66,8 @@ class Settings(Section):
     reducer: fields.NamedChoice = Field(
         default="sum",
         description="How gradients are added over replicas: sum, ordered, {bfloat16: {...}}, or a user's own: file.py:name of a function under "
-        "@sk.reducer, {file.py:name: {option: value}} with its keyword arguments.",
+        "@sk.reducer, {file.py:name: {option: value}} with its keyword arguments. All but sum take warmup: N, the steps at the start in which "
+        "sum adds instead.",
     )
     sync: fields.NamedChoice = Field(
         default="every_step", description="When replicas agree: every_step, or {local_sgd: {every: N}}."

@@ -76,7 +76,8 @@ def _wire(plan: Document) -> dict[str, int]:
     for row in plan["collectives"]:
         if row["counted"]:
             place = "in loop" if row["in_loop"] else "once"
-            name = f"{row['op']} {row['dtype']} over {' x '.join(row['axes'])}, {row['cause']}, {place}"
+            phase = "" if row.get("phase", "step") == "step" else f", {row['phase']}"
+            name = f"{row['op']} {row['dtype']} over {' x '.join(row['axes'])}, {row['cause']}, {place}{phase}"
             found[name] = found.get(name, 0) + row["bytes_at_least"]
     return found
 

@@ -7,7 +7,8 @@ step, unless a name says `global`. Keys:
     target, compiler, notes           the machine, which compiler made the program, what the plan is not exact about
     num_devices, mesh, form           axis -> size (all axes), how the step is compiled
     fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
-    collectives                       one row for each kind, most bytes first; collective_bytes: their sum
+    collectives                       one row for each kind, most bytes first; phase, every, until: where a run calls several programs
+    collective_bytes                  their sum, of the step
     wire                              by_axes, by_cause: bytes
     flops, model_flops                of matrix products: of the step, and without what remat and stages compute again or for nothing
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
@@ -101,8 +102,8 @@ def _document(
             "live": [vars(buffer) for buffer in memory.live],
         },
         "collectives": [
-            row.as_json() | _over(target, devices, row) | ({} if phase is None else {"phase": phase, "every": every})
-            for phase, every, of_phase in phases(program, bill)
+            row.as_json() | _over(target, devices, row) | phase
+            for phase, of_phase in phases(program, reading)
             for row in of_phase.rows
         ],
         "collective_bytes": bill.bytes,
@@ -120,14 +121,25 @@ def _document(
     return _close(document, program)
 
 
-def phases(program: Program, bill: Bill) -> list[tuple[str | None, int, Bill]]:
-    """Returns (name, steps from one time to the next, bill) of each program that a run calls; a single one has no name."""
-    if program.groups is None:
-        return [(None, 1, bill)]
-    text = program.compiled_agreement.as_text()
-    assert text is not None and program.groups.sync.every is not None
-    agreement = read_bill(parse(text), program.sizes, leaves_of(program), {})
-    return [("step", 1, bill), ("agreement", program.groups.sync.every, agreement)]
+def phases(program: Program, reading: Reading) -> list[tuple[Document, Bill]]:
+    """Returns (phase, bill) of each program that a run calls; a single one has no phase.
+
+    A phase is its name, `every`: the steps from one call to the next, and of the reducer's warm-up `until`: its last step.
+    """
+    others = list[tuple[Document, Bill]]()
+    if program.warmup:
+        until = {"phase": "warmup", "every": 1, "until": program.warmup}
+        others.append((until, _bill_of(program, program.compiled_warmup, reading.scans)))
+    if program.groups is not None:
+        every = {"phase": "agreement", "every": program.groups.sync.every}
+        others.append((every, _bill_of(program, program.compiled_agreement, {})))
+    return [({"phase": "step", "every": 1}, reading.bill), *others] if others else [({}, reading.bill)]
+
+
+def _bill_of(program: Program, compiled: jax.stages.Compiled, scans: Mapping[str, int]) -> Bill:
+    text = compiled.as_text()
+    assert text is not None, "this backend does not show its programs"
+    return read_bill(parse(text), program.sizes, leaves_of(program), scans)
 
 
 def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:

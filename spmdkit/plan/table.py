@@ -95,6 +95,8 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
         loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"
         if row.get("every", 1) > 1:
             loop = f"every {row['every']} steps"
+        elif "until" in row:
+            loop = f"{loop} to step {row['until']}".strip()
         table.add_row(
             f"{row['op']} {row['dtype']}",
             " x ".join(row["axes"]),

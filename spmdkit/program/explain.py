@@ -164,9 +164,11 @@ def _reducer(step: TaskStep, record: scope.Context) -> str:
         for axes, values in added.items()
     )
     sent = sum(wire(values, record.cuts.size(*axes)) for axes, values in added.items())
+    options = {option: value for option, value in options.items() if option != "warmup"}
     given = f" {options}" if options else ""
+    first = f"sum to step {reducer.warmup}, then " if reducer.warmup else ""
     keeps = "" if reducer.init is stateless else "; keeps what it owes in the train state"
-    return f"{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
+    return f"{first}{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
 
 
 def _added(record: scope.Context) -> dict[tuple[str, ...], int]:

@@ -31,6 +31,7 @@ from spmdkit.program.state_layout import StateLayout, place_state, state_groups,
 from spmdkit.program.step_record import step_record
 from spmdkit.program.task_step import TaskStep
 from spmdkit.reducers.base import Reducer
+from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.step import agree, groups, reducer_state, scope, state
 from spmdkit.step.state import TrainState, check_not_donated
 from spmdkit.step.step import Batch
@@ -201,7 +202,7 @@ class Program:
         """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
-        for name in ("traced", "compiled", "step_bytes"):
+        for name in ("traced", "compiled", "compiled_warmup", "step_bytes"):
             other.__dict__.pop(name, None)
         other.config = replace_keys(self.config, changes)
         assert isinstance(other.config.microbatches, int)
@@ -230,7 +231,7 @@ class Program:
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
 
-        `batch` comes from `batches` or `put`. Never waits for the device, but where batches can be short, the first time.
+        `batch` comes from `batches` or `put`. Never waits for the device, but the first time, where batches can be short, groups train alone or the reducer warms up.
 
         Raises:
             ConfigError: padding rows of a short batch would count.
@@ -241,15 +242,28 @@ class Program:
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
             self._probed = True
-        if self.groups is None:
+        if self.groups is None and not self.warmup:
             return self.compiled(state, batch)
         known = self._stepped is not None and self._stepped[0] is state.step
         number = 1 + (self._stepped[1] if known and self._stepped is not None else int(state.step))
-        state, metrics = self.compiled(state, batch)
-        if self.groups.sync.due(number):
+        # Both are compiled before the first step: nobody then waits in the middle of a run.
+        compiled = self.compiled
+        state, metrics = (self.compiled_warmup if number <= self.warmup else compiled)(state, batch)
+        if self.groups is not None and self.groups.sync.due(number):
             state = self.compiled_agreement(state)
         self._stepped = (state.step, number)
         return state, metrics
+
+    @property
+    def warmup(self) -> int:
+        """The number of the last step in which gradients are added by `sum`, whatever the reducer; 0 where nothing is added."""
+        return self.reducer.warmup if self._step_record.cuts.num_replicas > 1 else 0
+
+    @functools.cached_property
+    def compiled_warmup(self) -> jax.stages.Compiled:
+        """The compiled step of the reducer's warm-up: that of `sum`, which hands the reducer's state on. Only with a `warmup`."""
+        record = self._step_record.choosing(reducer=plain_sum()).anew()
+        return self._compile(self._task_step.trace(record).lower())
 
     @functools.cached_property
     def compiled_agreement(self) -> jax.stages.Compiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -64,7 +65,9 @@ def reducer_of(config: Config) -> Reducer:
         ConfigError: there is none of that name, it is not declared, or the options are not its.
     """
     if kinds.is_own(config.reducer):
-        return user_code.named(config.reducer, "reducer", config.folder, Reducer)
+        choice, common = kinds.without_common("reducers", config.reducer)
+        own = user_code.named(choice, "reducer", config.folder, Reducer)
+        return dataclasses.replace(own, **common)
     made: Reducer = kinds.make("reducers", config.reducer)
     return made
 

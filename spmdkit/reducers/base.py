@@ -72,6 +72,8 @@ class Reducer:
             that keeps something for the next batch, whose count may be another. "mean": this replica's own mean; what comes back is final
             (Adasum).
         add: `(tree, axes) -> tree`, the exact sum of what is no gradient: loss, counts, metrics and model state.
+        warmup: steps at the start in which `sum` is used instead, while the state stays as it is: another program, chosen on the host. In a
+            config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
         lossless: options at which the result equals `sum` (rank full, fraction 1), or None.
     """
 
@@ -82,6 +84,7 @@ class Reducer:
     carry_over: Callable[[LeafState, int], LeafState] = split_evenly
     takes: Literal["sum", "share", "mean"] = "sum"
     add: Callable[[Any, tuple[str, ...]], Any] = lax.psum
+    warmup: int = 0
     lossless: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -211,6 +211,8 @@ def _wire(document: Mapping[str, Any]) -> str:
 
 def _bill_row(row: Mapping[str, Any]) -> str:
     runs = "?" if row["trip_count"] is None else str(row["trip_count"])
+    runs += f", every {row['every']} steps" if row.get("every", 1) > 1 else ""
+    runs += f", to step {row['until']}" if "until" in row else ""
     num = format_bytes(row["bytes_at_least"]) + (" at least" if row["bytes"] is None else "")
     counted = "" if row["counted"] else " (branch not counted)"
     return (

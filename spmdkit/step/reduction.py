@@ -107,12 +107,12 @@ def _apply(
 
 
 def _states_of(gradients: Any, kept: Any) -> list[LeafState]:
-    """Returns one mapping for each leaf of (gradient, gradient of the count)."""
+    """Returns one mapping for each leaf of (gradient, gradient of the count); nothing is kept of the count's."""
+    nothing: list[LeafState] = [{} for _ in jax.tree.leaves(gradients)]
     if kept is None:
-        return [{} for _ in jax.tree.leaves(gradients)]
+        return nothing
     structure: Any = jax.tree.structure(gradients[0])
-    states: list[LeafState] = structure.flatten_up_to(kept)
-    return states
+    return [*structure.flatten_up_to(kept), *nothing[structure.num_leaves :]]
 
 
 def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:

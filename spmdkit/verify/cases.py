@@ -90,9 +90,14 @@ def describe_case(mesh: dict[str, int], microbatches: int) -> str:
 
 
 def provable(config: Config) -> str | dict[str, Any]:
-    """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it loses nothing."""
+    """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it loses nothing.
+
+    Without its warm-up: what is compared would be `sum`.
+    """
     made = reducer_of(config)
+    choice, _ = kinds.without_common("reducers", config.reducer)
+    name, options = kinds.split(choice)
+    cold = {"warmup": 0} if kinds.is_own(choice) and made.warmup else {}
     if made.exact:
-        return config.reducer
-    name, options = kinds.split(config.reducer)
-    return "sum" if made.lossless is None else {name: options | dict(made.lossless)}
+        return {name: options | cold} if cold else choice
+    return "sum" if made.lossless is None else {name: options | cold | dict(made.lossless)}

@@ -200,7 +200,7 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
             f"sync {kinds.split(sync)[0]} lets groups train alone, which is other mathematics: what is compared is every_step"
         )
     compared = next((c["reducer"] for c in ran), reducer)
-    if compared != reducer:
+    if kinds.without_common("reducers", compared)[0] != kinds.without_common("reducers", reducer)[0]:
         notes.append(
             f"reducer {kinds.split(reducer)[0]} is not exact: what is compared is {compared}, at which it loses nothing; its rounding "
             "is bounded by its own tests"
