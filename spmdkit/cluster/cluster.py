@@ -6,7 +6,6 @@ collective: a collective has no timeout and names nobody. With one process every
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ from collections.abc import Callable, Sequence
 import jax
 
 from spmdkit.cluster.agreement import Agreement
+from spmdkit.cluster.comparison import Comparison, Facts, name_processes
 from spmdkit.cluster.store import Store
-from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.errors import RendezvousError
 
 DEFAULT_TIMEOUT_S = 600.0
 # A second cluster object in one process (a notebook, a test) must not meet the keys of the first.
@@ -103,30 +103,21 @@ class Cluster:
         """The same as `agree`, but only the request of process 0 counts: for what its clock decides."""
         return self._agreement(name, True).at(step, request, lag) if self.num_processes > 1 else request
 
-    def same_everywhere(self, name: str, text: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Checks that all processes give the same text (the config, the versions).
+    def same_everywhere(
+        self, name: str, facts: str | Callable[[], Facts], timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Checks that all processes give the same text, or the same facts `{what: text}`.
 
-        Raises: ConfigError on every process, naming those that differ from process 0 and the first differing line.
+        Raises:
+            ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
+            RendezvousError: a process did not come, or failed while it looked at its facts.
         """
         if self.num_processes == 1:
             return
         folder = f"{self._root}/same/{self._num_checks}-{name}"
         self._num_checks += 1
-        mine = hashlib.sha256(text.encode()).hexdigest()
-        self._store.put(f"{folder}/digest/{self.process_index}", mine)
-        self._store.put(f"{folder}/text/{self.process_index}", text)
-        self.barrier(f"same {name}", timeout_s)
-        digests = self._store.entries(f"{folder}/digest")
-        differing = [p for p in range(1, self.num_processes) if digests[str(p)] != digests["0"]]
-        if not differing:
-            return
-        ours = self._store.get(f"{folder}/text/0", timeout_s)
-        theirs = self._store.get(f"{folder}/text/{differing[0]}", timeout_s)
-        raise ConfigError(
-            f"{name} must be the same in all {self.num_processes} processes, but {name_processes(differing)} "
-            f"{'differs' if len(differing) == 1 else 'differ'} from process 0: {_first_difference(ours, theirs)}. "
-            f"Different programs would deadlock or mix their sums. Give every process the same files and versions."
-        )
+        comparison = Comparison(self._store, folder, self.process_index, self.num_processes, timeout_s)
+        comparison.make(name, (lambda: {name: f"{facts}\n"}) if isinstance(facts, str) else facts)
 
     def shutdown(self, timeout_s: float = 60.0) -> None:
         """Leaves the cluster together with the others. Only after success: a failed process just exits.
@@ -150,24 +141,3 @@ class Cluster:
                 sleep=self._sleep,
             )
         return self._agreements[name]
-
-
-def name_processes(processes: Sequence[int]) -> str:
-    """Returns `process 3` or `processes 1, 3 and 4`, at most the first eight by number."""
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    shown = [str(p) for p in processes[:8]]
-    rest = len(processes) - len(shown)
-    last = f"{rest} more" if rest else shown.pop()
-    return f"processes {', '.join(shown)} and {last}"
-
-
-def _first_difference(ours: str, theirs: str) -> str:
-    for number, (a, b) in enumerate(itertools.zip_longest(ours.splitlines(), theirs.splitlines()), start=1):
-        if a != b:
-            return f"line {number} is {_quoted(b)} instead of {_quoted(a)}"
-    return "the line ends differ"
-
-
-def _quoted(line: str | None) -> str:
-    return "absent" if line is None else repr(line[:100])

@@ -16,7 +16,7 @@ import socket
 import time
 from typing import Any
 
-from spmdkit.cluster.cluster import name_processes
+from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.spec import ClusterSpec, split_address
 from spmdkit.errors import ConfigError, RendezvousError
 

@@ -161,7 +161,7 @@ def _choices(config: Settings) -> Iterator[Problem]:
             yield from _warmup(config, *kinds.split(value))
 
 
-def _warmup(config: Config, name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
     steps = options.get("warmup", 0)
     if steps and name == "sum":
         yield Problem(

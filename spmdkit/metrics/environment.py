@@ -16,6 +16,18 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
+NUMERIC = re.compile(
+    r"JAX_(ENABLE_X64|DEFAULT_MATMUL_PRECISION|DEFAULT_PRNG_IMPL|DEFAULT_DTYPE_BITS|THREEFRY_PARTITIONABLE|NUMPY_(DTYPE|RANK)_PROMOTION"
+    r"|RANDOM_SEED_OFFSET|DISABLE_JIT|DISABLE_MOST_OPTIMIZATIONS|OPTIMIZATION_LEVEL|EXEC_TIME_OPTIMIZATION_EFFORT|USE_SHARDY_PARTITIONER"
+    r"|ENABLE_CUSTOM_PRNG|SOFTMAX_CUSTOM_JVP|CPU_\w+)"
+    r"|XLA_FLAGS|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|TF_CUDNN_\w+|TF32_\w+|CUBLAS_WORKSPACE_CONFIG|NCCL_(ALGO|PROTO|NVLS_ENABLE)"
+)
+"""Variables that can change the numbers of a run: the one list of them. All processes have to have the same."""
+FLAGS_WITHOUT_NUMBERS = re.compile(
+    r"--\w*(dump|log|print|profil|trace|debug|verbose|timeout|time_out|deadline|_dir|_path|cache|autotune_results|device_count)\w*"
+)
+"""Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number: what they write, where, and how long they wait."""
+
 PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
 GIT_TIMEOUT_S = 5.0
 REDACTED = "[redacted]"
@@ -64,6 +76,15 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     return versions
+
+
+def numeric_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of `NUMERIC` that are set, flags sorted and without those that change no number. Empty ones are left out."""
+    found = {name: environ[name].strip() for name in sorted(environ) if NUMERIC.fullmatch(name)}
+    for name in {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & found.keys():
+        flags = sorted(flag for flag in found[name].split() if not FLAGS_WITHOUT_NUMBERS.match(flag.split("=")[0]))
+        found[name] = " ".join(flags)
+    return {name: value for name, value in found.items() if value}
 
 
 def device_groups(devices: Iterable[Any]) -> list[dict[str, Any]]:

@@ -179,11 +179,15 @@ class Program:
         return self._task_step.trace(self._step_record) if self._traced is None else self._traced
 
     @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The step as it is given to the compiler."""
+        return self.traced.lower()
+
+    @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
-        lowered = self.traced.lower()
         with compile_log.collected() as self.compile_log:
-            return self._compile(lowered)
+            return self._compile(self.lowered)
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return compiler.compile(lowered, self._devices, self.config.compiler_options)
@@ -202,7 +206,7 @@ class Program:
         """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
-        for name in ("traced", "compiled", "compiled_warmup", "step_bytes"):
+        for name in ("traced", "lowered", "compiled", "compiled_warmup", "step_bytes", "_jitted_init"):
             other.__dict__.pop(name, None)
         other.config = replace_keys(self.config, changes)
         assert isinstance(other.config.microbatches, int)
@@ -304,9 +308,19 @@ class Program:
 
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
+        return call_user(lambda: self._jitted_init(jax.random.key(self.config.seed)), "init")
 
-        create = jax.jit(self._create_state, out_shardings=self.state_sharding)
-        return call_user(lambda: create(jax.random.key(self.config.seed)), "init")
+    @functools.cached_property
+    def _jitted_init(self) -> Any:
+        return jax.jit(self._create_state, out_shardings=self.state_sharding)
+
+    @property
+    def lowered_init(self) -> jax.stages.Lowered:
+        """The program that makes the state before the first step, as it is given to the compiler."""
+        lowered: jax.stages.Lowered = call_user(
+            lambda: self._jitted_init.lower(jax.random.key(self.config.seed)), "init"
+        )
+        return lowered
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""

@@ -14,7 +14,7 @@ import jax
 from spmdkit import allocator
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
-from spmdkit.config import Config, load_config, to_yaml
+from spmdkit.config import Config, load_config
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals
@@ -23,6 +23,7 @@ from spmdkit.plan.start import check_start, check_state, common_limit, plan_besi
 from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
+from spmdkit.run import preflight
 from spmdkit.run.actions import perform
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop
@@ -73,16 +74,15 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
     one_arena = allocator.one_arena(config.devices, os.environ)
     if cluster is None:
         cluster = join(environment(os.environ, config.cluster.dialect), config.devices)
-    cluster.same_everywhere("config", to_yaml(config))
+    preflight.same_start(cluster, config)
     limit_bytes = common_limit(cluster)
     program = load(config, cluster, task, limit_bytes)
-    if program.config != config:  # auto has been settled, by each process on its own
-        config = program.config
-        cluster.same_everywhere("auto", to_yaml(config))
+    config = program.config  # with auto settled
     check_state(program, cluster, limit_bytes)
     certificate.require(config, program.sizes)
     with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as run.signals:
         state = run.restore_or_init()
+        preflight.same_state(cluster, run.step, state)
         if run.step >= config.steps or run.finished is not None:
             end = f", where it stopped: {run.finished}" if run.finished else ""
             run.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}{end}")
@@ -165,12 +165,11 @@ def _preempted(run: Run, stopped: Stop) -> Preempted:
 
 
 def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None) -> Program:
-    """Returns the program of a config; what `auto` tries is said on standard error, unless progress is off."""
+    """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(line, file=sys.stderr, flush=True)
-    return open_program(
-        config, task_of(config) if task is None else with_hooks(task, config), cluster.devices, limit_bytes, say
-    )
+    found = preflight.same_data(cluster, lambda: task_of(config) if task is None else with_hooks(task, config))
+    return preflight.same_program(cluster, lambda: open_program(config, found, cluster.devices, limit_bytes, say))
 
 
 def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, Any]]:
@@ -179,6 +178,7 @@ def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tupl
     Raises:
         CheckpointError: there is none, or it is of another model.
     """
+    preflight.same_start(cluster, config)
     program = load(config, cluster, task)
     directory = config.resolved_run_dir() / "checkpoints"
     checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)

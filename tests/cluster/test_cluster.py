@@ -2,7 +2,8 @@
 
 import threading
 
-from spmdkit.cluster.cluster import Cluster, name_processes
+from spmdkit.cluster.cluster import Cluster
+from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.store import MemoryStore
 from spmdkit.errors import ConfigError, RendezvousError
 

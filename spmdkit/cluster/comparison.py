@@ -1,0 +1,215 @@
+"""The same on every process, or an end on every process: facts are compared once, and a difference is told to all before anybody leaves.
+
+Each process tells process 0 the digest of its facts; where all are equal that was it, two small messages a process. Otherwise process 0
+publishes its own facts, each process that differs says in words how, and all raise the same ConfigError. Process 0 holds the store, so it
+stays until the others have read, or they would lose contact (75) where they should say what is wrong (78).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spmdkit.cluster.store import Store
+from spmdkit.errors import ConfigError, RendezvousError
+
+Facts = Mapping[str, str]
+"""What is compared: a name that a person knows, and a text."""
+
+MOST_TEXT = 200_000
+"""Characters of one fact that are published for its first differing line; of a longer one the digest."""
+SHOWN = 6
+READ_S = 20.0
+"""How long a process waits for what another one has to say at once."""
+TOLD_S = 5.0
+"""How long process 0 waits until all others know the end: one that is gone never does."""
+LEAVE_S = 0.5
+"""How long it stays after that, so that the others are gone when the store is: JAX ends a process at once that loses it."""
+
+
+class Comparison:
+    """One comparison among all processes of a cluster; every process makes it with the same folder of the store."""
+
+    def __init__(self, store: Store, folder: str, process_index: int, num_processes: int, timeout_s: float):
+        self._store, self._folder = store, folder
+        self._me, self._num, self._timeout_s = process_index, num_processes, timeout_s
+
+    def make(self, what: str, facts: Callable[[], Facts]) -> None:
+        """Returns when all processes have equal facts.
+
+        Raises:
+            ConfigError: on every process alike, with the processes that differ from process 0, and in what.
+            RendezvousError: `facts` raised on another process, or one did not come. Where it raised, the exception goes on its way.
+        """
+        try:
+            mine = dict(facts())
+        except BaseException as error:
+            self._end_with_failure(what, error)
+            raise
+        verdict = self._verdict(what, _digest(json.dumps(mine, sort_keys=True)))
+        if said := verdict.get("failed"):
+            self._told()
+            raise RendezvousError(said)
+        if differing := verdict.get("differ"):
+            said = self._explain(what, mine, differing)
+            self._told()
+            raise ConfigError(said)
+
+    # ---- the verdict -------------------------------------------------------------------------------------------------
+
+    def _verdict(self, what: str, digest: str) -> dict[str, Any]:
+        if self._me:
+            self._put(f"digest/{self._me}", {"digest": digest})
+            return self._get("verdict", self._timeout_s + READ_S, 0, what)
+        return self._judge(what, digest)
+
+    def _judge(self, what: str, digest: str) -> dict[str, Any]:
+        """Process 0: publishes and returns what the digests of all come to."""
+        deadline, differing = time.monotonic() + self._timeout_s, []
+        verdict: dict[str, Any] = {}
+        for process in range(1, self._num):
+            try:
+                answer = self._get(f"digest/{process}", max(0.001, deadline - time.monotonic()), process, what)
+            except RendezvousError as error:
+                answer = {"failed": str(error)}
+            if "failed" in answer:
+                verdict = {"failed": answer["failed"]}
+                break
+            if answer["digest"] != digest:
+                differing.append(process)
+        verdict = verdict or ({"differ": differing} if differing else {})
+        self._put("verdict", verdict)
+        return verdict
+
+    def _end_with_failure(self, what: str, error: BaseException) -> None:
+        """Tells the others why this process does not go on."""
+        first = (str(error).strip().splitlines() or [""])[0][:300]
+        said = (
+            f"process {self._me} failed while its {what} was looked at ({type(error).__name__}: {first}). All processes begin together. "
+            "See its own output, and start all again."
+        )
+        with contextlib.suppress(RendezvousError):
+            self._put("verdict" if self._me == 0 else f"digest/{self._me}", {"failed": said})
+            self._told()
+
+    # ---- a difference ------------------------------------------------------------------------------------------------
+
+    def _explain(self, what: str, mine: dict[str, str], differing: Sequence[int]) -> str:
+        """Returns what all processes say, the same text on each."""
+        if self._me == 0:
+            self._put("reference", _shortened(mine))
+            lines = {p: self._get(f"difference/{p}", READ_S, p, what)["lines"] for p in differing}
+            self._put("said", {"text": _message(what, self._num, lines)})
+        elif self._me in differing:
+            theirs = self._get("reference", READ_S, 0, what)
+            self._put(f"difference/{self._me}", {"lines": differences(theirs, _shortened(mine))})
+        return str(self._get("said", 2 * READ_S, 0, what)["text"])
+
+    def _told(self) -> None:
+        """This process knows how it ends. Process 0 waits, for a bounded time, until all others do too."""
+        with contextlib.suppress(RendezvousError):
+            if self._me:
+                self._put(f"told/{self._me}", {})
+                return
+            deadline = time.monotonic() + TOLD_S
+            while len(self._store.entries(f"{self._folder}/told")) < self._num - 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(LEAVE_S)
+
+    # ---- the store ---------------------------------------------------------------------------------------------------
+
+    def _put(self, key: str, value: dict[str, Any]) -> None:
+        self._store.put(f"{self._folder}/{key}", json.dumps(value))
+
+    def _get(self, key: str, timeout_s: float, process: int, what: str) -> dict[str, Any]:
+        with _named(process, what, timeout_s):
+            found: dict[str, Any] = json.loads(self._store.get(f"{self._folder}/{key}", timeout_s))
+        return found
+
+
+@contextmanager
+def _named(process: int, what: str, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise RendezvousError(
+            f"process {process} did not say what its {what} is within {timeout_s:g} s. All processes have to come to the same point before "
+            "the first step. See its own output, and start all again."
+        ) from None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def _shortened(facts: Facts) -> dict[str, str]:
+    return {name: text if len(text) <= MOST_TEXT else f"digest {_digest(text)[:16]}" for name, text in facts.items()}
+
+
+def differences(theirs: Facts, ours: Facts) -> list[str]:
+    """Returns a line for each fact in which ours are not theirs."""
+    names = [*theirs, *(name for name in ours if name not in theirs)]
+    return [_difference(n, theirs.get(n), ours.get(n)) for n in names if theirs.get(n) != ours.get(n)]
+
+
+def _difference(name: str, theirs: str | None, ours: str | None) -> str:
+    if theirs is None or ours is None:
+        there = ours if theirs is None else theirs
+        shown = "" if there is None or "\n" in there else f", {_quoted(there)}"
+        return f"{name}: {'only there' if theirs is None else 'only in process 0'}{shown}"
+    if "\n" not in theirs and "\n" not in ours:
+        return f"{name}: {_quoted(ours)} instead of {_quoted(theirs)}"
+    return f"{name}: {first_difference(theirs, ours)}"
+
+
+def first_difference(theirs: str, ours: str) -> str:
+    """Returns the first line in which two texts differ, in words."""
+    for number, (a, b) in enumerate(itertools.zip_longest(theirs.splitlines(), ours.splitlines()), start=1):
+        if a != b:
+            return f"line {number} is {_quoted(b)} instead of {_quoted(a)}"
+    return "the line ends differ"
+
+
+def _quoted(line: str | None) -> str:
+    """Returns a line as it is shown: of a long one both ends, since numbers stand last."""
+    if line is None:
+        return "absent"
+    line = line.strip()
+    return repr(line if len(line) <= 160 else f"{line[:100]} ... {line[-50:]}")
+
+
+def _message(what: str, num: int, lines: Mapping[int, Sequence[str]]) -> str:
+    """Returns one text for all differences; processes that differ alike are named together."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for process, found in lines.items():
+        alike.setdefault(tuple(found), []).append(process)
+    said = []
+    for found, processes in alike.items():
+        differs = "differs" if len(processes) == 1 else "differ"
+        said.append(f"{name_processes(processes)} {differs} from process 0: {_listed(what, found)}")
+    return (
+        f"{what} must be the same in all {num} processes, but {' and '.join(said)}. "
+        "Different programs would deadlock or mix their sums. Give every process the same files, versions and variables."
+    )
+
+
+def _listed(what: str, lines: Sequence[str]) -> str:
+    """Returns differences as part of a sentence; more than one each on a line of its own."""
+    shown = [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
+    return shown[0].removeprefix(f"{what}: ") if len(shown) == 1 else "".join(f"\n  {line}" for line in shown)
+
+
+def name_processes(processes: Sequence[int]) -> str:
+    """Returns `process 3` or `processes 1, 3 and 4`, at most the first eight by number."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    shown = [str(p) for p in processes[:8]]
+    rest = len(processes) - len(shown)
+    last = f"{rest} more" if rest else shown.pop()
+    return f"processes {', '.join(shown)} and {last}"

@@ -1,0 +1,84 @@
+"""What tells one data set from another without reading all of it: its length, what an example looks like, and hashes of a fixed sample of rows.
+
+The sample is a function of the length alone, so that processes, and two starts of a run, look at the same rows. Arrays of up to
+`ROWS_IN_MEMORY` rows are looked at whole; of what is read example by example a few rows are, since each may cost a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit.data.permutation import permuted
+from spmdkit.data.source import Source
+from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.tree import describe, named_leaves, tree_bytes
+
+ROWS_IN_MEMORY = 256
+BYTES_IN_MEMORY = 2**26
+ROWS_READ = 6
+VARIES = "another one each time it is read"
+"""What stands for a row that is not a function of its index: it cannot be compared."""
+
+
+def fingerprint(source: Source, contents: bool = True) -> dict[str, str]:
+    """Returns `{what: short text}` of a source: "examples", "an example", and "row 17" for each row of the sample.
+
+    Args:
+        contents: whether rows are looked at.
+    """
+    found = {"examples": str(len(source)), "an example": structure(source)}
+    if not contents:
+        return found
+    rows = sample(len(source), _most_rows(source))
+    if source.in_memory:
+        return found | {f"row {row}": _digest(leaves) for row, leaves in _rows(source, rows)}
+    if _row(source, rows[-1]) != _row(source, rows[-1]):
+        return found | {"rows": VARIES}
+    return found | {f"row {row}": _row(source, row) for row in rows}
+
+
+def structure(source: Source) -> str:
+    """Returns one line that says what an example is: paths, dtypes and shapes."""
+    return ", ".join(f"{path}: {describe(leaf)}".removeprefix(": ") for path, leaf in named_leaves(source.element()))
+
+
+def sample(length: int, most: int) -> list[int]:
+    """Returns the rows to look at, ascending: all of them up to `most`, otherwise the ends and others between."""
+    if length <= most:
+        return list(range(length))
+    between = permuted(np.arange(most - 2, dtype=np.int64), length, 0, 0)
+    return sorted({0, length - 1, *map(int, between)})
+
+
+def _most_rows(source: Source) -> int:
+    """Returns how many rows are looked at: of arrays with enormous rows no more than `BYTES_IN_MEMORY`."""
+    if not source.in_memory:
+        return ROWS_READ
+    return max(ROWS_READ, min(ROWS_IN_MEMORY, BYTES_IN_MEMORY // max(1, tree_bytes(source.element()))))
+
+
+def _rows(source: Source, rows: list[int]) -> list[tuple[int, list[Any]]]:
+    leaves = jax.tree.leaves(source.gather(np.asarray(rows, np.int64)))
+    return [(row, [leaf[place] for leaf in leaves]) for place, row in enumerate(rows)]
+
+
+def _row(source: Source, row: int) -> str:
+    """Returns the digest of one row. One that cannot be read is said by whoever trains on it, with the user's own policy."""
+    try:
+        [(_, leaves)] = _rows(source, [row])
+    except (ConfigError, UserCodeError) as error:
+        return f"raised {type(error.__cause__ or error).__name__}"
+    return _digest(leaves)
+
+
+def _digest(leaves: list[Any]) -> str:
+    hashed = hashlib.blake2b(digest_size=8)
+    for leaf in leaves:
+        array = np.ascontiguousarray(leaf)
+        hashed.update(f"{array.dtype}{array.shape}".encode())
+        hashed.update(array.tobytes())
+    return hashed.hexdigest()

@@ -1,0 +1,100 @@
+"""What all processes agree on before the first step: they start from the same, read the same data, run the same program on the same numbers.
+
+    same_start      config, text of the task and of what it imports, spmdkit, versions, variables     right after the join
+    same_data       length, structure and a sample of rows of both data sets                          before anything is traced
+    same_program    mesh, form, the lowered step, the lowered init                                    before anything is compiled
+    same_state      a checksum of each leaf after init or restore                                     before the first step
+
+Each is one comparison (cluster/comparison.py): a difference is 78 on every process, with whose and what. With one process nothing is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from spmdkit import project
+from spmdkit.checksum import checksums
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config, to_yaml
+from spmdkit.data import open_source
+from spmdkit.data.fingerprint import fingerprint
+from spmdkit.mesh import describe_mesh
+from spmdkit.metrics.environment import numeric_variables, package_versions
+from spmdkit.program.program import Program
+from spmdkit.step.state import TrainState
+from spmdkit.tasks import Task
+
+START_S = 60.0
+"""How long processes wait for each other right after they have joined."""
+
+
+def same_start(cluster: Cluster, config: Config) -> None:
+    """Checks what processes start from, before the task is imported."""
+    cluster.same_everywhere("what a run starts from", lambda: start_facts(config), START_S)
+
+
+def start_facts(config: Config) -> dict[str, str]:
+    """Returns `{what: text}` of what decides the numbers of a run before any of its code runs."""
+    versions = {f"version of {name}": str(version) for name, version in package_versions().items()}
+    variables = numeric_variables(os.environ)
+    package = {f"spmdkit/{name}": digest for name, digest in project.package_digests().items()}
+    facts = {"config": f"{to_yaml(config)}\n", "version of python": platform.python_version()}
+    return facts | versions | variables | project.texts(config) | package
+
+
+def same_data(cluster: Cluster, make: Callable[[], Task]) -> Task:
+    """Returns the task that `make` gives, its data opened and the same on all processes."""
+    if cluster.num_processes == 1:
+        return make()
+    made = list[Task]()
+
+    def facts() -> dict[str, str]:
+        task = make()
+        opened: dict[str, Any] = {
+            name: open_source(getattr(task, name), name)
+            for name in ("train_data", "eval_data")
+            if getattr(task, name) is not None
+        }
+        made.append(dataclasses.replace(task, **opened))
+        return {f"{name}: {what}": text for name, x in opened.items() for what, text in fingerprint(x).items()}
+
+    cluster.same_everywhere("data", facts)
+    return made[0]
+
+
+def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
+    """Returns the program that `make` gives, the same on all processes."""
+    if cluster.num_processes == 1:
+        return make()
+    made = list[Program]()
+
+    def facts() -> dict[str, str]:
+        made.append(make())
+        return program_facts(made[0])
+
+    cluster.same_everywhere("the program", facts)
+    return made[0]
+
+
+def program_facts(program: Program) -> dict[str, str]:
+    """Returns `{what: text}` of what is compiled."""
+    return {
+        "config with auto chosen": f"{to_yaml(program.config)}\n",
+        "mesh": describe_mesh(program.sizes),
+        "form": program.form,
+        "init": program.lowered_init.as_text(),
+        "program of a step": program.lowered.as_text(),
+    }
+
+
+def same_state(cluster: Cluster, step: int, state: TrainState) -> None:
+    """Checks that the state begins with the same bits wherever it is kept more than once."""
+
+    def facts() -> dict[str, str]:
+        return {"step": str(step)} | {path: f"{number:016x}" for path, number in checksums(state).items()}
+
+    cluster.same_everywhere("the state before the first step", facts)
