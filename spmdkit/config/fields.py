@@ -70,6 +70,7 @@ CountOrAuto = Annotated[
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 NumBytes = Annotated[int, Field(ge=0, le=2**62)]
 Few = Annotated[int, Field(ge=1, le=1024)]
+Times = Annotated[int, Field(ge=0, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 Positive = Annotated[float, Field(gt=0, examples=[1.0])]
 Fraction = Annotated[float, Field(gt=0, lt=1, examples=[0.999])]

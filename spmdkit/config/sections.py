@@ -170,7 +170,17 @@ class Data(Section):
     prefetch: fields.Few = Field(
         default=2, description="Batches that wait on the device, and in the reader, ahead of the step."
     )
-    threads: fields.Few = Field(default=1, description="Reader threads of each process.")
+    threads: fields.Few = Field(
+        default=1,
+        description="Reader threads of each process. With 1 the data of training and evaluation are read by one thread at a time.",
+    )
+    retries: fields.Times = Field(
+        default=0, description="How often a row whose data[i] raised is read again, with a growing pause between."
+    )
+    skip: fields.Times = Field(
+        default=0,
+        description="Training rows of each process that may be left out because they cannot be read; the next row that can takes the place of one.",
+    )
 
 
 class Best(Section):
@@ -191,6 +201,10 @@ class Checkpoint(Section):
     best: Best | None = Field(default=None, description="Also keeps the best checkpoint. Needs eval.every_steps.")
     timeout_s: fields.Seconds = Field(
         default=600.0, description="Seconds after which a save that does not end is an error."
+    )
+    on_error_s: fields.Seconds | None = Field(
+        default=60.0,
+        description="Seconds that may be spent on saving the state of the last good step when the data or a hook raise; null: it is not saved.",
     )
 
 

@@ -2,6 +2,7 @@
 
     open_source(data)         any data as one thing that gathers rows by index          source.py, examples.py
     Schedule, eval_schedule   step -> the indices of its batch; pure arithmetic         schedule.py, permutation.py
+    Access, Ledger            how a user's examples are read, and which are left out      access.py
     HostBatch                 the rows of one step on this process                      read.py
     host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is read
     device_batches            the same, already on the devices, with the wait measured  stream.py
@@ -9,14 +10,17 @@
 Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
 """
 
+from spmdkit.data.access import Access, Ledger
 from spmdkit.data.read import HostBatch
 from spmdkit.data.schedule import Schedule, eval_schedule, merged
 from spmdkit.data.source import Source, open_source
 from spmdkit.data.stream import DeviceBatches, device_batches, host_batches
 
 __all__ = [
+    "Access",
     "DeviceBatches",
     "HostBatch",
+    "Ledger",
     "Schedule",
     "Source",
     "device_batches",

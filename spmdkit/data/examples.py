@@ -1,7 +1,8 @@
 """Data that gives one example at a time: a user's random-access object, a list, or a `grain.MapDataset`.
 
 Every example must look like example 0: the same structure, shapes and dtypes, because a compiled step has one shape.
-`data[i]` must depend on i alone, and with `data.threads` above 1 it is called from several threads at once.
+`data[i]` must depend on i alone. It is called by one thread at a time, of training and evaluation together; with `data.threads` above 1 by several
+at once.
 
 A grain dataset is asked for index `epoch * len + i`, as grain itself counts, so its `random_map` draws anew in each
 epoch and still gives the same example when a run resumes.
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmdkit.data.access import ALONE, Access
 from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.tree import path_name
@@ -27,9 +29,10 @@ class ExampleSource:
 
     in_memory = False
 
-    def __init__(self, data: Any, what: str = "train_data", is_grain: bool = False):
+    def __init__(self, data: Any, what: str = "train_data", is_grain: bool = False, access: Access = ALONE):
         self._data = data
         self._what = what
+        self._access = access
         self._length = _length(data, what)
         self._epoch_stride = self._length if is_grain else 0
         example = self._read(0, 0)
@@ -50,8 +53,11 @@ class ExampleSource:
         """Returns the shape and dtype of one example, those of example 0."""
         return self._treedef.unflatten(self._specs)
 
-    def gather(self, indices: np.ndarray, epoch: int = 0) -> Any:
+    def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
         """Returns the examples `indices`, stacked. An index repeated in a row is read once.
+
+        Args:
+            batch: the number of the batch, out of which rows may be left.
 
         Raises:
           UserCodeError: the user's `data[i]` raised; its exception is the cause.
@@ -61,10 +67,24 @@ class ExampleSource:
         previous, leaves = -1, list[np.ndarray]()
         for row, index in enumerate(indices.tolist()):
             if index != previous:
-                previous, leaves = index, self._leaves(index, epoch)
+                previous, leaves = index, self._readable(index, epoch, batch)
             for out, leaf in zip(rows, leaves, strict=True):
                 out[row] = leaf
         return self._treedef.unflatten(rows)
+
+    def _readable(self, index: int, epoch: int, batch: int | None) -> list[np.ndarray]:
+        """Returns the leaves of example `index`, or of the next one that can be read where some may be left out."""
+        ledger = self._access.ledger
+        if ledger is None or not ledger.limit or batch is None:
+            return self._leaves(index, epoch)
+        while True:
+            if not ledger.has(batch, index):
+                try:
+                    return self._leaves(index, epoch)
+                except (ConfigError, UserCodeError) as error:
+                    if _wants_to_leave(error) or not ledger.leave_out(batch, index, error.__cause__ or error):
+                        raise
+            index = (index + 1) % self._length
 
     def _leaves(self, index: int, epoch: int) -> list[np.ndarray]:
         leaves, treedef = jax.tree.flatten(self._read(index, epoch))
@@ -90,10 +110,12 @@ class ExampleSource:
 
     def _read(self, index: int, epoch: int) -> Any:
         try:
-            example = self._data[epoch * self._epoch_stride + index]
+            example = self._access.read(index, lambda: self._data[epoch * self._epoch_stride + index])
         except SpmdkitError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
+            if isinstance(error, SystemExit | GeneratorExit):
+                raise UserCodeError(_left(f"{self._what}[{index}]", error)) from error
             raise UserCodeError(
                 f"{self._what}[{index}] raised {type(error).__name__}: {error}. Every index from 0 to "
                 f"{self._length - 1} must give an example, because len() says {self._length}. Fix the data's "
@@ -136,9 +158,24 @@ class ExampleSource:
                 )
 
 
+def _wants_to_leave(error: BaseException) -> bool:
+    return isinstance(error.__cause__, SystemExit | GeneratorExit)
+
+
+def _left(what: str, error: BaseException) -> str:
+    """Returns the message of data that ask the whole process to end."""
+    asked = f"SystemExit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
+    return (
+        f"{what} raised {asked}. A run ends when its steps are done, and data cannot end it: with code 0 it would pass for one that has trained to "
+        "its last step. Return the example, or raise an error that says what is wrong with it."
+    )
+
+
 def _length(data: Any, what: str) -> int:
     try:
         length = len(data)
+    except (SystemExit, GeneratorExit) as error:
+        raise UserCodeError(_left(f"len({what})", error)) from error
     except Exception as error:
         raise UserCodeError(
             f"len({what}) raised {type(error).__name__}: {error}. Data must know its number of examples before the "

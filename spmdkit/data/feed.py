@@ -24,6 +24,7 @@ class Feed:
 
     Attributes:
         grid: (shards, microbatches, rows).
+        ledger: which rows this process has left out, and what it has tried again.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Feed:
         prefetch: int,
         threads: int,
         padded: bool,
+        ledger: data.Ledger,
     ):
-        self.schedule = schedule
+        self.schedule, self.ledger = schedule, ledger
         self._source, self._prefetch, self._threads, self._padded = source, prefetch, threads, padded
         self._shards = count(sizes, BATCH_AXES)
         self._sharding = NamedSharding(mesh, canonical([BATCH_AXES], sizes))

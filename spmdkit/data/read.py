@@ -26,7 +26,7 @@ def read_step(
     if positions is not None:
         indices, mask = indices[positions], mask[positions]
     try:
-        examples = source.gather(indices, schedule.epoch(step))
+        examples = source.gather(indices, schedule.epoch(step), schedule.number(step))
     except (ConfigError, UserCodeError) as error:
         raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
     return examples, (None if schedule.always_full else mask)

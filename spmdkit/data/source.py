@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from spmdkit.data.access import ALONE, Access
 from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.data.examples import ExampleSource
 from spmdkit.errors import ConfigError
@@ -30,7 +31,7 @@ from spmdkit.tree import describe, named_leaves
 
 
 class Source(Protocol):
-    """Random access by rows. `gather` may be called from several threads at once."""
+    """Random access by rows. `gather` may be called from several threads at once; a user's examples are then read in turn, or as `Access` says."""
 
     @property
     def in_memory(self) -> bool:
@@ -39,15 +40,18 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Number of examples."""
 
-    def gather(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len)."""
+    def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
+        """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len), of the batch of that number."""
 
     def element(self) -> Any:
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
 
 
-def open_source(data: Any, what: str = "train_data") -> Source:
+def open_source(data: Any, what: str = "train_data", access: Access = ALONE) -> Source:
     """Returns `data` as a `Source`, checked; `what` names it in errors. The module's head says how data is read.
+
+    Args:
+      access: how examples that the user's own code gives are read; arrays are read by any number of threads.
 
     Raises:
       ConfigError: no data, no random access, leaves of unequal length, a dtype that no device has.
@@ -56,7 +60,7 @@ def open_source(data: Any, what: str = "train_data") -> Source:
     if isinstance(data, (ArraySource, ExampleSource)):
         return data
     if _is_grain_dataset(data):
-        return ExampleSource(data, what, is_grain=True)
+        return ExampleSource(data, what, is_grain=True, access=access)
     if isinstance(data, (np.ndarray, jax.Array)):
         return ArraySource(data, what)
     if hasattr(data, "__array__"):
@@ -67,7 +71,7 @@ def open_source(data: Any, what: str = "train_data") -> Source:
     if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
         data = dict(data)  # a mapping that is no pytree, such as np.load("file.npz"): each value is read once, here
     if _is_sequence_of_examples(data):
-        return ExampleSource(data, what, is_grain=False)
+        return ExampleSource(data, what, is_grain=False, access=access)
     if jax.tree_util.all_leaves([data]):
         raise ConfigError(
             f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of "
@@ -117,7 +121,7 @@ class ArraySource:
     def __len__(self) -> int:
         return self._length
 
-    def gather(self, indices: np.ndarray, epoch: int = 0) -> Any:
+    def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
         """Returns the rows `indices` of every leaf, copied: 1-2 us a leaf and the copy."""
         rows = [take(indices) for take in self._take]
         if self._narrow:

@@ -34,7 +34,9 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         raise ConfigError(
             "Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset."
         )
-    source = data.open_source(task.train_data, "train_data")
+    access = functools.partial(data.Access, options.threads, options.retries)
+    ledger = data.Ledger(options.skip)
+    source = data.open_source(task.train_data, "train_data", access(ledger))
     check_batch(config, sizes)
     schedule = data.Schedule(
         num_examples=len(source),
@@ -44,13 +46,14 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         remainder=options.remainder,
     )
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
-    train = feed(source, schedule, microbatches=config.microbatches, padded=not schedule.always_full)
+    train = feed(source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, ledger=ledger)
     if task.eval_data is not None:
-        source = data.open_source(task.eval_data, "eval_data")
+        ledger = data.Ledger(what="eval_data")  # an evaluation is of all its rows, or none
+        source = data.open_source(task.eval_data, "eval_data", access(ledger))
         shards = mesh.count(sizes, mesh.BATCH_AXES)
         size = eval_batch_size(config.eval.batch_size or config.batch_size, len(source), shards)
         schedule = data.eval_schedule(len(source), size)
-        return Feeds(train, feed(source, schedule, microbatches=1, padded=not schedule.always_full))
+        return Feeds(train, feed(source, schedule, microbatches=1, padded=not schedule.always_full, ledger=ledger))
     if config.eval.every_steps is not None:
         raise ConfigError(
             "eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...)."

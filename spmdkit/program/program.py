@@ -337,6 +337,11 @@ class Program:
         self.schedule = dataclasses.replace(self.schedule, skipped=data.merged(ranges))
         self._feed.schedule = self.schedule
 
+    @property
+    def ledgers(self) -> list[data.Ledger]:
+        """What was done about rows that could not be read: of training, and of the evaluation where there is one."""
+        return [feed.ledger for feed in (self._feed, self._eval_feed) if feed is not None]
+
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own data."""
         return self._feed.put(examples, mask)

@@ -18,6 +18,7 @@ EVERYTHING = {
     "checkpoint": {"every_steps": 20, "every_seconds": 5.0},
     "profile": {"start": 5, "steps": 2},
     "log": {"every_steps": 5},
+    "data": {"retries": 1},
 }
 NAMES = hooks.names()
 CALLS = {

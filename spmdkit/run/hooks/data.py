@@ -1,0 +1,22 @@
+"""Tells of rows of the data that were read again or left out: an event of each process, and a line of process 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdkit.data import access
+from spmdkit.run.hooks.base import Hook
+
+
+def make(config: Any) -> Hook | None:
+    """Returns the hook that tells what had to be done about the data, None where nothing may be."""
+    if not config.data.retries and not config.data.skip:
+        return None
+
+    def tell(run: Any, step: int, *_: Any) -> None:
+        for ledger in run.program.ledgers:
+            for news in ledger.news():
+                run.events.write("data", step=step, **news)
+                run.message(access.described(news, run.cluster.process_index))
+
+    return Hook("data", order=42, after_step=tell, after_eval=tell, end=tell)

@@ -1,0 +1,17 @@
+"""Which rows of the data all processes have left out so far, for the checkpoint's record: a restart leaves out the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def left_out_rows(run: Any) -> list[list[int]]:
+    """Returns [batch, row] of what any process has left out, on process 0. Where rows may be left out, all processes ask for each save."""
+    mine, cluster = run.program.ledgers[0].places(), run.cluster
+    if not run.config.data.skip or cluster.num_processes == 1:
+        return mine
+    key = f"left out rows/{run.next_question()}"
+    cluster.put(f"{key}/{cluster.process_index}", json.dumps(mine))
+    everybody = range(cluster.num_processes) if cluster.is_main else ()
+    return sorted(place for process in everybody for place in json.loads(cluster.get(f"{key}/{process}")))

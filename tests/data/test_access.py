@@ -1,0 +1,149 @@
+"""How a user's examples are read: by one thread at a time unless asked otherwise, again where that helps, and left out by a ledger."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from spmdkit.data import Access, Ledger, Schedule, host_batches, open_source
+from spmdkit.errors import UserCodeError
+
+NUM = 12
+
+
+class Handle:
+    """A file with a position: what is read is where the last one who looked left it."""
+
+    def __init__(self):
+        self.position, self.inside, self.most = 0, 0, 0
+
+    def read(self, i):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.position = i
+        time.sleep(0.001)
+        self.inside -= 1
+        return np.float32(self.position)
+
+
+class Rows:
+    def __init__(self, handle):
+        self.handle = handle
+
+    def __len__(self):
+        return NUM
+
+    def __getitem__(self, i):
+        return self.handle.read(i)
+
+
+def read_together(threads):
+    """Returns what two sources with one handle gave, read at the same time, and the most threads that were inside of it."""
+    handle, wrong = Handle(), []
+    sources = [open_source(Rows(handle), name, Access(threads)) for name in ("train_data", "eval_data")]
+
+    def read(source, step):
+        indices = np.roll(np.arange(NUM), step)
+        if not np.array_equal(source.gather(indices), indices):
+            wrong.append(step)
+
+    workers = [threading.Thread(target=read, args=(source, 5 * n)) for n, source in enumerate(sources)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    return wrong, handle.most
+
+
+def test_training_and_evaluation_never_read_at_the_same_time():
+    assert read_together(threads=1) == ([], 1)
+
+
+def test_with_more_threads_they_do():
+    wrong, most = read_together(threads=2)
+    assert most == 2, "the injection did not fire"
+    assert wrong
+
+
+class Flaky:
+    """Raises at row 5: `failures` times, or always."""
+
+    def __init__(self, failures, row=5):
+        self.failures, self.row, self.reads = failures, row, []
+
+    def __len__(self):
+        return NUM
+
+    def __getitem__(self, i):
+        self.reads.append(i)
+        if i == self.row and self.failures > 0:
+            self.failures -= 1
+            raise OSError("bad sector")
+        return np.float32(i)
+
+
+def batches(source, start=1, stop=4, size=4):
+    return [
+        batch.examples.tolist()
+        for _, batch in host_batches(source, Schedule(NUM, size, shuffle=False), None, start, stop)
+    ]
+
+
+def test_a_row_that_fails_for_a_moment_is_read_again_after_growing_pauses():
+    slept, ledger = [], Ledger()
+    source = open_source(Flaky(3), "train_data", Access(1, 3, ledger, slept.append))
+    assert batches(source) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert slept == [0.1, 0.2, 0.4]
+    (news,) = ledger.news()
+    assert news["row"] == 5 and news["done"] == "read at attempt 4" and "bad sector" in news["error"]
+    assert ledger.news() == [] and ledger.places() == []
+
+
+def test_without_a_retry_or_with_too_few_the_row_is_an_error():
+    for retries in (0, 2):
+        with pytest.raises(UserCodeError, match=r"step 2 .*train_data\[5\] raised OSError: bad sector"):
+            batches(open_source(Flaky(99), "train_data", Access(1, retries, Ledger(), lambda s: None)))
+
+
+def test_the_next_row_takes_the_place_of_one_that_is_left_out():
+    ledger = Ledger(1)
+    source = open_source(Flaky(10**6), "train_data", Access(1, 1, ledger, lambda s: None))
+    assert batches(source, stop=7) == 2 * [[0, 1, 2, 3], [4, 6, 6, 7], [8, 9, 10, 11]]
+    assert ledger.rows == [5] and ledger.places() == [[2, 5], [5, 5]]
+    assert ledger.news()[0]["done"] == "left out, 1 of at most 1 rows (data.skip)"
+
+
+def test_one_row_more_than_may_be_left_out_is_an_error():
+    class Two(Flaky):
+        def __getitem__(self, i):
+            if i in (5, 6):
+                raise OSError(f"bad row {i}")
+            return np.float32(i)
+
+    assert batches(open_source(Two(0), "train_data", Access(1, 0, Ledger(2))))[1] == [4, 7, 7, 7]
+    with pytest.raises(UserCodeError, match=r"train_data\[6\] raised OSError: bad row 6"):
+        batches(open_source(Two(0), "train_data", Access(1, 0, Ledger(1))))
+
+
+def test_what_was_left_out_once_is_left_out_again_after_a_restart_though_it_can_be_read_by_now():
+    first = Ledger(1)
+    before = batches(open_source(Flaky(1), "train_data", Access(1, 0, first)), stop=6)
+    assert before[1] == [4, 6, 6, 7] and before[4] == [4, 5, 6, 7], "it failed once, and not in the next epoch"
+    again = Ledger(1)
+    again.restore(first.places())
+    source = open_source(Flaky(0), "train_data", Access(1, 0, again))
+    assert batches(source, start=2, stop=6) == before[1:]
+    assert batches(open_source(Flaky(0), "train_data", Access(1, 0, Ledger(1))), start=2, stop=6) != before[1:]
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(), SystemExit("done"), GeneratorExit()])
+def test_data_cannot_end_the_run_and_are_not_left_out_for_trying(error):
+    class Leaving(Flaky):
+        def __getitem__(self, i):
+            if i == 5:
+                raise error
+            return np.float32(i)
+
+    with pytest.raises(UserCodeError, match=rf"step 2 .*train_data\[5\] raised {type(error).__name__}"):
+        batches(open_source(Leaving(0), "train_data", Access(1, 2, Ledger(3), lambda s: None)))
