@@ -248,13 +248,16 @@ Step = Annotated[int | None, typer.Option(help="Step; default: the newest.")]
 def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     """List the committed checkpoints of a run."""
     from spmdkit import checkpoint
+    from spmdkit.attempt import unfinished
     from spmdkit.words import format_bytes
 
     folder = _checkpoints(run)
     rows = checkpoint.ls(folder)
     ignored = checkpoint.ignored_entries(folder)
+    left = unfinished(folder.parent)
     if json_:
-        print(json.dumps({"checkpoints": rows, "ignored": ignored}))
+        step = None if left is None or left.alive else left.step
+        print(json.dumps({"checkpoints": rows, "ignored": ignored, "left_at_step": step}))
         return
     for row in rows:
         values = "  ".join(f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None)
@@ -263,6 +266,8 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
         print(f"no checkpoint in {folder}")
     for name in ignored:
         print(f"not a checkpoint, ignored: {name}")
+    if left is not None:
+        print(f"note: {left.told()}")
 
 
 @checkpoint_app.command("inspect", epilog="Example: spmdkit checkpoint inspect runs/first --step 100")

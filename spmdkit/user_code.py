@@ -69,7 +69,7 @@ def call_user(fn: Callable[[], T], what: str) -> T:
         raise ConfigError(f"{error}{_shown(frame)}") from error
     except SpmdkitError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         frame = user_frame(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
         who = _refused_by(error) if frame else None

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from spmdkit import files
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
@@ -40,19 +40,39 @@ PEER_LOST = (
 
 def run_process(main: Callable[[], int | None]) -> int:
     """Returns what `main` returns when that is 0 in a single process; otherwise reports and leaves the process."""
+    _tell_launcher({"running": True})
     try:
         code = main() or 0
     except SystemExit as request:
-        if request.code is None or isinstance(request.code, int):
+        if _of_the_user(request):
+            code = report(_not_an_end(request))
+        elif request.code is None or isinstance(request.code, int):
             code = request.code or 0
         else:
             print(request.code, file=sys.stderr)
             code = ExitCode.CHECK_FAILED
     except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
         code = report(error)
+    if code == 0:
+        _tell_launcher({"running": False})
     if code != 0 or _one_of_many():
         leave(code)
     return code
+
+
+def _of_the_user(request: SystemExit) -> bool:
+    """Returns whether an exit was asked for in code of the user's, or under it: a command ends by returning."""
+    frames = traceback.extract_tb(request.__traceback__)[1:]  # the first is ours that has caught it
+    return any(not _is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
+
+
+def _not_an_end(request: SystemExit) -> UserCodeError:
+    error = UserCodeError(
+        f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with code 0 it would pass for done. Return, or "
+        "raise an error that says what is wrong."
+    )
+    error.__cause__ = request
+    return error
 
 
 def report(error: BaseException) -> int:
@@ -138,12 +158,20 @@ def _is_runtime(filename: str) -> bool:
 
 
 def _write_error_file(code: int, message: str) -> None:
-    """Tells the launcher, which set the variable, what ended this process. Whole or not at all."""
+    """Tells the launcher what ended this process."""
+    _tell_launcher({"exit_code": code, "message": message})
+
+
+def _tell_launcher(record: dict[str, Any]) -> None:
+    """Writes a record for the launcher, which has set the variable. Whole or not at all.
+
+    While a command runs, the record says so: a process that leaves with code 0 then (`os._exit`) has not done its work.
+    """
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
     process = os.environ.get(PROCESS_ID, "0")
-    record = {"process": int(process) if process.isdigit() else 0, "exit_code": code, "message": message}
+    record = {"process": int(process) if process.isdigit() else 0, **record}
     try:
         files.replace(path, json.dumps({**record, "time": time.time()}).encode(), mode=0o600)
     except OSError as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from spmdkit.attempt import last_step
 from spmdkit.errors import ExitCode
 from spmdkit.launch.cause import Exit
 from spmdkit.launch.output import Output
@@ -103,6 +104,8 @@ class Supervisor:
             if status is None:
                 continue
             message, when = _read_error(child.error_file)
+            if status == 0 and (left := _left_at_work(child)):
+                status, message, when = int(ExitCode.FAILED), left, time.time()
             child.exit = Exit(child.process, status, self._num_exits, child.told_to_end, message, when)
             self._num_exits += 1
             self._limit_the_others(child.exit)
@@ -135,6 +138,20 @@ def end(children: Sequence[Child]) -> None:
     for child in children:
         if child.output is not None:
             child.output.run_out()
+
+
+def _left_at_work(child: Child) -> str:
+    """Returns what to say of a process that left with code 0 while its own record says that it runs, or an empty string."""
+    try:
+        if not json.loads(child.error_file.read_text(encoding="utf-8")).get("running"):
+            return ""
+    except (OSError, ValueError, AttributeError):
+        return ""  # no command of ours, or one that has not begun
+    step = last_step(child.error_file.with_name(f"{child.error_file.name}.step"))
+    return (
+        f"process {child.process} left with exit code 0 {'before its first step' if step is None else f'at step {step}'}, and its work was not done. "
+        "A command of spmdkit returns when it is. Look for os._exit in the task and in what it imports, and raise an error there."
+    )
 
 
 def _read_error(path: Path) -> tuple[str | None, float]:

@@ -51,7 +51,7 @@ class Due:
     def _ask(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> None:
         try:
             action = call(*args)
-        except Exception as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             raised = error
             user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")
             raise

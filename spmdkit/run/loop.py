@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from spmdkit import allocator
+from spmdkit.attempt import unfinished
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
 from spmdkit.config import Config, load_config
@@ -27,6 +28,7 @@ from spmdkit.run import preflight
 from spmdkit.run.actions import perform
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop
+from spmdkit.run.keep_work import keep_work
 from spmdkit.run.run import Run, latest_for_all
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
@@ -87,6 +89,7 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
             end = f", where it stopped: {run.finished}" if run.finished else ""
             run.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}{end}")
             cluster.shutdown()
+            run.events.write("stopped", step=run.step, code=0, why="finished before")
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
         # Opened first, so that the data is read while the step compiles.
@@ -125,6 +128,9 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
             due.after_step(run, step, state, metrics)
             if (decision := due.decision(step)) is not NOTHING:
                 state, batches, stop = perform(run, step, state, batches, decision)
+    except Exception as error:
+        keep_work(run, state, error)
+        raise
     finally:
         batches.close()
     due.tell("end", run, run.step, state)
@@ -187,6 +193,9 @@ def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tupl
         raise CheckpointError(
             f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
         )
+    left = unfinished(directory.parent)
+    if left is not None and not left.alive and cluster.is_main:
+        print(f"note: {left.told()}", file=sys.stderr, flush=True)
     state, *_ = restored(checkpoints, latest, program)
     checkpoints.close()
     return latest, program.eval(state)

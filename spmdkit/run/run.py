@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 
 from spmdkit import files, metrics
+from spmdkit.attempt import StepMark
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
@@ -32,6 +34,8 @@ from spmdkit.program.restoring import restored
 from spmdkit.report.run import write_report
 from spmdkit.run import hooks
 from spmdkit.run.due import Due
+from spmdkit.run.left_out import left_out_rows
+from spmdkit.run.mark import note_running
 from spmdkit.step import keys
 from spmdkit.step.state import TrainState
 
@@ -63,6 +67,8 @@ class Run:
         self.last_eval: tuple[int, dict[str, Any]] | None = None
         self.saved_at_step, self.saved_at_time = 0, clock()
         self.ways_back: set[Any] = set()
+        self.next_question = itertools.count().__next__
+        self.left_saving = False  # a save is still being written, and nobody waits for it any more
         self._numbers: tuple[int, dict[str, Any]] | None = None
         asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
         self._chosen_sinks = sinks.chosen(
@@ -75,6 +81,7 @@ class Run:
 
     def __enter__(self) -> Run:
         with ExitStack() as stack:
+            self._mark = StepMark(())
             if self.cluster.is_main:
                 stack.enter_context(RunLock(self.directory))
             self.cluster.barrier("run directory")
@@ -99,7 +106,7 @@ class Run:
             code = getattr(error, "exit_code", 70)
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
         # A failed process of several must not wait for a commit that its peers, who wait for it, will never join.
-        waits = self.checkpoints is not None and (
+        waits = not self.left_saving and (
             kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
         )
         try:
@@ -110,6 +117,7 @@ class Run:
             if kind is None:
                 raise
         finally:
+            self._mark.close()
             self._stack.close()
             self.events.close()
 
@@ -131,12 +139,14 @@ class Run:
         if latest is None:
             self._open_records(0)
             self.events.write("started", step=0, mesh=describe_mesh(self.program.sizes), form=self.program.form)
+            self._mark = note_running(self, 0)
             return self.program.init()
         state, record, lines = self._restored(latest)
         self._check_same_run(record, latest)
         self.first_step = latest + 1
         self._open_records(latest)
         self.events.write("restored", step=latest, mesh=describe_mesh(self.program.sizes), form=self.program.form)
+        self._mark = note_running(self, latest)
         for line in lines:
             self.message(line)
         self._note_randomness(record, latest)
@@ -150,6 +160,7 @@ class Run:
         assert self.checkpoints is not None
         state, record, lines = restored(self.checkpoints, step, self.program)
         self.program.skip_batches([tuple(pair) for pair in record.get("skipped_batches", [])])
+        self.program.ledgers[0].restore(record.get("left_out_rows", []))
         for name in self.due.restore(record.get("hooks", {})):
             self.events.write("hook is gone", step=step, hook=name)
         self.step = self.saved_at_step = step
@@ -326,6 +337,7 @@ class Run:
             "randomness": keys.identity(),
             "hooks": self.due.state(),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
+            "left_out_rows": left_out_rows(self),
             **ended,
         }
 
@@ -334,6 +346,7 @@ class Run:
     def dispatched(self, step: int, values: Mapping[str, jax.Array], wait_s: float) -> None:
         """Takes note of a step whose metrics are on their way; waits for the device only with too many in flight."""
         self.step = step
+        self._mark.at(step)
         self.throughput.tick(step, wait_s)
         self.flying.append(values)
         if len(self.flying) > self._most_in_flight:

@@ -89,7 +89,7 @@ def test_a_run_leaves_every_file_that_the_reference_names(tmp_path):
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["10", "20"]
     assert any((run / "tensorboard").iterdir())
     assert list((run / "profile").rglob("*.xplane.pb"))
-    assert [e["event"] for e in lines(tmp_path, "events.jsonl")] == ["started", "saved", "saved", "stopped"]
+    assert [e["event"] for e in lines(tmp_path, "events.jsonl")] == ["started", "running", "saved", "saved", "stopped"]
     metrics = lines(tmp_path, "metrics.jsonl")
     assert [m["step"] for m in metrics if "split" not in m] == [1, 5, 10, 15, 20]
     assert [m["step"] for m in metrics if m.get("split") == "eval"] == [10, 20]
@@ -210,4 +210,9 @@ def test_the_report_says_that_a_finished_run_is_finished(tmp_path):
     page = (tmp_path / "run" / "report.html").read_text()
     assert '<span class="pill good">finished</span>' in page
     events = tmp_path / "run" / "events.jsonl"
-    assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["started", "saved", "stopped"]
+    assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == [
+        "started",
+        "running",
+        "saved",
+        "stopped",
+    ]

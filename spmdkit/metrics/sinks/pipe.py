@@ -38,7 +38,7 @@ class Sinks:
             sink = open()
         except SpmdkitError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a service raises
+        except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - whatever a service raises
             self._given_up(name, error)
             return
         if not isinstance(sink, Sink):
@@ -117,11 +117,11 @@ class Sinks:
         for name, sink in list(self._others.items()):
             try:
                 use(sink)
-            except Exception as error:  # noqa: BLE001 - whatever a service raises
+            except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - whatever a service raises
                 del self._others[name]
                 self._given_up(name, error)
 
-    def _given_up(self, name: str, error: Exception) -> None:
+    def _given_up(self, name: str, error: BaseException) -> None:
         self._warn(
             f"sink {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training goes on."
         )

@@ -1,0 +1,163 @@
+"""What ends a run in the user's own code keeps the work: the state of the last good step is saved, and a restart goes on bit for bit."""
+
+import json
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit import checkpoint
+from spmdkit.cluster import environment, join
+from spmdkit.errors import NonFiniteError, UserCodeError
+
+X = np.random.default_rng(0).normal(size=(96, 3)).astype(np.float32)
+
+
+class Rows:
+    """Raises at row `bad`, `times` times."""
+
+    def __init__(self, bad=None, error=None, times=10**6):
+        self.bad, self.error, self.times = bad, error, times
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        if i == self.bad and self.times > 0:
+            self.times -= 1
+            raise self.error
+        return X[i]
+
+
+def train(tmp_path, rows, *hooks, name="run", scale=1.0, **changes):
+    def loss_fn(params, batch, key):
+        return sk.mean((batch @ params["w"] - scale * batch.sum(-1)) ** 2)
+
+    values = {
+        "task": "inline.py:task",
+        "run_dir": str(tmp_path / name),
+        "steps": 12,
+        "batch_size": 8,
+        "devices": "cpu:1",
+        "data": {"shuffle": False},
+        "log": {"every_steps": 1, "progress": "plain"},
+        "checkpoint": {"every_steps": 100},
+    }
+    config = sk.Config(**{**values, **changes})
+    task = sk.Task(lambda key: {"w": jnp.zeros(3)}, loss_fn, optax.adam(0.1), train_data=rows, hooks=hooks)
+    return sk.train(config, join(environment({}), config.devices), task)
+
+
+def lines(tmp_path, name="metrics.jsonl", run="run"):
+    return [json.loads(line) for line in (tmp_path / run / name).read_text().splitlines()]
+
+
+def losses(tmp_path, run="run"):
+    return {m["step"]: m["loss"] for m in lines(tmp_path, run=run) if "split" not in m}
+
+
+def saved(tmp_path, run="run"):
+    return [row["step"] for row in checkpoint.ls(tmp_path / run / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("disk gone"), SystemExit(0), GeneratorExit()], ids=lambda e: type(e).__name__
+)
+def test_an_error_in_the_data_saves_the_last_good_step_and_a_restart_equals_a_run_without_it(tmp_path, error, capfd):
+    train(tmp_path, Rows(), name="clean")
+    with pytest.raises(UserCodeError, match=rf"batch of step 7 .*train_data\[50\] raised {type(error).__name__}"):
+        train(tmp_path, Rows(50, error))
+    assert saved(tmp_path) == [6]
+    assert "step 6, the last good one, is saved" in capfd.readouterr().out
+    last = lines(tmp_path, "events.jsonl")[-1]
+    assert (last["event"], last["code"]) == ("fault", 70)
+    train(tmp_path, Rows())
+    assert losses(tmp_path) == losses(tmp_path, "clean")
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(0)], ids=lambda e: type(e).__name__)
+def test_an_error_in_a_hook_saves_the_step_it_was_called_after(tmp_path, error):
+    def after_step(run, step, *_):
+        if step == 5:
+            raise error
+
+    with pytest.raises(UserCodeError, match=rf"hook 'bad': after_step raised {type(error).__name__}"):
+        train(tmp_path, Rows(), sk.Hook("bad", after_step=after_step))
+    assert saved(tmp_path) == [5]
+
+
+def test_it_is_not_saved_where_that_was_chosen(tmp_path):
+    with pytest.raises(UserCodeError):
+        train(tmp_path, Rows(50, OSError()), checkpoint={"every_steps": 4, "on_error_s": None})
+    assert saved(tmp_path) == [4]
+
+
+def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch, capfd):
+    entered = []
+
+    def slow(self, *args, **more):
+        entered.append(1)
+        time.sleep(20)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", slow)
+    begin = time.monotonic()
+    with pytest.raises(UserCodeError):
+        train(tmp_path, Rows(50, OSError()), checkpoint={"on_error_s": 0.5})
+    assert entered and time.monotonic() - begin < 15
+    assert "step 6, the last good one, was not saved within 0.5 s" in capfd.readouterr().out
+
+
+def test_a_state_that_is_not_finite_is_not_kept(tmp_path, capfd):
+    data = X.copy()
+    data[40] = np.inf
+
+    class Bad(Rows):
+        def __getitem__(self, i):
+            super().__getitem__(i)
+            return data[i]
+
+    with pytest.raises((UserCodeError, NonFiniteError)):
+        train(tmp_path, Bad(50, OSError()), on_nonfinite="continue", checkpoint={"every_steps": 4})
+    assert saved(tmp_path) == [4]
+    assert "is not finite" in capfd.readouterr().out
+
+
+def test_rows_are_left_out_and_a_restart_repeats_it_bit_for_bit(tmp_path):
+    """Row 50 fails once: it is left out of batch 7, read again in the next epoch; a run that is stopped between and started again gives the same."""
+    options = {"steps": 24, "data": {"shuffle": False, "skip": 2}, "checkpoint": {"every_steps": 3, "keep": 100}}
+    train(tmp_path, Rows(50, OSError("bad"), times=1), name="whole", **options)
+    (news,) = [e for e in lines(tmp_path, "events.jsonl", "whole") if e["event"] == "data"]
+    assert (news["row"], news["batch"], news["process"]) == (50, 7, 0) and "left out" in news["done"]
+
+    def stop(run, step, *_):
+        return sk.Stop(42) if step == 6 else None
+
+    with pytest.raises(sk.errors.Preempted):
+        train(tmp_path, Rows(50, OSError("bad"), times=1), sk.Hook("stop", after_step=stop), **options)
+    record = checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", is_main=False).read_record(6)
+    assert record["left_out_rows"] == [[7, 50]], "read ahead, and so known before its step"
+    train(tmp_path, Rows(), **options)
+    assert losses(tmp_path) == losses(tmp_path, "whole")
+    train(tmp_path, Rows(), name="clean", **options)
+    assert losses(tmp_path, "clean") != losses(tmp_path), "leaving out a row changes something"
+
+
+def test_a_row_that_is_read_again_is_told_and_changes_nothing(tmp_path, capfd):
+    train(tmp_path, Rows(), name="clean")
+    train(tmp_path, Rows(50, OSError("net gone"), times=2), data={"shuffle": False, "retries": 2})
+    assert losses(tmp_path) == losses(tmp_path, "clean")
+    out = capfd.readouterr().out
+    assert "process 0: train_data[50] could not be read (OSError: net gone): read at attempt 3" in out
+
+
+def test_what_asks_to_leave_in_a_sink_does_not_end_the_run(tmp_path):
+    (tmp_path / "leaving.py").write_text(
+        "import sys\nimport spmdkit as sk\n@sk.sink\ndef leaving(run, options, last_step):\n    return sk.Sink(lambda kind, record: sys.exit(0))\n"
+    )
+    sys.modules.pop("spmdkit_task_leaving", None)
+    result = train(tmp_path, Rows(), log={"every_steps": 1, "sinks": [f"{tmp_path}/leaving.py:leaving"]})
+    assert int(result.state.step) == 12

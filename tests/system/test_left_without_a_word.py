@@ -1,0 +1,115 @@
+"""A run that leaves with the exit code of one that is done, by `os._exit(0)` or `sys.exit(0)`, is not taken for one. Real processes."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from spmdkit.attempt import unfinished
+
+pytestmark = pytest.mark.processes
+
+LEAVING = """
+import os
+import sys
+import numpy as np
+import jax.numpy as jnp
+import optax
+import spmdkit as sk
+
+x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
+
+class Rows:
+    def __len__(self):
+        return len(x)
+    def __getitem__(self, i):
+        if i == 108 and os.environ.get("WAY") == "data" and os.environ.get("SPMDKIT_PROCESS_ID", "1") == "1":
+            sys.exit(0)
+        return x[i]
+
+def leave(run, step, *_):
+    if step == 9 and os.environ.get("WAY") == "exit" and os.environ.get("SPMDKIT_PROCESS_ID", "1") == "1":
+        os._exit(0)
+
+def loss_fn(params, batch, key):
+    return sk.mean((batch @ params["w"] - 1) ** 2)
+
+task = sk.Task(lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Rows(), eval_data=x[:8], hooks=[sk.Hook("leave", after_step=leave)])
+"""
+
+
+@pytest.fixture
+def leaving(folder, monkeypatch):
+    (folder.path / "task.py").write_text(LEAVING)
+    (folder.path / "run.yaml").write_text(
+        "task: task.py:task\nrun_dir: run\nsteps: 12\nbatch_size: 16\ndevices: cpu:2\nmesh: {data: -1}\n"
+        "data: {shuffle: false}\ncheckpoint: {every_steps: 4}\nlog: {every_steps: 5}\n"
+    )
+
+    def run(way, *command):
+        monkeypatch.setenv("WAY", way)
+        return folder.run(*command)
+
+    return run
+
+
+def events(folder):
+    return [json.loads(line)["event"] for line in (folder.path / "run/events.jsonl").read_text().splitlines()]
+
+
+def test_alone_the_code_is_0_and_everything_that_is_asked_afterwards_says_where_it_left(folder, leaving):
+    code, output = leaving("exit", "train", "run.yaml")
+    assert code == 0, output
+    assert "stopped" not in events(folder) and "running" in events(folder)
+    said = "the run left at step 9 without a word"
+    for command in (("checkpoint", "ls", "run"), ("eval", "run.yaml")):
+        code, output = leaving("", *command)
+        assert code == 0 and said in output, output
+    code, output = leaving("", "checkpoint", "ls", "run", "--json")
+    assert json.loads(output)["left_at_step"] == 9
+    code, output = leaving("", "report", "run")
+    page = (folder.path / "run/report.html").read_text()
+    assert code == 0 and "left at step 9</span>" in page and said in page
+    code, output = leaving("", "train", "run.yaml")
+    assert code == 0 and said in output and "continuing at step" in output, output
+    assert events(folder)[-1] == "stopped" and "left" in events(folder)
+    code, output = leaving("", "checkpoint", "ls", "run")
+    assert "left at" not in output
+
+
+def test_under_launch_it_is_70_and_the_process_that_left_is_named(folder, leaving):
+    code, output = leaving("exit", "launch", "-n", "2", "--", "train", "run.yaml")
+    last = output.strip().splitlines()
+    assert code == 70, output
+    assert last[-2] == "process 1 failed first with exit code 70:"
+    assert re.match(
+        r"process 1 left with exit code 0 at step (9|10), and its work was not done.*os\._exit", last[-1]
+    ), output
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "launched"])
+def test_an_exit_in_the_data_is_70_and_named(folder, leaving, launched):
+    command = ("launch", "-n", "2", "--", "train", "run.yaml") if launched else ("train", "run.yaml")
+    code, output = leaving("data", *command)
+    assert code == 70, output
+    assert "the batch of step 7 could not be read: train_data[108] raised SystemExit(0)" in output
+    assert "Traceback" not in output and "bug in spmdkit" not in output
+    if launched:
+        assert "process 1 failed first with exit code 70" in output
+    else:
+        assert "step 6, the last good one, is saved" in output
+
+
+def test_a_run_that_is_going_on_is_not_said_to_have_left_and_one_that_was_killed_is(folder, helpers):
+    child = folder.start("train", "run.yaml", "task_args={pause_s: 0.005}", "steps=100000")
+    try:
+        helpers.wait_until(lambda: (folder.path / "run/last_step").exists(), 60)
+        helpers.wait_until(lambda: int((folder.path / "run/last_step").read_text()) > 2, 60)
+        found = unfinished(folder.path / "run")
+        assert found is not None and found.alive and "going on" in found.told()
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=30)
+    found = unfinished(folder.path / "run")
+    assert found is not None and found.alive is False and found.step >= 2
