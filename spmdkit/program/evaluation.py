@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmdkit.config.sections import Checkpoint
 from spmdkit.data.feed import Feed
 from spmdkit.errors import ConfigError
 from spmdkit.program import padding
@@ -25,6 +26,7 @@ from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
 from spmdkit.tree import abstract
 from spmdkit.user_code import call_user
+from spmdkit.words import nearest
 
 
 class Evaluator:
@@ -177,3 +179,13 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
     except Exception as error:  # noqa: BLE001 - any failure at all means: this loss wants its key
         return not isinstance(error, NameError) or "unbound axis" not in str(error)
     return False
+
+
+def check_best(options: Checkpoint | None, names: Sequence[str]) -> None:
+    """Raises ConfigError where the best checkpoint is to be chosen by a metric that the evaluation does not give."""
+    best = options and options.best
+    if best and best.metric not in names:
+        raise ConfigError(
+            f"checkpoint.best.metric is {best.metric}, and the evaluation gives {', '.join(names)}. The best checkpoint is chosen "
+            f"by a metric of the evaluation.{nearest(best.metric, names)} Name one of them."
+        )

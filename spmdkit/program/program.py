@@ -22,7 +22,7 @@ from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding
 from spmdkit.program.choose_form import choose_form
-from spmdkit.program.evaluation import Evaluator
+from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import open_feeds
 from spmdkit.program.grouping import groups_of
@@ -38,7 +38,6 @@ from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
 from spmdkit.tree import named_leaves
 from spmdkit.user_code import call_user
-from spmdkit.words import nearest
 
 
 class Program:
@@ -317,10 +316,7 @@ class Program:
     @property
     def lowered_init(self) -> jax.stages.Lowered:
         """The program that makes the state before the first step, as it is given to the compiler."""
-        lowered: jax.stages.Lowered = call_user(
-            lambda: self._jitted_init.lower(jax.random.key(self.config.seed)), "init"
-        )
-        return lowered
+        return call_user(lambda: self._jitted_init.lower(jax.random.key(self.config.seed)), "init")
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""
@@ -357,12 +353,7 @@ class Program:
         """Traces the evaluation now: a mistake in it would otherwise end a run at its first evaluation."""
         if self.evaluator.note:
             self.notes.append(self.evaluator.note)
-        best, names = self.config.checkpoint and self.config.checkpoint.best, self.evaluator.names
-        if best and best.metric not in names:
-            raise ConfigError(
-                f"checkpoint.best.metric is {best.metric}, and the evaluation gives {', '.join(names)}. The best checkpoint is chosen "
-                f"by a metric of the evaluation.{nearest(best.metric, names)} Name one of them."
-            )
+        check_best(self.config.checkpoint, self.evaluator.names)
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
