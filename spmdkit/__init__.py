@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from spmdkit.step.state import TrainState, Variables
     from spmdkit.step.step import Batch
     from spmdkit.step.totals import Counts, Max, Sum, counts, max, sum
+    from spmdkit.sync.base import Sync
     from spmdkit.tasks import Task
-    from spmdkit.user_code import hook, reducer, sink, task
+    from spmdkit.user_code import hook, reducer, sink, synchronization, task
 
 _HOME = {
     "Batch": "step.step",
@@ -57,6 +58,7 @@ _HOME = {
     "SpmdkitError": "errors",
     "Stop": "run.hooks.base",
     "Sum": "step.totals",
+    "Sync": "sync.base",
     "Task": "tasks",
     "TrainState": "step.state",
     "Variables": "step.state",
@@ -86,6 +88,7 @@ _HOME = {
     "shard": "step.scope",
     "sink": "user_code",
     "sum": "step.totals",
+    "synchronization": "user_code",
     "task": "user_code",
     "train": "run.loop",
     "value_and_grad": "step.gradient",

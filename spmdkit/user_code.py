@@ -1,7 +1,7 @@
 """The user's own code: finding what a config names, and calling it so that what goes wrong is said as theirs, with their own line.
 
 A config may name only what says that it is meant for this: `task: os:system` must not run a command. So what is called has to be
-declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sink`) in the very module that is named, or be an object of that kind.
+declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.synchronization`, `@sk.sink`) in the very module that is named, or be an object of that kind.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from spmdkit.words import nearest
 
 T = TypeVar("T")
 
-KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sink": "log.sinks"}
+KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "sink": "log.sinks"}
 """What can be declared -> the key of a config that names it."""
+DECORATORS = {kind: kind for kind in KEYS} | {"sync": "synchronization"}  # spmdkit.sync is the folder of syncs
+"""What can be declared -> its decorator in `spmdkit`."""
 
 _MARK = "__spmdkit_declared__"
 _LOADED_AS = "spmdkit_task_"
@@ -141,15 +143,15 @@ def declared(kind: str) -> Callable[[T], T]:
             setattr(fn, _MARK, (kind, module))
         except (AssertionError, AttributeError, TypeError):
             raise ConfigError(
-                f"@sk.{kind} is given {_described(fn)}. It declares a function of yours. Write it above `def make(...):`."
+                f"@sk.{DECORATORS[kind]} is given {_described(fn)}. It declares a function of yours. Write it above `def make(...):`."
             ) from None
         return fn
 
-    declare.__name__ = kind
+    declare.__name__ = DECORATORS[kind]
     return declare
 
 
-task, hook, reducer, sink = map(declared, KEYS)
+task, hook, reducer, synchronization, sink = map(declared, KEYS)
 
 
 def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:
@@ -171,13 +173,15 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     found = getattr(module, name)
     if _is_instance(found, instance) or _is_declared(found, kind, module):
         return found
-    found_kind, owner = _mark(found)
-    rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under @sk.{kind}"
-    what = f"is {_described(found)}" + (f" declared in {owner} with @sk.{found_kind}" if owner else "")
+    (found_kind, owner), decorator = _mark(found), f"@sk.{DECORATORS.get(kind, kind)}"
+    rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
+    what = f"is {_described(found)}" + (
+        f" declared in {owner} with @sk.{DECORATORS[found_kind or kind]}" if owner else ""
+    )
     if found_kind == kind:
         repair = f"Name it where it is declared: {owner}:{name}"
     elif target.endswith(".py") and getattr(found, "__module__", None) == module.__name__ and callable(found):
-        repair = f"Write @sk.{kind} above its definition"
+        repair = f"Write {decorator} above its definition"
     else:
         repair = f"Name one{_such_as(known)}" if known else f"Write one, in a file of yours: my_{kind}.py:{kind}"
     raise ConfigError(f"{key}: {text} {what}. A config names what its module declares: {rule}. {repair}.")
@@ -196,7 +200,8 @@ def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type
         return call_declared(found, text, kind, options or {}, returns, f"{key}: {text}")
     if options:
         raise ConfigError(
-            f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function under @sk.{kind}. "
+            f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function under "
+            f"@sk.{DECORATORS.get(kind, kind)}. "
             "Write one that takes them, or leave them out."
         )
     return found

@@ -150,7 +150,7 @@ def _choices(config: Settings) -> Iterator[Problem]:
             continue  # looked at by nobody: other kinds import JAX
         if isinstance(value, dict):
             yield from plain_values(value, (key,))
-        if key == "reducer" and kinds.is_own(value):
+        if kinds.is_own(value):
             name, options = kinds.split(value)
             found = reference_problem(name, key) or kinds.options_problem(name, options)
         else:

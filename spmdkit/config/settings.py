@@ -70,7 +70,9 @@ class Settings(Section):
         "sum adds instead.",
     )
     sync: fields.NamedChoice = Field(
-        default="every_step", description="When replicas agree: every_step, or {local_sgd: {every: N}}."
+        default="every_step",
+        description="When replicas agree: every_step, {local_sgd: {every: N}}, or a user's own: file.py:name of a function under "
+        "@sk.synchronization, {file.py:name: {option: value}} with its keyword arguments.",
     )
     precision: Annotated[
         Precision,

@@ -8,17 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import kinds
+from spmdkit import kinds, user_code
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LayoutOptions, LeafPlacement, follow
 from spmdkit.mesh import describe_mesh
 from spmdkit.program.state_layout import StateLayout, laid_out
-from spmdkit.step.groups import GROUPED, Groups, stacked
+from spmdkit.step.groups import GROUPED, Groups, mean, stacked
 from spmdkit.step.state import TrainState
 from spmdkit.sync.base import Sync
+from spmdkit.tree import first_difference
 
 
 def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
@@ -27,7 +29,7 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
     Raises:
         ConfigError: there is only one group, or something else in the config needs all replicas in every step.
     """
-    sync: Sync = kinds.make("sync", config.sync)
+    sync = sync_of(config)
     if sync.every is None:
         return None
     name = kinds.split(config.sync)[0]
@@ -55,6 +57,47 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
     return Groups((axis,), sizes[axis], sync)
 
 
+def sync_of(config: Config) -> Sync:
+    """Returns the sync that a config names: one of the package, or a user's own.
+
+    Raises:
+        ConfigError: there is none of that name, it is not declared, or the options are not its.
+    """
+    if kinds.is_own(config.sync):
+        return user_code.named(config.sync, "sync", config.folder, Sync)
+    made: Sync = kinds.make("sync", config.sync)
+    return made
+
+
+def check_agreement(groups: Groups, params: Any, name: str) -> Any:
+    """Returns what the sync keeps, abstract, after its functions were traced on `params`, one copy.
+
+    Raises:
+        ConfigError: what it agrees on or shows is not one copy of the parameters, or it does not keep what it began with.
+        UserCodeError: a function of it raised.
+    """
+    sync, what = groups.sync, f"sync {name}"
+    agree, view = sync.agree, sync.view
+    assert agree is not None and view is not None
+    of_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups.num, *x.shape), x.dtype), params)
+    traced = lambda function, fn, *args: user_code.call_user(lambda: jax.eval_shape(fn, *args), f"{what}: {function}")
+    kept = traced("init", sync.init, params)
+    agreed = traced("agree", lambda params, kept: agree(params, kept, mean), of_all, kept)
+    shown = traced("view", lambda params, kept: view(params, kept, mean), of_all, kept)
+    rule = "agree returns (one copy of the parameters, what is kept) and view one copy, as mean(params) is"
+    if not (isinstance(agreed, tuple) and len(agreed) == 2):
+        raise ConfigError(f"{what}: agree returned {type(agreed).__name__}. {rule}. Write return new, kept at its end.")
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)  # dtypes are cast
+    for function, asked, found in (
+        ("agree: the parameters", shapes(params), shapes(agreed[0])),
+        ("agree: what is kept", kept, agreed[1]),
+        ("view: the parameters", shapes(params), shapes(shown)),
+    ):
+        if difference := first_difference(asked, found):
+            raise ConfigError(f"{what}: {function}: {difference}. {rule}. Keep the shapes as they are.")
+    return kept
+
+
 def check_reducer(groups: Groups, config: Config) -> None:
     """Refuses a reducer that keeps something while groups train alone: what becomes of it when they agree is not defined.
 
@@ -70,9 +113,14 @@ def check_reducer(groups: Groups, config: Config) -> None:
 
 
 def place(
-    groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int]
+    groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int], name: str
 ) -> tuple[TrainState, StateLayout]:
-    """Returns (the abstract train state of all groups, where its leaves live) from the layout of one copy."""
+    """Returns (the abstract train state of all groups, where its leaves live) from the layout of one copy.
+
+    Args:
+        name: of the sync, as messages call it.
+    """
+    sync_keeps = check_agreement(groups, params, name)
     abstract = jax.eval_shape(functools.partial(stacked, groups), placed.abstract)
     axes: Any = groups.axes[0] if len(groups.axes) == 1 else groups.axes
     table = []
@@ -86,7 +134,7 @@ def place(
         for leaf in placed.table
         if leaf.path.split("/")[0] == "params"
     ]
-    kept = follow(jax.eval_shape(groups.sync.init, params), own, LayoutOptions(), sizes, "device")
+    kept = follow(sync_keeps, own, LayoutOptions(), sizes, "device")
     table += [_under_sync(leaf) for leaf in kept]
     return abstract, laid_out(table, abstract, mesh, placed.placements)
 

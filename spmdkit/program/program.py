@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import data, mesh
+from spmdkit import data, kinds, mesh
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding
@@ -82,7 +82,10 @@ class Program:
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
         placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         if self.groups is not None:
-            self._abstract_state, placed = grouping.place(self.groups, placed, abstract_params, self.mesh, self.sizes)
+            name, _ = kinds.split(config.sync)
+            self._abstract_state, placed = grouping.place(
+                self.groups, placed, abstract_params, self.mesh, self.sizes, name
+            )
         self._placed = placed  # before the reducer gets its place
         self._open_data()
         self._choose_form()

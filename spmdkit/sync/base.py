@@ -33,6 +33,13 @@ class Sync:
     agree: Callable[[Any, Any, Mean], tuple[Any, Any]] | None = None
     view: Callable[[Any, Any, Mean], Any] | None = None
 
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.every, int) and not isinstance(self.every, bool) and self.every >= 1
+        if self.every is not None and not is_number:
+            raise ValueError(f"every is {self.every!r}: it is the number of steps between two agreements, from 1 on")
+        if self.every is not None and (self.agree is None or self.view is None):
+            raise ValueError(f"a sync of groups (every: {self.every}) needs agree and view")
+
     def due(self, step: int) -> bool:
         """Returns whether groups agree after `step`: a number of the host, so that nothing waits for the device."""
         return self.every is not None and step % self.every == 0

@@ -57,7 +57,7 @@ def _without_sizes(value: Any) -> Any:
 
 
 def task_digest(config: Config) -> str:
-    """Returns the digest of the task's file, of a reducer's of the user's own, and of the files beside the task that they import, directly or not."""
+    """Returns the digest of the task's file, of those of a reducer and a sync of the user's own, and of the files beside the task that they import, directly or not."""
     target, _ = config.task_reference()
     if target.endswith(".py"):
         first = Path(target)
@@ -70,8 +70,8 @@ def task_digest(config: Config) -> str:
             return ""
         first = Path(spec.origin)
     texts = {}
-    reducer, _ = kinds.split(config.reducer)
-    todo = [first, *([config.folder / reducer.rpartition(":")[0]] if kinds.is_own(config.reducer) else [])]
+    own = [kinds.split(choice)[0] for choice in (config.reducer, config.sync) if kinds.is_own(choice)]
+    todo = [first, *(config.folder / name.rpartition(":")[0] for name in own)]
     while todo:
         path = todo.pop()
         if path.name in texts or not path.is_file():

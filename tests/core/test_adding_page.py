@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import json
 import re
 import sys
 import types
@@ -51,7 +52,7 @@ def added(tmp_path, monkeypatch):
 def test_the_page_has_an_example_of_each():
     found = {path.rpartition("/")[0] for path in FILES}
     assert found == {"spmdkit/reducers", "spmdkit/sync", "spmdkit/cluster/dialects", ""}
-    assert {path for path in FILES if "/" not in path} == {"my_hooks.py", "my_sinks.py", "my_ops.py"}
+    assert {path for path in FILES if "/" not in path} == {"my_hooks.py", "my_sinks.py", "my_ops.py", "my_syncs.py"}
     assert all(8 <= text.count("\n") <= 45 for text in FILES.values())
 
 
@@ -119,6 +120,44 @@ def test_the_sync_is_that_of_a_loop_written_by_hand_and_a_step_sends_nothing_bet
     expected = by_hand(made, 2, every=2, momentum=0.5, rate=0.05, steps=6)
     assert_close(jax.tree.map(lambda x: x[0], state.params), expected)
     assert not [c for c in collectives(made.compiled.as_text(), made.sizes) if "data" in c.axes]
+
+
+LOOKAHEAD = """
+task: my_task.py:task
+run_dir: run
+steps: 8
+batch_size: 8
+devices: cpu:2
+mesh: {data: 2}
+eval: {every_steps: 4}
+sync: {my_syncs.py:lookahead: {every: 2, rate: 0.25}}
+log: {every_steps: 1, progress: plain}
+"""
+
+
+def test_the_sync_of_ones_own_trains_as_a_loop_written_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = TASK.replace("x = np.ones((16, 2), np.float32)", "x = np.eye(8, 2, dtype=np.float32)")
+    for name, text in {"my_task.py": task, "my_syncs.py": FILES["my_syncs.py"], "run.yaml": LOOKAHEAD}.items():
+        (tmp_path / name).write_text(text)
+    result = sk.train(tmp_path / "run.yaml")
+    rows = [
+        row["loss"]
+        for row in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+        if row.get("split") == "eval"
+    ]
+    slow, groups, losses = np.zeros(2), [np.zeros(2)] * 2, []
+    x, batches = np.eye(8, 2), sk.build(sk.load_config(tmp_path / "run.yaml"), devices=jax.devices()[:2]).batches(1, 8)
+    for number, batch in batches:
+        own = np.split(np.asarray(batch.examples, np.float64), 2)
+        groups = [w - 0.1 * 2 * b.T @ (b @ w - 1) / len(b) for w, b in zip(groups, own, strict=True)]
+        if number % 2 == 0:
+            slow = slow + 0.25 * (sum(groups) / 2 - slow)
+            groups = [slow] * 2
+        if number % 4 == 0:
+            losses.append(((x @ slow - 1) ** 2).mean())
+    np.testing.assert_allclose(result.state.params, [slow, slow], rtol=1e-5)
+    np.testing.assert_allclose(rows, losses, rtol=1e-5)
 
 
 # ---- a hook and a sink --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.tasks import load_task
 from tests.support.messages import refused
 
-KINDS = ("task", "hook", "reducer", "sink")
+KINDS = ("task", "hook", "reducer", "sync", "sink")
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def test_a_function_of_python_is_never_called_however_a_config_names_it(tmp_path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_is_found_under_its_own_decorator_and_no_other(kind, mine):
-    assert mine(f"@sk.{kind}\ndef made(): return 3", kind)() == 3
-    assert getattr(sk, kind) is getattr(user_code, kind)
-    other = KINDS[KINDS.index(kind) - 1]
+    name, other = (user_code.DECORATORS[k] for k in (kind, KINDS[KINDS.index(kind) - 1]))
+    assert mine(f"@sk.{name}\ndef made(): return 3", kind)() == 3
+    assert getattr(sk, name) is getattr(user_code, name) and getattr(sk, name).__name__ == name
     sys.modules.pop("spmdkit_task_mine")
-    with refused(found=f"with @sk.{other}", repair=f"@sk.{kind} above its definition"):
+    with refused(found=f"with @sk.{other}", repair=f"@sk.{name} above its definition"):
         mine(f"@sk.{other}\ndef made(): return 3", kind)
     sys.modules.pop("spmdkit_task_mine")
     with refused(found="a function of mine", rule="what its module declares"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from spmdkit.step import keys
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, leaf_errors, program_of
 
-ROWS = {"every_step": None, "local_sgd": {"every": 3}}
-"""Sync -> options under which groups train alone for a while, or None where there are no groups."""
+OWN = "tests.support.own_sync:mean_of_groups"
+ROWS = {"every_step": None, "local_sgd": {"every": 3}, OWN: {"every": 3}}
+"""Sync -> options under which groups train alone for a while, or None where there are no groups. A user's own is held to the same."""
 
-DELAYED = [name for name, options in ROWS.items() if options]
+DELAYED = [name for name, options in ROWS.items() if options and name != OWN]
 FSDP = {"layout": {"min_shard_bytes": 1}}
 MESHES = {
     "data 4": {"mesh": {"data": 4}},
@@ -33,7 +35,7 @@ MESHES = {
 
 
 def test_every_sync_has_a_row():
-    assert kinds.names("sync") == sorted(ROWS)
+    assert kinds.names("sync") == sorted(ROWS.keys() - {OWN})
 
 
 def loss_fn(params, batch, key):
@@ -143,16 +145,14 @@ def by_hand(program, groups, every, steps, optimizer, microbatches=1):
 
 
 @pytest.mark.parametrize(
-    "mesh, microbatches",
+    "name, mesh, microbatches",
     [
-        ("data 4", 1),
-        ("data 4", 2),
-        ("replica 2 x data 2", 1),
-        ("replica 2 x fsdp 2 x tensor 2", 2),
-        ("replica 2 x fsdp 4 zero 2", 1),
+        *itertools.product(DELAYED, ["data 4"], [1, 2]),
+        *itertools.product(DELAYED, ["replica 2 x data 2", "replica 2 x fsdp 4 zero 2"], [1]),
+        *itertools.product(DELAYED, ["replica 2 x fsdp 2 x tensor 2"], [2]),
+        (OWN, "data 4", 1),
     ],
 )
-@pytest.mark.parametrize("name", DELAYED)
 def test_groups_are_those_of_a_loop_written_by_hand(name, mesh, microbatches):
     """With Adam, weighted means, random numbers of each example, and microbatches."""
     adam = optax.adam(3e-3, eps=1e-3)
@@ -169,8 +169,7 @@ def test_groups_are_those_of_a_loop_written_by_hand(name, mesh, microbatches):
 # ---- on the wire --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", DELAYED)
+@pytest.mark.parametrize("name, mesh", [*itertools.product(DELAYED, MESHES), (OWN, "data 4")])
 def test_a_step_sends_nothing_between_groups_and_an_agreement_only_there(name, mesh):
     made = program_of(task(optax.adam(1e-3)), sync={name: ROWS[name]}, **MESHES[mesh])
     axes = set(made.groups.axes)
