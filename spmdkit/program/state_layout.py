@@ -84,14 +84,7 @@ def place_state(
         ConfigError: see `layout.lay_out`.
     """
     zero = config.layout.zero
-    options = layout.LayoutOptions(
-        config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
-        task_rules=tuple((pattern, tuple(dims)) for pattern, dims in task_rules),
-        axes=layout.logical_axes(config.layout.axes),
-        fsdp=config.layout.fsdp,
-        min_shard_bytes=config.layout.min_shard_bytes,
-        replicate_above_bytes=config.layout.replicate_above_bytes,
-    )
+    options = _options(config, task_rules)
     full = layout.lay_out(params, options, sizes)
     layout.check_axes_used(full, sizes)
     stored = [
@@ -127,6 +120,17 @@ def place_state(
         shapes={path: x.shape for path, x in named_leaves(params)},
     )
     return laid_out(table, abstract, mesh, placements)
+
+
+def _options(config: Config, task_rules: Sequence[tuple[str, Sequence[Any]]]) -> layout.LayoutOptions:
+    return layout.LayoutOptions(
+        config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
+        task_rules=tuple((pattern, tuple(dims)) for pattern, dims in task_rules),
+        axes=layout.logical_axes(config.layout.axes),
+        fsdp=config.layout.fsdp,
+        min_shard_bytes=config.layout.min_shard_bytes,
+        replicate_above_bytes=config.layout.replicate_above_bytes,
+    )
 
 
 def laid_out(table: list[LeafPlacement], abstract: TrainState, mesh: Mesh, placements: scope.Placements) -> StateLayout:

@@ -8,11 +8,7 @@ ROOT = Path(__file__).parents[2]
 FILE_LINES, FUNCTION_LINES = 400, 60
 
 LONG_FILES: dict[str, int] = {}
-LONG_FUNCTIONS = {
-    "ops/moe/__init__.py:moe": 129,
-    "plan/roofline.py:predict_time": 81,
-    "program/state_layout.py:place_state": 61,
-}
+LONG_FUNCTIONS: dict[str, int] = {}
 """Those of today, docstrings counted: they may shrink, and are taken out of here when they are short enough."""
 
 

@@ -4,8 +4,8 @@
 
 Experts stand along the mesh axis `expert`, E / e on each device; every other layer treats that axis as data. Their weights may
 be cut over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`: a column and a row product, summed at the end). One
-file each: `router` (which experts, which weight), `capacity` and `dropless` (how tokens get there and back), `experts` (what
-happens there), `load` (how even it is), `rows` (permutations with a gradient that permutes too).
+file each: `mixture` (all of it on one device), `router` (which experts, which weight), `capacity` and `dropless` (how tokens get
+there and back), `experts` (what happens there), `load` (how even it is), `rows` (permutations with a gradient that permutes too).
 
     capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped and
                     add nothing. Static shapes, an all_to_all of the same size in each step.
@@ -40,31 +40,21 @@ Shape suffixes: B examples, T tokens of an example, D width, E experts, K choice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.ops import context
-from spmdkit.ops.collectives import all_gather, all_reduce, axes, axis_index, axis_size, reduce_scatter
+from spmdkit.ops.collectives import axis_size
 from spmdkit.ops.manual import Dims, manual
-from spmdkit.ops.moe.capacity import num_slots, through_slots
-from spmdkit.ops.moe.dropless import through_rows
-from spmdkit.ops.moe.experts import Expert, dims_of, is_dims, mlp
-from spmdkit.ops.moe.load import Load, load_of
-from spmdkit.ops.moe.router import route, token_noise
+from spmdkit.ops.moe.experts import Expert, dims_of, mlp
+from spmdkit.ops.moe.load import Load
+from spmdkit.ops.moe.mixture import GATHERED, Choices, Operands, dims_in, dims_out, mixture
 from spmdkit.step import scope
 from spmdkit.words import nearest
 
 __all__ = ["Load", "mlp", "moe"]
-
-GATHERED = "embed"
-"""The name of dims that are made whole before they are used."""
 
 
 @jax.named_scope(scope.MOE)
@@ -94,18 +84,17 @@ def moe(
 
     Args:
         x_BTD: tokens, cut over (batch, `sequence`).
-        router_DE: the router's weights. Give it a layout rule ["embed", null]. Zeros send every token to experts 0 .. top_k - 1.
-        experts: the experts' weights, each with a first dim E: for `mlp` a dict of up [E, D, F], down [E, F, D] and, for a
-            gated one, gate [E, D, F].
+        router_DE: the router's weights, with a layout rule ["embed", null]. Zeros send every token to experts 0 .. top_k - 1.
+        experts: weights, each with a first dim E: for `mlp` {up [E, D, F], down [E, F, D]} and, if gated, gate [E, D, F].
         top_k: experts of one token.
         capacity: places of an expert over the mean number of choices; None: as many as are wanted, and nothing is dropped.
         expert: `(weights of one expert, tokens [N, D][, product]) -> [N, D]`, each token by itself; see `moe.experts`.
-        dims: names of the dims of `experts`, a tree prefix like it; known for `mlp`. `embed` dims arrive whole, others as shards.
+        dims: names of the dims of `experts`, a tree prefix; known for `mlp`. `embed` dims arrive whole, others as shards.
         router_dims: names of the dims of the router. Write (None, None) where it is whole already, inside of `sk.manual`.
         sequence: the name of what cuts T: `norm_sequence` (context and tensor), `sequence` (context) or None.
-        positions: int32 [B, T] or [T], each token's place in its example, each once; default 0 .. T - 1 in the order of T, or in
-            that of `sk.context_order` if the model has called it, which costs no wire.
-        where_BT: bool, False for tokens that are padding: they go nowhere, take no place and are in no statistic.
+        positions: int32 [B, T] or [T], each token's place in its example, each once; default 0 .. T - 1 in the order of T, or
+            in that of `sk.context_order` if the model has called it, which costs no wire.
+        where_BT: bool, False for padding: these tokens go nowhere, take no place and are in no statistic.
         score: what the weights are made of. With `sigmoid`, experts are scored one by one (DeepSeek-V3).
         normalise: divide the weights of one token by their sum; default where `top_k` is above 1.
         priority: who gets the places: tokens in order, or the largest weights first (V-MoE).
@@ -118,115 +107,24 @@ def moe(
     Raises:
         ConfigError: arguments that do not fit each other, or experts that the mesh axis does not divide.
     """
-    num_experts = router_DE.shape[-1]
-    positions = None if positions is None else jnp.asarray(positions, jnp.int32)
-    if normalise is None:
-        normalise = top_k > 1
+    normalise = top_k > 1 if normalise is None else normalise
     _check(x_BTD, router_DE, top_k, capacity, score, normalise, priority, noise, keys_B)
     dims = dims_of(experts, dims)
-    _check_experts(experts, dims, num_experts)
-    own = _own_axes(dims)
-    key_data = impl = None
-    if keys_B is not None:
-        key_data, impl = jax.random.key_data(keys_B), jax.random.key_impl(keys_B)
-
-    def mixed(
-        x_BTD: jax.Array,
-        router_DE: jax.Array,
-        experts: Any,
-        positions: jax.Array | None,
-        where_BT: jax.Array | None,
-        bias_E: jax.Array | None,
-        key_data: jax.Array | None,
-    ) -> tuple[jax.Array, Load]:
-        cut = () if sequence is None else axes(sequence)
-        num_tokens = x_BTD.shape[1] * axis_size(cut)
-        order_T = _order(num_tokens, cut)
-        noise_BTE = None
-        if key_data is not None:
-            at = positions
-            if at is None:
-                at = lax.dynamic_slice_in_dim(order_T, axis_index(cut) * x_BTD.shape[1], x_BTD.shape[1])
-            at_BT = jnp.broadcast_to(at, x_BTD.shape[:2])
-            noise_BTE = noise * token_noise(key_data, impl, at_BT, num_experts)
-        differs = sorted(compat.varying_axes(x_BTD))
-        routing = route(
-            x_BTD,
-            _whole(router_DE, router_dims, differs),
-            top_k=top_k,
-            score=score,
-            normalise=normalise,
-            bias_E=bias_E,
-            noise_BTE=noise_BTE,
-            where_BT=where_BT,
-        )
-        slots = None if capacity is None else num_slots(capacity, top_k, num_tokens, num_experts)
-        weights = jax.tree.map(lambda d, w: _whole(w, d, differs), dims, experts, is_leaf=is_dims)
-        if slots is not None:
-            y_BTD = through_slots(
-                x_BTD,
-                routing,
-                order_T if positions is None else all_gather(positions, cut, positions.ndim - 1),
-                weights,
-                expert,
-                slots=slots,
-                by_weight=priority == "weight",
-                sequence=cut,
-                slot_axes=tuple(a for a in cut if a not in own),
-            )
-            y_BTD = reduce_scatter(y_BTD, cut, 1)
-        else:
-            both = tuple(a for a in cut if a in own)
-            y_BTD = reduce_scatter(through_rows(x_BTD, routing, weights, expert, over=both), both, 1)
-        y_BTD = all_reduce(y_BTD, tuple(a for a in own if a not in cut))
-        return y_BTD, load_of(routing, where_BT, slots, cut)
-
-    tokens = ("batch", sequence)
-    at = None if positions is None else tokens[2 - positions.ndim :]
-    per_example: Any = ("batch",)
-    return manual(
-        mixed,
-        in_dims=[
-            (*tokens, None),
-            router_dims,
-            dims,
-            at,
-            None if where_BT is None else tokens,
-            None if bias_E is None else (None,),
-            None if key_data is None else ("batch",),
-        ],
-        out_dims=((*tokens, None), Load(*[per_example] * len(Load._fields))),
-    )(x_BTD, router_DE, experts, positions, where_BT, bias_E, key_data)
+    _check_experts(experts, dims, router_DE.shape[-1])
+    keys, impl = (None, None) if keys_B is None else (jax.random.key_data(keys_B), jax.random.key_impl(keys_B))
+    choices = Choices(top_k, capacity, expert, dims, router_dims, sequence, score, normalise, priority, noise, impl)
+    return _mixed(choices, Operands(x_BTD, router_DE, experts, positions, where_BT, bias_E, keys))
 
 
-def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
-    """Returns a weight with its `embed` dims gathered, typed as varying along `differs`, over which tokens differ.
+def _mixed(choices: Choices, given: Operands) -> tuple[jax.Array, Load]:
+    if given.positions is not None:
+        given = given._replace(positions=jnp.asarray(given.positions, jnp.int32))
 
-    Typed before it is gathered, so that its gradient is scattered first and added along `differs` as a shard. The other way
-    round, which is what JAX does by itself, the gathered gradient is added: fsdp times the bytes.
-    """
-    weight = compat.as_varying(weight, differs)
-    for i, name in enumerate(dims):
-        if name == GATHERED:
-            weight = all_gather(weight, name, i)
-    return weight
+    def mixed(*shards: Any) -> tuple[jax.Array, Load]:
+        return mixture(choices, Operands(*shards))
 
-
-def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
-    """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model called that."""
-    positions_T = np.arange(num_tokens, dtype=np.int32)
-    num = axis_size("sequence")
-    is_reordered = scope.current().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
-    if num > 1 and is_reordered and context.order() == "zigzag":
-        parts = np.split(positions_T, 2 * num)
-        positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])
-    return jnp.asarray(positions_T)
-
-
-def _own_axes(dims: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that cut one expert's weights while they are used: results are parts of a sum along them."""
-    names = {n for d in jax.tree.leaves(dims, is_leaf=is_dims) for n in d if n not in (None, GATHERED, "expert")}
-    return axes(*sorted(names))
+    found: tuple[jax.Array, Load] = manual(mixed, in_dims=dims_in(choices, given), out_dims=dims_out(choices))(*given)
+    return found
 
 
 # ---- what does not fit -------------------------------------------------------------------------------------------------

@@ -1,0 +1,172 @@
+"""What one instruction of a compiled program costs: FLOPs of its products, bytes that it moves through main memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from spmdkit.plan.flops import valid_pairs
+from spmdkit.plan.hlo.text import Computation, Instruction, Module
+
+_SLICES = ("dynamic-slice", "gather", "slice")
+_KERNEL_COST = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
+"""What a kernel says of itself, in the text of the program (`spmdkit/ops/kernel.py` writes it)."""
+_FLOATS = ("bf16", "f16", "f32")
+
+
+class Costs:
+    """FLOPs of products and bytes of main memory of each instruction, once."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._flops_of: dict[str, dict[tuple[str, int], float]] = {}
+        self._reads_of: dict[str, dict[int, int]] = {}
+
+    def flops(self, i: Instruction) -> dict[tuple[str, int], float]:
+        """Returns (dtype, passes) -> FLOPs of the products of an instruction, those of a fusion inside it."""
+        if i.opcode in ("dot", "convolution"):
+            computation = self._module.computations[i.computation]
+            operands = [computation.operand(i, n) for n in (0, 1)]
+            if any(o is None for o in operands):
+                return {}
+            found = _dot(i, operands) if i.opcode == "dot" else _convolution(i, operands)
+            return {(operands[0].shapes[0].dtype, _passes(i)): found}  # type: ignore[union-attr]
+        if i.opcode == "fusion":
+            return self._fused(i.called["calls"][0])
+        if i.opcode == "custom-call" and (cost := _KERNEL_COST.search(i.attributes)):
+            computation = self._module.computations[i.computation]
+            made = [o for n in range(len(i.operands)) if (o := computation.operand(i, n)) is not None]
+            dtypes = [o.shapes[0].dtype for o in made if o.shapes and o.shapes[0].dtype in _FLOATS]
+            return {(dtypes[0] if dtypes else "f32", 1): float(cost[1])}
+        return {}
+
+    def _fused(self, name: str) -> dict[tuple[str, int], float]:
+        if name not in self._flops_of:
+            total: dict[tuple[str, int], float] = defaultdict(float)
+            for inner in self._module.computations[name].instructions:
+                for key, flops in self.flops(inner).items():
+                    total[key] += flops
+            self._flops_of[name] = dict(total)
+        return self._flops_of[name]
+
+    def bytes(self, i: Instruction) -> int:
+        """Returns the bytes that an instruction moves between main memory and the chip."""
+        computation = self._module.computations[i.computation]
+        operands = [computation.operand(i, n) for n in range(len(i.operands))]
+        written = _in_memory(i)
+        if i.opcode in _SLICES:
+            return 2 * written
+        if i.opcode == "dynamic-update-slice":
+            return 2 * _in_memory(operands[1]) if len(operands) > 1 and operands[1] is not None else written
+        if i.opcode == "fusion":
+            inner = self._module.computations[i.called["calls"][0]]
+            reads = self._reads(inner)
+            total = min(written, _update_bytes(inner, inner.root, written))
+            for n, operand in enumerate(operands):
+                if operand is not None:
+                    total += min(_in_memory(operand), reads.get(n, 2**62))
+            return total
+        if i.opcode.endswith("-start"):  # (operand, result, context)
+            return 2 * min((s.bytes for s in i.shapes[:2]), default=0)
+        return written + sum(_in_memory(operand) for operand in operands if operand is not None)
+
+    def _reads(self, fused: Computation) -> dict[int, int]:
+        """Returns number of a parameter -> bytes read of it, for those of which only slices are read."""
+        if fused.name not in self._reads_of:
+            found: dict[int, int] = {}
+            for i in fused.instructions:
+                if i.opcode == "parameter" and (bytes_read := _slices_of(fused, i)) is not None:
+                    found[int(i.text)] = bytes_read
+            self._reads_of[fused.name] = found
+        return self._reads_of[fused.name]
+
+
+def _slices_of(fused: Computation, i: Instruction, depth: int = 0) -> int | None:
+    """Returns the bytes of the slices through which alone an array is read in a fusion; None where it is read whole."""
+    total = 0
+    for user in fused.users[i.name]:
+        if user.opcode in _SLICES and user.operands[0] == i.name:
+            total += user.bytes
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == i.name:
+            update = fused.operand(user, 1)
+            total += update.bytes if update is not None else user.bytes
+        elif _is_same(user, i) and depth < 8:
+            inner = _slices_of(fused, user, depth + 1)
+            if inner is None:
+                return None
+            total += inner
+        else:
+            return None
+    return total
+
+
+def _update_bytes(fused: Computation, root: Instruction, whole: int) -> int:
+    """Returns the bytes that a fusion writes: of an update in place, the update; of several results, each one's."""
+    if root.opcode == "tuple":
+        results = [fused.operand(root, n) for n in range(len(root.operands))]
+        return sum(_update_bytes(fused, result, _in_memory(result)) for result in results if result is not None)
+    while root.opcode in ("bitcast", "reshape") and (source := fused.operand(root)) is not None:
+        root = source
+    if root.opcode == "dynamic-update-slice" and (update := fused.operand(root, 1)) is not None:
+        return update.bytes
+    return whole
+
+
+def _is_same(user: Instruction, of: Instruction) -> bool:
+    """Returns whether an operation in a fusion only gives an array another form (an inner fusion of one array: a bitcast for the compiler's tiles)."""
+    if user.opcode == "fusion":
+        return len(user.operands) == 1 and len(user.shapes) == 1 and user.bytes == of.bytes
+    return user.opcode in ("bitcast", "reshape")
+
+
+def _in_memory(i: Instruction | None) -> int:
+    """Returns the bytes of a result in the device's main memory (on TPU, space 1 is on the chip)."""
+    return 0 if i is None else sum(s.padded_bytes for s in i.shapes if s.space == 0)
+
+
+def _dot(i: Instruction, operands: Sequence[Any]) -> float:
+    lhs = operands[0].shapes[0].dims
+    contracted = [int(n) for n in (i.attribute("lhs_contracting_dims") or "").split(",") if n]
+    return 2.0 * i.shapes[0].size * math.prod(lhs[n] for n in contracted)
+
+
+def _passes(i: Instruction) -> int:
+    """Returns how many bfloat16 passes a TPU makes of a product: six at the highest precision, three at a high one."""
+    found = re.search(r"operand_precision=\{(\w+),(\w+)\}", i.attributes)
+    return {"highest": 6, "high": 3}.get(found[1], 1) if found else 1
+
+
+def _convolution(i: Instruction, operands: Sequence[Any]) -> float:
+    """Returns 2 x multiply-adds of a convolution; the TPU compiler writes every product as one."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    if labels is None:
+        return 0.0
+    lhs, rhs, out = operands[0].shapes[0].dims, operands[1].shapes[0].dims, i.shapes[0].dims
+    window = _window(i)
+    pairs = 1.0
+    spatial = [c for c in labels[3] if c.isdigit()]
+    for c in spatial:
+        n = int(c)
+        pairs *= valid_pairs(
+            size=lhs[labels[1].index(c)],
+            window=rhs[labels[2].index(c)],
+            out=out[labels[3].index(c)],
+            stride=window.get("stride", {}).get(n, 1),
+            low=window.get("pad", {}).get(n, 0),
+            lhs_dilation=window.get("lhs_dilate", {}).get(n, 1),
+            rhs_dilation=window.get("rhs_dilate", {}).get(n, 1),
+        )
+    outer = math.prod(n for n, c in zip(out, labels[3], strict=True) if not c.isdigit())
+    return 2.0 * outer * rhs[labels[2].index("i")] * pairs
+
+
+def _window(i: Instruction) -> dict[str, dict[int, int]]:
+    """Returns `pad`, `stride`, `lhs_dilate`, `rhs_dilate` -> dim -> number (of a padding: the low side)."""
+    text = re.search(r"window=\{([^}]*)\}", i.attributes)
+    found: dict[str, dict[int, int]] = {}
+    for key, value in re.findall(r"(\w+)=([\w\-]+)", text[1] if text else ""):
+        found[key] = {n: int(part.split("_")[0]) for n, part in enumerate(value.split("x"))}
+    return found
