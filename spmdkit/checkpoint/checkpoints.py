@@ -14,19 +14,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
-import numpy as np
-
 from spmdkit import files
-from spmdkit.checkpoint import leaves, retention
+from spmdkit.checkpoint import leaves, restoring, retention
 from spmdkit.checkpoint import record as records
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
-from spmdkit.tree import named_leaves
 from spmdkit.words import format_bytes
 
 if TYPE_CHECKING:
@@ -334,64 +330,8 @@ class Checkpoints:
         memory kind or number of processes wrote it.
 
         Raises:
-            CheckpointError: no such step; another model (paths, shapes or dtypes differ); damaged files.
+            CheckpointError: no such step; another model (paths, shapes or dtypes differ).
+            DamagedError: it is not as it was written.
         """
         self._join()
-        found = records.read_record(self.directory, step)
-        table = leaves.leaf_table(abstract_state)
-        unread = [path for path in found.leaves if path.startswith(optional) and path not in table]
-        self._check_fits(found, table, unread)
-        records.check_files(self.directory, found)
-        asked = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]
-        from spmdkit.checkpoint import storage
-
-        tree = leaves.nest({path: leaf for path, leaf in asked if leaf.size})
-        try:
-            loaded = storage.load(self._orbax(), self.directory / str(step), tree, partial=bool(unread))
-        except MemoryError:
-            raise
-        except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise
-            raise records.damaged(self.directory, step, records.first_line(_root_cause(error))) from error
-        arrays = [leaves.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in asked]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
-
-    def _check_fits(self, found: records.Record, asked: leaves.LeafTable, unread: Sequence[str]) -> None:
-        saved = {path: leaf for path, leaf in found.leaves.items() if path not in unread}
-        lines = leaves.differences(saved, asked)
-        if not lines:
-            return
-        shown = "".join(f"\n  {line}" for line in lines[: leaves.SHOWN_DIFFERENCES])
-        more = f"\n  and {len(lines) - leaves.SHOWN_DIFFERENCES} more" if len(lines) > leaves.SHOWN_DIFFERENCES else ""
-        raise CheckpointError(
-            f"restoring {self.directory / str(found.step)} into this task's state: {len(lines)} {'leaf differs' if len(lines) == 1 else 'leaves differ'} "
-            f"(saved {len(found.leaves)}, asked {len(asked)}).{shown}{more}\n"
-            "A checkpoint fits only the model, optimizer and precision that it was saved with; the mesh and the "
-            "placement may change. Go back to the config that wrote it (it is in the checkpoint's record), or set "
-            "run_dir to a new folder to start anew."
-        )
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the abstract leaf with a sharding: this process's first device where none was asked for."""
-    if leaf.sharding is not None:
-        return leaf
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-
-
-def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns the array without elements that `leaf` describes."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.split(jax.random.key(0), leaf.shape), leaf.sharding)
-    return jax.make_array_from_callback(
-        leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index]
-    )
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """Returns the innermost cause: orbax wraps what tensorstore said in a line of its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+        return restoring.restore(self._orbax(), self.directory, step, abstract_state, optional)

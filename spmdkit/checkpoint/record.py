@@ -125,8 +125,18 @@ def _entry_names(directory: Path) -> list[str]:
         return []
 
 
+def is_step_name(name: str) -> bool:
+    """Returns whether a folder of this name would be a step."""
+    return _STEP_NAME.fullmatch(name) is not None
+
+
 def _is_step(path: Path) -> bool:
-    return _STEP_NAME.fullmatch(path.name) is not None and (path / RECORD_FILE).is_file()
+    if not is_step_name(path.name):
+        return False
+    try:
+        return (path / RECORD_FILE).is_file()
+    except OSError:  # a folder that may not be entered: it has a step's name, and whoever reads it is told
+        return True
 
 
 def read_record(directory: Path, step: int) -> Record:

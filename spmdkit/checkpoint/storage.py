@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
 from spmdkit.checkpoint.record import STATE_FOLDER
@@ -96,7 +97,8 @@ def load(
 ) -> dict[str, Any]:
     """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step (`partial`: of a part)."""
     args = ocp.args.PyTreeRestore(item=tree, restore_args=construct_restore_args(tree), partial_restore=partial)
-    restored = checkpointer.restore(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: args}))
+    # Not `checkpointer.restore`, which ends in a barrier: where one process finds damage, the others must not wait there.
+    restored = checkpointer.handler.restore(epath.Path(folder), args=ocp.args.Composite(**{STATE_FOLDER: args}))
     loaded: dict[str, Any] = restored[STATE_FOLDER]
     return loaded
 

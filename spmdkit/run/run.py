@@ -12,7 +12,7 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
 from spmdkit.program.program import Program
-from spmdkit.program.restoring import restored
 from spmdkit.report.run import write_report
-from spmdkit.run import hooks
+from spmdkit.run import coming_back, hooks
 from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
@@ -129,42 +128,58 @@ class Run:
     # ---- begin -------------------------------------------------------------------------------------------------------
 
     def restore_or_init(self) -> TrainState:
-        """Returns the newest saved state, or a new one, and opens the records at that step.
+        """Returns the newest saved state that is not damaged, or a new one, and opens the records at that step.
 
         Raises:
             ConfigError: the directory holds a run that would see other examples.
-            CheckpointError: the newest checkpoint is damaged or of another model.
+            CheckpointError: all checkpoints are damaged, or gone; or the newest is of another model.
         """
-        latest = self._latest_for_all()
-        if latest is None:
+        found = None
+        if self.checkpoints is not None:
+            found = coming_back.newest_good(self.cluster, self.checkpoints, self.program)
+        where = {"mesh": describe_mesh(self.program.sizes), "form": self.program.form}
+        if found is None:
+            if self.checkpoints is not None:
+                coming_back.refuse_if_lost(self.cluster, self.checkpoints, self.directory)
+            lines = coming_back.keep_old_records(self.directory) if self.cluster.is_main else []
             self._open_records(0)
-            self.events.write("started", step=0, mesh=describe_mesh(self.program.sizes), form=self.program.form)
+            self._set_aside({}, lines, 0)
+            self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
             return self.program.init()
-        state, record, lines = self._restored(latest)
-        self._check_same_run(record, latest)
-        self.first_step = latest + 1
-        self._open_records(latest)
-        self.events.write("restored", step=latest, mesh=describe_mesh(self.program.sizes), form=self.program.form)
-        self._mark = note_running(self, latest)
-        for line in lines:
-            self.message(line)
-        self._note_randomness(record, latest)
-        ended = record.get("finished")
+        self._take(found)
+        self._check_same_run(found.record, found.step)
+        self.first_step = found.step + 1
+        self._open_records(found.step)
+        self._set_aside(found.wrong, found.lines, found.step)
+        self.events.write("restored", step=found.step, **where)
+        self._mark = note_running(self, found.step)
+        self._note_randomness(found.record, found.step)
+        ended = found.record.get("finished")
         if ended is not None and ended["steps"] == self.config.steps:
             self.finished = ended["why"]
-        return state
+        return found.state
 
-    def _restored(self, step: int) -> tuple[TrainState, dict[str, Any], list[str]]:
-        """Returns (state, record, lines for the user) of a saved step, and gives the schedule and the hooks what was saved of them."""
-        assert self.checkpoints is not None
-        state, record, lines = restored(self.checkpoints, step, self.program)
-        self.program.skip_batches([tuple(pair) for pair in record.get("skipped_batches", [])])
-        self.program.ledgers[0].restore(record.get("left_out_rows", []))
-        for name in self.due.restore(record.get("hooks", {})):
-            self.events.write("hook is gone", step=step, hook=name)
-        self.step = self.saved_at_step = step
-        return state, record, lines
+    def _take(self, found: coming_back.Found) -> None:
+        """Gives the schedule and the hooks what was saved of them."""
+        self.program.skip_batches([tuple(pair) for pair in found.record.get("skipped_batches", [])])
+        self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
+        for name in self.due.restore(found.record.get("hooks", {})):
+            self.events.write("hook is gone", step=found.step, hook=name)
+        self.step = self.saved_at_step = found.step
+
+    def _set_aside(self, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
+        """Renames the checkpoints that are damaged, and tells the user."""
+        if self.checkpoints is not None:
+            for moved in coming_back.set_aside(self.cluster, self.checkpoints, wrong):
+                self.events.write("set aside", **moved)
+                self.message(
+                    f"checkpoint {moved['name']} is damaged: {moved['why']}. It is kept as {self.checkpoints.directory / moved['renamed']}"
+                )
+        for line in lines:
+            self.message(line)
+        if wrong:
+            self.message(f"going on from step {step}, the newest checkpoint that is as it was written")
 
     def go_back(self, to_step: int | None, skip_batches: int) -> TrainState:
         """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
@@ -178,10 +193,11 @@ class Run:
         epoch = self.due.went_back()
         self.flying.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
-        target = 0
+        target, found = 0, None
         if self.checkpoints is not None:
             self.events_of(self.checkpoints.wait())
-            target = latest_for_all(self.cluster, self.checkpoints, f" {epoch}", to_step) or 0
+            found = coming_back.newest_good(self.cluster, self.checkpoints, self.program, f" {epoch}", to_step)
+            target = found.step if found else 0
             newest = latest_for_all(self.cluster, self.checkpoints, f" of all {epoch}")
             if not target and newest is not None and to_step != 0:
                 raise UserCodeError(
@@ -189,11 +205,13 @@ class Run:
                     f"that step or before. Raise checkpoint.keep ({self.config.checkpoint.keep if self.config.checkpoint else 0}), or go back "
                     "less far; sk.Rollback(0) starts anew."
                 )
+            self._set_aside(found.wrong if found else {}, (), target)
             self.cluster.barrier("before going back")
             self.checkpoints.forget_after(target)
             self.cluster.barrier("went back")
-        if target:
-            state, *_ = self._restored(target)
+        if found is not None:
+            state = found.state
+            self._take(found)
         else:
             state = self.program.init()
             self.program.skip_batches([])
@@ -219,9 +237,6 @@ class Run:
                 f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
                 "continues differently from here, dropout and noise are not what they would have been"
             )
-
-    def _latest_for_all(self) -> int | None:
-        return None if self.checkpoints is None else latest_for_all(self.cluster, self.checkpoints)
 
     def _check_same_run(self, record: dict[str, Any], step: int) -> None:
         before = record.get("settings", {})

@@ -80,12 +80,12 @@ def change_every_byte(folder):
 
 
 DAMAGE = {
-    "a truncated file": (truncate, ("state/", "were written (1 of ")),
+    "a truncated file": (truncate, ("2: state/", "were written (1 of ")),
     "a file that is gone": (lambda folder: array_file(folder).unlink(), ("state/", "is missing (1 of ")),
     "bytes that have changed": (change_every_byte, ()),
     "a record that is no record": (
         lambda folder: (folder.path / "run/checkpoints/2/record.json").write_text("{"),
-        "record.json cannot be read",
+        "2: record.json cannot be read",
     ),
 }
 
@@ -95,14 +95,15 @@ def test_a_damaged_checkpoint_is_told_and_not_replaced_by_a_new_start(name, fold
     damage, found = DAMAGE[name]
     damage(folder)
     folder.write()
-    folder.fails(79, Says("is damaged", found, "no earlier step", repair="run/checkpoints/2 to start anew"))
+    folder.fails(79, Says("is damaged", found, repair="set run_dir to a new folder to start anew"))
 
 
-def test_a_foreign_folder_in_the_place_of_a_checkpoint(folder):
+def test_a_foreign_folder_in_the_place_of_a_checkpoint_is_kept_beside_it(folder):
     (folder.path / "run/checkpoints/4").mkdir()
     (folder.path / "run/checkpoints/4/notes.txt").write_text("mine")
     folder.write()
-    folder.fails(74, Says(asked="saving step 4 to", found="run/checkpoints/4."), may_train=True)
+    assert folder.leaves("train", "run.yaml") == 0
+    assert (folder.path / "run/checkpoints/4.damaged/notes.txt").read_text() == "mine"
 
 
 def test_a_file_in_the_place_of_the_checkpoints(folder):

@@ -12,6 +12,7 @@ import pytest
 import spmdkit as sk
 from spmdkit import checkpoint
 from spmdkit.checkpoint import Checkpoints
+from spmdkit.checkpoint.record import read_record, write_record
 from spmdkit.cluster import environment, join
 from spmdkit.errors import CheckpointWriteError, NonFiniteError
 from spmdkit.program.program import Program
@@ -193,10 +194,10 @@ def test_a_checkpoint_of_other_random_keys_says_that_randomness_continues_differ
     train(make(5), make_task())
     train(make(10), make_task())
     assert "randomness" not in capfd.readouterr().err + str([e["event"] for e in lines(tmp_path, "events.jsonl")])
-    path = tmp_path / "run/checkpoints/10/record.json"
-    record = json.loads(path.read_text())
-    assert record["record"].pop("randomness") == {"version": 2, "impl": "threefry2x32"}
-    path.write_text(json.dumps(record))  # as it was written before keys hung below tags
+    folder = tmp_path / "run/checkpoints"
+    record = read_record(folder, 10)
+    assert record.user.pop("randomness") == {"version": 2, "impl": "threefry2x32"}
+    write_record(folder / "10", record)  # as it was before keys hung below tags
     result = train(make(15), make_task())
     assert int(result.state.step) == 15
     printed = capfd.readouterr()

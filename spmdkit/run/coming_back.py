@@ -1,0 +1,147 @@
+"""Where a run goes on: the newest checkpoint that is as it was written, the same on every process; what is damaged is set aside and said.
+
+A checkpoint is looked at twice: its record and its files by process 0, before anybody reads it, and the bytes of its arrays by whoever reads
+them. Damage that one process finds is damage to all. Nothing is renamed before a good one is found and belongs to this run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmdkit.checkpoint import Checkpoints, damage
+from spmdkit.cluster import Cluster
+from spmdkit.errors import CheckpointError, DamagedError
+from spmdkit.metrics import read_lines
+from spmdkit.program.program import Program
+from spmdkit.program.restoring import restored
+from spmdkit.step.state import TrainState
+
+RECORDS = ("metrics.jsonl", "counts.jsonl")
+
+
+class Found(NamedTuple):
+    """A checkpoint that was restored. `wrong`: what is wrong with the newer ones, which were passed over; `lines` are for the user."""
+
+    step: int
+    state: TrainState
+    record: dict[str, Any]
+    lines: list[str]
+    wrong: dict[str, str]
+
+
+def newest_good(
+    cluster: Cluster, checkpoints: Checkpoints, program: Program, question: str = "", most: int | None = None
+) -> Found | None:
+    """Returns the newest checkpoint up to `most` that can be restored, None where there is no checkpoint.
+
+    Args:
+        question: another text each time that processes ask.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged; or one is of another model.
+    """
+    directory, wrong = checkpoints.directory, dict[int, str]()
+    while True:
+
+        def choose(wrong: dict[int, str] = wrong) -> dict[str, Any]:
+            step, found = damage.newest_sound(directory, most, wrong)
+            return {"step": step, "wrong": wrong | found}
+
+        told = _of_main(cluster, f"checkpoint{question}/{len(wrong)}", choose)
+        wrong |= {int(step): why for step, why in told["wrong"].items()}
+        step = told["step"]
+        if step is None:
+            break
+        why, found = "", None
+        try:
+            found = restored(checkpoints, step, program)
+        except DamagedError as error:
+            why = error.found
+        why = next(filter(None, _of_all(cluster, f"restored{question}/{len(wrong)}", why)), "")
+        if not why and found is not None:
+            return Found(step, *found, {str(newer): what for newer, what in wrong.items()})
+        wrong[step] = why
+    if wrong:
+        raise damage.none_left(directory, {str(step): why for step, why in wrong.items()})
+    return None
+
+
+def set_aside(cluster: Cluster, checkpoints: Checkpoints, wrong: Mapping[str, str]) -> list[dict[str, str]]:
+    """Renames what is damaged, and what has a step's name and is none; returns {"name", "renamed", "why"} of each. On process 0."""
+    if not cluster.is_main:
+        return []
+    every = damage.without_record(checkpoints.directory) | dict(wrong)
+    rename = lambda name: damage.set_aside(checkpoints.directory, name)
+    return [{"name": name, "renamed": rename(name), "why": why} for name, why in every.items()]
+
+
+def refuse_if_lost(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
+    """Raises CheckpointError where a run has trained and saved here, and its checkpoints are gone: it would start over without a word.
+
+    Whoever wants that moves metrics.jsonl away.
+    """
+
+    def found() -> str:
+        last = _last_step(run_dir / "metrics.jsonl")
+        events = read_lines(run_dir / "events.jsonl")
+        saved = [
+            event["step"] for event in events if event.get("event") == "saved" and isinstance(event.get("step"), int)
+        ]
+        if not last or (events and not saved):
+            return ""
+        left = damage.without_record(checkpoints.directory)
+        beside = f" but {', '.join(left)} without a record" if left else ""
+        newest = f", and step {saved[-1]} was saved" if saved else ""
+        return (
+            f"{checkpoints.directory} holds no checkpoint{beside}; a run was trained here up to step {last} (metrics.jsonl){newest}. A run never "
+            f"starts over without a word. Bring the folder back (is its disk mounted?), or, to start anew, move {run_dir / 'metrics.jsonl'} away "
+            "or set run_dir to a new folder."
+        )
+
+    if text := _of_main(cluster, "checkpoints lost", found):
+        raise CheckpointError(text)
+
+
+def keep_old_records(run_dir: Path) -> list[str]:
+    """Renames the metrics of a run that was never saved, so that starting anew does not empty them; returns a line for the user of each."""
+    lines = []
+    for name in RECORDS:
+        path = run_dir / name
+        if last := _last_step(path):
+            number = next(n for n in range(1, 10**9) if not path.with_suffix(f".{n}.jsonl").exists())
+            kept = path.rename(path.with_suffix(f".{number}.jsonl"))
+            lines.append(
+                f"note: {name} was of a run up to step {last} that has no checkpoint; it is kept as {kept.name}"
+            )
+    return lines
+
+
+def _last_step(path: Path) -> int:
+    return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
+
+
+def _of_main(cluster: Cluster, key: str, make: Callable[[], Any]) -> Any:
+    """Returns on every process what `make` returns on process 0, as JSON; an error of ours that it raises is raised everywhere."""
+    if cluster.num_processes == 1:
+        return make()
+    if cluster.is_main:
+        try:
+            value = {"value": make()}
+        except CheckpointError as error:
+            value = {"error": str(error)}
+        cluster.put(key, json.dumps(value))
+    told = json.loads(cluster.get(key))
+    if "error" in told:
+        raise CheckpointError(told["error"])
+    return told["value"]
+
+
+def _of_all(cluster: Cluster, key: str, mine: str) -> list[str]:
+    """Returns what each process says, in their order."""
+    if cluster.num_processes == 1:
+        return [mine]
+    cluster.put(f"{key}/{cluster.process_index}", json.dumps(mine))
+    return [json.loads(cluster.get(f"{key}/{process}")) for process in range(cluster.num_processes)]

@@ -1,0 +1,152 @@
+"""Where a run goes on: from the newest checkpoint that is as it was written; never from an older one, or from the start, without a word."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from spmdkit.checkpoint import ls
+from spmdkit.errors import CheckpointError, ConfigError
+from tests.support.small_runs import events, steps, train
+
+STEP_20 = "run/checkpoints/20"
+
+
+def biggest(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def flip_every_array(folder):
+    for path in (folder / "state").rglob("d/*"):
+        flip(path)
+
+
+def truncate(folder):
+    path = biggest(folder / "state")
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose_a_file(folder):
+    (folder / "state" / "_METADATA").unlink()
+
+
+def lose_the_record(folder):
+    (folder / "record.json").unlink()
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def garble_the_record(folder):
+    (folder / "record.json").write_text("[" * 100_000)
+
+
+@pytest.fixture(scope="module")
+def twenty(tmp_path_factory):
+    """A run of 20 steps, to be copied, and the parameters after 30 that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("twenty")
+    train(folder)
+    whole = tmp_path_factory.mktemp("whole")
+    shutil.copytree(folder / "run", whole / "run")
+    return folder, np.asarray(train(whole, steps=30).state.params["w"])
+
+
+@pytest.fixture
+def saved(twenty, tmp_path):
+    shutil.copytree(twenty[0] / "run", tmp_path / "run")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip_every_array, truncate, lose_a_file, lose_the_record, empty, garble_the_record],
+    ids=lambda f: f.__name__,
+)
+def test_a_damaged_newest_checkpoint_is_said_set_aside_and_the_one_before_is_used(saved, twenty, damage, capsys):
+    damage(saved / STEP_20)
+    result = train(saved, steps=30)
+    out = capsys.readouterr().out
+    assert "checkpoint 20 is damaged" in out and "20.damaged" in out, out
+    assert [(e["name"], e["renamed"]) for e in events(saved, "set aside")] == [("20", "20.damaged")]
+    assert events(saved, "restored")[-1]["step"] == 15
+    assert (saved / "run/checkpoints/20.damaged").is_dir()
+    assert [row["step"] for row in ls(saved / "run/checkpoints")] == [20, 25, 30]
+    assert steps(saved) == [1, 5, 10, 15, 20, 25, 30]
+    assert np.array_equal(result.state.params["w"], twenty[1])
+
+
+def test_damage_of_the_same_step_again_is_kept_beside_the_first(saved):
+    for name in ("20.damaged", "20.damaged.2"):
+        lose_a_file(saved / STEP_20)
+        train(saved)
+        assert (saved / "run/checkpoints" / name).is_dir()
+
+
+def test_a_folder_that_would_stand_in_the_way_of_a_later_save_is_set_aside_at_the_start(saved, capsys):
+    (saved / "run/checkpoints/30").mkdir()
+    train(saved, steps=30)
+    assert "checkpoint 30 is damaged: it has no record.json" in capsys.readouterr().out
+    assert (saved / "run/checkpoints/30.damaged").is_dir()
+    assert events(saved, "restored")[-1]["step"] == 20
+
+
+def test_where_all_checkpoints_are_damaged_the_run_ends_with_the_list_and_touches_nothing(saved):
+    folders = sorted((saved / "run/checkpoints").iterdir())
+    for folder in folders:
+        flip_every_array(folder)
+    before = (saved / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(
+        CheckpointError, match=r"every checkpoint .* is damaged:\n  20: .*\n  15: .*\n  10: .*\n.*run_dir"
+    ) as raised:
+        train(saved)
+    assert raised.value.exit_code == 79
+    assert sorted((saved / "run/checkpoints").iterdir()) == folders
+    assert (saved / "run/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("gone", ["the folder", "its content", "the records"])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(saved, gone):
+    before = (saved / "run/metrics.jsonl").read_bytes()
+    if gone == "the records":
+        for path in (saved / "run/checkpoints").glob("*/record.json"):
+            path.unlink()
+    else:
+        shutil.rmtree(saved / "run/checkpoints")
+    if gone == "its content":
+        (saved / "run/checkpoints").mkdir()
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint.* up to step 20 .*Bring the folder back .*move .*metrics.jsonl away or set run_dir",
+    ):
+        train(saved)
+    assert (saved / "run/metrics.jsonl").read_bytes() == before
+    (saved / "run/metrics.jsonl").rename(saved / "old.jsonl")
+    train(saved)
+    assert events(saved, "started")[-1]["step"] == 0 and steps(saved) == [1, 5, 10, 15, 20]
+
+
+def test_a_run_that_was_never_saved_starts_anew_and_keeps_what_it_had_written(tmp_path, capsys):
+    train(tmp_path, checkpoint=None)
+    first = (tmp_path / "run/metrics.jsonl").read_bytes()
+    for number in (1, 2):
+        train(tmp_path, checkpoint=None)
+        assert f"kept as metrics.{number}.jsonl" in capsys.readouterr().out
+    assert (tmp_path / "run/metrics.1.jsonl").read_bytes() == first
+    assert steps(tmp_path) == [1, 5, 10, 15, 20]
+
+
+def test_a_run_with_another_seed_is_refused_before_anything_is_set_aside(saved):
+    lose_a_file(saved / STEP_20)
+    with pytest.raises(ConfigError, match="seed"):
+        train(saved, seed=7)
+    assert not (saved / "run/checkpoints/20.damaged").exists()
