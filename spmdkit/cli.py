@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -319,8 +320,6 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 
 def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
     """Returns the checked config and the joined processes; the config is checked before any process waits for another."""
-    import os
-
     from spmdkit.cluster import environment, join
 
     config = _load(path, overrides)
@@ -328,5 +327,6 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Runs the command line; returns or exits with the exit code."""
+    """Runs the command line; returns or exits with the exit code. What it writes is not for others to read."""
+    os.umask(os.umask(0o077) | 0o027)
     return run_process(lambda: app(arguments, prog_name="spmdkit"))

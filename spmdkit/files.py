@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from spmdkit.errors import ConfigError
 
 PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 """The folder of spmdkit itself, to tell its own frames in a traceback from the user's."""
+
+
+FILE_MODE, FOLDER_MODE = 0o640, 0o750
+"""The most rights that a file or folder of a run has."""
 
 
 @contextlib.contextmanager
@@ -29,6 +34,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield beside
+        tighten(beside)
         os.replace(beside, path)
     finally:
         if beside.is_dir():
@@ -38,7 +44,25 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
                 beside.unlink(missing_ok=True)
 
 
-def replace(path: str | os.PathLike[str], content: bytes, mode: int = 0o644) -> None:
+def tighten(path: Path) -> None:
+    """Takes all rights from others, and those to write from the group, of a file or of a folder and what is in it. Links are not followed."""
+    for parent, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            _chmod(Path(parent, name))
+    _chmod(path)
+
+
+def _chmod(path: Path) -> None:
+    with contextlib.suppress(OSError):  # of another owner, or gone
+        found = path.lstat()
+        most = FOLDER_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE
+        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+            mode = stat.S_IMODE(found.st_mode)
+            if mode & ~most:
+                path.chmod(mode & most)
+
+
+def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE) -> None:
     """Replaces `path` by `content`, which is on the disk when this returns. Raises OSError where that cannot be."""
     with whole(path) as beside:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

@@ -45,6 +45,20 @@ RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
 ERROR_FILE = "SPMDKIT_ERROR_FILE"
 """Names the file into which a process that fails writes its message, for the launcher that set the variable."""
 
+OUR_VARIABLES = frozenset(
+    {
+        COORDINATOR,
+        NUM_PROCESSES,
+        PROCESS_ID,
+        DEVICES_PER_PROCESS,
+        RENDEZVOUS_TIMEOUT_S,
+        ERROR_FILE,
+        "SPMDKIT_ALLOCATOR",
+        "SPMDKIT_RATES",
+    }
+)
+"""All variables that spmdkit reads."""
+
 MEASURED = ("examples_per_s", "step_time_s", "input_wait_s")
 """What a clock gives to each line of metrics.jsonl."""
 

@@ -91,7 +91,7 @@ class Checkpoints:
         self._num_saves = 0
         if is_main:
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.directory.mkdir(mode=files.FOLDER_MODE, parents=True, exist_ok=True)
                 retention.remove_unfinished(self.directory)
             except OSError as error:
                 raise ConfigError(
@@ -212,6 +212,7 @@ class Checkpoints:
         try:
             self._orbax().wait_until_finished()
             if self._is_main:
+                files.tighten(self.directory / str(step))
                 files.sync_folder(self.directory)
         except Exception as error:
             self._discard(step)

@@ -10,6 +10,7 @@ import datetime
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Self
 
 from spmdkit.checkpoint.record import first_line
 from spmdkit.errors import ConfigError
+from spmdkit.files import FILE_MODE, FOLDER_MODE
 
 LOCK_FILE = "run.lock"
 
@@ -30,10 +32,11 @@ def prepare_run_dir(run_dir: Path | str) -> Path:
         ConfigError: it cannot be made or written (below a file, no permission, read-only or full disk).
     """
     path = Path(run_dir).absolute()
-    probe = path / f".write_probe-{socket.gethostname()}-{os.getpid()}"
+    probe = path / f".write_probe-{secrets.token_hex(8)}"  # a name that nobody can have put a link under
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with open(probe, "wb") as file:
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(b"spmdkit")
             file.flush()
             os.fsync(file.fileno())
@@ -61,10 +64,10 @@ class RunLock:
     def acquire(self) -> Self:
         prepare_run_dir(self.path.parent)
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
             raise ConfigError(
-                f"the lock {self.path} cannot be opened ({first_line(error)}). It must be a plain file. Remove it."
+                f"the lock {self.path} cannot be opened ({first_line(error)}). It must be a plain file, no link. Remove it."
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -44,6 +44,8 @@ def _file_name(value: str) -> str:
         raise Wants("a path without control characters (NUL, newline, tab)", "runs/first")
     if not value.strip():
         raise Wants("a path that is not empty", "runs/first")
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+        raise Wants("a path without half characters (lone surrogates), which no file can be named by", "runs/first")
     if value.startswith("~"):
         raise Wants("a whole path: `~` is the shell's and is not expanded here", "/home/me/runs/first")
     if any(len(part.encode("utf-8", "replace")) > 255 for part in value.split("/")) or len(value) > 4000:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import keyword
 import math
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from spmdkit import kinds
+from spmdkit import kinds, secret
 from spmdkit.config import optimizer
 from spmdkit.config.problems import KeyPath, Problem, render, show
 from spmdkit.config.settings import Settings
@@ -26,6 +28,7 @@ def check(config: Settings) -> list[Problem]:
     """Returns every problem between the fields of a config whose fields are each right."""
     return [
         *_task(config),
+        *_run_dir(config),
         *_batch(config),
         *_mesh(config),
         *_layout(config),
@@ -45,6 +48,59 @@ def _task(config: Settings) -> Iterator[Problem]:
         if not key.isidentifier() or keyword.iskeyword(key):
             yield Problem(("task_args", key), "is no name of a keyword argument of Python. Rename it.")
     yield from plain_values(config.task_args, ("task_args",))
+    for path in _hidden(config.task_args, ("task_args",)):
+        yield Problem(
+            path,
+            "is '***', which spmdkit writes in place of a secret. The value itself is in no file of a run. Give it.",
+        )
+
+
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py")
+
+
+def _run_dir(config: Config) -> Iterator[Problem]:
+    """A run writes many files, and must not do so where nobody expects them."""
+    asked = config.run_dir
+    if asked is None:
+        return
+    if os.path.isabs(asked):
+        if ".." in Path(asked).parts or Path(asked) == Path("/"):
+            what = "goes up by '..'" if ".." in Path(asked).parts else "is the root of the file system"
+            yield Problem(
+                ("run_dir",),
+                f"{show(asked)} {what}. A run has a folder of its own, which it fills. Try run_dir: runs/first.",
+            )
+        return
+    folder, cwd = os.path.abspath(config.folder), os.getcwd()
+    place = os.path.normpath(os.path.join(folder, asked))
+    roots = {_project(Path(folder)), cwd if _inside(folder, cwd) else folder}
+    if not any(_inside(place, root) for root in roots):
+        yield Problem(
+            ("run_dir",),
+            f"{show(asked)} leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. Try run_dir: runs/first, or give "
+            "the whole path.",
+        )
+
+
+def _project(folder: Path) -> str:
+    """Returns the nearest folder around `folder` that a project begins in, itself where none does."""
+    for parent in (folder, *folder.parents):
+        if parent != parent.parent and any((parent / name).exists() for name in PROJECT_FILES):
+            return str(parent)
+    return str(folder)
+
+
+def _inside(path: str, root: str) -> bool:
+    return root != os.sep and (path == root or path.startswith(root + os.sep))
+
+
+def _hidden(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yields where `***` stands in place of a secret."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _hidden(inner, (*path, key))
+    elif isinstance(value, str) and value == secret.HIDDEN:
+        yield path
 
 
 def _batch(config: Settings) -> Iterator[Problem]:

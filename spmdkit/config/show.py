@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from spmdkit import secret
 from spmdkit.config.schema import Config
 from spmdkit.config.source import PLAIN
 
@@ -29,22 +30,27 @@ _Dumper.add_representer(str, _text)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 
 
-def to_yaml(config: Config, absolute_paths: bool = False) -> str:
+def to_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
     """Returns every setting, defaults too, as YAML that loads back to an equal config.
 
-    With `absolute_paths`, `task` and `run_dir` are absolute, so that the text means the same in any folder.
+    With `absolute_paths`, `task` and `run_dir` are absolute, so that the text means the same in any folder. With `hide_secrets`, for all that is
+    written, what looks like a secret is `***`, and such a config is refused until the values are filled in.
     """
     values = config.model_dump()
     values["mesh"] = config.mesh.sizes()
+    if hide_secrets:
+        values = secret.without(values)
     if absolute_paths:
         values["task"] = ":".join(config.task_reference())
         values["run_dir"] = str(config.resolved_run_dir())
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
-def to_short_yaml(config: Config, absolute_paths: bool = False) -> str:
-    """Returns the settings that are no defaults, as YAML that loads back to an equal config."""
+def to_short_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
+    """Returns the settings that are no defaults, as YAML that loads back to an equal config. The rest is as in `to_yaml`."""
     values = config.model_dump(exclude_defaults=True)
+    if hide_secrets:
+        values = secret.without(values)
     if config.mesh.sizes():
         values["mesh"] = config.mesh.sizes()
     if absolute_paths:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmdkit import files
+from spmdkit import files, secret
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
 from spmdkit.names import ERROR_FILE, PROCESS_ID
 
@@ -78,6 +78,7 @@ def _not_an_end(request: SystemExit) -> UserCodeError:
 def report(error: BaseException) -> int:
     """Writes the error file and the message for people; returns the exit code."""
     code, message = describe(error)
+    message = secret.in_text(message)
     _write_error_file(code, message)
     try:
         sys.stdout.flush()

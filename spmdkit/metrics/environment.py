@@ -1,7 +1,6 @@
 """Where a run ran: versions, devices, git commit, and the few environment variables that change the result.
 
-Nothing secret: variables outside a short allow list are never read into it, and names or addresses that look like
-credentials are blanked.
+Nothing secret: variables outside a list are never read into it, and what looks like a credential is `***`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
+
+from spmdkit import secret
+from spmdkit.names import OUR_VARIABLES
 
 NUMERIC = re.compile(
     r"JAX_(ENABLE_X64|DEFAULT_MATMUL_PRECISION|DEFAULT_PRNG_IMPL|DEFAULT_DTYPE_BITS|THREEFRY_PARTITIONABLE|NUMPY_(DTYPE|RANK)_PROMOTION"
@@ -30,10 +32,16 @@ FLAGS_WITHOUT_NUMBERS = re.compile(
 
 PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
 GIT_TIMEOUT_S = 5.0
-REDACTED = "[redacted]"
 _ALLOWED = re.compile(r"JAX_.*|XLA_FLAGS|SPMDKIT_.*")
-_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
-_LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+NAMED = {
+    *OUR_VARIABLES,
+    "JAX_PLATFORM_NAME",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_LOCAL_DEVICE_IDS",
+}
+"""Variables whose values are shown, beside XLA_FLAGS and all settings of JAX."""
 
 
 def environment(
@@ -121,9 +129,17 @@ def _git(folder: str | os.PathLike[str], timeout_s: float, *arguments: str) -> s
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that change what JAX or spmdkit does (JAX_*, XLA_FLAGS, SPMDKIT_*), without credentials."""
+    """Returns the variables that change what JAX or spmdkit does, without credentials.
+
+    Of others that begin as these do only the name is kept: `JAX_HEADER` may hold anything.
+    """
     shown = {name: environ[name] for name in sorted(environ) if _ALLOWED.fullmatch(name)}
-    return {
-        name: REDACTED if _SECRET.search(name) else _LOGIN_IN_URL.sub(f"{REDACTED}@", value)
-        for name, value in shown.items()
-    }
+    return {name: secret.without(value, name) if _is_known(name) else secret.HIDDEN for name, value in shown.items()}
+
+
+def _is_known(name: str) -> bool:
+    if name == "XLA_FLAGS" or name in NAMED:
+        return True
+    import jax
+
+    return name.lower() in jax.config.values

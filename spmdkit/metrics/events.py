@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spmdkit.files import not_writable, strict_json
+from spmdkit import secret
+from spmdkit.files import FILE_MODE, not_writable, strict_json
 
 
 class EventLog:
@@ -33,7 +34,7 @@ class EventLog:
         self._clock = clock
         try:
             self._descriptor: int | None = os.open(
-                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
             )
             size = os.fstat(self._descriptor).st_size
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn by a kill: keep ours apart from it
@@ -45,7 +46,7 @@ class EventLog:
         """Appends one event; `fields` are JSON values, such as `step=120`."""
         assert not {"event", "time", "process"} & set(fields), f"reserved names in {sorted(fields)}"
         head = {"event": event, "time": utc_time(self._clock()), "process": self.process}
-        line = json.dumps(strict_json({**head, **fields}), allow_nan=False, default=str) + "\n"
+        line = json.dumps(strict_json({**head, **secret.without(fields)}), allow_nan=False, default=str) + "\n"
         if self._descriptor is None:  # closed: a late failure, told anyway
             sys.stderr.write(f"event after the log was closed: {line}")
             return

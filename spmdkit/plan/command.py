@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdkit import files
 from spmdkit.cluster import environment, join
 from spmdkit.config import Config, load_config, to_short_yaml
 from spmdkit.errors import ConfigError
@@ -173,7 +174,7 @@ def _write_config(best: Config, config: Config, document: Document, path: Path) 
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + to_short_yaml(best, absolute_paths=not same_folder))
+        files.replace(path, (head + to_short_yaml(best, absolute_paths=not same_folder, hide_secrets=True)).encode())
     except OSError as error:
         raise ConfigError(
             f"--write {path} cannot be written ({error.strerror}). Name a file in a folder that can."

@@ -214,7 +214,7 @@ def _head(program: Program, target: Target) -> Document:
 
 def _close(document: Document, program: Program) -> Document:
     document["layout"] = layout_rows(program)
-    document["config"] = to_yaml(program.config)
+    document["config"] = to_yaml(program.config, hide_secrets=True)
     document["source"] = str(program.config.source) if program.config.source else None
     document["budget"] = {
         "allowed": {} if program.config.budget is None else program.config.budget.model_dump(exclude_none=True),

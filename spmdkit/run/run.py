@@ -276,7 +276,7 @@ class Run:
         self._hooks_at_start = self.due.state()
         if not self.cluster.is_main:
             return
-        files.write_text(self.directory / "config.yaml", to_yaml(config, absolute_paths=True))
+        files.write_text(self.directory / "config.yaml", to_yaml(config, absolute_paths=True, hide_secrets=True))
         files.write_json(self.directory / "environment.json", self._environment)
         self._stack.callback(self.sinks.close)
         for sink in self._chosen_sinks:
@@ -343,7 +343,7 @@ class Run:
         """Returns what a checkpoint holds beside the arrays."""
         ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}
         return {
-            "config": to_yaml(self.config),
+            "config": to_yaml(self.config, hide_secrets=True),
             "settings": self._settings(),
             "next_batch": self.program.schedule.digest(step + 1),
             "versions": self._environment["versions"],

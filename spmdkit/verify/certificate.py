@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from spmdkit import files, kinds
+from spmdkit import files, kinds, secret
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 
@@ -43,7 +43,7 @@ def mathematics(config: Config) -> dict[str, Any]:
     found["task_args"] = {k: _without_sizes(v) for k, v in values["task_args"].items() if not _is_size(v)}
     if isinstance(found["optimizer"], dict):
         found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "learning_rate"}
-    return json.loads(json.dumps(found))
+    return json.loads(json.dumps(secret.without(found)))
 
 
 def _is_size(value: Any) -> bool:

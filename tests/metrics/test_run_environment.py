@@ -46,8 +46,14 @@ def test_no_variable_outside_the_list_and_no_credential_is_kept():
     found = variables(environ)
     assert SECRET not in json.dumps(found)
     assert found["XLA_FLAGS"] == "--a=1" and found["SPMDKIT_PROCESS_ID"] == "0"
-    assert found["JAX_API_KEY"] == "[redacted]" and found["JAX_COMPILATION_CACHE_DIR"] == "https://[redacted]@host/x"
+    assert found["JAX_API_KEY"] == "***" and found["JAX_COMPILATION_CACHE_DIR"] == "https://***@host/x"
     assert "HOME" not in found and "MY_JAX_X" not in found and "XLA_FLAGS_EXTRA" not in found
+
+
+def test_a_variable_that_only_begins_as_those_of_jax_keeps_its_name_alone():
+    """`JAX_HEADER` may hold anything."""
+    found = variables({"JAX_HEADER": "x-a: Bearer abc.def.ghi", "SPMDKIT_FOO": "text", "JAX_PLATFORMS": "cpu"})
+    assert found == {"JAX_HEADER": "***", "SPMDKIT_FOO": "***", "JAX_PLATFORMS": "cpu"}
 
 
 def test_everything_is_plain_json_with_versions_and_devices():

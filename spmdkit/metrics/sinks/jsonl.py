@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit.files import not_writable, replace
+from spmdkit.files import FILE_MODE, not_writable, replace
 from spmdkit.metrics.jsonl import parse_object, record_line
 from spmdkit.metrics.sinks.base import Sink
 
@@ -113,7 +113,7 @@ class JsonlSink:
             raise not_writable(self.path, error) from error
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
     def _cut_back(self, keep_through_step: int | None) -> None:
         content = self.path.read_bytes()

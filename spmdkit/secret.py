@@ -1,0 +1,93 @@
+"""What looks like a secret, and its text without it: `***` in every file that a run writes, in its record and in what it says.
+
+A value is secret by its name (`api_token`, `password`, `AWS_SECRET_ACCESS_KEY`), or by its look (a login in a URL, `Bearer ...`, the tokens of
+well-known services, a private key). What a name has told is remembered, so that the same text is hidden in a message too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+SHORTEST = 6
+"""Characters of a value that is looked for in other texts: shorter ones are words that stand anywhere."""
+
+DEEPEST = 64
+
+_PARTS = re.compile(r"passw|passphrase|secret|credential|apikey", re.IGNORECASE)
+_WORDS = {"token", "tokens", "pwd", "auth", "authorization", "bearer", "cookie", "dsn"}
+_KEYS = {"api", "access", "private", "secret", "signing", "encryption", "ssh", "license", "account", "storage"}
+"""Words that make a `key` a secret one: without them it is a name in a mapping."""
+_OF_TEXT = {"pad", "eos", "bos", "mask", "unk", "sep", "cls", "start", "end", "stop", "special", "begin", "separator"}
+"""Words that make a `token` a piece of text."""
+
+_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
+_IN_TEXT = re.compile(
+    r"(?P<url>(?<=://)[^/@\s'\"]+(?=@))"
+    r"|(?P<query>(?i:[?&](?:[\w-]*(?:token|secret|passw|credential|signature|api[_-]?key|access[_-]?key)[\w-]*|sig|key)=))[^&\s'\"#]+"
+    r"|(?P<scheme>\b(?i:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}"
+    r"|(?P<named>\b(?i:[\w-]*(?:token|secret|passw(?:or)?d|credential|api[_-]?key|access[_-]?key)[\w-]*)=)[^\s,;'\"&)}\]]+"
+    r"|\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
+    r"|A(?:KIA|SIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+
+_known: set[str] = set()
+"""Values that a name has told. Texts are searched for them."""
+
+
+def named(name: str) -> bool:
+    """Returns whether a value of this name is a secret."""
+    words = {word.lower() for word in _SPLIT.split(name) if word}
+    if words & {"token", "tokens"} and words & _OF_TEXT:
+        return False
+    return bool(words & _WORDS or _PARTS.search(name)) or bool(words & {"key", "keys"} and words & _KEYS)
+
+
+def without(value: Any, name: str = "") -> Any:
+    """Returns plain values with `***` in place of the secrets among them; `name` is the key that `value` stands under.
+
+    Numbers, true and false stay what they are, unless they stand under a password.
+    """
+    if isinstance(value, Mapping):
+        return {key: without(inner, f"{name}_{key}" if named(name) else str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without(inner, name) for inner in value]
+    if isinstance(value, str):
+        return HIDDEN if value and named(name) else in_text(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return HIDDEN if is_number and named(name) and "passw" in name.lower() else value
+
+
+def remember(value: Any, name: str = "", depth: int = 0) -> None:
+    """Takes note of the secrets among plain values: from now on `in_text` hides them wherever they stand."""
+    if depth > DEEPEST:
+        return
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            remember(inner, f"{name}_{key}" if named(name) else str(key), depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            remember(inner, name, depth + 1)
+    elif isinstance(value, str) and len(value) >= SHORTEST and named(name) and value != HIDDEN:
+        _known.add(value)
+
+
+def in_text(text: str) -> str:
+    """Returns a text with `***` in place of what looks like a secret in it, or is known as one."""
+    for value in sorted(_known | _of_environment(), key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    return _IN_TEXT.sub(_hidden, text)
+
+
+def _hidden(found: re.Match[str]) -> str:
+    kept = found.lastgroup and found.lastgroup != "url" and found[found.lastgroup]
+    return f"{kept or ''}{HIDDEN}"
+
+
+def _of_environment() -> set[str]:
+    """Returns the values of variables whose names say that they are secret."""
+    return {value for name, value in os.environ.items() if len(value) >= 8 and named(name)}

@@ -1,0 +1,120 @@
+"""What a run leaves: no secret in any file of it, and no file that others may read or that a link of theirs has led elsewhere."""
+
+import stat
+import sys
+
+import pytest
+
+import spmdkit as sk
+from spmdkit import secret
+from spmdkit.checkpoint import RunLock
+from spmdkit.checkpoint.run_directory import prepare_run_dir
+from spmdkit.cluster import environment, join
+from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.verify import certificate
+
+CANARY = "canary-in-a-coal-mine"
+TASK = """
+import jax.numpy as jnp, numpy as np, optax, spmdkit as sk
+x = np.ones((32, 3), np.float32)
+
+class Rows:
+    def __init__(self, api_token, url):
+        self.told = f"{url} refused {api_token}"
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        if i == 31: raise OSError(self.told)
+        return x[i]
+
+@sk.task
+def task(api_token, url, database, width=3):
+    return sk.Task(lambda key: {"w": jnp.zeros(width)}, lambda p, b, key: sk.mean(b @ p["w"]), optax.sgd(0.1), train_data=Rows(api_token, url))
+"""
+CONFIG = f"""
+task: task.py:task
+task_args: {{api_token: {CANARY}-1, url: "https://me:{CANARY}-2@host/x", database: {{password: {CANARY}-3, name: mine}}}}
+run_dir: run
+steps: 8
+batch_size: 8
+devices: cpu:2
+mesh: {{data: 2}}
+data: {{shuffle: false}}
+checkpoint: {{every_steps: 2}}
+log: {{every_steps: 1, progress: 'off'}}
+"""
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """A folder whose run has met everything: checkpoints, an error that quotes a secret, a plan, a report."""
+    monkeypatch.setattr(secret, "_known", set())
+    for name in ("AWS_SECRET_ACCESS_KEY", "JAX_HEADER", "SPMDKIT_FOO", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, f"Bearer {CANARY}-{name}")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    config = sk.load_config(tmp_path / "run.yaml")
+    with pytest.raises(UserCodeError, match=CANARY):  # in Python it is the user's own exception
+        sk.train(config, join(environment({}), config.devices))
+    sys.modules.pop("spmdkit_task_task", None)
+    (tmp_path / "task.py").write_text(TASK.replace("i == 31", "i == 99"))
+    sk.train(config, join(environment({}), config.devices))
+    return tmp_path, config
+
+
+def test_no_secret_is_in_any_file_and_no_file_is_for_others(told):
+    folder, config = told
+    found = [path for path in (folder / "run").rglob("*") if path.is_file()]
+    names = {path.name for path in found}
+    assert {"config.yaml", "plan.json", "plan.html", "report.html", "record.json", "events.jsonl"} <= names
+    assert [path for path in found if CANARY.encode() in path.read_bytes()] == []
+    assert b"refused ***" in (folder / "run/events.jsonl").read_bytes()
+    loose = {
+        path: oct(path.stat().st_mode)
+        for path in (folder / "run").rglob("*")
+        if stat.S_IMODE(path.stat().st_mode) & (0o027 if path.is_dir() else 0o137)
+    }
+    assert loose == {}
+    assert CANARY not in str(certificate.mathematics(config))
+    with pytest.raises(
+        ConfigError,
+        match=r"config.yaml:\d+: task_args.api_token: is '\*\*\*', which spmdkit writes in place of a secret",
+    ):
+        sk.load_config(folder / "run/config.yaml")
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.lock").symlink_to(mine)
+    with pytest.raises(ConfigError, match=r"the lock .*run.lock cannot be opened .*plain file, no link"):
+        RunLock(run).acquire()
+    from spmdkit.attempt import StepMark
+    from spmdkit.metrics import EventLog
+    from spmdkit.metrics.sinks.jsonl import JsonlSink
+
+    for name in ("events.jsonl", "metrics.jsonl", "last_step"):
+        (run / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=r"events\.jsonl"):
+        EventLog(run / "events.jsonl")
+    JsonlSink(run / "metrics.jsonl", None).write({"step": 1})  # a file of ours takes the place of the link
+    StepMark([run / "last_step"]).at(5)
+    assert mine.read_text() == "precious"
+
+
+def test_the_probe_of_a_run_directory_has_a_name_that_nobody_can_have_put_a_link_under(tmp_path, monkeypatch):
+    names = []
+    import os
+
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *mode: (names.append((str(path), flags)), real(path, flags, *mode))[1]
+    )
+    prepare_run_dir(tmp_path / "a")
+    prepare_run_dir(tmp_path / "b")
+    probes = [(name.rpartition("/")[2], flags) for name, flags in names if "probe" in name]
+    assert len({name for name, _ in probes}) == 2
+    assert all(flags & os.O_EXCL and flags & os.O_NOFOLLOW for _, flags in probes)
