@@ -58,7 +58,7 @@ def _task(config: Settings) -> Iterator[Problem]:
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py")
 
 
-def _run_dir(config: Config) -> Iterator[Problem]:
+def _run_dir(config: Settings) -> Iterator[Problem]:
     """A run writes many files, and must not do so where nobody expects them."""
     asked = config.run_dir
     if asked is None:
