@@ -24,11 +24,11 @@ KINDS = {"reducer": ("reducers", "sum"), "sync": ("sync", "every_step")}
 MAX_DEPTH = 32
 
 
-def check(config: Settings) -> list[Problem]:
-    """Returns every problem between the fields of a config whose fields are each right."""
+def check(config: Settings, folder: Path) -> list[Problem]:
+    """Returns every problem between the fields of a config whose fields are each right; `folder` is where relative paths start."""
     return [
         *_task(config),
-        *_run_dir(config),
+        *_run_dir(config, folder),
         *_batch(config),
         *_mesh(config),
         *_layout(config),
@@ -58,7 +58,7 @@ def _task(config: Settings) -> Iterator[Problem]:
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py")
 
 
-def _run_dir(config: Settings) -> Iterator[Problem]:
+def _run_dir(config: Settings, folder: Path) -> Iterator[Problem]:
     """A run writes many files, and must not do so where nobody expects them."""
     asked = config.run_dir
     if asked is None:
@@ -71,9 +71,9 @@ def _run_dir(config: Settings) -> Iterator[Problem]:
                 f"{show(asked)} {what}. A run has a folder of its own, which it fills. Try run_dir: runs/first.",
             )
         return
-    folder, cwd = os.path.abspath(config.folder), os.getcwd()
-    place = os.path.normpath(os.path.join(folder, asked))
-    roots = {_project(Path(folder)), cwd if _inside(folder, cwd) else folder}
+    start, cwd = os.path.abspath(folder), os.getcwd()
+    place = os.path.normpath(os.path.join(start, asked))
+    roots = {_project(Path(start)), cwd if _inside(start, cwd) else start}
     if not any(_inside(place, root) for root in roots):
         yield Problem(
             ("run_dir",),

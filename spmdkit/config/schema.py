@@ -31,9 +31,9 @@ class Config(Settings):
         except ValidationError as error:
             found = wording.translate(cls, error.errors(include_url=False))
             raise ConfigError(problems.render(found, origin)) from None
-        if found := rules.check(config):
-            raise ConfigError(problems.render(found, origin))
         config._origin = origin
+        if found := rules.check(config, config.folder):
+            raise ConfigError(problems.render(found, origin))
         return config
 
     def __eq__(self, other: object) -> bool:
