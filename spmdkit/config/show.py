@@ -36,23 +36,19 @@ def to_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = F
     With `absolute_paths`, `task` and `run_dir` are absolute, so that the text means the same in any folder. With `hide_secrets`, for all that is
     written, what looks like a secret is `***`, and such a config is refused until the values are filled in.
     """
-    values = config.model_dump()
-    values["mesh"] = config.mesh.sizes()
-    if hide_secrets:
-        values = secret.without(values)
-    if absolute_paths:
-        values["task"] = ":".join(config.task_reference())
-        values["run_dir"] = str(config.resolved_run_dir())
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    return _written(config, config.model_dump() | {"mesh": config.mesh.sizes()}, absolute_paths, hide_secrets)
 
 
 def to_short_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
     """Returns the settings that are no defaults, as YAML that loads back to an equal config. The rest is as in `to_yaml`."""
     values = config.model_dump(exclude_defaults=True)
+    meshes = {"mesh": config.mesh.sizes()} if config.mesh.sizes() else {}
+    return _written(config, values | meshes, absolute_paths, hide_secrets)
+
+
+def _written(config: Config, values: dict[str, Any], absolute_paths: bool, hide_secrets: bool) -> str:
     if hide_secrets:
         values = secret.without(values)
-    if config.mesh.sizes():
-        values["mesh"] = config.mesh.sizes()
     if absolute_paths:
         values["task"] = ":".join(config.task_reference())
         values["run_dir"] = str(config.resolved_run_dir())

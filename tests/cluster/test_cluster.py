@@ -1,31 +1,21 @@
 """What processes tell each other: threads play the processes over one store."""
 
-import threading
-
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.store import MemoryStore
-from spmdkit.errors import ConfigError, RendezvousError
+from tests.support.threads import in_threads
 
 
 def play(num_processes, act, absent=()):
     """Runs `act(cluster)` in a thread per process; returns each one's result or exception."""
-    store, results = MemoryStore(num_processes), [None] * num_processes
-
-    def body(process):
-        cluster = Cluster(process_index=process, num_processes=num_processes, devices=[], store=store, namespace="test")
-        try:
-            results[process] = act(cluster)
-        except (RendezvousError, ConfigError) as error:
-            results[process] = error
-
-    threads = [threading.Thread(target=body, args=(p,), daemon=True) for p in range(num_processes) if p not in absent]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=20)
-        assert not t.is_alive()
-    return results
+    store = MemoryStore(num_processes)
+    clusters = {
+        p: Cluster(process_index=p, num_processes=num_processes, devices=[], store=store, namespace="test")
+        for p in range(num_processes)
+        if p not in absent
+    }
+    found = in_threads(act, clusters)
+    return [found.get(process) for process in range(num_processes)]
 
 
 def test_one_process_needs_nobody():

@@ -9,6 +9,7 @@ import pytest
 from spmdkit.cluster.environment import ClusterSpec
 from spmdkit.cluster.rendezvous import is_loopback, roll_call
 from spmdkit.errors import ConfigError, RendezvousError
+from tests.support.threads import in_threads
 
 
 def free_address():
@@ -18,21 +19,8 @@ def free_address():
 
 def call(specs):
     """Runs the roll call of each spec in a thread; returns the results or exceptions."""
-    results = [None] * len(specs)
-
-    def body(i, spec):
-        try:
-            results[i] = roll_call(spec)
-        except (RendezvousError, ConfigError) as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=body, args=item, daemon=True) for item in enumerate(specs)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=20)
-        assert not t.is_alive()
-    return results
+    found = in_threads(roll_call, dict(enumerate(specs)))
+    return [found[i] for i in range(len(specs))]
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
-from spmdkit.plan.hlo.text import Instruction, Module
+from spmdkit.plan.hlo.parts import all_readers
+from spmdkit.plan.hlo.text import Instruction
 from spmdkit.words import format_bytes
 
 _MOVES = ("all_gather", "all_to_all", "collective_permute")
@@ -26,7 +27,7 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
     for c in subject.bill.collectives:
         if (c.stands_for or c.op) not in _MOVES or c.dtype != "f32" or not subject.matters(c):
             continue
-        if _only_cast(subject.module, instructions[c.names[0]], 12):
+        if all_readers(subject.module, instructions[c.names[0]], _is_cast, 12):
             yield Finding(
                 "warning",
                 "float32-on-the-wire",
@@ -37,21 +38,8 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
             )
 
 
-def _only_cast(module: Module, i: Instruction, steps: int) -> bool:
-    """Returns whether all that reads an array casts it to bfloat16."""
-    users = module.computations[i.computation].users[i.name]
-    if not users or not steps or i.is_root:
-        return False
-    for user in users:
-        if user.opcode == "convert":
-            if user.shapes[0].dtype != "bf16":
-                return False
-        elif user.opcode == "fusion":
-            inner = module.computations[user.called["calls"][0]]
-            numbers = [n for n, name in enumerate(user.operands) if name == i.name]
-            parameters = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
-            if not all(_only_cast(module, p, steps - 1) for p in parameters):
-                return False
-        elif user.opcode not in _RENAMES or not _only_cast(module, user, steps - 1):
-            return False
-    return True
+def _is_cast(reader: Instruction) -> bool | None:
+    """Returns whether a reader casts to bfloat16; None where it hands the array on."""
+    if reader.opcode == "convert":
+        return reader.shapes[0].dtype == "bf16"
+    return None if reader.opcode in _RENAMES else False

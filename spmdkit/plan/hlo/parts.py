@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from spmdkit.plan.hlo.text import Instruction, Module
 
 SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
@@ -16,24 +18,38 @@ def only_parts_read(module: Module, i: Instruction, group_size: int) -> bool:
         return False
     arrays = [i] if len(i.shapes) == 1 else [u for u in computation.users[i.name] if u.opcode == "get-tuple-element"]
     arrays = [a for a in arrays if a.shapes[0].size * 4 >= large]
-    return bool(arrays) and all(_parts_only(module, a, a.shapes[0].size, group_size, 8) for a in arrays)
+    return bool(arrays) and all(all_readers(module, a, _takes_part(a.shapes[0].size, group_size), 8) for a in arrays)
 
 
-def _parts_only(module: Module, i: Instruction, whole: int, group_size: int, steps: int) -> bool:
+def _takes_part(whole: int, group_size: int) -> Callable[[Instruction], bool | None]:
+    def wanted(reader: Instruction) -> bool | None:
+        if reader.opcode == "dynamic-slice":
+            return reader.shapes[0].size * group_size <= whole
+        return None if reader.opcode in (*SAME, "pad") else False
+
+    return wanted
+
+
+def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], bool | None], steps: int) -> bool:
+    """Returns whether all that reads an array, inside of fusions too, is `wanted`; None: it hands the array on, ask who reads that.
+
+    Nobody reads a result that leaves its computation, and whoever is more than `steps` away is not looked for: False.
+    """
     users = module.computations[i.computation].users[i.name]
     if not users or not steps or i.is_root:
         return False
     for user in users:
-        if user.opcode == "dynamic-slice":
-            if user.shapes[0].size * group_size > whole:
-                return False
-        elif user.opcode == "fusion":
+        if user.opcode == "fusion":
             inner = module.computations[user.called["calls"][0]]
             numbers = [n for n, name in enumerate(user.operands) if name == i.name]
-            parameters = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
-            if not all(_parts_only(module, p, whole, group_size, steps - 1) for p in parameters):
-                return False
-        elif user.opcode not in (*SAME, "pad") or not _parts_only(module, user, whole, group_size, steps - 1):
+            handed_on = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
+        elif (found := wanted(user)) is None:
+            handed_on = [user]
+        elif found:
+            continue
+        else:
+            return False
+        if not all(all_readers(module, other, wanted, steps - 1) for other in handed_on):
             return False
     return True
 
