@@ -9,6 +9,7 @@ from spmdkit.mesh import AXES
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo.groups import axes_of, replica_groups
 from spmdkit.plan.hlo.loops import walk
+from spmdkit.plan.hlo.parts import all_readers
 from spmdkit.plan.hlo.text import Instruction, parse
 from tests.plan.known_traffic import PROGRAMS, SIZES, W
 
@@ -174,3 +175,37 @@ def test_a_collective_on_sparse_cores_after_a_kernel_with_metadata_of_several_li
     sizes = dict.fromkeys(AXES, 1) | {"fsdp": 4}
     (row,) = read_bill(parse(SPARSE_CORE), sizes).collectives
     assert (row.op, row.axes, row.bytes, row.count) == ("all_gather", ("fsdp",), 3 / 4 * 8 * 8 * 2, 1)
+
+
+READERS = """HloModule readers, is_scheduled=true
+
+%fused (p.0: f32[8], p.1: f32[8]) -> bf16[8] {
+  %p.0 = f32[8]{0} parameter(0)
+  %p.1 = f32[8]{0} parameter(1)
+  %cast = bf16[8]{0} convert(%p.0)
+  %other = bf16[8]{0} convert(%p.1)
+  ROOT %sum = bf16[8]{0} add(%cast, %other)
+}
+
+ENTRY %main (a: f32[8], b: f32[8], c: f32[8]) -> (bf16[8], f32[8], bf16[8]) {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %c = f32[8]{0} parameter(2)
+  %moved = f32[8]{0} copy(%a)
+  %inside = bf16[8]{0} fusion(%moved, %b), kind=kLoop, calls=%fused
+  %negated = f32[8]{0} negate(%b)
+  %last = bf16[8]{0} convert(%c)
+  ROOT %out = (bf16[8]{0}, f32[8]{0}, bf16[8]{0}) tuple(%inside, %negated, %last)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "found"),
+    [("a", 8, True), ("c", 1, True), ("b", 8, False), ("a", 2, False), ("last", 8, False)],
+)
+def test_all_readers_of_an_array_are_found_through_copies_and_fusions(name, steps, found):
+    module = parse(READERS)
+    is_cast = lambda i: True if i.opcode == "convert" else None if i.opcode == "copy" else False
+    (array,) = [i for i in module.instructions() if i.name == name]
+    assert all_readers(module, array, is_cast, steps) is found
