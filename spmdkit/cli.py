@@ -58,11 +58,20 @@ def options(
 
 
 @app.command(epilog="Example: spmdkit train configs/linear_regression.yaml steps=50")
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="What may have changed although it makes the run another one: seed, train_data ..."
+        ),
+    ] = None,
+) -> None:
     """Train a config, from its newest checkpoint or from the start."""
     from spmdkit.run.loop import train as run
 
-    run(_load(config, overrides))
+    run(_load(config, overrides), allow=allow or ())
 
 
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spmdkit.plan.start import check_start, check_state, common_limit, plan_besi
 from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
-from spmdkit.run import preflight
+from spmdkit.run import changes, preflight
 from spmdkit.run.actions import perform
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop
@@ -58,13 +59,19 @@ class Result:
         return self.run.last_evaluation
 
 
-def train(config: Config | str | Path, cluster: Cluster | None = None, task: Task | None = None) -> Result:
+def train(
+    config: Config | str | Path,
+    cluster: Cluster | None = None,
+    task: Task | None = None,
+    allow: Sequence[str] = (),
+) -> Result:
     """Trains a config to its last step, from the newest checkpoint in its run directory or from the start.
 
     Args:
         config: a `Config`, or the path of its file.
         cluster: the joined processes; default: joins those that the environment names.
         task: instead of the one that the config names.
+        allow: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data` ...; see run/changes.py.
 
     Raises:
         ConfigError, CheckpointError: said before anything is changed in the directory.
@@ -73,6 +80,7 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
     """
     if not isinstance(config, Config):
         config = load_config(config)
+    changes.check_allowed(allow)
     one_arena = allocator.one_arena(config.devices, os.environ)
     if cluster is None:
         cluster = join(environment(os.environ, config.cluster.dialect), config.devices)
@@ -82,14 +90,11 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
     config = program.config  # with auto settled
     check_state(program, cluster, limit_bytes)
     certificate.require(config, program.sizes)
-    with Run(config, cluster, program) as run, StopSignals(announce=cluster.is_main) as run.signals:
+    with Run(config, cluster, program, allow=allow) as run, StopSignals(announce=cluster.is_main) as run.signals:
         state = run.restore_or_init()
         preflight.same_state(cluster, run.step, state)
         if run.step >= config.steps or run.finished is not None:
-            end = f", where it stopped: {run.finished}" if run.finished else ""
-            run.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}{end}")
-            cluster.shutdown()
-            run.events.write("stopped", step=run.step, code=0, why="finished before")
+            _say_finished(run)
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
         # Opened first, so that the data is read while the step compiles.
@@ -112,6 +117,13 @@ def train(config: Config | str | Path, cluster: Cluster | None = None, task: Tas
         run.tell("stopped", code=0, **({"why": stopped.why} if stopped else {}))
         _conclude(run)
     return Result(state, program, run)
+
+
+def _say_finished(run: Run) -> None:
+    end = f", where it stopped: {run.finished}" if run.finished else ""
+    run.message(f"already finished: step {run.step} of {run.config.steps} is saved in {run.directory}{end}")
+    run.cluster.shutdown()
+    run.events.write("stopped", step=run.step, code=0, why="finished before")
 
 
 def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:

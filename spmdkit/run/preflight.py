@@ -42,24 +42,22 @@ def start_facts(config: Config) -> dict[str, str]:
     versions = {f"version of {name}": str(version) for name, version in package_versions().items()}
     variables = numeric_variables(os.environ)
     package = {f"spmdkit/{name}": digest for name, digest in project.package_digests().items()}
-    facts = {"config": f"{to_yaml(config)}\n", "version of python": platform.python_version()}
+    facts = {"config": f"{to_yaml(config, hide_secrets=True)}\n", "version of python": platform.python_version()}
     return facts | versions | variables | project.texts(config) | package
 
 
 def same_data(cluster: Cluster, make: Callable[[], Task]) -> Task:
-    """Returns the task that `make` gives, its data opened and the same on all processes."""
+    """Returns the task that `make` gives, its data the same on all processes. Arrays in memory are opened, once for all who read them."""
     if cluster.num_processes == 1:
         return make()
     made = list[Task]()
 
     def facts() -> dict[str, str]:
         task = make()
-        opened: dict[str, Any] = {
-            name: open_source(getattr(task, name), name)
-            for name in ("train_data", "eval_data")
-            if getattr(task, name) is not None
-        }
-        made.append(dataclasses.replace(task, **opened))
+        given = {name: getattr(task, name) for name in ("train_data", "eval_data")}
+        opened: dict[str, Any] = {name: open_source(x, name) for name, x in given.items() if x is not None}
+        # What is read example by example is opened again, with the retries of the config.
+        made.append(dataclasses.replace(task, **{name: x for name, x in opened.items() if x.in_memory}))
         return {f"{name}: {what}": text for name, x in opened.items() for what, text in fingerprint(x).items()}
 
     cluster.same_everywhere("data", facts)
@@ -83,7 +81,7 @@ def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
 def program_facts(program: Program) -> dict[str, str]:
     """Returns `{what: text}` of what is compiled."""
     return {
-        "config with auto chosen": f"{to_yaml(program.config)}\n",
+        "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
         "mesh": describe_mesh(program.sizes),
         "form": program.form,
         "init": program.lowered_init.as_text(),

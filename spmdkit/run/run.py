@@ -14,7 +14,6 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,13 +24,13 @@ from spmdkit.attempt import StepMark
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
-from spmdkit.errors import CheckpointWriteError, ConfigError, Preempted, UserCodeError
+from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
 from spmdkit.faults import StopSignals
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
 from spmdkit.program.program import Program
 from spmdkit.report.run import write_report
-from spmdkit.run import coming_back, hooks
+from spmdkit.run import changes, coming_back, hooks
 from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
@@ -39,17 +38,22 @@ from spmdkit.step import keys
 from spmdkit.step.state import TrainState
 
 STEPS_IN_FLIGHT = 16
-MATHEMATICS = ("task", "seed", "batch_size", "data.shuffle", "data.remainder")
-"""Settings that a run keeps for life: with another one, the examples of a step would be others."""
 
 
 class Run:
     """What happens around the steps. A context manager: entered with the directory locked, left with all of it written."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, program: Program, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        cluster: Cluster,
+        program: Program,
+        *,
+        allow: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.config, self.cluster, self.program, self.clock = config, cluster, program, clock
+        self._allow, self._described = tuple(allow), dict[str, Any]()
         self.directory = config.resolved_run_dir()
         self.step, self.first_step = 0, 1
         self.finished: str | None = None
@@ -135,7 +139,10 @@ class Run:
             CheckpointError: all checkpoints are damaged, or gone; or the newest is of another model.
         """
         found = None
-        if self.checkpoints is not None:
+        if (
+            self.checkpoints is not None
+        ):  # described now, and not at the first save: by then another thread reads the data
+            self._described = changes.described(self.config, self.program.task)
             found = coming_back.newest_good(self.cluster, self.checkpoints, self.program)
         where = {"mesh": describe_mesh(self.program.sizes), "form": self.program.form}
         if found is None:
@@ -148,11 +155,15 @@ class Run:
             self._mark = note_running(self, 0)
             return self.program.init()
         self._take(found)
-        self._check_same_run(found.record, found.step)
+        now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
+        changed = changes.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow)
         self.first_step = found.step + 1
         self._open_records(found.step)
         self._set_aside(found.wrong, found.lines, found.step)
         self.events.write("restored", step=found.step, **where)
+        if changed and self.cluster.is_main:
+            self.message(f"since step {found.step} was saved, these have changed:\n{changes.table(changed)}")
+            self.events.write("settings changed", step=found.step, changes=[change._asdict() for change in changed])
         self._mark = note_running(self, found.step)
         self._note_randomness(found.record, found.step)
         ended = found.record.get("finished")
@@ -238,34 +249,6 @@ class Run:
                 "continues differently from here, dropout and noise are not what they would have been"
             )
 
-    def _check_same_run(self, record: dict[str, Any], step: int) -> None:
-        before = record.get("settings", {})
-        for name, value in self._settings().items():
-            if name in before and before[name] != value:
-                old, new = (str(x).lower() if isinstance(x, bool) else x for x in (before[name], value))
-                raise ConfigError(
-                    f"{self.directory} holds a run with {name}: {old}, saved at step {step}; now {name} is {new}. A run keeps "
-                    f"{', '.join(MATHEMATICS)}, or its examples would be others. Set {name} back, or give the new run a run_dir of its own."
-                )
-        digest = record.get("next_batch")
-        if digest is not None and digest != self.program.schedule.digest(step + 1):
-            raise ConfigError(
-                f"train_data is not what it was: batch {step + 1} has other examples than when step {step} was saved "
-                f"({self.program.schedule.num_examples} examples now). Bring the data back, or give the new run a run_dir of its own."
-            )
-
-    def _settings(self) -> dict[str, Any]:
-        config = self.config
-        values = {
-            "task": config.task,
-            "seed": config.seed,
-            "batch_size": config.batch_size,
-            "data.shuffle": config.data.shuffle,
-            "data.remainder": config.data.remainder,
-        }
-        values["task"] = ":".join(Path(part).name for part in config.task.rsplit(":", 1))
-        return values
-
     def _open_records(self, step: int) -> None:
         config = self.config
         mode = config.log.progress if self.cluster.is_main else "off"
@@ -344,7 +327,7 @@ class Run:
         ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}
         return {
             "config": to_yaml(self.config, hide_secrets=True),
-            "settings": self._settings(),
+            "described": self._described,
             "next_batch": self.program.schedule.digest(step + 1),
             "versions": self._environment["versions"],
             "groups": None if self.program.groups is None else self.program.groups.num,

@@ -1,0 +1,113 @@
+"""What changed between two starts of a run is said in one table and in its events; what makes it another run is refused, unless it is allowed by name."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from tests.support.forks import Forks, Process
+
+pytestmark = pytest.mark.processes
+
+TASK = """
+import os
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+from net import predict
+
+@sk.task
+def task(scale=1.0):
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32) * float(os.environ.get("FACTOR", 1))
+
+    def loss_fn(params, batch, key):
+        return sk.mean((predict(params, batch["x"]) * scale - 1) ** 2)
+
+    return sk.Task(lambda key: {"w": jnp.zeros(4)}, loss_fn, lambda rate: optax.sgd(rate), train_data={"x": x})
+"""
+
+CONFIG = """
+task: task.py:task
+task_args: {scale: 1.0}
+run_dir: run
+learning_rate: 0.1
+batch_size: 16
+devices: cpu:1
+"""
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as started:
+        yield started
+
+
+@pytest.fixture
+def project(tmp_path, forks):
+    """A folder with a run of two steps."""
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "net.py").write_text("def predict(params, x):\n    return x @ params['w']\n")
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert train(forks, tmp_path, "steps=2").code == 0
+    return tmp_path
+
+
+def train(forks, folder, *arguments, **variables):
+    [ended] = forks.run([Process(["train", "run.yaml", *arguments], folder, variables)])
+    return ended
+
+
+def changes(folder):
+    """Returns the keys that events.jsonl says have changed, of all starts."""
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    return [change["key"] for event in events if event["event"] == "settings changed" for change in event["changes"]]
+
+
+def test_what_changed_is_said_in_one_table_and_written_to_the_events(forks, project):
+    (project / "net.py").write_text("def predict(params, x):\n    return x @ params['w'] + 0\n")
+    ended = train(forks, project, "steps=4", "learning_rate=0.5", "task_args.scale=2.0", "clip_norm=1.0")
+    assert ended.code == 0, ended
+    said = ended.output.splitlines()
+    [head] = [i for i, line in enumerate(said) if "since step 2 was saved" in line]
+    table = said[head + 1 : head + 6]
+    shown = {line.split()[0]: " ".join(line.split()) for line in table}
+    assert shown["learning_rate"] == "learning_rate 0.1 -> 0.5"
+    assert shown["task_args.scale"] == "task_args.scale 1.0 -> 2.0"
+    assert shown["clip_norm"] == "clip_norm null -> 1.0"
+    assert shown["steps"] == "steps 2 -> 4"
+    assert shown["net.py"].startswith("net.py text ")
+    assert sorted(changes(project)) == ["clip_norm", "learning_rate", "net.py", "steps", "task_args.scale"]
+
+
+def test_a_start_with_the_same_settings_says_nothing(forks, project):
+    ended = train(forks, project, "steps=2")
+    assert ended.code == 0
+    assert "since step" not in ended.output
+    assert changes(project) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "variables", "key"),
+    [(["seed=7"], {}, "seed"), (["batch_size=8"], {}, "batch_size"), ([], {"FACTOR": "2"}, "train_data")],
+)
+def test_what_makes_it_another_run_is_refused_unless_it_is_allowed(forks, project, overrides, variables, key):
+    before = sorted(os.listdir(project / "run" / "checkpoints"))
+    ended = train(forks, project, "steps=4", *overrides, **variables)
+    assert ended.code == 78, ended
+    assert key in ended.output and f"--allow {key}" in ended.output and "Traceback" not in ended.output
+    assert sorted(os.listdir(project / "run" / "checkpoints")) == before
+    ended = train(forks, project, "steps=4", *overrides, "--allow", key, **variables)
+    assert ended.code == 0, ended
+    assert key in changes(project)
+    assert train(forks, project, "steps=5", *overrides, **variables).code == 0, (
+        "what was allowed once is the run's own from then on"
+    )
+
+
+def test_a_key_that_cannot_be_allowed_is_refused(forks, project):
+    ended = train(forks, project, "--allow", "sed")
+    assert ended.code == 78, ended
+    assert "sed" in ended.output and "seed" in ended.output
