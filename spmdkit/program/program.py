@@ -208,7 +208,7 @@ class Program:
         """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
-        for name in ("traced", "lowered", "compiled", "compiled_warmup", "step_bytes", "_jitted_init"):
+        for name in ("traced", "lowered", "compiled", "compiled_warmup", "step_bytes", "jitted_init"):
             other.__dict__.pop(name, None)
         other.config = replace_keys(self.config, changes)
         assert isinstance(other.config.microbatches, int)
@@ -310,16 +310,11 @@ class Program:
 
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
-        return call_user(lambda: self._jitted_init(jax.random.key(self.config.seed)), "init")
+        return call_user(lambda: self.jitted_init(jax.random.key(self.config.seed)), "init")
 
     @functools.cached_property
-    def _jitted_init(self) -> Any:
+    def jitted_init(self) -> Any:
         return jax.jit(self._create_state, out_shardings=self.state_sharding)
-
-    @property
-    def lowered_init(self) -> jax.stages.Lowered:
-        """The program that makes the state before the first step, as it is given to the compiler."""
-        return call_user(lambda: self._jitted_init.lower(jax.random.key(self.config.seed)), "init")
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""

@@ -16,6 +16,8 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from spmdkit import project
 from spmdkit.checksum import checksums
 from spmdkit.cluster import Cluster
@@ -84,7 +86,7 @@ def program_facts(program: Program) -> dict[str, str]:
         "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
         "mesh": describe_mesh(program.sizes),
         "form": program.form,
-        "init": program.lowered_init.as_text(),
+        "init": program.jitted_init.lower(jax.random.key(program.config.seed)).as_text(),
         "program of a step": program.lowered.as_text(),
     }
 
