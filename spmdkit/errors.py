@@ -17,7 +17,7 @@ class ExitCode(enum.IntEnum):
     CHECK_FAILED = 1  # verify has found a difference
     PREEMPTED = 42  # stopped on request, saved; start the same command again
     FAILED = 70  # the user's function or data raised, or a bug of ours
-    NOT_WRITTEN = 74  # a checkpoint could not be written
+    NOT_WRITTEN = 74  # a checkpoint, or the metrics, could not be written
     PEER_LOST = 75  # processes did not find each other, or one went away
     HANG = 76  # a watchdog ended a hang
     NOT_FINITE = 77  # the loss or the state is not finite
@@ -45,7 +45,7 @@ class UserCodeError(SpmdkitError):
 
 
 class CheckpointWriteError(SpmdkitError):
-    """A checkpoint could not be written; what was committed before is intact."""
+    """A checkpoint, or the metrics, could not be written; what was committed before is intact."""
 
     exit_code = ExitCode.NOT_WRITTEN
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit.errors import ConfigError
+from spmdkit.errors import CheckpointWriteError, ConfigError
 
 PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 """The folder of spmdkit itself, to tell its own frames in a traceback from the user's."""
@@ -122,3 +122,8 @@ def not_writable(path: Path, error: OSError) -> ConfigError:
         " A run needs a folder that it can write and space for its files; what was written before is intact."
         " Free space or fix the permissions, or set run_dir to another folder, and start the same command again."
     )
+
+
+def not_written(path: Path, error: OSError) -> CheckpointWriteError:
+    """Returns the error of a run's file that was written until now, and cannot be any more: the disk is full or has gone."""
+    return CheckpointWriteError(str(not_writable(path, error)))

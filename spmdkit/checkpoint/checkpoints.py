@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import jax
 
 from spmdkit import files
 from spmdkit.checkpoint import leaves, restoring, retention
@@ -41,6 +43,13 @@ class KeyValue(Protocol):
     def put(self, key: str, value: str) -> None: ...
 
     def get(self, key: str, timeout_s: float) -> str: ...
+
+
+class Ended(NamedTuple):
+    """How the save in flight ended: why it failed, or an empty text; and whether its step is committed."""
+
+    why: str = ""
+    committed: bool = False
 
 
 class Checkpoints:
@@ -88,7 +97,8 @@ class Checkpoints:
         self._draft: records.Record | None = None
         self._form: leaves.Form | None = None
         self._committed: list[int] = []
-        self._num_saves = 0
+        self._last_committed: int | None = None
+        self._num_saves = self._num_settled = 0
         if is_main:
             try:
                 self.directory.mkdir(mode=files.FOLDER_MODE, parents=True, exist_ok=True)
@@ -149,7 +159,13 @@ class Checkpoints:
             storage.start_save(self._orbax(), self.directory / str(step), leaves.nest(flat))
         except Exception as error:
             self._discard(step)
-            raise self._write_error(step, error) from error
+            failed = self._write_error(step, error)
+            failed.__cause__ = error
+            if self._num_processes == 1:
+                raise failed from error
+            self._pending = Future()  # the others are writing: all hear of it when they ask how it ended
+            self._pending.set_exception(failed)
+            return
         self._pending = self._background.submit(self._finish, step)
 
     def _objection(self, step: int, num_bytes: int) -> str:
@@ -218,6 +234,7 @@ class Checkpoints:
             self._discard(step)
             raise self._write_error(step, error) from error
         self._committed.append(step)
+        self._last_committed = step
         if self._is_main:
             self._delete_old(step)
 
@@ -259,6 +276,47 @@ class Checkpoints:
             f"A checkpoint counts only when it is committed; intact are {', '.join(map(str, have)) or 'none yet'}. "
             "Fix the cause and start the same command again."
         )
+
+    def settle(self) -> Ended:
+        """Waits for the save in flight, if there is one; returns on every process how it ended, for all: one that failed has failed everywhere."""
+        if self._pending is None:
+            return Ended()
+        step, why = self._draft.step if self._draft else None, ""
+        try:
+            self._join()
+        except CheckpointWriteError as error:
+            why = str(error)
+        if self._cluster is None or self._num_processes == 1:
+            return Ended(why, self._last_committed == step)
+        key, me = f"checkpoint/ended/{self._num_settled}", jax.process_index()
+        self._num_settled += 1
+        if not self._is_main:
+            self._cluster.put(f"{key}/{me}", json.dumps(why))
+        else:
+            others = [json.loads(self._told(f"{key}/{process}")) for process in range(1, self._num_processes)]
+            whys = sorted(
+                filter(None, [why, *others]), key=_is_time_out
+            )  # those who waited for one that failed say less
+            self._cluster.put(key, json.dumps([(whys or [""])[0], self._last_committed == step]))
+        return Ended(*json.loads(self._told(key)))
+
+    def _told(self, key: str) -> str:
+        """Returns what another process tells once its own save has ended, which may be one time-out later than here."""
+        assert self._cluster is not None
+        return self._cluster.get(key, 2 * self._timeout_s + 60)
+
+    def is_saving(self) -> bool:
+        """Returns whether a save is being written."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait_quietly(self) -> None:
+        """Waits until nothing is being written; how it ended is told by the next call that tells."""
+        if self._pending is not None:
+            self._pending.exception()
+
+    def commits(self) -> list[int]:
+        """Returns the steps committed since the last call of this, `check` or `wait`; never waits or raises."""
+        return self._take_committed()
 
     def check(self) -> list[int]:
         """Returns the steps committed since the last call of `check` or `wait`, without waiting.
@@ -336,3 +394,7 @@ class Checkpoints:
         """
         self._join()
         return restoring.restore(self._orbax(), self.directory, step, abstract_state, optional)
+
+
+def _is_time_out(why: str) -> bool:
+    return any(word in why for word in ("Timed out", "DEADLINE"))

@@ -199,6 +199,10 @@ class Checkpoint(Section):
     )
     keep: fields.Count = Field(default=3, description="Newest checkpoints that are kept; the best one is kept besides.")
     best: Best | None = Field(default=None, description="Also keeps the best checkpoint. Needs eval.every_steps.")
+    max_failures: fields.Count = Field(
+        default=3,
+        description="Saves that fail in a row before the run ends with 74; up to then one that failed is made up for at the next interval.",
+    )
     timeout_s: fields.Seconds = Field(
         default=600.0, description="Seconds after which a save that does not end is an error."
     )

@@ -61,9 +61,9 @@ def save(run: Run, step: int, state: TrainState) -> None:
 
     Raises:
         NonFiniteError: the state is not finite: it would replace a good checkpoint.
-        CheckpointWriteError: this or an earlier save failed.
+        CheckpointWriteError: this or the save before failed, `checkpoint.max_failures` times in a row.
     """
-    if run.checkpoints is None or run.saved_at_step == step:
+    if run.saves is None or run.saved_at_step == step:
         return
     jax.block_until_ready(state.step)
     with run.throughput.paused():
@@ -78,8 +78,11 @@ def save(run: Run, step: int, state: TrainState) -> None:
         fresh = run.last_eval is not None and run.last_eval[0] == step
         values = run.last_eval[1] if fresh and run.last_eval else None
         numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}
-        run.checkpoints.save(step, state, run.record(step), numbers)
-    run.saved_at_step, run.saved_at_time = step, run.clock()
+        started = run.saves.start(step, state, run.record(step), numbers)
+        run.saved_at_time = run.clock()
+    if not started:
+        return
+    run.saved_at_step = step
     run.due.tell("after_save", run, step)
 
 

@@ -7,7 +7,7 @@ them. Damage that one process finds is damage to all. Nothing is renamed before 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,13 +69,18 @@ def newest_good(
     return None
 
 
-def set_aside(cluster: Cluster, checkpoints: Checkpoints, wrong: Mapping[str, str]) -> list[dict[str, str]]:
-    """Renames what is damaged, and what has a step's name and is none; returns {"name", "renamed", "why"} of each. On process 0."""
-    if not cluster.is_main:
-        return []
-    every = damage.without_record(checkpoints.directory) | dict(wrong)
-    rename = lambda name: damage.set_aside(checkpoints.directory, name)
-    return [{"name": name, "renamed": rename(name), "why": why} for name, why in every.items()]
+def set_aside(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
+    """Renames, on process 0, what is damaged and what has a step's name and is none, and tells the user, with `lines` of what was restored."""
+    if run.checkpoints is not None and run.cluster.is_main:
+        directory = run.checkpoints.directory
+        for name, why in (damage.without_record(directory) | dict(wrong)).items():
+            renamed = damage.set_aside(directory, name)
+            run.events.write("set aside", name=name, renamed=renamed, why=why)
+            run.message(f"checkpoint {name} is damaged: {why}. It is kept as {directory / renamed}")
+    for line in lines:
+        run.message(line)
+    if wrong:
+        run.message(f"going on from step {step}, the newest checkpoint that is as it was written")
 
 
 def refuse_if_lost(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
@@ -121,6 +126,23 @@ def keep_old_records(run_dir: Path) -> list[str]:
 
 def _last_step(path: Path) -> int:
     return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
+
+
+def latest_for_all(
+    cluster: Cluster, checkpoints: Checkpoints, question: str = "", most: int | None = None
+) -> int | None:
+    """Returns the newest committed step, up to `most`, as process 0 sees it: a shared file system may show others an older one.
+
+    Args:
+        question: another text each time that processes ask.
+    """
+    found = [step for step in checkpoints.steps() if most is None or step <= most]
+    latest = found[-1] if found else None
+    if cluster.num_processes == 1:
+        return latest
+    if cluster.is_main:
+        cluster.put(f"newest checkpoint{question}", str(latest or ""))
+    return int(cluster.get(f"newest checkpoint{question}") or 0) or None
 
 
 def _of_main(cluster: Cluster, key: str, make: Callable[[], Any]) -> Any:

@@ -26,11 +26,12 @@ from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
 from spmdkit.run import changes, preflight
-from spmdkit.run.actions import perform
+from spmdkit.run.actions import perform, save
+from spmdkit.run.coming_back import latest_for_all
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop
 from spmdkit.run.keep_work import keep_work
-from spmdkit.run.run import Run, latest_for_all
+from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
@@ -107,7 +108,7 @@ def train(
             state, stopped = run_steps(run, state, batches)
         if run.step == config.steps:
             wait_for_plan()
-        run.finish()
+        run.finish(lambda: save(run, run.step, state))
         # Together, and only after success: a process that left alone would make JAX abort the others.
         cluster.shutdown()
         if stopped is not None and stopped.code == Preempted.exit_code:

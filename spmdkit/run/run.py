@@ -12,7 +12,7 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,6 +34,7 @@ from spmdkit.run import changes, coming_back, hooks
 from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
+from spmdkit.run.saves import Saves
 from spmdkit.step import keys
 from spmdkit.step.state import TrainState
 
@@ -100,6 +101,7 @@ class Run:
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
                 )
+            self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
             self.events = metrics.EventLog(self.directory / "events.jsonl", self.cluster.process_index)
             self._stack = stack.pop_all()
         return self
@@ -150,7 +152,7 @@ class Run:
                 coming_back.refuse_if_lost(self.cluster, self.checkpoints, self.directory)
             lines = coming_back.keep_old_records(self.directory) if self.cluster.is_main else []
             self._open_records(0)
-            self._set_aside({}, lines, 0)
+            coming_back.set_aside(self, {}, lines, 0)
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
             return self.program.init()
@@ -159,7 +161,7 @@ class Run:
         changed = changes.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow)
         self.first_step = found.step + 1
         self._open_records(found.step)
-        self._set_aside(found.wrong, found.lines, found.step)
+        coming_back.set_aside(self, found.wrong, found.lines, found.step)
         self.events.write("restored", step=found.step, **where)
         if changed and self.cluster.is_main:
             self.message(f"since step {found.step} was saved, these have changed:\n{changes.table(changed)}")
@@ -179,19 +181,6 @@ class Run:
             self.events.write("hook is gone", step=found.step, hook=name)
         self.step = self.saved_at_step = found.step
 
-    def _set_aside(self, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
-        """Renames the checkpoints that are damaged, and tells the user."""
-        if self.checkpoints is not None:
-            for moved in coming_back.set_aside(self.cluster, self.checkpoints, wrong):
-                self.events.write("set aside", **moved)
-                self.message(
-                    f"checkpoint {moved['name']} is damaged: {moved['why']}. It is kept as {self.checkpoints.directory / moved['renamed']}"
-                )
-        for line in lines:
-            self.message(line)
-        if wrong:
-            self.message(f"going on from step {step}, the newest checkpoint that is as it was written")
-
     def go_back(self, to_step: int | None, skip_batches: int) -> TrainState:
         """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
 
@@ -205,18 +194,18 @@ class Run:
         self.flying.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
         target, found = 0, None
-        if self.checkpoints is not None:
-            self.events_of(self.checkpoints.wait())
+        if self.checkpoints is not None and self.saves is not None:
+            self.saves.settle()
             found = coming_back.newest_good(self.cluster, self.checkpoints, self.program, f" {epoch}", to_step)
             target = found.step if found else 0
-            newest = latest_for_all(self.cluster, self.checkpoints, f" of all {epoch}")
+            newest = coming_back.latest_for_all(self.cluster, self.checkpoints, f" of all {epoch}")
             if not target and newest is not None and to_step != 0:
                 raise UserCodeError(
                     f"a hook goes back to step {to_step}, and the checkpoints that are kept are newer, up to step {newest}. Going back needs one of "
                     f"that step or before. Raise checkpoint.keep ({self.config.checkpoint.keep if self.config.checkpoint else 0}), or go back "
                     "less far; sk.Rollback(0) starts anew."
                 )
-            self._set_aside(found.wrong if found else {}, (), target)
+            coming_back.set_aside(self, found.wrong if found else {}, (), target)
             self.cluster.barrier("before going back")
             self.checkpoints.forget_after(target)
             self.cluster.barrier("went back")
@@ -304,18 +293,14 @@ class Run:
         """Returns a sentence on the newest checkpoint, once those in flight are written."""
         if self.checkpoints is None:
             return "No checkpoints are kept."
-        self.events_of(self.checkpoints.wait())
+        self.checkpoints.wait_quietly()
         latest = self.checkpoints.latest()
         return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
     def note_commits(self) -> None:
-        """Tells of checkpoints that are written by now.
-
-        Raises:
-            CheckpointWriteError: one could not be.
-        """
-        if self.checkpoints is not None:
-            self.events_of(self.checkpoints.check())
+        """Tells of checkpoints that are written by now. Raises CheckpointWriteError where too many could not be."""
+        if self.saves is not None:
+            self.saves.note()
 
     def events_of(self, saved: list[int]) -> None:
         """Writes the events of saved steps."""
@@ -350,14 +335,10 @@ class Run:
         if len(self.flying) > self._most_in_flight:
             jax.block_until_ready(self.flying.popleft())
 
-    def finish(self) -> None:
-        """Waits until everything is on disk.
-
-        Raises:
-            CheckpointWriteError: the last save did not commit.
-        """
-        if self.checkpoints is not None:
-            self.events_of(self.checkpoints.wait())
+    def finish(self, save_again: Callable[[], None]) -> None:
+        """Waits until everything is on disk. Raises CheckpointWriteError where the last save did not commit, however often it was tried."""
+        if self.saves is not None:
+            self.saves.finish(save_again)
             # A process that left before process 0 has committed would make a launcher end process 0.
             self.cluster.barrier("committed")
 
@@ -372,20 +353,3 @@ class Run:
 
 def _described(randomness: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in randomness.items())
-
-
-def latest_for_all(
-    cluster: Cluster, checkpoints: Checkpoints, question: str = "", most: int | None = None
-) -> int | None:
-    """Returns the newest committed step, up to `most`, as process 0 sees it: a shared file system may show others an older one.
-
-    Args:
-        question: another text each time that processes ask.
-    """
-    found = [step for step in checkpoints.steps() if most is None or step <= most]
-    latest = found[-1] if found else None
-    if cluster.num_processes == 1:
-        return latest
-    if cluster.is_main:
-        cluster.put(f"newest checkpoint{question}", str(latest or ""))
-    return int(cluster.get(f"newest checkpoint{question}") or 0) or None

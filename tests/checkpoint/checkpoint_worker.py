@@ -155,22 +155,28 @@ def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
 
 
 def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
-    """Process 1 fails to write its part; process 0 must give up in time and keep step 1."""
+    """Process 1 fails to write its part; both must hear of it in time, keep step 1, and go on to save step 3."""
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
     checkpoints.save(1, global_state(1), {})
-    checkpoints.wait()
+    assert checkpoints.settle() == ("", True)
+    write, fired = tensorstore_utils.ArrayWriteSpec, []
+
+    def broken(*args, **kwargs):
+        fired.append(1)
+        raise OSError("No space left on device")
+
     if process_id == 1:
-        from orbax.checkpoint._src.serialization import tensorstore_utils
-
-        def broken(*args, **kwargs):
-            raise OSError("No space left on device")
-
         tensorstore_utils.ArrayWriteSpec = broken
-    try:
-        checkpoints.save(2, global_state(2), {})
-        checkpoints.wait()
-    except SpmdkitError as error:
-        print(type(error).__name__, error, flush=True)
+    checkpoints.save(2, global_state(2), {})
+    ended = checkpoints.settle()
+    print(ended.why, ended.committed, flush=True)
     assert checkpoints.steps() == [1], checkpoints.steps()
+    assert bool(fired) == (process_id == 1)
+    tensorstore_utils.ArrayWriteSpec = write
+    checkpoints.save(3, global_state(3), {})
+    assert checkpoints.settle() == ("", True)
+    assert checkpoints.steps() == [1, 3] and checkpoints.ignored() == [], (checkpoints.steps(), checkpoints.ignored())
 
 
 if __name__ == "__main__":

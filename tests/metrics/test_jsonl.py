@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.errors import CheckpointWriteError, ConfigError, UserCodeError
 from spmdkit.files import write_json
 from spmdkit.metrics import JsonlSink, read_lines
 from spmdkit.metrics.jsonl import record_line
@@ -157,8 +157,10 @@ def test_a_full_disk_is_told_with_its_repair_and_leaves_whole_lines(tmp_path, mo
         return real(descriptor, data[:7])
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ConfigError, match=r"m: cannot be written: No space left on device \(error 28\).*Free space"):
+    match = r"m: cannot be written: No space left on device \(error 28\).*Free space"
+    with pytest.raises(CheckpointWriteError, match=match) as raised:
         sink.write({"step": 2, "loss": 1.0})
+    assert raised.value.exit_code == 74
     assert (tmp_path / "m").read_text() == '{"step": 1, "loss": 1.0}\n'
 
 

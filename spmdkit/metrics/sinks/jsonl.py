@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit.files import FILE_MODE, not_writable, replace
+from spmdkit.files import FILE_MODE, not_writable, not_written, replace
 from spmdkit.metrics.jsonl import parse_object, record_line
 from spmdkit.metrics.sinks.base import Sink
 
@@ -54,8 +54,8 @@ class JsonlSink:
 
     Key order of a line: step, split, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
 
-    Raises ConfigError when the file cannot be opened or written (folder not writable, disk full); a line that did not
-    fit is taken back, so the file stays whole. Raises UserCodeError for a metric that is not one number; with `arrays` lists of
+    Raises ConfigError when the file cannot be opened (folder not writable), CheckpointWriteError when a line does not fit any more (disk
+    full); the line is taken back, so the file stays whole. Raises UserCodeError for a metric that is not one number; with `arrays` lists of
     them are taken too.
     """
 
@@ -81,7 +81,7 @@ class JsonlSink:
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:
             os.ftruncate(self._descriptor, size_before)
-            raise not_writable(self.path, error) from error
+            raise not_written(self.path, error) from error
 
     def sync(self) -> None:
         """Waits until every line so far is on the disk. A few ms on a local disk: once per checkpoint, not per line."""
@@ -89,7 +89,7 @@ class JsonlSink:
         try:
             os.fsync(self._descriptor)
         except OSError as error:
-            raise not_writable(self.path, error) from error
+            raise not_written(self.path, error) from error
 
     def close(self) -> None:
         """Syncs and closes the file. May be called twice."""
@@ -98,7 +98,7 @@ class JsonlSink:
             try:
                 os.fsync(descriptor)
             except OSError as error:
-                raise not_writable(self.path, error) from error
+                raise not_written(self.path, error) from error
             finally:
                 os.close(descriptor)
 
@@ -110,7 +110,7 @@ class JsonlSink:
             os.close(self._descriptor)  # of the file that was replaced
             self._descriptor = self._open()
         except OSError as error:
-            raise not_writable(self.path, error) from error
+            raise not_written(self.path, error) from error
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)

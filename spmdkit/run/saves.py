@@ -1,0 +1,107 @@
+"""The saves of a run: one that fails is told and made up for at the next interval; `checkpoint.max_failures` in a row end the run with 74.
+
+Whether a save has failed is decided by all processes together, before the next one is begun and at the end: a process that gave up alone, or
+began a save that the others do not begin, would let them wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.errors import CheckpointWriteError
+
+SLOW_SAVE_S = 60.0
+"""A save that takes longer is said, once."""
+HELD_UP_S = 5.0
+"""Training that waits longer for the save before is said."""
+PAUSE_S = 1.0
+"""Between two tries of the last save of a run."""
+
+
+class Saves:
+    """What became of the saves of a run; `run` is the `Run`, `checkpoints` its own."""
+
+    def __init__(self, run: Any, checkpoints: Checkpoints):
+        self._run, self._checkpoints = run, checkpoints
+        self._most = run.config.checkpoint.max_failures
+        self._failures = 0
+        self._owed: int | None = None  # a step that was to be saved, and is not committed yet
+        self._began_at = 0.0
+        self._slow_said = False
+
+    def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None) -> bool:
+        """Starts a save, after the one before; returns whether it was started.
+
+        Raises:
+            CheckpointWriteError: it could not be, or the one before has failed, and that was once too often.
+        """
+        self.settle()
+        self._owed, self._began_at, self._slow_said = step, time.monotonic(), False
+        try:
+            self._checkpoints.save(step, state, record, metrics)
+        except CheckpointWriteError as error:
+            self._failed(str(error))
+            return False
+        return True
+
+    def settle(self) -> None:
+        """Waits for the save in flight, on every process, and takes note of what became of it.
+
+        Raises:
+            CheckpointWriteError: it has failed, and that was once too often.
+        """
+        waiting_since = time.monotonic()
+        ended = self._checkpoints.settle()
+        if (held_s := time.monotonic() - waiting_since) > HELD_UP_S:
+            self._run.message(
+                f"note: training waited {held_s:.1f} s for the checkpoint of step {self._owed} to be written; saves come faster than the disk takes "
+                "them. Raise checkpoint.every_steps or every_seconds."
+            )
+        self._run.events_of(self._checkpoints.commits())
+        if ended.committed:
+            self._owed, self._failures = None, 0
+        if ended.why:
+            self._failed(ended.why)
+
+    def note(self) -> None:
+        """Tells, without waiting, of checkpoints that are written by now and of one that takes long.
+
+        Raises:
+            CheckpointWriteError: as `settle`; with several processes only that tells, for they must hear of it at one step.
+        """
+        if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
+            self.settle()
+        self._run.events_of(self._checkpoints.commits())
+        taken_s = time.monotonic() - self._began_at
+        if self._checkpoints.is_saving() and taken_s > SLOW_SAVE_S and not self._slow_said:
+            self._slow_said = True
+            self._run.message(f"note: saving step {self._owed} has taken {taken_s:.0f} s so far: the disk is slow")
+            self._run.events.write("slow save", step=self._owed, seconds=round(taken_s))
+
+    def finish(self, again: Callable[[], None]) -> None:
+        """Returns when the last save of the run is committed; one that fails is tried `again`.
+
+        Raises:
+            CheckpointWriteError: it has failed `checkpoint.max_failures` times.
+        """
+        self.settle()
+        while self._owed is not None:
+            time.sleep(PAUSE_S)
+            again()
+            self.settle()
+
+    def _failed(self, why: str) -> None:
+        run, self._failures = self._run, self._failures + 1
+        run.saved_at_step = 0 if run.saved_at_step == self._owed else run.saved_at_step
+        run.events.write("save failed", step=self._owed, failures=self._failures, error=why[:500])
+        if self._failures >= self._most:
+            often = (
+                f" It failed {self._failures} times in a row (checkpoint.max_failures)." if self._failures > 1 else ""
+            )
+            raise CheckpointWriteError(f"{why}{often}")
+        run.message(
+            f"WARNING: {why} Training goes on, and saves again at the next interval ({self._failures} of checkpoint.max_failures {self._most} in a row)."
+        )

@@ -1,0 +1,102 @@
+"""A save that fails does not end a run at once; a run whose last save did not commit never ends with 0."""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import numpy as np
+import pytest
+
+from spmdkit.checkpoint import ls
+from spmdkit.checkpoint import record as records
+from spmdkit.errors import CheckpointWriteError
+from spmdkit.run import saves
+from tests.support.small_runs import events, steps, train
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that is full at the steps in the list, as often as they stand there; `fired` counts."""
+    real, full, fired = records.write_record, [], []
+
+    def write(folder, record):
+        if record.step in full:
+            full.remove(record.step)
+            fired.append(record.step)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(folder, record)
+
+    monkeypatch.setattr(records, "write_record", write)
+    monkeypatch.setattr(saves, "PAUSE_S", 0.0)
+    full_disk = type("Disk", (), {"full": full, "fired": fired})
+    yield full_disk
+    assert fired, "the injection did not fire"
+
+
+def saved(folder):
+    names = [path.name for path in (folder / "run/checkpoints").iterdir()]
+    assert not [name for name in names if not name.isdigit()], names
+    return [row["step"] for row in ls(folder / "run/checkpoints")]
+
+
+def test_a_save_that_fails_is_told_and_made_up_for_at_the_next_interval(tmp_path, disk, capsys):
+    disk.full += [10]
+    result = train(tmp_path, checkpoint={"every_steps": 5, "keep": 9})
+    out = capsys.readouterr().out
+    assert (
+        "WARNING: saving step 10" in out
+        and "No space left on device" in out
+        and "1 of checkpoint.max_failures 3" in out
+    )
+    assert saved(tmp_path) == [5, 15, 20] and steps(tmp_path) == [1, 5, 10, 15, 20]
+    assert [(e["step"], e["failures"]) for e in events(tmp_path, "save failed")] == [(10, 1)]
+    disk.full += [10]
+    undisturbed = train(tmp_path / "other", checkpoint=None)
+    assert np.array_equal(result.state.params["w"], undisturbed.state.params["w"])
+
+
+def test_failures_in_a_row_end_the_run_with_74_and_those_apart_do_not(tmp_path, disk):
+    disk.full += [5, 10, 20]
+    train(tmp_path, checkpoint={"every_steps": 5, "keep": 9}, steps=30)
+    assert saved(tmp_path) == [15, 25, 30]
+    disk.full += [35, 40, 45]
+    with pytest.raises(
+        CheckpointWriteError, match=r"saving step 45 .*intact are 15, 25, 30.* 3 times in a row"
+    ) as raised:
+        train(tmp_path, checkpoint={"every_steps": 5, "keep": 9}, steps=60)
+    assert raised.value.exit_code == 74
+    assert saved(tmp_path) == [15, 25, 30]
+
+
+def test_max_failures_of_one_ends_the_run_at_the_first(tmp_path, disk):
+    disk.full += [5]
+    with pytest.raises(CheckpointWriteError, match="saving step 5"):
+        train(tmp_path, checkpoint={"every_steps": 5, "max_failures": 1})
+
+
+def test_the_last_save_is_tried_again_and_a_run_without_it_never_ends_with_0(tmp_path, disk):
+    disk.full += [20, 20]
+    train(tmp_path, checkpoint={"every_steps": None})
+    assert saved(tmp_path) == [20] and disk.fired == [20, 20]
+    disk.full += [40] * 9
+    with pytest.raises(CheckpointWriteError, match=r"saving step 40 .* 3 times in a row"):
+        train(tmp_path, checkpoint={"every_steps": None}, steps=40)
+    assert saved(tmp_path) == [20] and disk.fired[2:] == [40] * 3
+    assert not [e for e in events(tmp_path, "stopped") if e["step"] == 40]
+
+
+def test_a_save_that_is_slow_is_said_and_so_is_training_that_waits_for_it(tmp_path, monkeypatch, capsys):
+    real = records.write_record
+
+    def write(folder, record):
+        time.sleep(0.5)
+        real(folder, record)
+
+    monkeypatch.setattr(records, "write_record", write)
+    monkeypatch.setattr(saves, "SLOW_SAVE_S", 0.0)
+    monkeypatch.setattr(saves, "HELD_UP_S", 0.2)
+    train(tmp_path, log={"every_steps": 1, "progress": "plain"})
+    out = capsys.readouterr().out
+    assert "note: saving step 5 has taken" in out and "training waited" in out
+    assert events(tmp_path, "slow save")[0]["step"] == 5
