@@ -108,7 +108,7 @@ def test_the_state_is_saved_every_so_many_seconds(tmp_path):
     with Run(config, cluster, program, clock=lambda: now[0]) as run:
         state = run.restore_or_init()
         run_steps(run, state, Slow(program.stream(1), now))
-        run.finish()
+        run.finish(lambda: None)
     # Every 3 s a step: due at 12 s and then 12 s after each; the last step always.
     assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [4, 8, 12, 16, 20]
 
