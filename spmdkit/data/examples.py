@@ -10,6 +10,7 @@ epoch and still gives the same example when a run resumes.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -45,6 +46,12 @@ class ExampleSource:
         self._refuse_lists_of_numbers(example)
         arrays = [self._array(0, name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
         self._specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+
+    def read_by(self, access: Access) -> ExampleSource:
+        """Returns this source, read in another way."""
+        other = copy.copy(self)
+        other._access = access
+        return other
 
     def __len__(self) -> int:
         return self._length

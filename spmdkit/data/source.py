@@ -47,20 +47,22 @@ class Source(Protocol):
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
 
 
-def open_source(data: Any, what: str = "train_data", access: Access = ALONE) -> Source:
+def open_source(data: Any, what: str = "train_data", access: Access | None = None) -> Source:
     """Returns `data` as a `Source`, checked; `what` names it in errors. The module's head says how data is read.
 
     Args:
-      access: how examples that the user's own code gives are read; arrays are read by any number of threads.
+      access: how examples that the user's own code gives are read, one by one if it is not said; arrays are read by any number of threads.
 
     Raises:
       ConfigError: no data, no random access, leaves of unequal length, a dtype that no device has.
       UserCodeError: the user's `__len__` or `__getitem__(0)` raised.
     """
+    if isinstance(data, ExampleSource) and access is not None:
+        return data.read_by(access)
     if isinstance(data, (ArraySource, ExampleSource)):
         return data
     if _is_grain_dataset(data):
-        return ExampleSource(data, what, is_grain=True, access=access)
+        return ExampleSource(data, what, is_grain=True, access=access or ALONE)
     if isinstance(data, (np.ndarray, jax.Array)):
         return ArraySource(data, what)
     if hasattr(data, "__array__"):
@@ -71,7 +73,7 @@ def open_source(data: Any, what: str = "train_data", access: Access = ALONE) -> 
     if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
         data = dict(data)  # a mapping that is no pytree, such as np.load("file.npz"): each value is read once, here
     if _is_sequence_of_examples(data):
-        return ExampleSource(data, what, is_grain=False, access=access)
+        return ExampleSource(data, what, is_grain=False, access=access or ALONE)
     if jax.tree_util.all_leaves([data]):
         raise ConfigError(
             f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of "

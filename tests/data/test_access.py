@@ -137,6 +137,14 @@ def test_what_was_left_out_once_is_left_out_again_after_a_restart_though_it_can_
     assert batches(open_source(Flaky(0), "train_data", Access(1, 0, Ledger(1))), start=2, stop=6) != before[1:]
 
 
+def test_a_source_that_is_opened_again_is_read_as_was_asked_then():
+    opened = open_source(Flaky(10**6), "train_data")
+    again = open_source(opened, "train_data", Access(1, 0, Ledger(1)))
+    assert batches(again)[1] == [4, 6, 6, 7]
+    with pytest.raises(UserCodeError):
+        batches(open_source(opened))
+
+
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(), SystemExit("done"), GeneratorExit()])
 def test_data_cannot_end_the_run_and_are_not_left_out_for_trying(error):
     class Leaving(Flaky):

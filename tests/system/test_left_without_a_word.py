@@ -26,6 +26,8 @@ class Rows:
     def __getitem__(self, i):
         if i == 108 and os.environ.get("WAY") == "data" and os.environ.get("SPMDKIT_PROCESS_ID", "1") == "1":
             sys.exit(0)
+        if i == 108 and os.environ.get("WAY") == "bad":
+            raise OSError("bad sector")
         return x[i]
 
 def leave(run, step, *_):
@@ -99,6 +101,22 @@ def test_an_exit_in_the_data_is_70_and_named(folder, leaving, launched):
         assert "process 1 failed first with exit code 70" in output
     else:
         assert "step 6, the last good one, is saved" in output
+
+
+@pytest.mark.slow
+def test_a_row_that_process_1_leaves_out_is_in_the_record_and_the_restart_equals_the_whole_run(folder, leaving):
+    command = ("launch", "-n", "2", "--", "train", "run.yaml", "data.skip=1", "log.every_steps=1")
+    code, output = leaving("bad", *command, "run_dir=whole")
+    assert code == 0, output
+    assert leaving("bad", *command, "steps=8")[0] == 0
+    code, output = leaving("", *command)  # readable by now
+    assert code == 0 and "continuing at step 9" in output, output
+    trained = [[line for line in folder.metrics(name) if "split" not in line] for name in ("run", "whole")]
+    assert trained[0] == trained[1] and len(trained[0]) == 12
+    record = json.loads((folder.path / "run/checkpoints/8/record.json").read_text())
+    assert record["record"]["left_out_rows"] == [[7, 108]]
+    told = [json.loads(line) for line in (folder.path / "run/events.jsonl").read_text().splitlines()]
+    assert [(e["process"], e["row"], e["batch"]) for e in told if e["event"] == "data"] == [(1, 108, 7)]
 
 
 def test_a_run_that_is_going_on_is_not_said_to_have_left_and_one_that_was_killed_is(folder, helpers):
