@@ -50,6 +50,7 @@ class Program:
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.forms`).
         notes: remarks for the user that are no errors.
+        ledgers: what was done about rows that could not be read, of training and of the evaluation.
         refused_forms: forms that were tried before `form`, with what refused each.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
         probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
@@ -137,6 +138,7 @@ class Program:
     def _open_data(self) -> None:
         self._feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
         self.schedule, self.abstract_batch = self._feed.schedule, self._feed.abstract()
+        self.ledgers = [feed.ledger for feed in (self._feed, self._eval_feed) if feed is not None]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -330,11 +332,6 @@ class Program:
         """Leaves batches out of the schedule: numbers (first, last), counted as if none were left out."""
         self.schedule = dataclasses.replace(self.schedule, skipped=data.merged(ranges))
         self._feed.schedule = self.schedule
-
-    @property
-    def ledgers(self) -> list[data.Ledger]:
-        """What was done about rows that could not be read: of training, and of the evaluation where there is one."""
-        return [feed.ledger for feed in (self._feed, self._eval_feed) if feed is not None]
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own data."""
