@@ -22,6 +22,8 @@ BYTES_IN_MEMORY = 2**26
 ROWS_READ = 6
 READINGS = 3
 """How often a row is tried, of those that raise."""
+RAISED = "raised"
+"""What begins the text of a row that could not be read."""
 VARIES = "another one each time it is read"
 """What stands for a row that is not a function of its index: it cannot be compared."""
 
@@ -74,7 +76,7 @@ def _row(source: Source, row: int) -> str:
         try:
             [(_, leaves)] = _rows(source, [row])
         except (ConfigError, UserCodeError) as error:
-            found = f"raised {type(error.__cause__ or error).__name__}"
+            found = f"{RAISED} {type(error.__cause__ or error).__name__}"
         else:
             return _digest(leaves)
     return found

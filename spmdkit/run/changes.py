@@ -19,7 +19,7 @@ import yaml
 from spmdkit import project
 from spmdkit.config import Config
 from spmdkit.data import Schedule, open_source
-from spmdkit.data.fingerprint import fingerprint
+from spmdkit.data.fingerprint import RAISED, ROWS_READ, fingerprint
 from spmdkit.errors import ConfigError
 from spmdkit.metrics.environment import numeric_variables, package_versions
 from spmdkit.tasks import Task
@@ -56,12 +56,32 @@ def described(config: Config, task: Task) -> dict[str, Any]:
     }
 
 
-def _data(given: Any, name: str) -> str:
-    """Returns one line that changes when the length, the structure or a row of the sample does."""
+def _data(given: Any, name: str) -> dict[str, str]:
+    """Returns what tells a source from another: length and structure under "is", and a digest of each row of a small sample, of all rows of a large one."""
     found = fingerprint(open_source(given, name))
     rows = {what: text for what, text in found.items() if what.startswith("row")}
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{found['examples']} of {found['an example']}, rows {digest}"
+    if len(rows) > ROWS_READ:
+        rows = {"rows": _digest(rows)}
+    return {"is": f"{found['examples']} of {found['an example']}"} | rows
+
+
+def _digest(rows: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _data_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    """Yields the sources that are others. A row that could not be read then, or cannot now, tells nothing."""
+    for name in sorted({*old, *new}):
+        was, now = old.get(name), new.get(name)
+        if was is None or now is None:
+            yield Change(name, *("not there" if x is None else str(x["is"]) for x in (was, now)))
+            continue
+        known = [what for what in was if what in now and not any(x[what].startswith(RAISED) for x in (was, now))]
+        if any(was[what] != now[what] for what in known):
+            lines = [
+                f"{x['is']}, rows {_digest({what: x[what] for what in known if what != 'is'})}" for x in (was, now)
+            ]
+            yield Change(name, *lines)
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -77,7 +97,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     was: Any = before.get("described")
     if not isinstance(was, dict):
         return found
-    for kind, word in (("text", "text "), ("data", ""), ("versions", ""), ("variables", "")):
+    found += _data_changes(was.get("data", {}), now["described"]["data"])
+    for kind, word in (("text", "text "), ("versions", ""), ("variables", "")):
         old, new = was.get(kind, {}), now["described"][kind]
         name = (lambda key: f"version of {key}") if kind == "versions" else str
         found += [
