@@ -86,7 +86,7 @@ def forward(
     lead = q_nBKGtH.shape[:-1]
     start = (jnp.zeros(q_nBKGtH.shape, jnp.float32), jnp.full(lead, -jnp.inf), jnp.zeros(lead, jnp.float32))
 
-    def step(carry: tuple[jax.Array, ...], i: jax.Array | int, j: jax.Array | int) -> tuple[jax.Array, ...]:
+    def one_pair(carry: tuple[jax.Array, ...], i: jax.Array | int, j: jax.Array | int) -> tuple[jax.Array, ...]:
         acc, top, total = (_at(x, i) for x in carry)
         s = cut.scores(_at(q_nBKGtH, i), _at(k_nBKsH, j), i, j, scale)
         new_top = jnp.maximum(top, s.max(-1))
@@ -98,7 +98,7 @@ def forward(
         new = (acc, new_top, total * keep + p.sum(-1))
         return tuple(_put(x, y, i) for x, y in zip(carry, new, strict=True))
 
-    acc, top, total = cut.over_pairs(step, start, (q_BTNH, k_BSKH, v_BSKH, mask))
+    acc, top, total = cut.over_pairs(one_pair, start, (q_BTNH, k_BSKH, v_BSKH, mask))
     out = acc / jnp.where(total == 0, 1, total)[..., None]
     lse = jnp.where(total == 0, -jnp.inf, _finite(top) + jnp.log(jnp.where(total == 0, 1, total)))
     return cut.restore_queries(out), cut.restore_queries(lse[..., None])[..., 0]
@@ -122,7 +122,7 @@ def backward(
     lse, delta = (cut.queries(x[..., None]) for x in (_finite(lse_BTN), delta_BTN))
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_nBKGtH, k_nBKsH, v_nBKsH))
 
-    def step(carry: tuple[jax.Array, ...], i: jax.Array | int, j: jax.Array | int) -> tuple[jax.Array, ...]:
+    def one_pair(carry: tuple[jax.Array, ...], i: jax.Array | int, j: jax.Array | int) -> tuple[jax.Array, ...]:
         dq, dk, dv = carry
         q, k, v, dout = _at(q_nBKGtH, i), _at(k_nBKsH, j), _at(v_nBKsH, j), _at(dout_nBKGtH, i)
         p = jnp.exp(cut.scores(q, k, i, j, scale) - _at(lse, i))
@@ -134,7 +134,7 @@ def backward(
         return dq, dk, dv
 
     operands = (q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BTN, dout_BTNH, mask)
-    dq, dk, dv = cut.over_pairs(step, start, operands)
+    dq, dk, dv = cut.over_pairs(one_pair, start, operands)
     return cut.restore_queries(dq), cut.restore_keys(dk), cut.restore_keys(dv)
 
 
@@ -187,16 +187,18 @@ class _Cut:
         num, B, K, s, H = x.shape
         return x.transpose(1, 0, 3, 2, 4).reshape(B, num * s, K, H)[:, : self.S]
 
-    def over_pairs(self, step: Callable[..., tuple[jax.Array, ...]], start: tuple[jax.Array, ...], operands: object):
-        """Returns the carry of `step(carry, i, j)` after all pairs of a query block and a key block that may meet."""
+    def over_pairs(
+        self, one_pair: Callable[..., tuple[jax.Array, ...]], start: tuple[jax.Array, ...], operands: object
+    ):
+        """Returns the carry of `one_pair(carry, i, j)` after all pairs of a query block and a key block that may meet."""
         axes = sorted(set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands) if hasattr(x, "dtype"))))
         start = compat.as_varying(start, axes)
         pairs = [(i, j) for i in range(self.num_q) for j in range(self.num_k)]
         if self.mask.by_index:
             pairs = [(i, j) for i, j in pairs if j * self.s < (i + 1) * self.t]
         if len(pairs) == 1:
-            return step(start, 0, 0)
-        return lax.scan(lambda carry, ij: (step(carry, ij[0], ij[1]), None), start, np.array(pairs, np.int32))[0]
+            return one_pair(start, 0, 0)
+        return lax.scan(lambda carry, ij: (one_pair(carry, ij[0], ij[1]), None), start, np.array(pairs, np.int32))[0]
 
     def scores(self, q_BKGtH: jax.Array, k_BKsH: jax.Array, i, j, scale: float) -> jax.Array:
         """Returns float32[B, K, G, t, s], -inf where the mask hides the key."""

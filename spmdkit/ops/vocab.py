@@ -77,25 +77,27 @@ def embed(
     """
     _check_ids("sk.embed: tokens_BT", tokens_BT)
     table_dims: Dims = ("vocab", "embed")
-    kept = kept_axes(table_dims[:1], dims)
-    token_dims = between_dims(dims, kept)
+    vocab_axes = kept_axes(table_dims[:1], dims)
+    token_dims = between_dims(dims, vocab_axes)
 
     def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
         stores = axes("embed")
         batch = axes(dims[0]) if dims[0] is not None else ()
-        movable = bool(stores) and set(stores) <= set(batch) and not set(axes("vocab")) - set(kept)
+        movable = bool(stores) and set(stores) <= set(batch) and not set(axes("vocab")) - set(vocab_axes)
         if by == "tokens" and stores and not movable:
             raise ConfigError(
                 f"sk.embed(by='tokens'): the table's width is cut over {list(stores)}, the examples over {list(batch)}. Ids can be "
                 "sent to the devices that store the width only along axes that cut the examples. Use by='table'."
             )
-        smaller = tokens.size // axis_size(kept) < table.shape[0]
+        smaller = tokens.size // axis_size(vocab_axes) < table.shape[0]
         smaller &= tokens.size * max(table.shape[1], LANES) <= table.size
         if movable and (by == "tokens" or (by == "auto" and smaller)):
             everywhere = all_gather(tokens, stores, 0)
-            x = reduce_rows(_look_up(everywhere, table, kept), dims, kept)
+            x = reduce_rows(_look_up(everywhere, table, vocab_axes), dims, vocab_axes)
             return all_to_all(x, stores, split_dim=0, join_dim=x.ndim - 1)
-        return reduce_rows(_look_up(tokens, gather_weight(table, table_dims, dims, 1, tokens), kept), dims, kept)
+        return reduce_rows(
+            _look_up(tokens, gather_weight(table, table_dims, dims, 1, tokens), vocab_axes), dims, vocab_axes
+        )
 
     return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
 
@@ -131,10 +133,10 @@ def cross_entropy(
     """
     _check_ids("sk.cross_entropy: targets_BT", targets_BT)
     head_dims: Dims = ("embed", "vocab")
-    kept = kept_axes(head_dims[1:], dims)
-    row_dims = between_dims(dims, kept)
-    _check(head_DV.shape[1], vocab_size, chunk, kept)
-    core = _Core(dims, head_dims, kept, vocab_size, z_loss, chunk)
+    vocab_axes = kept_axes(head_dims[1:], dims)
+    row_dims = between_dims(dims, vocab_axes)
+    _check(head_DV.shape[1], vocab_size, chunk, vocab_axes)
+    core = _Core(dims, head_dims, vocab_axes, vocab_size, z_loss, chunk)
     name, step = "sk.cross_entropy", scope.current()
     forward = manual(core.forward, (dims, head_dims, row_dims), (row_dims, row_dims), name)
     tangent = manual(core.tangent, (dims, head_dims, row_dims, dims, head_dims), row_dims, name)
@@ -173,13 +175,13 @@ def _check_ids(what: str, ids: Any) -> None:
         )
 
 
-def _check(num: int, vocab_size: int | None, chunk: int | None, kept: tuple[str, ...]) -> None:
-    parts = axis_size(kept)
+def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tuple[str, ...]) -> None:
+    parts = axis_size(vocab_axes)
     if scope.current().in_manual:
         num *= parts
     if num % parts:
         raise ConfigError(
-            f"sk.cross_entropy: the head has {num} columns, cut over {' x '.join(kept)} = {parts}. Each device holds as many as the others. "
+            f"sk.cross_entropy: the head has {num} columns, cut over {' x '.join(vocab_axes)} = {parts}. Each device holds as many as the others. "
             f"Make it padded_vocab({num}, {parts}) = {padded_vocab(num, parts)} columns long and give vocab_size={vocab_size or num}."
         )
     if vocab_size is not None and not 0 < vocab_size <= num:
@@ -196,9 +198,9 @@ def _check(num: int, vocab_size: int | None, chunk: int | None, kept: tuple[str,
 # ---- on shards --------------------------------------------------------------------------------------------------------
 
 
-def _look_up(tokens: jax.Array, table_VD: jax.Array, kept: tuple[str, ...]) -> jax.Array:
+def _look_up(tokens: jax.Array, table_VD: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
     """Returns the rows of this device's part of the table, zeros for ids of the others."""
-    ids = tokens.astype(jnp.int32) - axis_index(kept) * table_VD.shape[0]
+    ids = tokens.astype(jnp.int32) - axis_index(vocab_axes) * table_VD.shape[0]
     own = (ids >= 0) & (ids < table_VD.shape[0])
     rows = jnp.take(table_VD, jnp.where(own, ids, 0), axis=0, mode="clip")
     return jnp.where(own[..., None], rows, jnp.zeros((), table_VD.dtype))
@@ -211,18 +213,18 @@ class _Core:
         self,
         dims: Dims,
         head_dims: Dims,
-        kept: tuple[str, ...],
+        vocab_axes: tuple[str, ...],
         vocab_size: int | None,
         z_loss: float,
         chunk: int | None,
     ) -> None:
-        self.dims, self.head_dims, self.kept = dims, head_dims, kept
+        self.dims, self.head_dims, self.vocab_axes = dims, head_dims, vocab_axes
         self.vocab_size, self.z_loss, self.chunk = vocab_size, z_loss, chunk
 
     def forward(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (loss, logsumexp), each float32 shaped like the targets."""
         hidden_ND, head_DV = self._gather(hidden, head)
-        first = axis_index(self.kept) * head_DV.shape[1]
+        first = axis_index(self.vocab_axes) * head_DV.shape[1]
 
         def one(_: Any, rows: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
             logits_CV, is_target_CV = self._logits(*rows, head_DV, first)
@@ -232,10 +234,10 @@ class _Core:
 
         targets_N = targets.reshape(-1).astype(jnp.int32)
         _, (largest_N, total_N, target_N) = self._over_chunks(one, (), (hidden_ND, targets_N), head_DV.shape[1])
-        top_N = lax.pmax(lax.stop_gradient(largest_N), self.kept) if self.kept else largest_N
-        sums_2N = all_reduce(jnp.stack([total_N * jnp.exp(largest_N - top_N), target_N]), self.kept)
+        top_N = lax.pmax(lax.stop_gradient(largest_N), self.vocab_axes) if self.vocab_axes else largest_N
+        sums_2N = all_reduce(jnp.stack([total_N * jnp.exp(largest_N - top_N), target_N]), self.vocab_axes)
         logsumexp_N = top_N + jnp.log(sums_2N[0])
-        num_ids = self.vocab_size or head_DV.shape[1] * axis_size(self.kept)
+        num_ids = self.vocab_size or head_DV.shape[1] * axis_size(self.vocab_axes)
         exists_N = (targets_N >= 0) & (targets_N < num_ids)
         loss_N = jnp.where(exists_N, logsumexp_N - sums_2N[1], jnp.nan) + self.z_loss * logsumexp_N**2
         return loss_N.reshape(targets.shape), logsumexp_N.reshape(targets.shape)
@@ -253,14 +255,14 @@ class _Core:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of hidden and head."""
         hidden_ND, head_DV = self._gather(hidden, head)
-        first = axis_index(self.kept) * head_DV.shape[1]
+        first = axis_index(self.vocab_axes) * head_DV.shape[1]
         rows = (hidden_ND, *(x.reshape(-1) for x in (targets.astype(jnp.int32), logsumexp, cotangent)))
         differs = sorted({a for x in (*rows, head_DV) for a in compat.varying_axes(x)})
         parts = self._columns_in(hidden_ND.shape[0], head_DV.shape[1])
         by = self._by_columns if parts is not None else self._by_rows
         d_head_DV, d_hidden_ND = by(rows, head_DV, first, differs, parts or 1)
         d_hidden = d_hidden_ND.astype(hidden.dtype).reshape(*targets.shape, -1)
-        d_hidden = _like(reduce_rows(d_hidden, self.dims, self.kept), hidden)
+        d_hidden = _like(reduce_rows(d_hidden, self.dims, self.vocab_axes), hidden)
         return d_hidden, scatter_gradient(d_head_DV.astype(head.dtype), head, self.head_dims, self.dims, 0)
 
     def _columns_in(self, num_rows: int, num_columns: int) -> int | None:
@@ -308,7 +310,7 @@ class _Core:
         return (d_CV - jnp.where(is_target_CV, cotangent_C[:, None], 0)).astype(hidden_CD.dtype)
 
     def _gather(self, hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        hidden = gather_rows(hidden, self.dims, self.kept)
+        hidden = gather_rows(hidden, self.dims, self.vocab_axes)
         return hidden.reshape(-1, hidden.shape[-1]), gather_weight(head, self.head_dims, self.dims, 0, hidden)
 
     def _logits(

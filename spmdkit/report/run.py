@@ -198,11 +198,11 @@ def _throughput(train: Sequence[Record]) -> str:
     return section("Throughput", fact_table(facts) + chart + note)
 
 
-def _quartiles(values: Sequence[float], form: Any) -> str:
+def _quartiles(values: Sequence[float], shown: Any) -> str:
     if len(values) < 4:
-        return form(statistics.median(values)) if values else ""
+        return shown(statistics.median(values)) if values else ""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{form(middle)} median, {form(low)} to {form(high)} in the middle half of {len(values)} records"
+    return f"{shown(middle)} median, {shown(low)} to {shown(high)} in the middle half of {len(values)} records"
 
 
 def _environment_table(environment: Record | None) -> str:

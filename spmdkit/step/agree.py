@@ -73,7 +73,7 @@ def _check_kind(path: str, dtype: Any, kind: str) -> None:
 
 def kinds_of(
     said: Kinds,
-    step: Callable[..., Any],
+    one_replica: Callable[..., Any],
     state: Any,
     shared: Any,
     own: Sequence[Any],
@@ -84,7 +84,7 @@ def kinds_of(
 
     Args:
         said: what the task says, for some leaves.
-        step: `(state, shared, own) -> new state` of one replica.
+        one_replica: `(state, shared, own) -> new state` of one replica.
         state, shared: abstract; the model state, and what else is the same on every replica.
         own: abstract, what a replica has for itself (rows, mask, key); then the same with another number of rows, which shows what
             depends on that number.
@@ -98,7 +98,7 @@ def kinds_of(
     leaves = named_leaves(state)
     num = len(leaves)
     rows = 1 << num
-    make = lambda *given: compat.jaxpr_with_axes(step, () if bound else axes)(state, shared, *given)
+    make = lambda *given: compat.jaxpr_with_axes(one_replica, () if bound else axes)(state, shared, *given)
     traced = make(own[0])
     inputs = [1 << i for i in range(num)] + [0] * len(jax.tree.leaves(shared))
     inputs += [rows] * (len(traced.jaxpr.invars) - len(inputs))

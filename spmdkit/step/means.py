@@ -110,17 +110,17 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     if isinstance(values, Mean):
         raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it as it is, or give sk.mean the values.")
     values = in_float(values)
-    kept = kept_of("sk.mean", values, where)
+    included = included_in("sk.mean", values, where)
     counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
     counted = broadcast("sk.mean: weights", counted, values)
-    if kept is not None:
-        counted = jnp.where(kept, counted, 0)
-        values = jnp.where(kept, values, 0)
-    if weights is None and kept is None:
+    if included is not None:
+        counted = jnp.where(included, counted, 0)
+        values = jnp.where(included, values, 0)
+    if weights is None and included is None:
         return Mean(values.sum(), values.dtype.type(values.size))
     if weights is None:
         return Mean(values.sum(), counted.sum())
-    num = values.dtype.type(values.size) if kept is None else kept.sum(dtype=values.dtype)
+    num = values.dtype.type(values.size) if included is None else included.sum(dtype=values.dtype)
     return Mean((values * counted).sum(), counted.sum(), num)
 
 
@@ -130,13 +130,13 @@ def in_float(values: ArrayLike) -> jax.Array:
     return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
 
-def kept_of(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
+def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
     """Returns bool like `values`: those that count, by `where` and without padding rows; None where all do. `name` is the caller's.
 
     Raises:
         ConfigError: `values` has no example dim while some rows are padding.
     """
-    kept = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
+    included = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
     examples = scope.current_examples()
     noticed = scope.current().noticed
     noticed.called("mean")
@@ -144,14 +144,14 @@ def kept_of(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array 
         if values.ndim and values.shape[0] == examples.num:
             noticed.masked()
             rows = _left(examples.mask, values.ndim)
-            kept = rows if kept is None else rows & kept
+            included = rows if included is None else rows & included
         elif not noticed.has_called("example_mask"):
             raise ConfigError(
                 f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
                 "The first dim must be the examples, so that padding rows can be left out. "
                 "Pass one value per example (or per example and token), or apply sk.example_mask() yourself."
             )
-    return None if kept is None else jnp.broadcast_to(_left(kept, values.ndim), values.shape)
+    return None if included is None else jnp.broadcast_to(_left(included, values.ndim), values.shape)
 
 
 def _left(x: jax.Array, ndim: int) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from spmdkit.errors import ConfigError
-from spmdkit.step.means import broadcast, in_float, kept_of
+from spmdkit.step.means import broadcast, in_float, included_in
 from spmdkit.step.metric import Metric
 
 
@@ -71,15 +71,15 @@ class Counts(Metric):
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
     """Returns the sum of `values` over this replica's examples, as a part that adds. Padding and `where` as in `sk.mean`."""
     values = in_float(values)
-    kept = kept_of("sk.sum", values, where)
-    return Sum(values.sum() if kept is None else jnp.where(kept, values, 0).sum())
+    included = included_in("sk.sum", values, where)
+    return Sum(values.sum() if included is None else jnp.where(included, values, 0).sum())
 
 
 def max(values: ArrayLike, where: ArrayLike | None = None) -> Max:
     """Returns the largest of `values` over this replica's examples. Padding and `where` as in `sk.mean`."""
     values = in_float(values)
-    kept = kept_of("sk.max", values, where)
-    values = values if kept is None else jnp.where(kept, values, -jnp.inf)
+    included = included_in("sk.max", values, where)
+    values = values if included is None else jnp.where(included, values, -jnp.inf)
     is_nan = jnp.isnan(values)
     return Max(jnp.where(is_nan, -jnp.inf, values).max(initial=-jnp.inf), is_nan.astype(values.dtype).max(initial=0))
 
@@ -114,11 +114,11 @@ def counts(
         raise ConfigError(
             f"sk.counts: indices of dtype {wrong[0]}. An index is an integer. Round first: jnp.floor(x).astype(jnp.int32)."
         )
-    padded = kept_of("sk.counts", parts[0], where)
-    kept = jnp.ones(parts[0].shape, bool) if padded is None else padded
+    padded = included_in("sk.counts", parts[0], where)
+    included = jnp.ones(parts[0].shape, bool) if padded is None else padded
     for x, length in zip(parts, dims, strict=True):
-        kept = kept & (x >= 0) & (x < length)
+        included = included & (x >= 0) & (x < length)
     one = jnp.ones((), jnp.int32) if weights is None else in_float(weights)
-    counted = jnp.where(kept, broadcast("sk.counts: weights", one, parts[0]), jnp.zeros((), one.dtype))
+    counted = jnp.where(included, broadcast("sk.counts: weights", one, parts[0]), jnp.zeros((), one.dtype))
     places = tuple(jnp.clip(x, 0, length - 1) for x, length in zip(parts, dims, strict=True))
     return Counts(jnp.zeros(dims, one.dtype).at[places].add(counted))

@@ -221,17 +221,17 @@ class _TickLoop:
     def _microbatch(self, micro: Any) -> Rows:
         return self.rows.map(lambda a: pick(a, micro))
 
-    def _add_to_chunk(self, total: list[jax.Array], part: list[jax.Array], chunk: jax.Array) -> list[jax.Array]:
-        """Adds each stage's part [P, K, ...] to its own chunk of [P, v, K, ...]."""
+    def _add_to_chunk(self, total: list[jax.Array], gradient: list[jax.Array], chunk: jax.Array) -> list[jax.Array]:
+        """Adds each stage's gradient [P, K, ...] to its own chunk of [P, v, K, ...]."""
         if self.pipe.schedule.num_chunks == 1:
-            return [t + p[:, None].astype(t.dtype) for t, p in zip(total, part, strict=True)]
+            return [t + p[:, None].astype(t.dtype) for t, p in zip(total, gradient, strict=True)]
 
-        def one(chunk: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
-            new = lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False) + part.astype(total.dtype)
+        def one(chunk: jax.Array, total: jax.Array, gradient: jax.Array) -> jax.Array:
+            new = lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False) + gradient.astype(total.dtype)
             return lax.dynamic_update_index_in_dim(total, new, chunk, 0)
 
         added = self.pipe.over_stages(one, 0)
-        return self.pipe.place([added(chunk, t, p) for t, p in zip(total, part, strict=True)], AXIS)
+        return self.pipe.place([added(chunk, t, p) for t, p in zip(total, gradient, strict=True)], AXIS)
 
 
 def _run(loop: _TickLoop) -> _Carry:
@@ -257,8 +257,8 @@ def _run(loop: _TickLoop) -> _Carry:
     return phase(carry, middle, last, False, True)
 
 
-def _add(total: list[jax.Array], part: list[jax.Array]) -> list[jax.Array]:
-    return [t + p.astype(t.dtype) for t, p in zip(total, part, strict=True)]
+def _add(total: list[jax.Array], gradient: list[jax.Array]) -> list[jax.Array]:
+    return [t + p.astype(t.dtype) for t, p in zip(total, gradient, strict=True)]
 
 
 def _is_float(x: Any) -> bool:

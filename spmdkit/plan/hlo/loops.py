@@ -143,20 +143,22 @@ def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int
     return _count(start + left.offset, bound, after.offset, direction)
 
 
-def _count(start: int, bound: int, step: int, direction: str) -> int | None:
+def _count(start: int, bound: int, stride: int, direction: str) -> int | None:
     if direction in ("GT", "GE"):
-        start, bound, step = -start, -bound, -step
+        start, bound, stride = -start, -bound, -stride
         direction = {"GT": "LT", "GE": "LE"}[direction]
     if direction == "NE":
         return (
-            (bound - start) // step if step and (bound - start) % step == 0 and (bound - start) // step >= 0 else None
+            (bound - start) // stride
+            if stride and (bound - start) % stride == 0 and (bound - start) // stride >= 0
+            else None
         )
     if direction not in ("LT", "LE"):
         return None
     bound += direction == "LE"
     if start >= bound:
         return 0
-    return -((start - bound) // step) if step > 0 else None
+    return -((start - bound) // stride) if stride > 0 else None
 
 
 def _comparison(module: Module, i: Instruction, place: _Place) -> tuple[_Affine, _Affine, str] | None:
