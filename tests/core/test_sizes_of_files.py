@@ -1,4 +1,4 @@
-"""A file of the package stays under 400 lines and a function under 60; tests keep out of the inside of `Program`."""
+"""A file stays under 400 lines and a function under 60, a class has its name alone; tests keep out of the inside of `Program`."""
 
 import ast
 import re
@@ -43,6 +43,16 @@ def test_no_function_has_60_lines():
         for name, lines in functions(text):
             found[f"{path}:{name}"] = max(lines, found.get(f"{path}:{name}", 0))
     assert wrong(found, FUNCTION_LINES, LONG_FUNCTIONS) == {}
+
+
+def test_no_two_classes_have_one_name():
+    """A section of a config has the name of its key, whatever else is called so."""
+    found: dict[str, list[str]] = {}
+    for path, text in sources().items():
+        for node in ast.walk(ast.parse(text)) if path != "config/sections.py" else ():
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 def test_tests_use_no_private_name_of_a_program():

@@ -50,7 +50,7 @@ from spmdkit.ops.collectives import axis_size
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.ops.moe.experts import Expert, dims_of, mlp
 from spmdkit.ops.moe.load import Load
-from spmdkit.ops.moe.mixture import GATHERED, Choices, Operands, dims_in, dims_out, mixture
+from spmdkit.ops.moe.mixture import GATHERED, Mixing, Operands, dims_in, dims_out, mixture
 from spmdkit.step import scope
 from spmdkit.words import nearest
 
@@ -112,11 +112,11 @@ def moe(
     dims = dims_of(experts, dims)
     _check_experts(experts, dims, router_DE.shape[-1])
     keys, impl = (None, None) if keys_B is None else (jax.random.key_data(keys_B), jax.random.key_impl(keys_B))
-    choices = Choices(top_k, capacity, expert, dims, router_dims, sequence, score, normalise, priority, noise, impl)
+    choices = Mixing(top_k, capacity, expert, dims, router_dims, sequence, score, normalise, priority, noise, impl)
     return _mixed(choices, Operands(x_BTD, router_DE, experts, positions, where_BT, bias_E, keys))
 
 
-def _mixed(choices: Choices, given: Operands) -> tuple[jax.Array, Load]:
+def _mixed(choices: Mixing, given: Operands) -> tuple[jax.Array, Load]:
     if given.positions is not None:
         given = given._replace(positions=jnp.asarray(given.positions, jnp.int32))
 

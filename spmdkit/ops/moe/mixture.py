@@ -25,7 +25,7 @@ GATHERED = "embed"
 """The name of dims that are made whole before they are used."""
 
 
-class Choices(NamedTuple):
+class Mixing(NamedTuple):
     """How tokens are mixed; `sk.moe` says what each field means."""
 
     top_k: int
@@ -53,7 +53,7 @@ class Operands(NamedTuple):
     key_data: jax.Array | None
 
 
-def dims_in(choices: Choices, given: Operands) -> list[Any]:
+def dims_in(choices: Mixing, given: Operands) -> list[Any]:
     """Returns the names of the dims of each operand."""
     tokens = ("batch", choices.sequence)
     return [
@@ -67,13 +67,13 @@ def dims_in(choices: Choices, given: Operands) -> list[Any]:
     ]
 
 
-def dims_out(choices: Choices) -> tuple[Any, Load]:
+def dims_out(choices: Mixing) -> tuple[Any, Load]:
     """Returns the names of the dims of y and of the load."""
     per_example: Any = ("batch",)
     return ("batch", choices.sequence, None), Load(*[per_example] * len(Load._fields))
 
 
-def mixture(choices: Choices, given: Operands) -> tuple[jax.Array, Load]:
+def mixture(choices: Mixing, given: Operands) -> tuple[jax.Array, Load]:
     """Returns this device's shards of y and of the load, from its shards of the operands."""
     cut = () if choices.sequence is None else axes(choices.sequence)
     num_tokens, num_experts = given.x_BTD.shape[1] * axis_size(cut), given.router_DE.shape[-1]
@@ -97,7 +97,7 @@ def mixture(choices: Choices, given: Operands) -> tuple[jax.Array, Load]:
     return y_BTD, load_of(routing, given.where_BT, slots, cut)
 
 
-def _noise(choices: Choices, given: Operands, order_T: jax.Array, cut: Sequence[str]) -> jax.Array | None:
+def _noise(choices: Mixing, given: Operands, order_T: jax.Array, cut: Sequence[str]) -> jax.Array | None:
     """Returns noise on the logits of this device's tokens, drawn from their places in their examples."""
     if given.key_data is None:
         return None
@@ -109,7 +109,7 @@ def _noise(choices: Choices, given: Operands, order_T: jax.Array, cut: Sequence[
 
 
 def _through_experts(
-    choices: Choices,
+    choices: Mixing,
     given: Operands,
     routing: Routing,
     weights: Any,
