@@ -1,4 +1,4 @@
-"""What a run tells about itself: numbers (`metrics.jsonl`, TensorBoard), a face on the terminal, events.
+"""What a run tells about itself: numbers (`metrics.jsonl`, TensorBoard), progress on the terminal, events.
 
 A sink takes records of host numbers, one after the other, and never touches a device. The caller fetches the numbers,
 so nothing here waits for an accelerator. Only process 0 has sinks; every process may append to the event log.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from spmdkit.metrics.environment import environment
 from spmdkit.metrics.events import EventLog
 from spmdkit.metrics.jsonl import read_lines
-from spmdkit.metrics.progress import ProgressFace
+from spmdkit.metrics.progress import Progress
 from spmdkit.metrics.sinks import Sink, Sinks
 from spmdkit.metrics.sinks.jsonl import JsonlSink
 from spmdkit.metrics.sinks.tensorboard import TensorboardSink
@@ -19,7 +19,7 @@ from spmdkit.metrics.throughput import Throughput
 __all__ = [
     "EventLog",
     "JsonlSink",
-    "ProgressFace",
+    "Progress",
     "Sink",
     "Sinks",
     "TensorboardSink",

@@ -25,7 +25,7 @@ from spmdkit.words import format_duration, format_seconds
 RECENT_RECORDS = 16  # time left is the pace of this many records, evaluations and saves among them included
 
 
-class ProgressFace:
+class Progress:
     """Shows records to a person.
 
     `start_step`: the first step that this process trains (1 in a new run). `mode`: "rich" (a bar), "plain" (lines),

@@ -241,7 +241,7 @@ class Run:
     def _open_records(self, step: int) -> None:
         config = self.config
         mode = config.log.progress if self.cluster.is_main else "off"
-        self.face = metrics.ProgressFace(config.steps, step + 1, mode, examples_unit=self.program.task.unit)
+        self.face = metrics.Progress(config.steps, step + 1, mode, examples_unit=self.program.task.unit)
         self._stack.callback(self.face.close)
         self.throughput = metrics.Throughput(config.batch_size, self.clock)
         self.sinks = sinks.Sinks(self.message)

@@ -1,4 +1,4 @@
-"""The face: the very lines, the bar on a terminal, the time left, and streams that go away."""
+"""Progress: the very lines, the bar on a terminal, the time left, and streams that go away."""
 
 import io
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from spmdkit.metrics import ProgressFace
+from spmdkit.metrics import Progress
 from spmdkit.words import format_duration, format_rate, format_seconds, format_value
 
 RECORD = {"step": 120, "loss": 2.3411, "examples_per_s": 12345.2, "step_time_s": 0.05, "input_wait_s": 0.001}
@@ -25,13 +25,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def face(stream, clock=None, total=2000, **options):
-    return ProgressFace(total, stream=stream, clock=clock or Clock(), **options)
+def progress(stream, clock=None, total=2000, **options):
+    return Progress(total, stream=stream, clock=clock or Clock(), **options)
 
 
 def test_plain_lines_are_these():
     stream, clock = io.StringIO(), Clock()
-    shown = face(stream, clock)
+    shown = progress(stream, clock)
     shown.start()
     assert stream.getvalue() == "training steps 1 to 2000\n"
     with shown.compiling():
@@ -55,8 +55,8 @@ def test_plain_lines_are_these():
 
 def test_a_resumed_run_and_a_finished_one_say_so():
     stream = io.StringIO()
-    face(stream, start_step=121).start()
-    face(stream, start_step=2001).start()
+    progress(stream, start_step=121).start()
+    progress(stream, start_step=2001).start()
     assert stream.getvalue().splitlines() == [
         "continuing at step 121 of 2000",
         "nothing to train: all 2000 steps are done",
@@ -65,7 +65,7 @@ def test_a_resumed_run_and_a_finished_one_say_so():
 
 def test_time_left_follows_recent_steps_and_leaves_compilation_out():
     stream, clock = io.StringIO(), Clock()
-    shown = face(stream, clock, total=1000)
+    shown = progress(stream, clock, total=1000)
     shown.start()
     with shown.compiling():
         clock.now += 500
@@ -82,7 +82,7 @@ def test_time_left_follows_recent_steps_and_leaves_compilation_out():
 
 def test_no_line_is_wider_than_100_columns_and_other_metrics_go_first():
     stream, clock = io.StringIO(), Clock()
-    shown = face(stream, clock, total=10_000_000, examples_unit="tokens")
+    shown = progress(stream, clock, total=10_000_000, examples_unit="tokens")
     shown.start()
     clock.now += 1e5
     many = {f"metric_number_{i}": 123456.789 for i in range(30)}
@@ -96,13 +96,13 @@ def test_no_line_is_wider_than_100_columns_and_other_metrics_go_first():
 
 def test_a_loss_that_is_not_finite_is_shown():
     stream = io.StringIO()
-    face(stream).write({"step": 5, "loss": float("nan")})
+    progress(stream).write({"step": 5, "loss": float("nan")})
     assert stream.getvalue() == "step    5/2000  loss nan\n"
 
 
 def test_off_shows_nothing():
     stream = io.StringIO()
-    shown = face(stream, mode="off")
+    shown = progress(stream, mode="off")
     shown.start()
     with shown.compiling():
         shown.write(RECORD)
@@ -113,14 +113,14 @@ def test_off_shows_nothing():
 
 def test_a_failed_compilation_ends_its_line():
     stream = io.StringIO()
-    with pytest.raises(KeyError), face(stream).compiling():
+    with pytest.raises(KeyError), progress(stream).compiling():
         raise KeyError
     assert stream.getvalue() == "compiling the step ...  failed\n"
 
 
 def test_a_message_while_compiling_gets_its_own_line():
     stream = io.StringIO()
-    shown = face(stream)
+    shown = progress(stream)
     with shown.compiling():
         shown.message("a warning")
     assert stream.getvalue().splitlines()[:2] == ["compiling the step ...", "a warning"]
@@ -135,7 +135,7 @@ def test_a_stream_that_goes_away_does_not_end_the_run():
     closed = io.StringIO()
     closed.close()
     for stream in (Gone(), closed):
-        shown = face(stream)
+        shown = progress(stream)
         shown.start()
         shown.write(RECORD)
         shown.close()
@@ -144,7 +144,7 @@ def test_a_stream_that_goes_away_does_not_end_the_run():
 def test_text_that_the_stream_cannot_encode_is_replaced():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    face(stream).message("run directory läufe")
+    progress(stream).message("run directory läufe")
     assert raw.getvalue() == b"run directory l?ufe\n"
 
 
@@ -155,7 +155,7 @@ def bare(text):
 def terminal_output(width, **extra):
     stream, clock = io.StringIO(), Clock()
     console = Console(file=stream, force_terminal=True, width=width, legacy_windows=False, _environ={})
-    shown = face(stream, clock, mode="rich", console=console)
+    shown = progress(stream, clock, mode="rich", console=console)
     shown.start()
     with shown.compiling():
         clock.now += 3.2
@@ -201,7 +201,7 @@ def test_no_color_is_respected(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
     stream = Terminal()
-    shown = face(stream, mode="auto")
+    shown = progress(stream, mode="auto")
     shown.start()
     shown.write(RECORD)
     shown.close()
@@ -213,7 +213,7 @@ def test_auto_takes_the_bar_on_a_terminal_and_lines_on_a_dumb_one(monkeypatch):
     smart, dumb, pipe = Terminal(), Terminal(), io.StringIO()
     for stream, term in ((smart, "xterm-256color"), (dumb, "dumb"), (pipe, "xterm-256color")):
         monkeypatch.setenv("TERM", term)
-        shown = face(stream)
+        shown = progress(stream)
         shown.start()
         shown.close()
     assert "\x1b[" in smart.getvalue()
