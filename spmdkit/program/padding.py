@@ -45,7 +45,7 @@ Grid = tuple[int, int, int]
 """(shards, microbatches, rows): how the rows of a global batch are laid out; see `Feed`."""
 
 
-class Change(NamedTuple):
+class PaddingEffect(NamedTuple):
     """A number that follows the contents of padding rows: its path, and its value with the one filling and with the other."""
 
     path: str
@@ -53,7 +53,7 @@ class Change(NamedTuple):
     second: float
 
 
-def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sharding.Sharding) -> list[Change]:
+def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sharding.Sharding) -> list[PaddingEffect]:
     """Returns what of `run(batch)`, a tree of arrays, follows the contents of padding rows. Waits for the device.
 
     Args:
@@ -80,7 +80,7 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
     if changed:
         noise = with_first(0.0)  # of a device that adds in another order each time
         changed = {path: c for path, c in changed.items() if c.broken or c.difference > 10 * noise[path].difference}
-    return [Change(path, float(c.first), float(c.second)) for path, c in changed.items()]
+    return [PaddingEffect(path, float(c.first), float(c.second)) for path, c in changed.items()]
 
 
 def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
@@ -216,7 +216,7 @@ def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
     return {path: x for (path, x), shape in pairs if jnp.issubdtype(shape.dtype, jnp.inexact)}
 
 
-def refused_step(found: list[Change], what: str) -> ConfigError:
+def refused_step(found: list[PaddingEffect], what: str) -> ConfigError:
     """Returns the error of a step, called `what`, in which padding rows count."""
     return ConfigError(
         f"data.remainder is mask, and in {what} padding rows count: {_said(found)}. Rows that only fill up a short batch must not "
@@ -225,7 +225,7 @@ def refused_step(found: list[Change], what: str) -> ConfigError:
     )
 
 
-def refused_evaluation(found: list[Change], what: str, num_examples: int, batch_size: int) -> ConfigError:
+def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int, batch_size: int) -> ConfigError:
     """Returns the error of an evaluation, whose function is called `what`, in which padding rows count."""
     return ConfigError(
         f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is filled up, and in {what} padding rows "
@@ -235,7 +235,7 @@ def refused_evaluation(found: list[Change], what: str, num_examples: int, batch_
     )
 
 
-def _said(found: list[Change]) -> str:
+def _said(found: list[PaddingEffect]) -> str:
     path, first, second = found[0]
     kind, _, name = path.partition("/")
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -22,7 +22,7 @@ from spmdkit.step.state import TrainState
 RECORDS = ("metrics.jsonl", "counts.jsonl")
 
 
-class Found(NamedTuple):
+class Restored(NamedTuple):
     """A checkpoint that was restored. `wrong`: what is wrong with the newer ones, which were passed over; `lines` are for the user."""
 
     step: int
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 def newest_good(
     cluster: Cluster, checkpoints: Checkpoints, program: Program, question: str = "", most: int | None = None
-) -> Found | None:
+) -> Restored | None:
     """Returns the newest checkpoint up to `most` that can be restored, None where there is no checkpoint.
 
     Args:
@@ -62,7 +62,7 @@ def newest_good(
             why = error.found
         why = next(filter(None, _of_all(cluster, f"restored{question}/{len(wrong)}", why)), "")
         if not why and found is not None:
-            return Found(step, *found, {str(newer): what for newer, what in wrong.items()})
+            return Restored(step, *found, {str(newer): what for newer, what in wrong.items()})
         wrong[step] = why
     if wrong:
         raise damage.none_left(directory, {str(step): why for step, why in wrong.items()})

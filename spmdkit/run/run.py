@@ -173,7 +173,7 @@ class Run:
             self.finished = ended["why"]
         return found.state
 
-    def _take(self, found: coming_back.Found) -> None:
+    def _take(self, found: coming_back.Restored) -> None:
         """Gives the schedule and the hooks what was saved of them."""
         self.program.skip_batches([tuple(pair) for pair in found.record.get("skipped_batches", [])])
         self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
