@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from spmdkit.mesh import count
+from spmdkit.mesh import REPLICA_AXES, count
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
 
@@ -29,7 +29,7 @@ def least_bytes(program: Program) -> dict[str, int]:
     """Returns axes -> bytes that one device sends in a step by the formulas, for the replica axes and for fsdp."""
     config = program.config
     sizes = program.sizes if program.groups is None else program.groups.inner(program.sizes)
-    replicas, f = count(sizes, ("replica", "data")), sizes["fsdp"]
+    replicas, f = count(sizes, REPLICA_AXES), sizes["fsdp"]
     compute = jnp.dtype(config.precision.compute).itemsize
     reduce = jnp.dtype(config.precision.reduce).itemsize
     found = {"replica x data": 0.0, "fsdp": 0.0}

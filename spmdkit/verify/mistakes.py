@@ -114,9 +114,9 @@ def reducing(
         acted: list[Any] = []
 
         def make(reduced: Callable[..., Any]) -> Callable[..., Any]:
-            def instead(step: Any, sums: Sums, added: Any, axes: tuple[str, ...], *rest: Any) -> Any:
+            def instead(context: Any, sums: Sums, added: Any, axes: tuple[str, ...], *rest: Any) -> Any:
                 acted.append(axes)
-                reduce = lambda sums, added, axes: reduced(step, sums, added, axes, *rest)
+                reduce = lambda sums, added, axes: reduced(context, sums, added, axes, *rest)
                 return mistake(reduce, sums, added, axes, setting)
 
             return instead
@@ -260,20 +260,20 @@ def averaged_state(setting: Setting) -> Iterator[list[Any]]:
 # ---- examples and their keys ------------------------------------------------------------------------------------------
 
 
-def shared_positions(positions: Any, step: Any, replica: Any, micro: Any, num: int) -> Any:
-    return positions(step, 0, micro, num)
+def shared_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
+    return positions(context, 0, micro, num)
 
 
-def folded_positions(positions: Any, step: Any, replica: Any, micro: Any, num: int) -> Any:
-    return positions(step, replica, micro, num) + jnp.asarray(replica, jnp.int32) * 2**16
+def folded_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
+    return positions(context, replica, micro, num) + jnp.asarray(replica, jnp.int32) * 2**16
 
 
 def without_mask(place: Any, own: feed.Feed, local: Any) -> Any:
     return place(own, local._replace(mask=None))
 
 
-def first_microbatch_twice(cut: Any, step: Any, x: jax.Array) -> jax.Array:
-    parts = cut(step, x)
+def first_microbatch_twice(cut_microbatches: Any, context: Any, x: jax.Array) -> jax.Array:
+    parts = cut_microbatches(context, x)
     return jnp.concatenate([parts[:-1], parts[:1]])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
-from spmdkit.mesh import AXES, BATCH_AXES, count, describe_mesh
+from spmdkit.mesh import AXES, BATCH_AXES, REPLICA_AXES, count, describe_mesh
 from spmdkit.plan.document import tokens_of_batch
 from spmdkit.plan.flops import count as count_flops
 from spmdkit.plan.least import least_bytes
@@ -182,7 +182,7 @@ def _work(program: Program, target: Target) -> Mapping[str, float]:
     return {
         "arithmetic": sum(f / num / (chip.peak(d) * chip.reached.matmul) for d, f in by_dtype.items()),
         "memory": 3 * state / (chip.memory_bytes_per_s * chip.reached.memory),
-        "fixed wire": _over(target, program, devices, ("replica", "data"), least.get("replica x data", 0))
+        "fixed wire": _over(target, program, devices, REPLICA_AXES, least.get("replica x data", 0))
         + _over(target, program, devices, ("tensor",), _tensor_bytes(program)),
         "gathers": _over(target, program, devices, ("fsdp",), least.get("fsdp", 0)),
     }
