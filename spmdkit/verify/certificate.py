@@ -1,26 +1,28 @@
 """A certificate: what `verify` has proven, of which task and which mathematics, on which meshes. `train` can require one.
 
-It holds for the text of the task, for the settings that decide what is computed, and for the meshes that it lists. It does not hold
-for sizes: `verify` runs a small model, so whole numbers among `task_args`, batch sizes, steps and learning rates may differ.
+It holds for the text of the task and of all that it imports from the user's project, for the settings that decide what is computed, for
+spmdkit and the versions that it was made with, and for the meshes that it lists. It does not hold for sizes: `verify` runs a small model, so
+whole numbers among `task_args`, batch sizes, steps and learning rates may differ.
+
+Its seal is a digest of all that it says: a file that was changed or written by hand is refused. It guards against mistakes; whoever means
+to deceive can make a seal too.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.util
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from spmdkit import files, kinds, secret
+from spmdkit import files, project, secret
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 MATHEMATICS = ("optimizer", "clip_norm", "ema", "reducer", "sync", "model_state", "placement")
 """Keys of a config that decide what a step computes, and that a proof is about, whole."""
 
@@ -57,47 +59,21 @@ def _without_sizes(value: Any) -> Any:
 
 
 def task_digest(config: Config) -> str:
-    """Returns the digest of the task's file, of those of a reducer and a sync of the user's own, and of the files beside the task that they import, directly or not."""
-    target, _ = config.task_reference()
-    if target.endswith(".py"):
-        first = Path(target)
-    else:
-        try:
-            spec = importlib.util.find_spec(target)
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None or spec.origin is None:
-            return ""
-        first = Path(spec.origin)
-    texts = {}
-    own = [kinds.split(choice)[0] for choice in (config.reducer, config.sync) if kinds.is_own(choice)]
-    todo = [first, *(config.folder / name.rpartition(":")[0] for name in own)]
-    while todo:
-        path = todo.pop()
-        if path.name in texts or not path.is_file():
-            continue
-        texts[path.name] = text = path.read_text(encoding="utf-8", errors="replace")
-        todo += [first.parent / f"{name}.py" for name in _imported(text)]
-    return digest(texts)
+    """Returns the digest of the files that the config names and of all that they import from their own project."""
+    return digest(project.texts(config))
 
 
 def package_digest() -> str:
     """Returns the digest of spmdkit's own files."""
-    folder = Path(files.PACKAGE)
-    return digest(
-        {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
-    )
+    return digest(project.package_digests())
 
 
-def _imported(text: str) -> list[str]:
-    """Returns the first part of every module name that a file imports."""
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except SyntaxError:
-        return []
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return sorted({name.split(".")[0] for name in names})
+def versions() -> dict[str, str]:
+    """Returns the versions that a proof is of: of Python without the last part."""
+    from spmdkit.version import __version__
+
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"spmdkit": __version__, "python": python} | {name: metadata.version(name) for name in PACKAGES}
 
 
 def digest(value: Any) -> str:
@@ -111,18 +87,17 @@ def write(path: Path, report: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    from spmdkit.version import __version__
-
     proven = [{"mesh": c["mesh"], "microbatches": c["microbatches"]} for c in report["cases"] if c["passed"]]
-    versions = {"spmdkit": __version__, "python": platform.python_version()}
     certificate = {
         "format": FORMAT,
         "passed": report["passed"],
         **{key: report[key] for key in ("task", "task_digest", "mathematics", "dtype", "tolerances")},
         "proven": proven,
         "mutants_caught": [m["name"] for m in report["mutants"] if m["caught"]],
-        "versions": versions | {name: metadata.version(name) for name in PACKAGES},
+        "versions": versions(),
+        "spmdkit_digest": package_digest(),
     }
+    certificate["seal"] = _seal(certificate)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, f"{json.dumps(certificate, indent=2)}\n".encode())
@@ -132,6 +107,11 @@ def write(path: Path, report: Mapping[str, Any]) -> None:
         ) from error
 
 
+def _seal(certificate: Mapping[str, Any]) -> str:
+    """Returns the digest of all that a certificate says."""
+    return digest({"certificate": {key: value for key, value in certificate.items() if key != "seal"}})
+
+
 def require(config: Config, sizes: Mapping[str, int]) -> None:
     """Checks the certificate that the config names, where it names one, against the config and its mesh.
 
@@ -139,7 +119,7 @@ def require(config: Config, sizes: Mapping[str, int]) -> None:
         sizes: of all mesh axes.
 
     Raises:
-        ConfigError: it is missing, did not pass, or is of another task, other settings or another mesh.
+        ConfigError: it is missing, forged, did not pass, or is of another task, other settings, versions or another mesh.
     """
     if config.certificate is None:
         return
@@ -158,7 +138,7 @@ def _read(path: Path, where: str, again: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where} does not exist. Training with `certificate` needs the proof first. {again}"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{where} cannot be read ({type(error).__name__}). It is what verify writes. {again}"
         ) from None
@@ -167,11 +147,29 @@ def _read(path: Path, where: str, again: str) -> dict[str, Any]:
     return found
 
 
+def _missed(caught: Sequence[str]) -> list[str]:
+    """Returns the mutants that are not caught; none where none were asked for (--no-mutants, one device)."""
+    from spmdkit.verify.mutants import MUTANTS
+
+    return [mutant.name for mutant in MUTANTS if mutant.name not in caught] if caught else []
+
+
 def _objection(found: Mapping[str, Any], config: Config, mesh: Mapping[str, int]) -> str:
+    if found.get("seal") != _seal(found):
+        return "is not as verify wrote it: its seal is of another text. A proof is what was run."
     if found.get("passed") is not True:
         return "did not pass: a case or a mutant failed. Only what is proven is trained."
     if found.get("task_digest") != task_digest(config):
         return "is of another task, or of another text of this one. A proof holds for the text that was run."
+    here, then = versions(), found["versions"]
+    if other := [f"{name} {then.get(name)}, here is {here[name]}" for name in here if then.get(name) != here[name]]:
+        return f"was made with {'; '.join(other)}. A proof holds for the versions that it was made with."
+    if found.get("spmdkit_digest") != package_digest():
+        return "was made with another spmdkit of the same version. A proof holds for the text that was run."
+    if missed := _missed(found["mutants_caught"]):
+        return (
+            f"has not caught the mutants {', '.join(missed)}. A comparison that does not see a mistake proves nothing."
+        )
     asked, proven = mathematics(config), found.get("mathematics") or {}
     for key in asked:
         if proven.get(key) != asked[key]:

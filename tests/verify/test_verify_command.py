@@ -5,11 +5,12 @@ import json
 import pytest
 
 import spmdkit as sk
-from spmdkit import cli
+from spmdkit import cli, project
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
 from spmdkit.run.loop import train
 from spmdkit.verify import VerifyOptions, cases, certificate, verify
+from spmdkit.verify.mutants import MUTANTS
 
 TASK = """
 import os
@@ -156,11 +157,13 @@ def test_every_mesh_of_eight_devices_with_axes_up_to_four_and_every_four_axis_me
 # ---- certificates -----------------------------------------------------------------------------------------------------
 
 
+CASE = {"mesh": {"data": 4}, "microbatches": 1, "passed": True}
+
+
 @pytest.fixture
 def proof(folder):
     """A certificate of the folder's config on data 4, without a run."""
-    case = {"mesh": {"data": 4}, "microbatches": 1, "passed": True}
-    report = {"passed": True, "cases": [case], "mutants": [], "dtype": "float32", "tolerances": {}}
+    report = {"passed": True, "cases": [CASE], "mutants": [], "dtype": "float32", "tolerances": {}}
     certificate.write(folder / "proof.json", report | certificate.identity(config()))
     return folder / "proof.json"
 
@@ -199,7 +202,70 @@ def test_a_certificate_does_not_hold_for_another_text_of_the_task_or_of_what_it_
     assert certificate.task_digest(config()) != before
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 0}', '{"format": 1}'])
+def test_a_certificate_is_about_every_module_of_the_project_that_the_task_imports(folder):
+    """Packages, modules within functions, relative imports, and what they import in turn; nothing that is installed."""
+    (folder / "models" / "parts").mkdir(parents=True)
+    (folder / "models" / "__init__.py").write_text("from . import net\n")
+    (folder / "models" / "net.py").write_text("def scale():\n    from .parts.last import SCALE\n    return SCALE\n")
+    (folder / "models" / "parts" / "last.py").write_text("import optax\nSCALE = 2\n")
+    (folder / "models" / "other.py").write_text("nobody imports this\n")
+    (folder / "task.py").write_text("import models\n" + TASK)
+    names = ["models/__init__.py", "models/net.py", "models/parts/last.py", "task.py"]
+    assert list(project.texts(config())) == names
+    report = {"passed": True, "cases": [CASE], "mutants": [], "dtype": "float32", "tolerances": {}}
+    certificate.write(folder / "proof.json", report | certificate.identity(config()))
+    certificate.require(config(certificate="proof.json"), SIZES)
+    for name in names:
+        before = (folder / name).read_text()
+        (folder / name).write_text(before + "\n# changed\n")
+        with pytest.raises(ConfigError, match="another text"):
+            certificate.require(config(certificate="proof.json"), SIZES)
+        (folder / name).write_text(before)
+    (folder / "models" / "other.py").write_text("still nobody")
+    certificate.require(config(certificate="proof.json"), SIZES)
+
+
+def test_a_certificate_does_not_hold_for_other_versions_or_another_spmdkit(folder, monkeypatch):
+    report = {"passed": True, "cases": [CASE], "mutants": [], "dtype": "float32", "tolerances": {}}
+    with monkeypatch.context() as then:
+        then.setattr("importlib.metadata.version", lambda name: "0.0.1" if name == "jax" else "1")
+        certificate.write(folder / "proof.json", report | certificate.identity(config()))
+    with pytest.raises(ConfigError, match=r"jax 0\.0\.1"):
+        certificate.require(config(certificate="proof.json"), SIZES)
+    with monkeypatch.context() as then:
+        then.setattr(certificate, "package_digest", lambda: "another")
+        certificate.write(folder / "proof.json", report | certificate.identity(config()))
+    with pytest.raises(ConfigError, match="another spmdkit"):
+        certificate.require(config(certificate="proof.json"), SIZES)
+
+
+def test_a_certificate_names_the_mutants_that_were_caught_and_all_of_them_have_to_be(folder):
+    report = {"passed": True, "cases": [CASE], "dtype": "float32", "tolerances": {}} | certificate.identity(config())
+    caught = [{"name": mutant.name, "caught": True} for mutant in MUTANTS]
+    certificate.write(folder / "proof.json", report | {"mutants": caught})
+    certificate.require(config(certificate="proof.json"), SIZES)
+    certificate.write(folder / "proof.json", report | {"mutants": caught[1:]})
+    with pytest.raises(ConfigError, match=f"{MUTANTS[0].name}"):
+        certificate.require(config(certificate="proof.json"), SIZES)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"proven": [{"mesh": {"data": 8}, "microbatches": 1}]},
+        {"task_digest": "0123456789abcdef"},
+        {"versions": {"jax": "0.0.1"}},
+        {"mutants_caught": ["none"]},
+        {"seal": None},
+    ],
+)
+def test_a_certificate_that_was_written_by_hand_or_changed_is_refused(proof, forged):
+    (proof).write_text(json.dumps(json.loads(proof.read_text()) | forged))
+    with pytest.raises(ConfigError, match="not as verify wrote it"):
+        certificate.require(config(certificate="proof.json"), {"data": 8, "fsdp": 1})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"format": 0}', '{"format": 1}'])
 def test_what_is_no_certificate_is_refused(folder, text):
     (folder / "proof.json").write_text(text)
     with pytest.raises(ConfigError, match="what verify writes"):
