@@ -49,7 +49,7 @@ def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int
     lead = 0 if program.groups is None else 1
     for path, leaf in named_leaves(program.abstract_state.params):
         shape = saved.get(f"params/{path}" if path else "params")
-        if shape is not None and shape[1:] == leaf.shape[lead:]:
+        if shape and shape[1:] == leaf.shape[lead:]:
             return shape[0]
     return None
 

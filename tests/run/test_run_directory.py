@@ -217,3 +217,12 @@ def test_the_report_says_that_a_finished_run_is_finished(tmp_path):
         "saved",
         "stopped",
     ]
+
+
+def test_a_run_goes_on_whose_parameter_is_one_number(tmp_path):
+    def loss_fn(params, batch, key):
+        return sk.mean((params["w"] * batch["x"][:, 0] - 1) ** 2)
+
+    task = sk.Task(lambda key: {"w": jnp.zeros(())}, loss_fn, optax.sgd(0.1), train_data={"x": X})
+    train(make_config(tmp_path, steps=1), task)
+    assert train(make_config(tmp_path, steps=2), task).run.first_step == 2
