@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,12 @@ def is_key(x: Any) -> bool:
 def canonical_dtype(dtype: Any) -> Any:
     """Returns the dtype that JAX makes of `dtype` (64 bits may become 32); that of typed keys stays."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """Returns the dtype to which JAX promotes all of them, also where the user has forbidden promotion that nobody asked for."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jax.numpy.promote_types, dtypes)
 
 
 def leaf_bytes(leaf: Any) -> int:

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from spmdkit.errors import ConfigError
 from spmdkit.step import scope
 from spmdkit.step.step import Batch
-from spmdkit.tree import named_leaves
+from spmdkit.tree import common_dtype, named_leaves
 
 LARGE = 8.0
 """Times the numbers of other rows: large enough to show, small enough that `exp` of what is usual stays finite."""
@@ -131,7 +131,7 @@ def _compared(first: Any, second: Any) -> dict[str, _Compared]:
 
 
 def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
-    a, b = (x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1) for x in (first, second))
+    a, b = (x.astype(common_dtype(x.dtype, jnp.float32)).reshape(-1) for x in (first, second))
     known, finite = jnp.isfinite(a), jnp.isfinite(a) & jnp.isfinite(b)
     difference = jnp.where(finite, jnp.abs(a - b), 0)
     at = jnp.argmax(jnp.where(known & ~finite, jnp.inf, difference))

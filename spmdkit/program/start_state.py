@@ -14,7 +14,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.state import Variables
 from spmdkit.tasks import Task
-from spmdkit.tree import named_leaves
+from spmdkit.tree import common_dtype, named_leaves
 from spmdkit.user_code import call_user
 from spmdkit.words import nearest
 
@@ -82,9 +82,7 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
                 f"{', '.join(sorted(floats)) or 'there is none'}. A pattern has to match a whole path.{nearest(pattern, floats)} "
                 "Fix it, or remove it."
             )
-    rounded = sorted(
-        path or "(the whole)" for path, x in floats.items() if jnp.promote_types(x.dtype, compute) != compute
-    )
+    rounded = sorted(path or "(the whole)" for path, x in floats.items() if common_dtype(x.dtype, compute) != compute)
     if asked is not None or compute == config.precision.params == "float32" or not rounded:
         return []
     note = (

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
+from spmdkit.tree import common_dtype
 
 Leaves = list[jax.Array]
 LeafState = Mapping[str, jax.Array]
@@ -109,7 +110,7 @@ def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:
 
 def flat(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
     """Returns [length], the leaves one after the other in their dtype (float32 at least), then zeros up to a multiple."""
-    dtype = jnp.promote_types(jnp.result_type(*leaves), jnp.float32)
+    dtype = common_dtype(*(x.dtype for x in leaves), jnp.float32)
     buffer = jnp.concatenate([x.astype(dtype).reshape(-1) for x in leaves])
     return jnp.pad(buffer, (0, -len(buffer) % multiple))
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.step.dependence import dependence
-from spmdkit.tree import describe, named_leaves
+from spmdkit.tree import common_dtype, describe, named_leaves
 from spmdkit.words import nearest
 
 Kind = Literal["mean", "sum", "max", "same"]
@@ -244,7 +244,7 @@ def of_groups(said: Kinds, state: Any) -> Any:
 
 def _wide(x: jax.Array) -> jax.Array:
     """Returns floats in float32 or wider, integers as they are."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    return x.astype(common_dtype(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from spmdkit.step import agree, scope
 from spmdkit.step.metric import Metric, crossed
 from spmdkit.step.state import TrainState
 from spmdkit.sync.base import Sync
+from spmdkit.tree import common_dtype
 
 GROUPED = ("params", "opt_state", "model_state", "ema")
 """The fields of a train state that each group has of its own: leaves [groups, ...]."""
@@ -79,7 +80,7 @@ def mean(tree: Any) -> Any:
     def one(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean(0).astype(x.dtype)
+        return x.astype(common_dtype(x.dtype, jnp.float32)).mean(0).astype(x.dtype)
 
     return jax.tree.map(one, tree)
 

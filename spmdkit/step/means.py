@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from spmdkit.errors import ConfigError
 from spmdkit.step import keys, scope
 from spmdkit.step.metric import Metric
+from spmdkit.tree import common_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +91,7 @@ def _scalar(x: ArrayLike) -> jax.Array:
             f"a sk.mean is one number and combines with scalars only, found {found}. Put it inside the sk.mean(...)."
         )
     x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(common_dtype(x.dtype, jnp.float32))
 
 
 def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike | None = None) -> Mean:
@@ -127,7 +128,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
 def in_float(values: ArrayLike) -> jax.Array:
     """Returns values in the dtype in which they are added: float32, or float64 where they are."""
     values = jnp.asarray(values)
-    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    return values.astype(common_dtype(values.dtype, jnp.float32))
 
 
 def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:

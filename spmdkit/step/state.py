@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
 from spmdkit.step import keys, scope
-from spmdkit.tree import describe, named_leaves
+from spmdkit.tree import common_dtype, describe, named_leaves
 
 
 class Variables(NamedTuple):
@@ -171,7 +171,7 @@ def create(
         # In bfloat16 each step's part of the average would be rounded away, and it would never move.
         ema=None
         if ema_decay is None
-        else jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params),
+        else jax.tree.map(lambda x: jnp.array(x, common_dtype(x.dtype, jnp.float32)), params),
         rng=keys.root_data(seed),
         optimizer=optimizer,
         ema_decay=ema_decay,

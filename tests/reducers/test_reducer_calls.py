@@ -48,6 +48,30 @@ def test_every_call_has_a_state_of_its_own(step, calls, mesh):
     assert set(rounded.reducer[0]) == ({"up", "down", "bias"} if calls == 2 else {"down", "bias"})
 
 
+def second_of_two(state, batch):
+    """Two calls at parameters that stand still; what the second gave is added up."""
+    compute = sk.value_and_grad(loss_fn)
+    (loss, _), _ = compute(state.params, batch, state.key)
+    _, grads = compute(jax.tree.map(lambda p: 1.5 * p, state.params), batch, state.key)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def test_what_the_second_call_applied_and_owes_add_up_to_its_own_true_sum():
+    own = task(loss_fn=None, train_step=second_of_two)
+    state, _ = train(program(DATA_8, "bfloat16", own), 6)
+    expected, _ = train(program(DATA_8, "sum", own), 6)
+    first, second = (
+        {
+            name: np.asarray(state.opt_state[name], np.float64) + np.asarray(x["error"]).sum(0)
+            for name, x in entry.items()
+        }
+        for entry in state.reducer
+    )
+    assert_close(second, expected.opt_state)
+    with pytest.raises(AssertionError, match="relative errors"):
+        assert_close(first, expected.opt_state)
+
+
 def test_a_call_in_the_per_replica_view_has_a_state_too():
     def step(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)

@@ -25,6 +25,7 @@ from jax import lax
 from spmdkit import compat
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.kept import floats
+from spmdkit.tree import common_dtype
 
 
 def by_blocks(
@@ -144,7 +145,7 @@ class _Loop(NamedTuple):
 
 def _sum_of(like: jax.Array) -> jax.Array:
     """Returns zeros to which parts of a sum like `like` are added, in float32 at least."""
-    return _zeros(like, jnp.promote_types(like.dtype, jnp.float32))
+    return _zeros(like, common_dtype(like.dtype, jnp.float32))
 
 
 def _block_of(rows_RD: jax.Array, start: jax.Array, size: jax.Array, i: jax.Array, block: int) -> jax.Array:
