@@ -61,7 +61,7 @@ def test_what_does_not_fit_and_what_needs_as_much_is_rejected(monkeypatch):
         needed = {"peak_bytes": 2000, "limit_bytes": 1000}
         return {"fits": False, "memory": needed, "predicted_step_s": 1.0, "budget": {"exceeded": []}}
 
-    monkeypatch.setattr("spmdkit.plan.search.search._Worker.__call__", plan)
+    monkeypatch.setattr("spmdkit.plan.search.search._Planner.__call__", plan)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     result = search(asked, target, ["microbatches"], 8, lambda line: None)
     assert result.best is None
