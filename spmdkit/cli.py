@@ -9,12 +9,13 @@ import datetime
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmdkit.errors import ConfigError
+from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.faults import run_process
 
 if TYPE_CHECKING:
@@ -75,13 +76,23 @@ def train(
 
 
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")
-def eval(config: ConfigPath, overrides: Overrides = None, json_: AsJson = False) -> None:
-    """Evaluate the newest checkpoint of a config's run."""
+def eval(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None, typer.Option(help="Evaluate this step; default: the newest.", show_default=False)
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Evaluate the best step by checkpoint.best.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Evaluate the newest checkpoint of a config's run, the best one, or that of a step."""
     from spmdkit.run.hooks.finite import check_evaluation
     from spmdkit.run.loop import evaluate as run
 
+    if best and step is not None:
+        raise ConfigError(f"eval was given --step {step} and --best. Each names a checkpoint. Leave one out.")
     loaded, cluster = _join(config, overrides)
-    step, values = run(loaded, cluster)
+    step, values = run(loaded, cluster, step=step, best=best)
     if cluster.is_main:
         plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}  # arrays of sk.counts
         if json_:
@@ -270,12 +281,20 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
         print(json.dumps({"checkpoints": rows, "ignored": ignored, "left_at_step": step}))
         return
     for row in rows:
-        values = "  ".join(f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None)
-        print(f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {values}".rstrip())
+        values = [f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None]
+        words = [
+            *values,
+            *(["best"] if row["best"] else []),
+            *([] if row["complete"] else [f"DAMAGED: {row['found']}"]),
+        ]
+        print(
+            f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {'  '.join(words)}".rstrip()
+        )
     if not rows:
         print(f"no checkpoint in {folder}")
     for name in ignored:
-        print(f"not a checkpoint, ignored: {name}")
+        aside = checkpoint.DAMAGED_MARK in name
+        print(f"damaged, set aside: {name}" if aside else f"not a checkpoint, ignored: {name}")
     if left is not None:
         print(f"note: {left.told()}")
 
@@ -309,8 +328,46 @@ def checkpoint_export(
     print(out)
 
 
-def _local_time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+@checkpoint_app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")
+def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> None:
+    """Read every byte of a run's checkpoints, or of one, and compare it with its checksum; 79 where one is damaged."""
+    from spmdkit import checkpoint
+    from spmdkit.words import format_bytes
+
+    rows = checkpoint.verify(_checkpoints(run), step)
+    if json_:
+        print(json.dumps({"checkpoints": rows}))
+    for row in [] if json_ else rows:
+        good = "good" if row["checked"] else "can be read (saved before there were checksums)"
+        said = good if row["good"] else f"DAMAGED: {row['found']}"
+        print(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {said}")
+    if damaged := [str(row["step"]) for row in rows if not row["good"]]:
+        raise CheckpointError(
+            f"{len(damaged)} of {len(rows)} checkpoints in {run} {'is' if len(damaged) == 1 else 'are'} damaged: {', '.join(damaged)}. A "
+            "checkpoint is used whole or not at all. Training passes over them; to remove them: spmdkit checkpoint rm."
+        )
+
+
+@checkpoint_app.command("rm", epilog="Example: spmdkit checkpoint rm runs/first 100 200")
+def checkpoint_rm(
+    run: RunDir, steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Steps to remove.")]
+) -> None:
+    """Remove checkpoints of a run that is not training; never the last good one."""
+    from spmdkit import checkpoint
+
+    folder = _checkpoints(run)
+    with checkpoint.RunLock(folder.parent):
+        checkpoint.remove(folder, steps)
+    print(f"removed {', '.join(map(str, steps))} from {folder}")
+
+
+def _local_time(seconds: float | None) -> str:
+    """Returns a time and how long ago that was."""
+    from spmdkit.words import format_duration
+
+    if seconds is None:
+        return f"{'unknown time':<19}"
+    return f"{datetime.datetime.fromtimestamp(seconds).isoformat(sep=' ', timespec='seconds')} ({format_duration(max(0.0, time.time() - seconds))} ago)"
 
 
 def _checkpoints(run: Path) -> Path:

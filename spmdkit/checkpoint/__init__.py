@@ -9,28 +9,42 @@ A step is committed when orbax has renamed its temporary directory to the plain 
 before that, so what has a record is complete. Files of this folder, in the order data meets them:
 
     leaves.py         a state as `{path: array}` and as the nested dict on disk; what differs between two states
-    record.py         record.json; which steps a directory holds; listing and inspecting them
-    retention.py      keep the last k and the best; deleting so that a kill leaves no half step
+    record.py         record.json; which steps a directory holds; whether the files are as they were written
+    damage.py         the newest good step; damaged ones set aside
+    listing.py        listing and inspecting, the newest and the best, holding one while it is read
+    retention.py      keep the last k, every n-th and the best; deleting so that a kill leaves no half step
     storage.py        the one place that calls orbax
+    restoring.py      a step onto any mesh, every byte checked
+    verifying.py      every byte of a step read, without a model or a mesh
     checkpoints.py    Checkpoints: save, restore, wait
     export.py         plain parameters as safetensors or orbax
     run_directory.py  one run per directory, and a directory that can be written
 """
 
 from spmdkit.checkpoint.checkpoints import Checkpoints
+from spmdkit.checkpoint.damage import DAMAGED_MARK
 from spmdkit.checkpoint.export import export
 from spmdkit.checkpoint.leaves import leaf_table, nest
-from spmdkit.checkpoint.record import ignored_entries, inspect, ls
+from spmdkit.checkpoint.listing import best_step, held, inspect, ls, newest_step
+from spmdkit.checkpoint.record import ignored_entries
+from spmdkit.checkpoint.retention import remove
 from spmdkit.checkpoint.run_directory import RunLock, prepare_run_dir
+from spmdkit.checkpoint.verifying import verify
 
 __all__ = [
+    "DAMAGED_MARK",
     "Checkpoints",
     "RunLock",
+    "best_step",
     "export",
+    "held",
     "ignored_entries",
     "inspect",
     "leaf_table",
     "ls",
     "nest",
+    "newest_step",
     "prepare_run_dir",
+    "remove",
+    "verify",
 ]

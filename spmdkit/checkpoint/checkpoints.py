@@ -24,7 +24,7 @@ import jax
 from spmdkit import files
 from spmdkit.checkpoint import leaves, restoring, retention
 from spmdkit.checkpoint import record as records
-from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
+from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.words import format_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Checkpoints:
         directory: holds `<step>/` folders; made when missing. What a killed run left unfinished in it is removed, so
             the caller holds the run's lock.
         keep: how many of the newest steps stay.
+        keep_every: steps that this divides stay too.
         best: (metric, "min" or "max"): the best step by that metric stays too.
         timeout_s: how long a save may take to be written by all processes.
         is_main, num_processes: who this process is.
@@ -72,6 +73,7 @@ class Checkpoints:
         directory: Path | str,
         *,
         keep: int = 3,
+        keep_every: int | None = None,
         best: tuple[str, retention.Mode] | None = None,
         timeout_s: float = 600,
         is_main: bool = True,
@@ -84,7 +86,7 @@ class Checkpoints:
         if best is not None and best[1] not in ("min", "max"):
             raise ConfigError(f"checkpoint.best.mode is {best[1]!r}. It must be 'min' or 'max'. Try mode: min.")
         self.directory = Path(directory).absolute()
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._best = best
         self._timeout_s = timeout_s
         self._is_main = is_main
@@ -236,29 +238,7 @@ class Checkpoints:
         self._committed.append(step)
         self._last_committed = step
         if self._is_main:
-            self._delete_old(step)
-
-    def _delete_old(self, step: int) -> None:
-        steps = self.steps()
-        scores: dict[int, float | None] = {}
-        mode: retention.Mode = "min"
-        if self._best is not None:
-            metric, mode = self._best
-            scores = {s: self._score(s, metric) for s in steps}
-        for old in retention.steps_to_delete(steps, step, self._keep, scores, mode):
-            try:
-                retention.delete_step(self.directory, old)
-            except OSError as error:
-                raise CheckpointWriteError(
-                    f"step {step} is saved, but the old step {old} could not be deleted from {self.directory} "
-                    f"({records.first_line(error)}). The last {self._keep} and the best are kept. Delete it by hand."
-                ) from error
-
-    def _score(self, step: int, metric: str) -> float | None:
-        try:
-            return records.read_record(self.directory, step).metrics.get(metric)
-        except CheckpointError:
-            return None  # A damaged checkpoint is never the best; whoever restores it is told.
+            retention.delete_old(self.directory, step, self._keep, self._keep_every, self._best)
 
     def _discard(self, step: int) -> None:
         """Removes what a failed save wrote: on a full disk the room is needed."""
@@ -362,7 +342,7 @@ class Checkpoints:
         self._join()
         for newer in [s for s in self.steps() if s > step] if self._is_main else []:
             try:
-                retention.delete_step(self.directory, newer)
+                retention.delete_step(self.directory, newer, even_if_held=True)
             except OSError as error:
                 raise CheckpointWriteError(
                     f"going back to step {step}: step {newer} could not be deleted from {self.directory} ({records.first_line(error)}). "

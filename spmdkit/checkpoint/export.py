@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from spmdkit import files
-from spmdkit.checkpoint import leaves, record
+from spmdkit.checkpoint import leaves, listing, record
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.words import nearest
 
@@ -45,9 +45,10 @@ def export(
             raise ConfigError(f"export knows {', '.join(options)}, not {value!r}.{nearest(value, options)}")
     if os.path.lexists(out):
         raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
-    found = record.read_record(directory, record.newest_step(directory) if step is None else step)
-    record.check_files(directory, found)
-    arrays = _read_part(directory, found, which)
+    with listing.held(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
+        found = record.read_record(directory, chosen)
+        record.check_files(directory, found)
+        arrays = _read_part(directory, found, which)
     if found.user.get("groups"):  # of replicas that train alone: their mean, which is what is evaluated
         arrays = {name: _mean(array) for name, array in arrays.items()}
     try:

@@ -24,7 +24,6 @@ from typing import Any
 from spmdkit import files
 from spmdkit.checkpoint.leaves import LeafTable
 from spmdkit.errors import CheckpointError, DamagedError
-from spmdkit.words import format_bytes
 
 SCHEMA = 2
 SCHEMAS = (1, 2)
@@ -224,50 +223,8 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def ls(directory: Path | str) -> list[dict[str, Any]]:
-    """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem."""
-    directory = Path(directory)
-    return [_summary(directory, step) for step in committed_steps(directory)]
-
-
-def _summary(directory: Path, step: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": step, "bytes": _disk_bytes(directory / str(step)), "time": None, "metrics": {}}
-    try:
-        record = read_record(directory, step)
-        row |= {"time": record.time, "metrics": record.metrics}
-        check_files(directory, record)
-    except CheckpointError as error:
-        return row | {"complete": False, "problem": str(error)}
-    return row | {"complete": True, "problem": None}
-
-
-def _disk_bytes(folder: Path) -> int:
-    return sum(Path(parent, name).stat().st_size for parent, _, names in os.walk(folder) for name in names)
-
-
-def inspect(directory: Path | str, step: int | None = None) -> dict[str, Any]:
-    """Returns what `ls` says of a step (the newest for None) and its leaves, state_bytes, num_processes and record.
-
-    Raises:
-        CheckpointError: there is no such step, or its record is damaged.
-    """
-    directory = Path(directory)
-    record = read_record(directory, newest_step(directory) if step is None else step)
-    return _summary(directory, record.step) | {
-        "num_processes": record.num_processes,
-        "state_bytes": record.bytes,
-        "state_size": format_bytes(record.bytes),
-        "leaves": {path: {"shape": list(shape), "dtype": dtype} for path, (shape, dtype) in record.leaves.items()},
-        "record": record.user,
-    }
-
-
-def newest_step(directory: Path) -> int:
-    """Returns the newest committed step, or raises CheckpointError when there is none."""
-    steps = committed_steps(directory)
-    if not steps:
-        raise CheckpointError(
-            f"a checkpoint was asked for, but {directory} holds none. A checkpoint is a folder named by its step with "
-            f"a {RECORD_FILE} in it. Train first, or name the checkpoints folder of another run."
-        )
-    return steps[-1]
+def root_cause(error: BaseException) -> BaseException:
+    """Returns the innermost cause: orbax wraps what tensorstore said in a line of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

@@ -42,7 +42,7 @@ def restore(
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise records.damaged(directory, step, records.first_line(_root_cause(error))) from error
+        raise records.damaged(directory, step, records.first_line(records.root_cause(error))) from error
     arrays = [leaves.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in asked]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
 
@@ -78,10 +78,3 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(
         leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index]
     )
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """Returns the innermost cause: orbax wraps what tensorstore said in a line of its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error

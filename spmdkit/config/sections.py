@@ -198,7 +198,13 @@ class Checkpoint(Section):
         default=600.0, description="Seconds between saves, on process 0's clock; null: not by time."
     )
     keep: fields.Count = Field(default=3, description="Newest checkpoints that are kept; the best one is kept besides.")
-    best: Best | None = Field(default=None, description="Also keeps the best checkpoint. Needs eval.every_steps.")
+    keep_every: fields.Count | None = Field(
+        default=None, description="Checkpoints whose step this divides are kept for good; null: none."
+    )
+    best: Best | None = Field(
+        default=None,
+        description="Saves when an evaluation improves, and keeps the best checkpoint besides. Needs eval.every_steps.",
+    )
     max_failures: fields.Count = Field(
         default=3,
         description="Saves that fail in a row before the run ends with 74; up to then one that failed is made up for at the next interval.",

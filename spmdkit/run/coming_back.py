@@ -6,12 +6,13 @@ them. Damage that one process finds is damage to all. Nothing is renamed before 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdkit.checkpoint import Checkpoints, damage
+from spmdkit.checkpoint import Checkpoints, best_step, damage, held, newest_step
 from spmdkit.cluster import Cluster
 from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.metrics import read_lines
@@ -143,6 +144,23 @@ def latest_for_all(
     if cluster.is_main:
         cluster.put(f"newest checkpoint{question}", str(latest or ""))
     return int(cluster.get(f"newest checkpoint{question}") or 0) or None
+
+
+@contextlib.contextmanager
+def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None, best: bool) -> Iterator[int | None]:
+    """Yields `step`, the best step, or the newest, the same on every process, which nobody deletes meanwhile; None where there is none."""
+    directory = checkpoints.directory
+    with contextlib.ExitStack() as stack:
+
+        def choose() -> int | None:
+            if not checkpoints.steps():
+                return None
+            pick = (
+                (lambda: best_step(directory)) if best else (lambda: newest_step(directory) if step is None else step)
+            )
+            return stack.enter_context(held(directory, pick))
+
+        yield _of_main(cluster, "chosen checkpoint", choose)
 
 
 def _of_main(cluster: Cluster, key: str, make: Callable[[], Any]) -> Any:

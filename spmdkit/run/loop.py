@@ -25,9 +25,8 @@ from spmdkit.plan.start import check_start, check_state, common_limit, plan_besi
 from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
-from spmdkit.run import changes, preflight
+from spmdkit.run import changes, coming_back, preflight
 from spmdkit.run.actions import perform, save
-from spmdkit.run.coming_back import latest_for_all
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Stop
 from spmdkit.run.keep_work import keep_work
@@ -191,24 +190,28 @@ def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes
     return preflight.same_program(cluster, lambda: open_program(config, found, cluster.devices, limit_bytes, say))
 
 
-def evaluate(config: Config, cluster: Cluster, task: Task | None = None) -> tuple[int, dict[str, Any]]:
-    """Returns (step, metrics) of the newest checkpoint in the config's run directory.
+def evaluate(
+    config: Config, cluster: Cluster, task: Task | None = None, step: int | None = None, best: bool = False
+) -> tuple[int, dict[str, Any]]:
+    """Returns (step, metrics) of a checkpoint in the config's run directory: of `step`, the best, or the newest.
+
+    A run that trains there at the same time does not delete it meanwhile.
 
     Raises:
-        CheckpointError: there is none, or it is of another model.
+        CheckpointError: there is none, it is damaged, or of another model.
     """
     preflight.same_start(cluster, config)
     program = load(config, cluster, task)
     directory = config.resolved_run_dir() / "checkpoints"
     checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
-    latest = latest_for_all(cluster, checkpoints)
-    if latest is None:
-        raise CheckpointError(
-            f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
-        )
-    left = unfinished(directory.parent)
-    if left is not None and not left.alive and cluster.is_main:
-        print(f"note: {left.told()}", file=sys.stderr, flush=True)
-    state, *_ = restored(checkpoints, latest, program)
-    checkpoints.close()
-    return latest, program.eval(state)
+    with coming_back.chosen_for_all(cluster, checkpoints, step, best) as chosen:
+        if chosen is None:
+            raise CheckpointError(
+                f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
+            )
+        left = unfinished(directory.parent)
+        if left is not None and not left.alive and cluster.is_main:
+            print(f"note: {left.told()}", file=sys.stderr, flush=True)
+        state, *_ = restored(checkpoints, chosen, program)
+        checkpoints.close()
+    return chosen, program.eval(state)

@@ -95,6 +95,7 @@ class Run:
                 self.checkpoints = Checkpoints(
                     self.directory / "checkpoints",
                     keep=options.keep,
+                    keep_every=options.keep_every,
                     best=(options.best.metric, options.best.mode) if options.best else None,
                     timeout_s=options.timeout_s,
                     is_main=self.cluster.is_main,

@@ -1,7 +1,8 @@
-"""Saves every N steps, every N seconds on process 0's clock, and after the last step."""
+"""Saves every N steps, every N seconds on process 0's clock, after the last step, and when an evaluation is better than all before."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from spmdkit.run.hooks.base import Action, Hook, Save
@@ -20,4 +21,21 @@ def make(config: Any) -> Hook | None:
         late = every_s is not None and run.cluster.is_main and run.clock() - run.saved_at_time >= every_s
         return Save() if late else None
 
-    return Hook("saving", order=30, after_step=after_step)
+    if options.best is None:
+        return Hook("saving", order=30, after_step=after_step)
+    seen: dict[str, float | None] = {
+        "best": None
+    }  # travels in the checkpoint, so that a restart saves at the same steps
+
+    def after_eval(run: Any, step: int, values: Any) -> Action | None:
+        value, best = float(values[options.best.metric]), seen["best"]
+        if not math.isfinite(value) or (
+            best is not None and (value >= best if options.best.mode == "min" else value <= best)
+        ):
+            return None
+        seen["best"] = value
+        return Save(known=True)  # every process has the same values
+
+    return Hook(
+        "saving", order=30, after_step=after_step, after_eval=after_eval, state=lambda: dict(seen), restore=seen.update
+    )

@@ -1,0 +1,150 @@
+"""What a directory of checkpoints holds: listing, inspecting, which is the newest and which the best, and holding one while it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from spmdkit.checkpoint import record as records
+from spmdkit.errors import CheckpointError, DamagedError
+from spmdkit.words import format_bytes
+
+HOLD_TRIES = 100
+
+
+@contextlib.contextmanager
+def held(directory: Path, choose: Callable[[], int]) -> Iterator[int]:
+    """Yields the step that `choose` names; while the body runs, the run that writes here does not delete it.
+
+    A step that goes between being chosen and being held is chosen again: a run with quick retention may write beside this. The lock is a
+    shared flock on its record; where the file system has none, nothing is held.
+    """
+    for _ in range(HOLD_TRIES):
+        step = choose()
+        path = directory / str(step) / records.RECORD_FILE
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            if path.parent.is_dir():
+                break  # there and not readable: whoever reads it says so
+            continue
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass
+            if not _is_still(path, descriptor):
+                continue
+            yield step
+            return
+        finally:
+            os.close(descriptor)
+    yield choose()
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    return False
+
+
+def best_step(directory: Path) -> int:
+    """Returns the best committed step by `checkpoint.best`, as the newest record that has such a rule names it.
+
+    Raises:
+        CheckpointError: no checkpoint has such a rule, or a value for it.
+    """
+    scores = _scores(directory)
+    if not scores:
+        raise CheckpointError(
+            f"the best checkpoint was asked for, and no checkpoint in {directory} has the metric of checkpoint.best. It is saved when an "
+            "evaluation improves. Set checkpoint: {best: {metric: loss, mode: min}} and eval.every_steps, or name a step."
+        )
+    return scores[-1][1]
+
+
+def _scores(directory: Path) -> list[tuple[float, int]]:
+    """Returns (how good, step) of the steps that have a value for the rule of the newest record that has one, from bad to good."""
+    found = []
+    for step in records.committed_steps(directory):
+        with contextlib.suppress(CheckpointError):
+            found.append(records.read_record(directory, step))
+    rule = next((record.best for record in reversed(found) if record.best is not None), None)
+    if rule is None:
+        return []
+    metric, mode = rule
+    sign = 1.0 if mode == "max" else -1.0
+    return sorted((sign * value, record.step) for record in found if (value := record.metrics.get(metric)) is not None)
+
+
+def ls(directory: Path | str) -> list[dict[str, Any]]:
+    """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem, found, best.
+
+    `problem` says what is damaged and the way back, `found` only the former: in its record and files, not in the bytes of its arrays, which
+    `verify` reads.
+    """
+    directory = Path(directory)
+    rows = [_summary(directory, step) for step in records.committed_steps(directory)]
+    scores = _scores(directory)
+    best = scores[-1][1] if scores else None
+    return [row | {"best": row["step"] == best} for row in rows if row is not None]
+
+
+def _summary(directory: Path, step: int) -> dict[str, Any] | None:
+    """Returns what `ls` says of a step, None where it has gone meanwhile."""
+    folder = directory / str(step)
+    row: dict[str, Any] = {"step": step, "time": None, "metrics": {}, "complete": False, "problem": None, "found": None}
+    try:
+        record = records.read_record(directory, step)
+        row |= {"time": record.time, "metrics": record.metrics}
+        records.check_files(directory, record)
+        row["complete"] = True
+    except CheckpointError as error:
+        row |= {"problem": str(error), "found": error.found if isinstance(error, DamagedError) else str(error)}
+    row["bytes"] = disk_bytes(folder)
+    return row if folder.exists() else None
+
+
+def disk_bytes(folder: Path) -> int:
+    """Returns the bytes of the files below a folder, of those that are there."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).stat().st_size
+    return total
+
+
+def inspect(directory: Path | str, step: int | None = None) -> dict[str, Any]:
+    """Returns what `ls` says of a step (the newest for None) and its leaves, state_bytes, num_processes and record.
+
+    Raises:
+        CheckpointError: there is no such step, or its record is damaged.
+    """
+    directory = Path(directory)
+    with held(directory, lambda: newest_step(directory) if step is None else step) as chosen:
+        record = records.read_record(directory, chosen)
+        return (_summary(directory, record.step) or {}) | {
+            "num_processes": record.num_processes,
+            "state_bytes": record.bytes,
+            "state_size": format_bytes(record.bytes),
+            "leaves": {path: {"shape": list(shape), "dtype": dtype} for path, (shape, dtype) in record.leaves.items()},
+            "record": record.user,
+        }
+
+
+def newest_step(directory: Path) -> int:
+    """Returns the newest committed step, or raises CheckpointError when there is none."""
+    steps = records.committed_steps(directory)
+    if not steps:
+        raise CheckpointError(
+            f"a checkpoint was asked for, but {directory} holds none. A checkpoint is a folder named by its step with "
+            f"a {records.RECORD_FILE} in it. Train first, or name the checkpoints folder of another run."
+        )
+    return steps[-1]
