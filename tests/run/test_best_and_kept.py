@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from spmdkit import checkpoint, cli
+from spmdkit import checkpoint, cli, cli_checkpoint
 from spmdkit.checkpoint import ls
 from spmdkit.checkpoint.record import read_record, write_record
 from spmdkit.errors import CheckpointError, ConfigError
@@ -106,7 +106,7 @@ def test_verify_reads_every_byte_and_names_the_leaf(saved, capsys):
     write_record(directory / "6", large)
     flip_every_array(directory / "6")
     with pytest.raises(CheckpointError, match=r"1 of 2 checkpoints in .* is damaged: 6"):
-        cli.checkpoint_verify(saved, json_=True)
+        cli_checkpoint.checkpoint_verify(saved, json_=True)
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["good"]) for row in rows] == [(6, False), (20, True)]
 
@@ -126,4 +126,4 @@ def test_rm_removes_what_is_named_but_never_the_last_good_one(saved):
 
 def test_rm_does_not_touch_a_run_that_trains(saved):
     with checkpoint.RunLock(saved), pytest.raises(ConfigError, match="in use by"):
-        cli.checkpoint_rm(saved, [20])
+        cli_checkpoint.checkpoint_rm(saved, [20])

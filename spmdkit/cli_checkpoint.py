@@ -1,0 +1,132 @@
+"""`spmdkit checkpoint ls|inspect|export|verify|rm`: a run's checkpoints, without its task or its devices."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spmdkit.errors import CheckpointError, ConfigError
+
+app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or its checkpoints/.")]
+Step = Annotated[int | None, typer.Option(help="Step; default: the newest.")]
+
+
+@app.command("ls", epilog="Example: spmdkit checkpoint ls runs/first")
+def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
+    """List the committed checkpoints of a run."""
+    from spmdkit import checkpoint
+    from spmdkit.attempt import unfinished
+    from spmdkit.words import format_bytes
+
+    folder = _checkpoints(run)
+    rows = checkpoint.ls(folder)
+    ignored = checkpoint.ignored_entries(folder)
+    left = unfinished(folder.parent)
+    if json_:
+        step = None if left is None or left.alive else left.step
+        print(json.dumps({"checkpoints": rows, "ignored": ignored, "left_at_step": step}))
+        return
+    for row in rows:
+        values = [f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None]
+        words = [
+            *values,
+            *(["best"] if row["best"] else []),
+            *([] if row["complete"] else [f"DAMAGED: {row['found']}"]),
+        ]
+        print(
+            f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {'  '.join(words)}".rstrip()
+        )
+    if not rows:
+        print(f"no checkpoint in {folder}")
+    for name in ignored:
+        aside = checkpoint.DAMAGED_MARK in name
+        print(f"damaged, set aside: {name}" if aside else f"not a checkpoint, ignored: {name}")
+    if left is not None:
+        print(f"note: {left.told()}")
+
+
+@app.command("inspect", epilog="Example: spmdkit checkpoint inspect runs/first --step 100")
+def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) -> None:
+    """Show the leaves of a checkpoint."""
+    from spmdkit import checkpoint
+
+    found = checkpoint.inspect(_checkpoints(run), step)
+    if json_:
+        print(json.dumps(found))
+        return
+    print(f"step {found['step']}")
+    for path, leaf in found["leaves"].items():
+        print(f"  {path}  {leaf['dtype']}[{','.join(map(str, leaf['shape']))}]")
+
+
+@app.command("export", epilog="Example: spmdkit checkpoint export runs/first params.safetensors")
+def checkpoint_export(
+    run: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File (safetensors) or folder (orbax) to write.")],
+    step: Step = None,
+    format: Annotated[str, typer.Option(help="safetensors or orbax.")] = "safetensors",
+    which: Annotated[str, typer.Option(help="params or ema.")] = "params",
+) -> None:
+    """Write the plain parameters of a checkpoint, for other tools."""
+    from spmdkit import checkpoint
+
+    checkpoint.export(_checkpoints(run), step, out, format=format, which=which)  # type: ignore[arg-type]
+    print(out)
+
+
+@app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")
+def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> None:
+    """Read every byte of a run's checkpoints, or of one, and compare it with its checksum; 79 where one is damaged."""
+    from spmdkit import checkpoint
+    from spmdkit.words import format_bytes
+
+    rows = checkpoint.verify(_checkpoints(run), step)
+    if json_:
+        print(json.dumps({"checkpoints": rows}))
+    for row in [] if json_ else rows:
+        good = "good" if row["checked"] else "can be read (saved before there were checksums)"
+        said = good if row["good"] else f"DAMAGED: {row['found']}"
+        print(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {said}")
+    if damaged := [str(row["step"]) for row in rows if not row["good"]]:
+        raise CheckpointError(
+            f"{len(damaged)} of {len(rows)} checkpoints in {run} {'is' if len(damaged) == 1 else 'are'} damaged: {', '.join(damaged)}. A "
+            "checkpoint is used whole or not at all. Training passes over them; to remove them: spmdkit checkpoint rm."
+        )
+
+
+@app.command("rm", epilog="Example: spmdkit checkpoint rm runs/first 100 200")
+def checkpoint_rm(
+    run: RunDir, steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Steps to remove.")]
+) -> None:
+    """Remove checkpoints of a run that is not training; never the last good one."""
+    from spmdkit import checkpoint
+
+    folder = _checkpoints(run)
+    with checkpoint.RunLock(folder.parent):
+        checkpoint.remove(folder, steps)
+    print(f"removed {', '.join(map(str, steps))} from {folder}")
+
+
+def _local_time(seconds: float | None) -> str:
+    """Returns a time and how long ago that was."""
+    from spmdkit.words import format_duration
+
+    if seconds is None:
+        return f"{'unknown time':<19}"
+    return f"{datetime.datetime.fromtimestamp(seconds).isoformat(sep=' ', timespec='seconds')} ({format_duration(max(0.0, time.time() - seconds))} ago)"
+
+
+def _checkpoints(run: Path) -> Path:
+    inside = run / "checkpoints"
+    folder = inside if inside.is_dir() else run
+    if not folder.is_dir():
+        raise ConfigError(f"{run} is no directory. Give a run's directory, which holds checkpoints/.")
+    return folder
