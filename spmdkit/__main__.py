@@ -1,8 +1,32 @@
-"""`python -m spmdkit`: the same as `spmdkit`."""
+"""`spmdkit` and `python -m spmdkit`: what has to hold before anything large is imported, which takes a second or two; then the command line."""
 
+import os
+import signal
 import sys
 
-from spmdkit.cli import main
+EARLY = {"SIGINT": 130, "SIGTERM": 42, "SIGHUP": 42, "SIGUSR1": 42}
+"""Signal -> exit code of `train` and `launch` while there is nothing to save: start me again, but for Ctrl-C."""
+
+
+def main() -> int:
+    """Runs the command line; returns or exits with the exit code."""
+    early = {name: code for name, code in EARLY.items() if hasattr(signal, name)}
+    trains = sys.argv[1:2] in (["train"], ["launch"])
+    for name, code in early.items():
+        number = getattr(signal, name)
+        if (trains or name == "SIGINT") and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_, code=code: os._exit(code))
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher has held it back until now
+    from spmdkit.faults import streams
+
+    streams.keep_going(when_full=trains)
+    from spmdkit.cli import main as run
+
+    if not trains:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return int(run() or 0)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from spmdkit.names import NAMELESS
+
 EVENTS, LAST_STEP = "events.jsonl", "last_step"
 RUNNING, ENDS = "running", ("stopped", "preempted", "fault")
 
@@ -45,7 +47,8 @@ class StepMark:
 
 def _mapped(path: Path) -> mmap.mmap | None:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+        follow = 0 if str(path).startswith(NAMELESS) else os.O_NOFOLLOW
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | follow | os.O_CLOEXEC, 0o640)
         try:
             os.ftruncate(descriptor, _WIDTH + 1)
             os.pwrite(descriptor, b"\n", _WIDTH)
@@ -59,8 +62,16 @@ def _mapped(path: Path) -> mmap.mmap | None:
 def last_step(path: Path) -> int | None:
     """Returns the step of a `StepMark`, None where there is none."""
     try:
-        return int(path.read_bytes()[:64])
-    except (OSError, ValueError):
+        return step_of(path.read_bytes())
+    except OSError:
+        return None
+
+
+def step_of(content: bytes) -> int | None:
+    """Returns the step that the content of a `StepMark` says, None where it says none."""
+    try:
+        return int(content[:64])
+    except ValueError:
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -181,6 +182,16 @@ def backends_initialized() -> bool:
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
+
+
+def set_cpu_collective_timeout(seconds: int) -> None:
+    """Lets XLA's CPU collectives over processes fail after `seconds`, unless the environment says something else. Before JAX has devices.
+
+    A flag of XLA from jaxlib 0.10.2 to 0.12.0 at least, which no option of a compilation replaces; psum_scatter ignores it before 0.12.
+    """
+    flag, flags = "--xla_cpu_collective_timeout_seconds", os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={seconds}".strip()
 
 
 def kernel_cost(flops: int, num_bytes: int) -> Any:

@@ -45,6 +45,15 @@ RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
 ERROR_FILE = "SPMDKIT_ERROR_FILE"
 """Names the file into which a process that fails writes its message, for the launcher that set the variable."""
 
+BEAT_FILE = "SPMDKIT_BEAT_FILE"
+"""Names the file in which a process says several times a second that Python runs in it, for the launcher that set the variable."""
+
+STEP_FILE = "SPMDKIT_STEP_FILE"
+"""Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set the variable."""
+
+NAMELESS = "/dev/fd/"
+"""Begins the name of a file that has none on the disk and was handed down open."""
+
 OUR_VARIABLES = frozenset(
     {
         COORDINATOR,
@@ -53,6 +62,8 @@ OUR_VARIABLES = frozenset(
         DEVICES_PER_PROCESS,
         RENDEZVOUS_TIMEOUT_S,
         ERROR_FILE,
+        BEAT_FILE,
+        STEP_FILE,
         "SPMDKIT_ALLOCATOR",
         "SPMDKIT_RATES",
     }

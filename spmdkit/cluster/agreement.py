@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from spmdkit import journal
 from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
 
@@ -104,7 +105,8 @@ class Agreement:
 
     def _follow(self, step: int, request: bool) -> None:
         if self._horizon is None or step > self._horizon:
-            self._read_until(step)
+            with journal.waiting("process 0"):
+                self._read_until(step)
         if request and not self._ahead and not self._main_only and self._asked != self._num_decided:
             self._store.put(f"{self._folder}/requests/{self._num_decided}/{self._process_index}", str(step))
             self._asked = self._num_decided

@@ -53,6 +53,10 @@ class Cluster:
         """Whether this is process 0, the one that writes files and shows progress."""
         return self.process_index == 0
 
+    def board(self, name: str) -> tuple[Store, str]:
+        """Returns the store and a folder in it that nothing else uses, for what is written again and again."""
+        return self._store, f"{self._root}/{name}"
+
     def put(self, key: str, value: str) -> None:
         """Publishes a string to all processes; each key once."""
         self._store.put(f"{self._root}/user/{key}", value)

@@ -22,19 +22,26 @@ from spmdkit.cluster.store import open_store
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
 
-# A dead peer that no launcher reports is noticed after this long. JAX's default is 100.
-HEARTBEAT_S = 10
+# JAX's own heartbeat never decides: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s, ended in SIGABRT. Who is
+# gone, silent or stuck, the watchdog says (faults/watchdog.py). Three years.
+HEARTBEAT_S = 100_000_000
+# Gloo's own time-out, which names nobody, comes this much after the watchdog's longest limit. Without it a process that is no neighbour of
+# a dead one stays in its collective for ever.
+COLLECTIVE_MARGIN_S = 60
 # JAX's default of 300 is what a failing process would hang in at exit.
 SHUTDOWN_S = 15
 # After the roll call everybody is there, so this only bounds a process that dies in the same second.
 INITIALIZE_S = 30
 
 
-def join(spec: ClusterSpec, devices: str | Sequence[int] = "auto") -> Cluster:
+def join(
+    spec: ClusterSpec, devices: str | Sequence[int] = "auto", collective_timeout_s: float | None = None
+) -> Cluster:
     """Returns the cluster of all processes in `spec` with the asked devices.
 
     `devices`: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices over all processes together;
     `spec.devices_per_process` wins over it), or a list of local device indices, the same on every process.
+    `collective_timeout_s`: the longest that a process may make the others wait; CPU collectives fail a little later.
     Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
     """
     joined = jax.distributed.is_initialized()
@@ -49,8 +56,11 @@ def join(spec: ClusterSpec, devices: str | Sequence[int] = "auto") -> Cluster:
             )
     else:
         _configure(spec, devices, num_cpu, num_processes)
+        if num_processes > 1 and collective_timeout_s is not None:
+            compat.set_cpu_collective_timeout(int(collective_timeout_s) + COLLECTIVE_MARGIN_S)
+    notes = spec.notes
     if num_processes > 1 and not joined:
-        _initialize(spec)
+        notes += open_to_all(spec, _initialize(spec))
     found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     chosen = _choose(found, spec, devices, num_cpu, num_processes)
     return Cluster(
@@ -58,7 +68,7 @@ def join(spec: ClusterSpec, devices: str | Sequence[int] = "auto") -> Cluster:
         num_processes=num_processes,
         devices=chosen,
         store=open_store(),
-        notes=spec.notes,
+        notes=notes,
     )
 
 
@@ -114,8 +124,18 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
-def _initialize(spec: ClusterSpec) -> None:
-    """Starts JAX's coordination service on process 0 and connects to it. Binds loopback for a loopback coordinator."""
+def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
+    """Returns what has to be said of an address that process 0 listens on: that it is every network of its machine."""
+    if spec.process_id != 0 or not bound.startswith("0.0.0.0:"):
+        return ()
+    return (
+        f"the coordinator listens on {bound}, on every network of this machine: {spec.coordinator} is none of its own addresses (address "
+        "translation, or a typing error). Whoever reaches the port can end the job; close it for all but the job's machines.",
+    )
+
+
+def _initialize(spec: ClusterSpec) -> str:
+    """Starts JAX's coordination service on process 0 and connects to it; returns the address bound, loopback for a loopback coordinator."""
     bind = roll_call(spec)
     # JAX warns about proxy variables at every start; the roll call has just shown that the way is free.
     jax_log = logging.getLogger("jax._src.distributed")
@@ -143,6 +163,7 @@ def _initialize(spec: ClusterSpec) -> None:
     if threading.current_thread() is threading.main_thread():
         # JAX's preemption notifier has just taken SIGTERM away from Python and ignores it until somebody polls.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+    return bind
 
 
 def _choose(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from spmdkit import compat
+from spmdkit import compat, journal
 from spmdkit.errors import RendezvousError
 
 
@@ -92,7 +92,7 @@ class CoordinationStore:
             return None
 
     def get(self, key: str, timeout_s: float) -> str:
-        with _translated(f"wait for {key}"):
+        with _translated(f"wait for {key}"), journal.waiting(_name(key)):
             return str(self._client.blocking_key_value_get(key, max(1, int(timeout_s * 1000))))
 
     def entries(self, folder: str) -> dict[str, str]:
@@ -101,8 +101,13 @@ class CoordinationStore:
             return {k.removeprefix(start): v for k, v in self._client.key_value_dir_get(start)}
 
     def barrier(self, key: str, timeout_s: float) -> None:
-        with _translated(f"meet at {key}"):
+        with _translated(f"meet at {key}"), journal.waiting(_name(key)):
             self._client.wait_at_barrier(key, max(1, int(timeout_s * 1000)))
+
+
+def _name(key: str) -> str:
+    """Returns what a person calls a key: without the folders that keep runs and questions apart."""
+    return key.rpartition("/barrier/")[2].partition("-")[2] or key.rpartition("/")[2]
 
 
 def open_store() -> Store:

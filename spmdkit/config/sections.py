@@ -272,6 +272,40 @@ class OnNonfinite(Section):
     )
 
 
+class Watchdog(Section):
+    """How long a process may be silent, and a phase of it take, before the job ends: 75, or 76 with the stacks of all."""
+
+    silence_s: fields.Seconds = Field(
+        default=30.0,
+        description="Seconds without a sign of life of a process, after which the others end with 75 and name it; pauses of all do not count.",
+    )
+    step_s: fields.Seconds | None = Field(
+        default=None,
+        description="Seconds that a step, or reading its data, may take; null: 40 times a usual step, at least 60; 300 for the first data.",
+    )
+    import_s: fields.Seconds = Field(
+        default=1800.0, description="Seconds that importing the task and building its program may take."
+    )
+    compile_s: fields.Seconds = Field(
+        default=3600.0, description="Seconds that compiling may take, and the first step."
+    )
+    restore_s: fields.Seconds = Field(default=1800.0, description="Seconds that restoring a checkpoint may take.")
+    save_s: fields.Seconds = Field(
+        default=1800.0, description="Seconds that the run may wait for a save; checkpoint.timeout_s ends most before."
+    )
+    evaluation_s: fields.Seconds = Field(default=3600.0, description="Seconds that an evaluation, or a hook, may take.")
+    interpreter_s: fields.Seconds | None = Field(
+        default=600.0,
+        description="Seconds without any Python in a process, for code in C that holds the interpreter: launch ends it with 76, a process alone "
+        "ends with 1; null: never.",
+    )
+
+    @property
+    def longest_s(self) -> float:
+        """The longest of these: what every other limit in the background has to exceed."""
+        return max(value for value in self.model_dump().values() if value is not None)
+
+
 class Profile(Section):
     """Steps of which a profiler trace is taken."""
 

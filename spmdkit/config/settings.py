@@ -25,6 +25,7 @@ from spmdkit.config.sections import (
     Precision,
     Profile,
     Remat,
+    Watchdog,
 )
 
 
@@ -118,6 +119,9 @@ class Settings(Section):
         "under @sk.hook; {name: {option: value}} with its keyword arguments.",
     )
     profile: Profile | None = Field(default=None, description="Steps of which a profiler trace is taken; null: none.")
+    watchdog: Watchdog | None = Field(
+        default_factory=Watchdog, description="How long nothing may happen before the job ends; null: for ever."
+    )
     certificate: fields.FileName | None = Field(
         default=None,
         description="File of verify --certificate, from the config's folder: train refuses what it does not prove; null: none.",

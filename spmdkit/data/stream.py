@@ -96,6 +96,12 @@ class DeviceBatches:
         step, batch = item
         return step, batch, wait_s
 
+    def interrupt(self) -> None:
+        """Ends the iteration now, though the user's data may never come back: its thread is left behind. From any thread."""
+        if self._stop.detach() is not None:
+            self._slots.put(False)
+        self._ready.put((None, None))
+
     def close(self) -> None:
         """Ends the thread and waits for it, at most `CLOSE_TIMEOUT_S`; batches not yet taken are dropped."""
         self._stop()

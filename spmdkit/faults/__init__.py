@@ -1,6 +1,17 @@
-"""What happens when a run is asked to stop, or cannot go on: signals, and the one way out for every exception."""
+"""What happens when a run is asked to stop, cannot go on, or does not: signals, the one way out for every exception, the watchdog."""
 
-from spmdkit.faults.exceptions import run_process
-from spmdkit.faults.signals import StopSignals
+from spmdkit.faults.exceptions import describe, leave_with, report_and_leave, run_process, taken_over
+from spmdkit.faults.signals import Asked, StopSignals
+from spmdkit.faults.watchdog import Watchdog, watching
 
-__all__ = ["StopSignals", "run_process"]
+__all__ = [
+    "Asked",
+    "StopSignals",
+    "Watchdog",
+    "describe",
+    "leave_with",
+    "report_and_leave",
+    "run_process",
+    "taken_over",
+    "watching",
+]

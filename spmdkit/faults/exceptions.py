@@ -3,6 +3,7 @@
     SpmdkitError     its message, no traceback                                   its own exit code
     UserCodeError    its message, then the user's own frames and exception           70
     a peer went away one line (only with several processes; the cause is there)      75
+    a signal before the first step  one line                                         42
     KeyboardInterrupt  one line                                                     130
     anything else    the whole traceback: this is a bug in spmdkit                   70
 
@@ -14,17 +15,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from spmdkit import files, secret
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
-from spmdkit.names import ERROR_FILE, PROCESS_ID
+from spmdkit.faults.signals import SIGNALS, Asked
+from spmdkit.names import ERROR_FILE, NAMELESS, PROCESS_ID
 
 # How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
 # 0.11.2.
@@ -38,8 +43,26 @@ PEER_LOST = (
 )
 
 
+STOPPING = [number for number in SIGNALS if number != signal.SIGINT]
+
+last_words: list[Callable[[int, str], None]] = []
+"""Called with (exit code, message) before a process leaves because of an exception: the watchdog tells the others."""
+
+taken_over = threading.Event()
+"""Set while the watchdog ends the process: what the training thread then meets, peers that leave, is not the cause."""
+TAKEN_OVER_S = 10.0
+
+_owned = [False]
+
+
+def owns_process() -> bool:
+    """Returns whether this process is a command of ours, and not somebody's program that called us."""
+    return _owned[0]
+
+
 def run_process(main: Callable[[], int | None]) -> int:
     """Returns what `main` returns when that is 0 in a single process; otherwise reports and leaves the process."""
+    _owned[0] = True
     _tell_launcher({"running": True})
     try:
         code = main() or 0
@@ -53,6 +76,8 @@ def run_process(main: Callable[[], int | None]) -> int:
             code = ExitCode.CHECK_FAILED
     except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
         code = report(error)
+    finally:
+        _owned[0] = False
     if code == 0:
         _tell_launcher({"running": False})
     if code != 0 or _one_of_many():
@@ -77,15 +102,45 @@ def _not_an_end(request: SystemExit) -> UserCodeError:
 
 def report(error: BaseException) -> int:
     """Writes the error file and the message for people; returns the exit code."""
+    _nobody_else_ends_us()
+    if taken_over.is_set():
+        time.sleep(TAKEN_OVER_S)
     code, message = describe(error)
-    message = secret.in_text(message)
-    _write_error_file(code, message)
-    try:
-        sys.stdout.flush()
-        print(message, file=sys.stderr, flush=True)
-    except OSError:
-        return code  # nobody reads any more; the error file and the code remain
+    _say_to_all(code, secret.in_text(message))
     return code
+
+
+def _nobody_else_ends_us() -> None:
+    """From here on the process ends by itself: another request to stop must not take its code away."""
+    if _owned[0] and threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _say_to_all(code: int, message: str) -> None:
+    say(code, message)
+    for tell in list(last_words):
+        tell(code, message)
+
+
+def say(code: int, message: str, blamed: Sequence[int] = ()) -> None:
+    """Writes the error file and the message for people. `blamed`: the processes that are at fault, where it is not this one."""
+    _write_error_file(code, message, blamed)
+    with suppress(OSError, ValueError):  # nobody reads any more; the error file and the code remain
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def report_and_leave(error: BaseException) -> NoReturn:
+    """Reports and ends the process, from any thread: the training thread does not come out of what it does."""
+    leave(report(error))
+
+
+def leave_with(code: int, message: str) -> NoReturn:
+    """Ends the process with a message, from any thread."""
+    _say_to_all(code, message)
+    leave(code)
 
 
 def leave(code: int) -> NoReturn:
@@ -100,6 +155,8 @@ def leave(code: int) -> NoReturn:
 
 def describe(error: BaseException) -> tuple[int, str]:
     """Returns (exit code, text for people) of an exception."""
+    if isinstance(error, Asked):
+        return ExitCode.PREEMPTED, str(error)
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
     if _one_of_many() and (lost := _peer_lost(error)):
@@ -158,9 +215,9 @@ def _is_runtime(filename: str) -> bool:
     return any(Path(filename).is_relative_to(folder) for folder in (_STDLIB, files.PACKAGE))
 
 
-def _write_error_file(code: int, message: str) -> None:
+def _write_error_file(code: int, message: str, blamed: Sequence[int]) -> None:
     """Tells the launcher what ended this process."""
-    _tell_launcher({"exit_code": code, "message": message})
+    _tell_launcher({"exit_code": code, "message": message, "blamed": list(blamed)})
 
 
 def _tell_launcher(record: dict[str, Any]) -> None:
@@ -174,6 +231,11 @@ def _tell_launcher(record: dict[str, Any]) -> None:
     process = os.environ.get(PROCESS_ID, "0")
     record = {"process": int(process) if process.isdigit() else 0, **record}
     try:
-        files.replace(path, json.dumps({**record, "time": time.time()}).encode(), mode=0o600)
+        text = json.dumps({**record, "time": time.time()})
+        if path.startswith(NAMELESS):
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            files.replace(path, text.encode(), mode=0o600)
     except OSError as error:
         print(f"could not write {path}: {error}", file=sys.stderr)

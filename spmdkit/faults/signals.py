@@ -1,11 +1,17 @@
-"""`StopSignals`: the first SIGINT or SIGTERM asks the run to stop after a save, Ctrl-C after that leaves at once.
+"""`StopSignals`: what asks a run to stop. The first signal asks for a save and the end; Ctrl-C after that leaves at once.
+
+| signal                                            | before the loop             | in the loop                                |
+| ------------------------------------------------- | --------------------------- | ------------------------------------------ |
+| SIGINT, SIGTERM, SIGHUP, SIGUSR1 (Slurm's notice) | leaves: nothing is unsaved  | this step, a save, code 42 at the same step everywhere |
+| SIGINT after one of these                         | 130, at once                | 130, at once                               |
+| SIGQUIT                                           | stacks of all threads; goes on (faults/stacks.py)                         ||
 
 Python runs a signal's handler between two bytecodes of the main thread, so a main thread that waits inside a
 collective for ever never gets there, and a second Ctrl-C would do nothing. The signal's number is therefore read from
 Python's wakeup descriptor, which the C handler writes itself, by a thread of its own.
 
-Enter it after `join`: `jax.distributed.initialize` installs a C handler that swallows SIGTERM; the last one to install
-wins.
+`jax.distributed.initialize` installs a C handler that swallows SIGTERM; the last one to install wins: call `again` after `join`. What was
+ignored from the start (SIGHUP under `nohup`) stays ignored.
 """
 
 from __future__ import annotations
@@ -15,14 +21,28 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from spmdkit.errors import ExitCode
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 NOTICE = "stopping after this step and saving; press Ctrl-C again to leave at once"
 LEFT_AT_ONCE = 130
+GRACE_S = 2.0
+"""How long a main thread that has nothing to save may take to come out of what it does."""
+
+
+class Asked(BaseException):
+    """A signal came before there was anything to save. No `except Exception` of a user's module catches it."""
+
+    exit_code = ExitCode.PREEMPTED
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name} before the first step; nothing is lost")
 
 
 class StopSignals:
@@ -33,8 +53,11 @@ class StopSignals:
 
     def __init__(self, announce: bool = True, leave: Callable[[int], Any] = os._exit):
         self.requested: int | None = None
-        self._announce, self._leave = announce, leave
+        self.announce, self._leave = announce, leave
+        self.then: Callable[[int], Any] | None = None  # called with the first signal, in a thread of its own
         self._restore: list[Callable[[], Any]] = []
+        self._at_once: Callable[[BaseException], Any] | None = None  # while nothing is unsaved
+        self._started = False
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():
@@ -44,7 +67,8 @@ class StopSignals:
         thread = threading.Thread(target=self._watch, args=(reader,), name="spmdkit-signals", daemon=True)
         thread.start()
         previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        previous = {number: signal.signal(number, _handled_by_the_thread) for number in SIGNALS}
+        self._taken = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._in_main_thread) for number in self._taken}
         for number, handler in previous.items():
             self._restore.append(partial(signal.signal, number, signal.SIG_DFL if handler is None else handler))
         self._restore += [partial(signal.set_wakeup_fd, previous_fd), writer.close, thread.join, reader.close]
@@ -55,6 +79,29 @@ class StopSignals:
             undo()
         self._restore.clear()
 
+    def again(self) -> None:
+        """Takes the signals back from somebody who has installed handlers since."""
+        if self._restore and threading.current_thread() is threading.main_thread():
+            for number in self._taken:
+                signal.signal(number, self._in_main_thread)
+
+    @contextmanager
+    def nothing_to_save(self, leave: Callable[[BaseException], Any], run_is_open: bool = False) -> Iterator[None]:
+        """While the body runs, a signal ends it by an exception; a body that does not come out in time, by `leave(exception)`.
+
+        `run_is_open`: Ctrl-C asks for a stop, as in the loop; before that it is a plain KeyboardInterrupt.
+        """
+        self._at_once, self._started = leave, run_is_open
+        try:
+            if self.requested is not None:
+                raise self._raised(self.requested)
+            yield
+        finally:
+            self._at_once = None
+
+    def _raised(self, number: int) -> BaseException:
+        return KeyboardInterrupt() if number == signal.SIGINT and not self._started else Asked(number)
+
     def received(self, number: int) -> None:
         """Takes note of one signal: the first is a request, SIGINT after a request leaves at once with 130."""
         if number not in SIGNALS:
@@ -64,17 +111,29 @@ class StopSignals:
                 self._leave(LEFT_AT_ONCE)
             return
         self.requested = number
-        if self._announce:
+        if self._at_once is not None:
+            timer = threading.Timer(GRACE_S, self._leave_unsaved, (number,))
+            timer.daemon = True
+            timer.start()
+            return
+        if self.announce:
             try:
                 print(NOTICE, file=sys.stderr, flush=True)
             except OSError:
-                self._announce = False  # the terminal is gone; the request stands
+                self.announce = False  # the terminal is gone; the request stands
+        if self.then is not None:
+            threading.Thread(target=self.then, args=(number,), name="spmdkit-stop", daemon=True).start()
+
+    def _leave_unsaved(self, number: int) -> None:
+        if (leave := self._at_once) is not None:
+            leave(self._raised(number))
 
     def _watch(self, reader: socket.socket) -> None:
         while numbers := reader.recv(64):  # empty when the writer is closed
             for number in numbers:
                 self.received(number)
 
-
-def _handled_by_the_thread(number: int, frame: FrameType | None) -> None:
-    """Only a signal with a Python handler is written to the wakeup descriptor, so there has to be one."""
+    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
+        """Only a signal with a Python handler is written to the wakeup descriptor, so there has to be one."""
+        if self._at_once is not None:
+            raise self._raised(number)

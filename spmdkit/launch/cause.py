@@ -20,10 +20,14 @@ class Exit:
     ended_by_us: bool = False  # it was still alive when the launcher sent TERM or KILL because of another one
     message: str | None = None  # from its error file
     time: float = 0.0  # from its error file, comparable on one machine only
+    blamed: tuple[int, ...] = ()  # from its error file: whose fault it is, where it is not its own
+    judged: int | None = None  # the code of what the launcher saw, where the process could say nothing itself
 
     @property
     def code(self) -> int:
         """The exit code as a shell gives it: 128+n for signal n."""
+        if self.judged is not None:
+            return self.judged
         return 128 - self.status if self.status < 0 else self.status
 
 
@@ -39,7 +43,9 @@ def cause(exits: list[Exit]) -> Exit | None:
 
 
 def _weakness(e: Exit) -> tuple[int, float, int]:
-    if e.ended_by_us:
+    if e.judged is not None:
+        rank = 0
+    elif e.ended_by_us:
         rank = 6
     elif e.code == ExitCode.PREEMPTED:
         rank = 3

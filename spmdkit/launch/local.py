@@ -5,7 +5,7 @@ Each concern is a file: how a process is started and ends with us (process.py), 
 other ways to start and other policies over the same parts.
 
 Guarantees: no child outlives the launcher, not even a `kill -9` of it (Linux); when a process fails, all are gone about two seconds later; everything
-listens on the loopback interface only.
+listens on the loopback interface only; nothing is left on the disk.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.launch.cause import Exit, cause
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
-from spmdkit.launch.supervise import Child, Supervisor, end, queued_signals
-from spmdkit.names import COORDINATOR, DEVICES_PER_PROCESS, ERROR_FILE, NUM_PROCESSES, PROCESS_ID
+from spmdkit.launch.supervise import Child, Note, Supervisor, end, queued_signals
+from spmdkit.names import (
+    BEAT_FILE,
+    COORDINATOR,
+    DEVICES_PER_PROCESS,
+    ERROR_FILE,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    STEP_FILE,
+)
 
 
 def launch(
@@ -45,13 +52,17 @@ def launch(
     if devices_per_process is not None and devices_per_process < 1:
         raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device. Try 1.")
     children: list[Child] = []
-    with tempfile.TemporaryDirectory(prefix="spmdkit-launch-") as folder, queued_signals() as signals:
+    with queued_signals() as signals:
         coordinator = f"127.0.0.1:{_free_port()}"
         try:
             for process in range(num_processes):
-                error_file = Path(folder) / f"error-{process}.json"
-                child_env = child_environment(env, coordinator, num_processes, process, devices_per_process, error_file)
-                children.append(Child(process, _start(command, child_env), error_file))
+                errors, beats, step = notes = Note(), Note(), Note()
+                child_env = child_environment(
+                    env, coordinator, num_processes, process, devices_per_process, errors.path
+                )
+                child_env |= {BEAT_FILE: beats.path, STEP_FILE: step.path}
+                popen = _start(command, child_env, pass_fds=[note.descriptor for note in notes])
+                children.append(Child(process, popen, *notes))
             lock = threading.Lock()
             for child in children:
                 child.output = Output(child.process, child.popen, lock)
@@ -74,7 +85,7 @@ def child_environment(
     num_processes: int,
     process: int,
     devices_per_process: int | None,
-    error_file: Path,
+    error_file: Path | str,
 ) -> dict[str, str]:
     """Returns the environment of one process: the given one and its place in the cluster."""
     told = {
@@ -93,10 +104,10 @@ def child_environment(
     return {**env, **told}
 
 
-def _start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
     """Starts one process in a session of its own: a Ctrl-C reaches only the launcher, and the group can be killed."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return start(command, env, **pipes, start_new_session=True)
+    return start(command, env, **pipes, pass_fds=pass_fds, start_new_session=True)
 
 
 def _free_port() -> int:
@@ -109,6 +120,11 @@ def _explain(first: Exit, child: Child) -> None:
     """Prints, as the last thing, what the process said that is to blame."""
     if first.code == ExitCode.PREEMPTED:
         line = f"process {first.process} stopped on request with exit code {first.code}"
+    elif first.blamed and list(first.blamed) != [first.process]:
+        at_fault = " and ".join(map(str, first.blamed))
+        line = f"process {at_fault} is at fault, says process {first.process} (exit code {first.code})"
+    elif first.judged is not None:
+        line = f"process {first.process} was ended by the launcher (exit code {first.code})"
     elif first.status < 0:
         name = signal.Signals(-first.status).name if -first.status in set(signal.Signals) else f"signal {-first.status}"
         line = f"process {first.process} failed first: ended by {name} (exit code {first.code})"

@@ -19,7 +19,11 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 
 _BECOME = f"""
+import _signal
+_signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 import ctypes, os, sys
+if sys.argv[3:5] == ["-m", "spmdkit"]:
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, [_signal.SIGINT])
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     os._exit({128 + signal.SIGKILL})
@@ -28,7 +32,8 @@ try:
 except OSError as error:
     sys.exit(f"{{sys.argv[2]}}: {{error.strerror}}")
 """
-"""Asks the kernel, looks whether the parent died in between, and becomes the command; -I -S: nothing else of Python is loaded."""
+"""Asks the kernel, looks whether the parent died in between, and becomes the command; -I -S: nothing else of Python is loaded. A Ctrl-C meanwhile
+ends it without a traceback; a command of ours takes it as soon as it can (spmdkit/__main__.py)."""
 
 _starter: concurrent.futures.ThreadPoolExecutor | None = None
 _lock = threading.Lock()
@@ -62,6 +67,15 @@ def exit_status(pid: int) -> int | None:
     if info is None:
         return None
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped (SIGSTOP, a debugger), which is nobody's fault; True also where that cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "tT"
+    except OSError:
+        return True
 
 
 def send(pid: int, number: int) -> None:

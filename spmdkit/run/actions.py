@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmdkit import journal
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeError
 from spmdkit.run.hooks.base import Decision, Replace, Rollback, Stop
@@ -49,7 +50,7 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
     if not run.program.has_eval or (run.last_eval is not None and run.last_eval[0] == step):
         return
     jax.block_until_ready(state.step)
-    with run.throughput.paused():
+    with run.throughput.paused(), journal.during("evaluation"):
         values = run.program.eval(state)
     run.last_eval = (step, values)
     run.write({"step": step, "split": "eval", **values})
@@ -66,7 +67,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
     if run.saves is None or run.saved_at_step == step:
         return
     jax.block_until_ready(state.step)
-    with run.throughput.paused():
+    with run.throughput.paused(), journal.during("save"):
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {run.newest()}"
@@ -110,7 +111,8 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
     """
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
-    state = run.go_back(asked.to_step, asked.skip_batches)
+    with journal.during("restore"):
+        state = run.go_back(asked.to_step, asked.skip_batches)
     way = (left, run.step, skipped_before)
     if way in run.ways_back and not asked.skip_batches:
         raise UserCodeError(
@@ -118,7 +120,8 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
             "again. Leave some out, as in sk.Rollback(skip_batches=10), or stop."
         )
     run.ways_back.add(way)
-    return state, run.program.stream(run.step + 1)
+    run.batches = run.program.stream(run.step + 1)
+    return state, run.batches
 
 
 def _failure(stop: Stop) -> SpmdkitError:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from spmdkit import user_code
+from spmdkit import journal, user_code
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
+from spmdkit.run.hooks import names
 from spmdkit.run.hooks.base import Action, Decision, Hook, Replace, decide, from_json, to_json
 
 
@@ -25,6 +26,7 @@ class Due:
         self._before = [(hook, hook.before_step) for hook in here if hook.before_step is not None]
         self._after = [(hook, hook.every, hook.after_step) for hook in here if hook.after_step is not None]
         self._here = here
+        self._ours = frozenset(names())
         self._now: list[Action] = []  # to be done after this step
         self._pending: list[Action] = []  # to be agreed on
         self._epoch = 0
@@ -50,7 +52,11 @@ class Due:
 
     def _ask(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> None:
         try:
-            action = call(*args)
+            if hook.name in self._ours:
+                action = call(*args)
+            else:
+                with journal.during(f"hook '{hook.name}'"):
+                    action = call(*args)
         except (Exception, SystemExit, GeneratorExit) as error:
             raised = error
             user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")

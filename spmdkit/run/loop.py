@@ -7,19 +7,20 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from spmdkit import allocator
+from spmdkit import allocator, journal
 from spmdkit.attempt import unfinished
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
 from spmdkit.config import Config, load_config
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointError, Preempted
-from spmdkit.faults import StopSignals
+from spmdkit.faults import StopSignals, Watchdog, report_and_leave, watching
 from spmdkit.mesh import describe_mesh
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
 from spmdkit.program.opening import open_program, task_of, with_hooks
@@ -28,7 +29,7 @@ from spmdkit.program.restoring import restored
 from spmdkit.run import changes, coming_back, preflight
 from spmdkit.run.actions import perform, save
 from spmdkit.run.due import NOTHING
-from spmdkit.run.hooks.base import Stop
+from spmdkit.run.hooks.base import Decision, Stop
 from spmdkit.run.keep_work import keep_work
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
@@ -82,34 +83,53 @@ def train(
         config = load_config(config)
     changes.check_allowed(allow)
     one_arena = allocator.one_arena(config.devices, os.environ)
-    if cluster is None:
-        cluster = join(environment(os.environ, config.cluster.dialect), config.devices)
-    preflight.same_start(cluster, config)
-    limit_bytes = common_limit(cluster)
-    program = load(config, cluster, task, limit_bytes)
-    config = program.config  # with auto settled
-    check_state(program, cluster, limit_bytes)
-    certificate.require(config, program.sizes)
-    with Run(config, cluster, program, allow=allow) as run, StopSignals(announce=cluster.is_main) as run.signals:
-        state = run.restore_or_init()
-        preflight.same_state(cluster, run.step, state)
+    with StopSignals() as signals:
+        with signals.nothing_to_save(report_and_leave):
+            cluster = cluster or join_as(config)
+            signals.again()  # JAX has just taken SIGTERM
+        signals.announce = cluster.is_main
+        with watched(config, cluster) as watchdog:
+            return _trained(config, cluster, task, allow, signals, watchdog, one_arena)
+
+
+def _trained(
+    config: Config,
+    cluster: Cluster,
+    task: Task | None,
+    allow: Sequence[str],
+    signals: StopSignals,
+    watchdog: Watchdog | None,
+    one_arena: bool,
+) -> Result:
+    with signals.nothing_to_save(report_and_leave), journal.during("import"):
+        preflight.same_start(cluster, config)
+        limit_bytes = common_limit(cluster)
+        program = load(config, cluster, task, limit_bytes)
+        config = program.config  # with auto settled
+        check_state(program, cluster, limit_bytes)
+        certificate.require(config, program.sizes)
+    with ExitStack() as unsaved, Run(config, cluster, program, signals, watchdog, allow=allow) as run:
+        unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
+        with journal.during("restore"):
+            state = run.restore_or_init()
+            preflight.same_state(cluster, run.step, state)
         if run.step >= config.steps or run.finished is not None:
             _say_finished(run)
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
         # Opened first, so that the data is read while the step compiles.
-        with program.stream(run.step + 1) as batches:
-            with run.face.compiling():
+        with program.stream(run.step + 1) as run.batches:
+            with run.face.compiling(), journal.during("compile"):
                 check_start(program, cluster, run.directory, limit_bytes)
             if one_arena and cluster.devices[0].platform == "cpu":
                 allocator.keep_memory()
             wait_for_plan = plan_beside(program, cluster, run.directory, run.message, run.events.write)
-            state, stopped = run_steps(run, state, batches)
+            unsaved.close()
+            state, stopped = run_steps(run, state, run.batches)
         if run.step == config.steps:
             wait_for_plan()
         run.finish(lambda: save(run, run.step, state))
-        # Together, and only after success: a process that left alone would make JAX abort the others.
-        cluster.shutdown()
+        run.part()
         if stopped is not None and stopped.code == Preempted.exit_code:
             raise _preempted(run, stopped)
         if stopped is not None:
@@ -119,10 +139,13 @@ def train(
     return Result(state, program, run)
 
 
+STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
+
+
 def _say_finished(run: Run) -> None:
     end = f", where it stopped: {run.finished}" if run.finished else ""
     run.message(f"already finished: step {run.step} of {run.config.steps} is saved in {run.directory}{end}")
-    run.cluster.shutdown()
+    run.part()
     run.events.write("stopped", step=run.step, code=0, why="finished before")
 
 
@@ -140,6 +163,8 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
             due.after_step(run, step, state, metrics)
             if (decision := due.decision(step)) is not NOTHING:
                 state, batches, stop = perform(run, step, state, batches, decision)
+        if stop is None and run.input_given_up:
+            state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
     except Exception as error:
         keep_work(run, state, error)
         raise
@@ -182,6 +207,18 @@ def _preempted(run: Run, stopped: Stop) -> Preempted:
     return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to go on.")
 
 
+def join_as(config: Config) -> Cluster:
+    """Returns the processes that the environment names, joined as a config asks for."""
+    spec = environment(os.environ, config.cluster.dialect)
+    return join(spec, config.devices, collective_timeout_s=config.watchdog.longest_s if config.watchdog else None)
+
+
+def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
+    """Returns the context in which all processes are watched, as a config says."""
+    board, folder = cluster.board("watch")
+    return watching(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
+
+
 def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None) -> Program:
     """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
@@ -200,18 +237,22 @@ def evaluate(
     Raises:
         CheckpointError: there is none, it is damaged, or of another model.
     """
-    preflight.same_start(cluster, config)
-    program = load(config, cluster, task)
-    directory = config.resolved_run_dir() / "checkpoints"
-    checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
-    with coming_back.chosen_for_all(cluster, checkpoints, step, best) as chosen:
-        if chosen is None:
-            raise CheckpointError(
-                f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
-            )
-        left = unfinished(directory.parent)
-        if left is not None and not left.alive and cluster.is_main:
-            print(f"note: {left.told()}", file=sys.stderr, flush=True)
-        state, *_ = restored(checkpoints, chosen, program)
-        checkpoints.close()
-    return chosen, program.eval(state)
+    with watched(config, cluster):
+        with journal.during("import"):
+            preflight.same_start(cluster, config)
+            program = load(config, cluster, task)
+        directory = config.resolved_run_dir() / "checkpoints"
+        checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
+        with coming_back.chosen_for_all(cluster, checkpoints, step, best) as chosen:
+            if chosen is None:
+                raise CheckpointError(
+                    f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
+                )
+            left = unfinished(directory.parent)
+            if left is not None and not left.alive and cluster.is_main:
+                print(f"note: {left.told()}", file=sys.stderr, flush=True)
+            with journal.during("restore"):
+                state, *_ = restored(checkpoints, chosen, program)
+            checkpoints.close()
+        with journal.during("evaluation"):
+            return chosen, program.eval(state)

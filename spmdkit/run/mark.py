@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit import attempt
-from spmdkit.names import ERROR_FILE
+from spmdkit.names import STEP_FILE
 
 
 def note_running(run: Any, step: int) -> attempt.StepMark:
@@ -19,8 +19,8 @@ def note_running(run: Any, step: int) -> attempt.StepMark:
             run.events.write("left", step=left.step, restored=step)
             run.message(f"note: {left.told()}")
         run.events.write(attempt.RUNNING, **attempt.running(step))
-    if path := os.environ.get(ERROR_FILE):
-        paths.append(Path(f"{path}.step"))
+    if path := os.environ.get(STEP_FILE):
+        paths.append(Path(path))
     mark = attempt.StepMark(paths)
     mark.at(step)
     return mark

@@ -24,13 +24,14 @@ from spmdkit.attempt import StepMark
 from spmdkit.checkpoint import Checkpoints, RunLock
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
+from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
-from spmdkit.faults import StopSignals
+from spmdkit.faults import Asked, StopSignals, Watchdog, describe, taken_over
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
 from spmdkit.program.program import Program
 from spmdkit.report.run import write_report
-from spmdkit.run import changes, coming_back, hooks
+from spmdkit.run import changes, coming_back, hooks, watched
 from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
@@ -49,6 +50,8 @@ class Run:
         config: Config,
         cluster: Cluster,
         program: Program,
+        signals: StopSignals | None = None,
+        watchdog: Watchdog | None = None,
         *,
         allow: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -58,7 +61,9 @@ class Run:
         self.directory = config.resolved_run_dir()
         self.step, self.first_step = 0, 1
         self.finished: str | None = None
-        self.signals: StopSignals | None = None
+        self.signals, self.watchdog = signals, watchdog
+        self.batches: DeviceBatches | None = None  # those that are read now
+        self.input_given_up = False
         self._stack = ExitStack()
         self.flying: collections.deque[Any] = collections.deque()
         cpu = cluster.devices[0].platform == "cpu"
@@ -105,11 +110,14 @@ class Run:
             self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
             self.events = metrics.EventLog(self.directory / "events.jsonl", self.cluster.process_index)
             self._stack = stack.pop_all()
+        watched.connect(self)
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is not None and not issubclass(kind, Preempted):
-            code = getattr(error, "exit_code", 70)
+        if kind is not None and issubclass(kind, Asked):
+            self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
+        elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():
+            code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
         # A failed process of several must not wait for a commit that its peers, who wait for it, will never join.
         waits = not self.left_saving and (
@@ -342,6 +350,12 @@ class Run:
             self.saves.finish(save_again)
             # A process that left before process 0 has committed would make a launcher end process 0.
             self.cluster.barrier("committed")
+
+    def part(self) -> None:
+        """Leaves the cluster. Together, and only after success: a process that left alone would make JAX abort the others."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        self.cluster.shutdown()
 
     def tell(self, event: str, **fields: Any) -> None:
         """Writes how the run ended, into the events and the report."""

@@ -20,7 +20,7 @@ LIMITS_S = {
     "core": 60,
     "data": 15,
     "examples": 270,
-    "faults": 20,
+    "faults": 90,
     "launch": 60,
     "metrics": 20,
     "natural": 90,

@@ -1,0 +1,69 @@
+"""Where the threads of this process are in Python: for a message, on SIGQUIT, and when the interpreter itself is held."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import sys
+import threading
+import traceback
+
+MOST_FRAMES = 10
+OURS = "spmdkit-"
+"""What the names of spmdkit's own threads begin with: they are never what hangs."""
+READERS = "spmdkit-device-batches"
+
+
+def stacks(main: int | None) -> str:
+    """Returns the Python stack of the thread `main`, then of the others, without those that only watch."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    frames = sys._current_frames()
+    shown = sorted(frames, key=lambda ident: ident != main)
+    said = []
+    for ident in shown:
+        name = names.get(ident, "a thread")
+        if name.startswith(OURS) and name != READERS and ident != main:
+            continue
+        text = "".join(traceback.format_stack(frames[ident])[-MOST_FRAMES:]).rstrip().splitlines()
+        if not text or (ident != main and _idle(text)):
+            continue
+        said.append("\n".join([f"{'training thread' if ident == main else name}:", *text]))
+    return "\n".join(said)
+
+
+def _idle(lines: list[str]) -> bool:
+    """Whether a thread waits for work to come."""
+    return any(word in lines[-1] for word in ("work_queue.get", "work_item = ", ".wait(", "queue.get", "slots.get"))
+
+
+def on_sigquit() -> bool:
+    """SIGQUIT shows the stacks of all threads on standard error, and all goes on. Works while the interpreter is held: its handler is C."""
+    number = getattr(signal, "SIGQUIT", None)
+    if number is None or sys.__stderr__ is None:
+        return False
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        faulthandler.register(number, file=sys.__stderr__, all_threads=True, chain=False)
+        return True
+    return False
+
+
+def off_sigquit() -> None:
+    """Undoes `on_sigquit`."""
+    if hasattr(signal, "SIGQUIT"):
+        faulthandler.unregister(signal.SIGQUIT)
+
+
+def end_unless_called_again(seconds: float) -> None:
+    """Ends this process with code 1, after the stacks of all threads, unless it is called again in time: then no Python runs any more.
+
+    A thread in C waits for that (`faulthandler`), with a clock that goes on while the process is stopped.
+    """
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+
+def never_end() -> None:
+    """Undoes `end_unless_called_again`."""
+    faulthandler.cancel_dump_traceback_later()

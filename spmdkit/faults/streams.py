@@ -1,0 +1,76 @@
+"""Standard output and error that nobody reads any more end nothing: `| head`, a closed terminal, `>&-`.
+
+A descriptor that is closed at the start is opened on /dev/null, or the next file or socket would get its number, and be printed into. Where
+the reader goes away later, the descriptor is put on /dev/null at the first write that fails: what is printed after that, by us, by the
+user's functions, by C++, goes nowhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+GONE = (errno.EPIPE, errno.EIO)
+"""No reader; a terminal that is gone."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Outlet(io.FileIO):
+    """A descriptor that is put on /dev/null when its reader is gone."""
+
+    ends_nothing: tuple[int, ...] = GONE
+
+    def write(self, data: Any) -> int:
+        """Returns the bytes written; all of them, where nobody reads."""
+        try:
+            written = super().write(data)
+        except OSError as error:
+            if error.errno not in self.ends_nothing:
+                raise
+            to_nowhere(self.fileno())
+            written = None
+        return len(memoryview(data).cast("B")) if written is None else written
+
+
+def keep_going(when_full: bool = False) -> None:
+    """Lets this process outlive the readers of what it prints. To be called once, before anything is opened or printed.
+
+    `when_full`: also a full disk behind them, for a command whose result is elsewhere.
+    """
+    Outlet.ends_nothing = GONE + FULL * when_full
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            to_nowhere(descriptor)
+    sys.stdout, sys.stderr = _outlet(sys.stdout, 1), _outlet(sys.stderr, 2)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def to_nowhere(descriptor: int) -> None:
+    """Puts a descriptor on /dev/null."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def _outlet(stream: Any, descriptor: int) -> Any:
+    """Returns the stream that writes as `stream` does, and outlives its readers."""
+    if stream is not None:
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
+            return stream  # somebody has replaced it
+        stream.flush()
+    lines = stream is None or stream.line_buffering
+    return io.TextIOWrapper(
+        io.BufferedWriter(Outlet(descriptor, "w", closefd=False)),
+        encoding="utf-8" if stream is None else stream.encoding,
+        errors="backslashreplace" if descriptor == 2 or stream is None else stream.errors,
+        line_buffering=lines,
+        write_through=stream is not None and stream.write_through,
+    )

@@ -1,0 +1,59 @@
+"""What is said when the watchdog ends a job: what was seen, the rule, what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spmdkit.errors import ExitCode
+from spmdkit.faults.liveness import Beat, stand
+
+
+def in_order(told: Iterable[int], first: list[int]) -> list[int]:
+    """Returns the processes, those in `first` before the others."""
+    return sorted(told, key=lambda p: (p not in first, p))
+
+
+def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) -> str:
+    """Returns why the job ends: what was seen, the rule, what to do."""
+    blamed = verdict["processes"]
+    who = " and ".join(f"process {p}" for p in blamed)
+    last = beats.get(blamed[0])
+    if verdict["why"] == "left":
+        return (
+            f"{who} has left with exit code {verdict['exit']}: {verdict['said']}\nNo step is possible without it, so this process ends too; the "
+            "cause is in that one's own output."
+        )
+    if verdict["why"] == "silent":
+        seen = "" if last is None else f" It was last seen {last.does} at step {last.step}."
+        return (
+            f"{who} is silent: no sign of life for longer than watchdog.silence_s.{seen} It is stopped, its machine is gone, or its "
+            f"interpreter is held, and no step is possible without it. {newest} See to it, and start all processes again.".replace(
+                "  ", " "
+            )
+        )
+    key, limit = KEYS.get(last.phase, "evaluation_s") if last else "step_s", last.limit_s if last else None
+    most = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
+    return (
+        f"no progress: {stand(beats, blamed)}.{most} {newest} Look at the stacks, and start the same command again; raise watchdog.{key} where "
+        "that was no hang.".replace("  ", " ")
+    )
+
+
+KEYS = {
+    "begin": "import_s",
+    "import": "import_s",
+    "compile": "compile_s",
+    "init": "compile_s",
+    "restore": "restore_s",
+    "save": "save_s",
+    "end": "save_s",
+    "data": "step_s",
+    "step": "step_s",
+}
+"""Phase -> its key in the section `watchdog`; what is not here is a hook's, or the evaluation."""
+
+
+def code_after(said: Mapping[str, Any]) -> int:
+    """Returns the exit code of those that another one left behind."""
+    return int(ExitCode.PREEMPTED if said["exit"] == ExitCode.PREEMPTED else ExitCode.PEER_LOST)

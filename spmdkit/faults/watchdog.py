@@ -1,0 +1,390 @@
+"""The watchdog: every process says each second where it stands, all watch all, and a job that cannot go on ends, named and in time.
+
+| what is seen                                          | code | who is named                                     |
+| ----------------------------------------------------- | ---- | ------------------------------------------------ |
+| no beat of a process for `silence_s`                  | 75   | the silent one                                   |
+| a process left with an error                          | 75   | that one, with the first line of what it said    |
+| beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
+| the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |
+
+Beats go through the coordination service's store, so that it works whoever started the processes. Two threads: one talks to the store, and may
+hang when process 0 does; one looks, and never waits. Its clock leaves out pauses: a job that was suspended as a whole, or a machine
+whose clock was set, goes on. Before 76 all processes put their Python stacks into the store, and one of them tells all.
+
+JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
+
+Cost: four short ticks a second, in each of them one listing of the store with few processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from spmdkit import journal
+from spmdkit.clock import RunningClock
+from spmdkit.errors import ExitCode, SpmdkitError
+from spmdkit.faults import exceptions, stacks
+from spmdkit.faults.liveness import (
+    QUIET_S,
+    Beat,
+    Limits,
+    culprits,
+    from_text,
+    straggler,
+    straggler_text,
+    to_text,
+)
+from spmdkit.faults.verdict import code_after, in_order, words
+from spmdkit.names import BEAT_FILE
+
+TICK_S = 0.2
+BEAT_S = 1.0
+FEW = 64
+"""Processes up to which each beats every second; more beat as much more rarely, since all read all."""
+BEAT_BYTES = 512
+"""What is written for the launcher, one over the other."""
+GATHER_S = 1.0
+"""How long the others get for their stacks before the job ends."""
+LEADER_LAST_S = 0.6
+"""Process 0 holds the store: so long at most it waits until the others have left, or JAX would abort those that still read."""
+OWN_WORDS_S = 0.3
+"""How long a process may take to say itself why it cannot go on, after another has left."""
+WINDOW_S = 10.0
+"""Stragglers are looked for over so many seconds, and named when they were found twice in turn."""
+
+
+class Board(Protocol):
+    """What the watchdog needs of a cluster: strings by key that all processes see."""
+
+    def put(self, key: str, value: str, overwrite: bool = False) -> None: ...
+
+    def entries(self, folder: str) -> dict[str, str]: ...
+
+
+class Watchdog:
+    """Watches this process, and with several all of them; `watching` starts and stops it.
+
+    Args:
+        board, folder: where the processes meet; None: there is one process.
+        limits: seconds of each phase.
+        silence_s: without a beat for so long a process is lost.
+        interpreter_s: without any Python for so long a process alone is ended; None: never.
+        leave: what ends the process.
+    """
+
+    def __init__(
+        self,
+        board: Board | None,
+        folder: str,
+        process: int,
+        num_processes: int,
+        limits: Limits,
+        *,
+        silence_s: float,
+        interpreter_s: float | None,
+        leave: Callable[[int], Any] = exceptions.leave,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._board, self._folder, self._me, self._num = board, folder, process, num_processes
+        self._limits, self._silence_s, self._interpreter_s = limits, silence_s, interpreter_s
+        self._leave, self._clock = leave, RunningClock(clock)
+        self._beat_s = BEAT_S * max(1.0, num_processes / FEW)
+        self.step_s: float | None = None  # of a usual step, once that is known
+        self.told: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # the run's records
+        self.newest: Callable[[], str] = lambda: ""  # a sentence on the newest checkpoint
+        self.notices: list[str] = []  # lines for the log
+        self._main = threading.get_ident()
+        self._place = journal.place()
+        self._since = 0.0
+        self._seen: dict[int, tuple[float, Beat]] = {}  # by running time
+        self._alarm: dict[str, Any] | None = None
+        self._left: dict[int, tuple[float, dict[str, Any]]] = {}
+        self._talking_since: float | None = None
+        self._stamps: dict[int, str] = {}
+        self._window: tuple[float, dict[int, Mapping[str, float]]] | None = None
+        self._suspect: tuple[int, str] | None = None
+        self._last_beat = -BEAT_S
+        self._stopped = threading.Event()
+        self._mine = self._beat()
+        self._threads = [threading.Thread(target=self._watch, name="spmdkit-watch", daemon=True)]
+        if board is not None and num_processes > 1:
+            self._threads.append(threading.Thread(target=self._talk, name="spmdkit-beat", daemon=True))
+        self._launcher, self._said = _launchers_file(), 0
+
+    # ---- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to beat and to watch."""
+        exceptions.last_words.append(self.leaves)
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ends both threads. To be called before the processes part; may be called twice."""
+        self._stopped.set()
+        with suppress(ValueError):
+            exceptions.last_words.remove(self.leaves)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(2 * TICK_S + 1.0)
+        if self._guards_interpreter:
+            stacks.never_end()
+        if self._launcher is not None:
+            with suppress(OSError):
+                os.close(self._launcher)
+            self._launcher = None
+
+    @property
+    def _guards_interpreter(self) -> bool:
+        return self._interpreter_s is not None and self._launcher is None and exceptions.owns_process()
+
+    def take_notices(self) -> list[str]:
+        """Returns the lines for the log since the last call."""
+        taken, self.notices = self.notices, []
+        return taken
+
+    # ---- the thread that looks ----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            now = self._clock.tick()
+            self._mine = self._beat()
+            self._say_to_launcher()
+            if now - self._last_beat >= BEAT_S:
+                self._last_beat = now
+                if self._guards_interpreter:
+                    stacks.end_unless_called_again(self._interpreter_s or 0.0)
+                self._look_for_stragglers(now)
+            self._judge(now)
+
+    def _beat(self) -> Beat:
+        place, now = journal.place(), self._clock.now
+        if place.number != self._place.number:
+            self._place, self._since = place, now
+        limit = self._limits.of(place.phase, self.step_s)
+        return Beat(place.phase, place.detail, place.step, now - self._since, limit, dict(journal.spent))
+
+    def _judge(self, now: float) -> None:
+        """Ends the process where it cannot go on."""
+        if self._alarm is not None:
+            return self._end(self._alarm)
+        causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] == ExitCode.PEER_LOST)
+        for process, (when, said) in causes_first:
+            if now - when > OWN_WORDS_S:
+                return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
+        if silent := self._silent(now):
+            return self._end({"code": int(ExitCode.PEER_LOST), "processes": silent, "why": "silent"})
+        beats = self._beats()
+        quiet = [p for p, (when, _) in self._seen.items() if now - when > QUIET_S + 2 * self._beat_s]
+        if found := culprits(beats, quiet):
+            self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
+
+    def _silent(self, now: float) -> list[int]:
+        """Returns who gives no sign of life; process 0 where the store, which it holds, does not answer."""
+        since = self._talking_since
+        limit_s = max(self._silence_s, 4 * self._beat_s)
+        if since is not None and now - since > limit_s:
+            return [0]
+        return [p for p, (when, _) in self._seen.items() if p != self._me and now - when > limit_s]
+
+    def _beats(self) -> dict[int, Beat]:
+        return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
+
+    def _look_for_stragglers(self, now: float) -> None:
+        if self._me != 0 or self._num == 1:
+            return
+        spent = {p: beat.spent for p, beat in self._beats().items()}
+        if self._window is None:
+            self._window = now, spent
+        elif now - self._window[0] >= WINDOW_S:
+            found = straggler(self._window[1], spent, now - self._window[0])
+            suspect = None if found is None else (found.process, found.phase)
+            if found is not None and suspect == self._suspect:
+                self.notices.append(straggler_text(found))
+                suspect = None  # said; it takes two more windows to say it again
+            self._window, self._suspect = (now, spent), suspect
+
+    def _say_to_launcher(self) -> None:
+        """Tells a launcher on this machine that Python runs here, which the launcher cannot see otherwise."""
+        if self._launcher is None:
+            return
+        self._said += 1
+        said = {
+            "number": self._said,
+            "does": self._mine.does,
+            "step": self._mine.step,
+            "interpreter_s": self._interpreter_s,
+        }
+        with suppress(OSError):
+            os.pwrite(self._launcher, json.dumps(said).ljust(BEAT_BYTES).encode(), 0)
+
+    # ---- the thread that talks ----------------------------------------------------------------------------------------
+
+    def _talk(self) -> None:
+        """Puts this process's beat and reads all others'. Hangs while process 0 does not answer; then `_silent` sees it."""
+        assert self._board is not None
+        number, said = 0, -self._beat_s
+        listen_s = TICK_S * max(1.0, self._num / 8)
+        while not self._stopped.wait(listen_s):
+            self._talking_since = now = self._clock.now
+            try:
+                if now - said >= self._beat_s:
+                    number += 1
+                    beat = f"{number} {to_text(self._mine)}"
+                    self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
+                    said = now
+                found = self._board.entries(self._folder)
+            except SpmdkitError:
+                continue  # process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_silent` sees
+            self._talking_since = None
+            self._read(found)
+
+    def _read(self, found: Mapping[str, str]) -> None:
+        now = self._clock.now
+        for key, text in found.items():
+            kind, _, process = key.partition("/")
+            if kind == "beat" and int(process) != self._me:
+                stamp, _, beat = text.partition(" ")  # the number of the beat: it lives while that changes
+                if self._stamps.get(int(process)) != stamp:
+                    self._stamps[int(process)] = stamp
+                    self._seen[int(process)] = now, from_text(beat)
+            elif kind == "left" and int(process) != self._me:
+                self._left.setdefault(int(process), (now, json.loads(text)))
+        if "alarm" in found and self._alarm is None:
+            self._alarm = json.loads(found["alarm"])
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+
+    def leaves(self, code: int, message: str) -> None:
+        """Tells the others that this process leaves, and why: they need not wait to miss it."""
+        if self._stopped.is_set() or self._board is None or self._num == 1:
+            return
+        self._stopped.set()
+        self._say_left(code, message)
+        self._leave_last()
+
+    def _say_left(self, code: int, message: str) -> None:
+        said = json.dumps({"exit": code, "said": message.splitlines()[0][:500] if message else ""})
+        key, board = f"{self._folder}/left/{self._me}", self._board
+        assert board is not None
+        _within(OWN_WORDS_S, lambda: board.put(key, said, overwrite=True))
+
+    def _leave_last(self) -> None:
+        if self._me != 0 or self._board is None or self._num == 1:
+            return
+        board, deadline = self._board, time.monotonic() + LEADER_LAST_S
+        missed = {int(p) for p in self._alarm["processes"]} if self._alarm else set()
+        others = set(range(1, self._num)) - missed
+        with suppress(SpmdkitError):
+            while time.monotonic() < deadline and others - {int(p) for p in board.entries(f"{self._folder}/left")}:
+                time.sleep(TICK_S / 4)
+            time.sleep(TICK_S / 4)  # they have said so, and now do it
+
+    def _end(self, verdict: dict[str, Any]) -> None:
+        """Ends this process: the others learn of it, the stacks of all are gathered, one process tells them."""
+        exceptions.taken_over.set()
+        self._alarm = verdict
+        beats, told = self._beats(), {self._me: stacks.stacks(self._main)}
+        unreachable = verdict["why"] == "silent" and verdict["processes"] == [0] and self._me != 0
+        if self._board is not None and self._num > 1 and not unreachable:
+            _within(2 * GATHER_S, lambda: self._gather(verdict, beats, told))
+        if self._stopped.is_set():
+            exceptions.taken_over.clear()
+            return  # the training thread has come to its end meanwhile, and leaves by itself
+        text = words(verdict, beats, self.newest())
+        tells = verdict["why"] == "hang" and self._me == min(told)
+        shown = "\n\n".join(f"process {p}, {told[p]}" for p in in_order(told, verdict["processes"])) if tells else ""
+        with suppress(Exception):
+            self.told(verdict["code"], text, shown)
+        exceptions.say(verdict["code"], f"{text}\n{shown}".rstrip(), verdict["processes"])
+        self._stopped.set()
+        if self._board is not None and self._num > 1 and not unreachable:
+            self._say_left(verdict["code"], text)
+            self._leave_last()
+        self._leave(verdict["code"])
+
+    def _gather(self, verdict: dict[str, Any], beats: dict[int, Beat], told: dict[int, str]) -> None:
+        """Raises the alarm, and reads where all others stand and their stacks, into `beats` and `told`."""
+        board, deadline = self._board, time.monotonic() + GATHER_S
+        assert board is not None
+        with suppress(SpmdkitError):
+            if "alarm" not in board.entries(self._folder):
+                board.put(f"{self._folder}/alarm", json.dumps(verdict), overwrite=True)
+            if verdict["why"] != "hang":
+                return
+            mine = json.dumps([to_text(self._mine), told[self._me]])
+            board.put(f"{self._folder}/stacks/{self._me}", mine, overwrite=True)
+            while len(told) < self._num and time.monotonic() < deadline:
+                for process, text in board.entries(f"{self._folder}/stacks").items():
+                    beat, stack = json.loads(text)
+                    beats[int(process)], told[int(process)] = from_text(beat), stack
+                time.sleep(TICK_S / 4)
+
+
+def _within(seconds: float, act: Callable[[], Any]) -> None:
+    """Does what may hang with process 0, for so long at most."""
+    thread = threading.Thread(target=lambda: _quietly(act), name="spmdkit-last", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _quietly(act: Callable[[], Any]) -> None:
+    with suppress(SpmdkitError):
+        act()
+
+
+def _launchers_file() -> int | None:
+    """Returns the open file into which a launcher on this machine wants a line each second, or None."""
+    path = os.environ.get(BEAT_FILE)
+    if not path:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+@contextmanager
+def watching(
+    options: Any, process: int = 0, num_processes: int = 1, board: Board | None = None, folder: str = "watch"
+) -> Iterator[Watchdog | None]:
+    """Watches while the body runs, as the section `watchdog` of a config says; yields None where that is null."""
+    journal.begin()
+    sees_quit = stacks.on_sigquit()
+    watchdog = None
+    if options is not None:
+        limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
+        watchdog = Watchdog(
+            board,
+            folder,
+            process,
+            num_processes,
+            limits,
+            silence_s=options.silence_s,
+            interpreter_s=options.interpreter_s,
+        )
+        watchdog.start()
+    try:
+        yield watchdog
+    except BaseException as error:
+        if num_processes > 1 and exceptions.owns_process():
+            raise  # this process leaves, and tells the others first; until then it goes on to beat
+        _stop(watchdog, sees_quit, exceptions.describe(error))
+        raise
+    _stop(watchdog, sees_quit)
+
+
+def _stop(watchdog: Watchdog | None, sees_quit: bool, failed: tuple[int, str] | None = None) -> None:
+    if watchdog is not None:
+        if failed is not None:
+            watchdog.leaves(*failed)
+        watchdog.stop()
+    if sees_quit:
+        stacks.off_sigquit()
+    journal.end()

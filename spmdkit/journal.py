@@ -1,0 +1,86 @@
+"""Where training stands in this process: phase, step, since when. Whoever watches reads it; whoever works says `at`, `during` or `waiting`.
+
+There is one, as there is one stack: a watcher in another thread, and the messages of a hang, look at it without being handed anything.
+Only the thread that called `begin` is listened to: a reader, a saver, a second training in a notebook's thread change nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where the training thread stands.
+
+    Attributes:
+        phase: `import`, `compile`, `restore`, `data`, `step`, `evaluation`, `save`, `hook NAME`, or `waiting` (for other processes, who say
+            themselves where they stand).
+        detail: what is waited for.
+        step: the step that is trained, 0 before the first.
+        since: monotonic seconds.
+        number: of changes, so that one can be seen.
+    """
+
+    phase: str
+    detail: str
+    step: int
+    since: float
+    number: int
+
+
+WAITING = "waiting"
+
+_place = Place("begin", "", 0, time.monotonic(), 0)
+_owner: int | None = None
+spent: dict[str, float] = defaultdict(float)
+"""Phase -> seconds in it so far, of those that are left."""
+
+
+def begin() -> None:
+    """From now on the calling thread is the one that trains."""
+    global _owner, _place
+    _owner = threading.get_ident()
+    _place = Place("begin", "", 0, time.monotonic(), _place.number + 1)
+    spent.clear()
+
+
+def end() -> None:
+    """Nobody is listened to any more."""
+    global _owner
+    _owner = None
+
+
+def place() -> Place:
+    """Returns where training stands."""
+    return _place
+
+
+def at(phase: str, step: int | None = None, detail: str = "") -> None:
+    """Says that this thread is in another phase now. Costs 0.4 us."""
+    global _place
+    if threading.get_ident() != _owner:
+        return
+    before, now = _place, time.monotonic()
+    spent[before.phase] += now - before.since
+    _place = Place(phase, detail, before.step if step is None else step, now, before.number + 1)
+
+
+@contextmanager
+def during(phase: str, detail: str = "") -> Iterator[None]:
+    """The body is this phase; after it, the one before goes on, as if it began then."""
+    before = _place
+    at(phase, detail=detail)
+    try:
+        yield
+    finally:
+        at(before.phase, detail=before.detail)
+
+
+def waiting(what: str) -> AbstractContextManager[None]:
+    """The body waits for other processes, at `what`."""
+    return during(WAITING, what)

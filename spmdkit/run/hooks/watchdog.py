@@ -1,0 +1,45 @@
+"""Says where training stands, for the watchdog, and shows what the watchdog has noticed. The watchdog itself is faults/watchdog.py."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+from spmdkit import journal
+from spmdkit.run.hooks.base import Hook
+
+AFTER_ALL = 1000
+"""What other hooks take is a part of the step."""
+
+
+def make(config: Any) -> Hook | None:
+    """Returns the hook that says which step is computed and when its data is read, None where nothing is watched."""
+    if config.watchdog is None:
+        return None
+    recent: deque[float] = deque(maxlen=16)  # seconds of a step, as measured where the device was waited for
+    seen = [0, 0.0]  # the step that was waited for last, and when
+
+    def begin(run: Any, step: int, state: Any) -> None:
+        seen[:] = step, time.monotonic()
+        journal.at("data", step + 1)
+
+    def before_step(run: Any, step: int, state: Any) -> None:
+        journal.at("step", step)
+
+    def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
+        if run.is_log_step(step) and step > seen[0] and run.watchdog is not None:
+            now = time.monotonic()
+            recent.append((now - seen[1]) / (step - seen[0]))
+            seen[:] = step, now
+            run.watchdog.step_s = statistics.median(recent)
+            for line in run.watchdog.take_notices():
+                run.message(line)
+                run.events.write("straggler", step=step, text=line)
+        journal.at("data", step + 1)
+
+    def end(run: Any, step: int, state: Any) -> None:
+        journal.at("end", step)
+
+    return Hook("watchdog", order=AFTER_ALL, begin=begin, before_step=before_step, after_step=after_step, end=end)

@@ -1,0 +1,12 @@
+"""Jobs with a fault, in a folder of their own; nothing of them is left."""
+
+import pytest
+
+from tests.support.jobs import Job
+
+
+@pytest.fixture
+def job(tmp_path):
+    started = Job(tmp_path.resolve())
+    yield started
+    started.close()

@@ -1,0 +1,175 @@
+"""Jobs that hang, freeze, lose a process or are suspended as a whole: real processes, one fault each, and how long it takes to end."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+BUSY_S = 3.0
+"""What a machine that does much else may add to a time."""
+
+
+def stop(pids, number):
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def test_a_hang_in_the_data_of_one_of_three_is_76_in_time_with_who_stands_where_and_stacks(job):
+    ended = job.end_of(job.train("watchdog.step_s=3", "batch_size=12", n=3, faults={1: ["data sleep", 12]}))
+    assert job.fired(), ended.output
+    assert ended.code == 76, ended.output
+    assert 3 <= ended.after_s < 3 + 1 + BUSY_S
+    assert "no progress: p1 has been reading data for" in ended.output
+    assert "p0, p2 wait in the step" in ended.output
+    assert "watchdog.step_s" in ended.output and "The newest checkpoint is of step 5" in ended.output
+    told = (job.folder / "run" / "logs" / "stacks.txt").read_text()
+    assert told.index("process 1, training thread:") < told.index("process 0, training thread:")
+    assert "time.sleep(600)" in told, "the source's own line"
+    assert {e["code"] for e in job.events() if e["event"] == "fault"} == {76}
+    assert ended.output.rstrip().splitlines()[-1].startswith("no progress: p1")
+    assert job.processes() == {}
+
+
+def test_a_hang_alone_is_76_and_a_held_interpreter_1_with_its_stacks(job):
+    ended = job.end_of(job.train("watchdog.step_s=2", "run_dir=a", faults={0: ["data sleep", 12]}))
+    assert (ended.code, bool(job.fired())) == (76, True), ended.output
+    assert "no progress: p0 has been reading data" in ended.output and "time.sleep(600)" in ended.output
+    assert ended.after_s < 2 + 1 + BUSY_S
+    (job.folder / "fired-0").unlink()
+    ended = job.end_of(job.train("watchdog.interpreter_s=3", "run_dir=b", faults={0: ["hook gil", 7]}))
+    assert (ended.code, bool(job.fired())) == (1, True), ended.output
+    assert "Timeout (0:00:03)!" in ended.output and 'task.py", line' in ended.output
+    assert ended.after_s < 3 + 1 + BUSY_S
+
+
+def test_under_launch_a_held_interpreter_is_76_with_its_name_and_stacks(job):
+    ended = job.end_of(job.train("watchdog.silence_s=4", n=2, faults={1: ["hook gil", 7]}))
+    assert (ended.code, bool(job.fired())) == (76, True), ended.output
+    assert "process 1 runs no Python since" in ended.output.splitlines()[-1]
+    assert '[1]   File "' in ended.output and "in act" in ended.output
+    assert ended.after_s < 4 + 2 + BUSY_S
+    assert job.processes() == {}
+
+
+@pytest.mark.parametrize("frozen", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_stopped_process_is_silent_75_and_named_last(job, frozen):
+    child = job.train("watchdog.silence_s=4", n=2)
+    job.wait_for(lambda: len(job.steps()) > 2)
+    stop([job.processes()[frozen]], signal.SIGSTOP)
+    (job.folder / "fired-x").write_text(f"{time.monotonic()}")
+    ended = job.end_of(child)
+    assert ended.code == 75, ended.output
+    assert 3 < ended.after_s < 4 + 2 + BUSY_S
+    last = ended.output.rstrip().splitlines()[-2:]
+    assert last[0] == f"process {frozen} is at fault, says process {1 - frozen} (exit code 75):"
+    assert last[1].startswith(f"process {frozen} is silent: no sign of life")
+    assert job.processes() == {}
+
+
+@pytest.mark.parametrize(("kind", "code"), [pytest.param("raise", 70, marks=pytest.mark.slow), ("kill", 137)])
+def test_an_error_or_a_kill_in_one_of_four_ends_all_within_a_second(job, kind, code):
+    ended = job.end_of(job.train(n=4, faults={1: [f"hook {kind}", 7]}))
+    assert (ended.code, bool(job.fired())) == (code, True), ended.output
+    assert ended.after_s < 1 + BUSY_S
+    assert "process 1 failed first" in ended.output
+    assert "Check failure stack trace" not in ended.output
+    assert job.processes() == {}
+
+
+def test_without_our_launcher_an_error_of_process_0_is_told_to_the_others(job):
+    first, second = job.by_hand(faults={0: ["hook raise", 7]})
+    ended = job.end_of(second)
+    assert (ended.code, bool(job.fired())) == (75, True), ended.output
+    assert "process 0 has left with exit code 70: hook 'mine': before_step raised ValueError" in ended.output
+    assert ended.after_s < 1 + BUSY_S
+    assert job.end_of(first).code == 70
+
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <time.h>
+#include <stdio.h>
+static long shift(void) {
+    long s = 0;
+    FILE *f = fopen(SHIFT, "r");
+    if (f) { if (fscanf(f, "%ld", &s) != 1) s = 0; fclose(f); }
+    return s;
+}
+int clock_gettime(clockid_t id, struct timespec *t) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int r = real(id, t);
+    if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) t->tv_sec += shift();
+    return r;
+}
+int gettimeofday(struct timeval *t, void *z) {
+    struct timespec s;
+    clock_gettime(CLOCK_REALTIME, &s);
+    t->tv_sec = s.tv_sec; t->tv_usec = s.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *t) {
+    struct timespec s;
+    clock_gettime(CLOCK_REALTIME, &s);
+    if (t) *t = s.tv_sec;
+    return s.tv_sec;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("paused_s", "shifts"), [(7, (3600,)), pytest.param(300, (3600, -3600, 6, 86400), marks=pytest.mark.slow)]
+)
+def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_goes_on(job, paused_s, shifts):
+    """Longer than every limit that is in use: 4 s."""
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed: the clock is set by a library of C")
+    source, library, shift = (job.folder / name for name in ("clock.c", "clock.so", "shift"))
+    source.write_text(CLOCK)
+    subprocess.run(
+        ["gcc", "-O1", "-shared", "-fPIC", f'-DSHIFT="{shift}"', "-o", library, source, "-ldl"], check=True, timeout=60
+    )
+    limits = [f"watchdog.{name}=4" for name in ("silence_s", "step_s", "save_s", "interpreter_s")]
+    child = job.train(*limits, n=2, LD_PRELOAD=str(library))
+    job.wait_for(lambda: len(job.steps()) > 2)
+    for seconds in shifts:
+        before = len(job.steps())
+        shift.write_text(str(seconds))
+        job.wait_for(lambda: len(job.steps()) > before + 1)  # noqa: B023
+        times = [event["time"] for event in job.events() if event["event"] == "saved"]
+    assert times[-1][:13] != times[0][:13], "the clock was not set"
+    pids = [child.pid, *job.processes().values()]
+    stop(pids, signal.SIGSTOP)
+    time.sleep(paused_s)
+    before = len(job.steps())
+    stop(pids, signal.SIGCONT)
+    job.wait_for(lambda: len(job.steps()) > before + 3)
+    time.sleep(1.5)
+    child.send_signal(signal.SIGTERM)
+    ended = job.end_of(child)
+    assert ended.code == 42, ended.output
+    assert job.processes() == {}
+
+
+def test_slow_imports_compilations_and_evaluations_are_no_hang(job):
+    """Each takes 3 s on one process, where a step may take 1.5 s."""
+    ended = job.end_of(
+        job.train(
+            "watchdog.step_s=1.5",
+            "watchdog.silence_s=10",
+            "steps=12",
+            "eval.every_steps=6",
+            n=2,
+            faults={0: ["slow", 0], 1: ["slow", 3]},
+        )
+    )
+    assert ended.code == 0, ended.output
+    assert job.steps()[-1] == 12

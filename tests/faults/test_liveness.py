@@ -1,0 +1,89 @@
+"""What is concluded from beats, without a process and without a clock."""
+
+import pytest
+
+from spmdkit.clock import RunningClock
+from spmdkit.faults.liveness import Beat, Limits, culprits, from_text, stand, straggler, straggler_text, to_text
+from spmdkit.faults.verdict import words
+
+LIMITS = Limits(step_s=None, import_s=1, compile_s=2, restore_s=3, save_s=4, evaluation_s=5)
+
+
+def beat(phase, for_s, limit_s=10.0, step=812, detail="", spent=None):
+    return Beat(phase, detail, step, for_s, limit_s, spent or {})
+
+
+def test_a_beat_comes_back_as_it_was_written():
+    said = beat("data", 1.5, None, detail="x", spent={"data": 2.0})
+    assert from_text(to_text(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "beats", "quiet", "blamed"),
+    [
+        ("all is well", {0: beat("step", 1), 1: beat("data", 2)}, [], ()),
+        ("who works too long, whatever the others do", {0: beat("step", 5), 1: beat("data", 11)}, [], (1,)),
+        ("a slow evaluation holds nobody up", {0: beat("step", 99), 1: beat("evaluation", 99, 3600)}, [], ()),
+        ("in the step not all are overdue", {0: beat("step", 11), 1: beat("step", 9)}, [], ()),
+        ("in the step the one who is behind", {0: beat("step", 11), 1: beat("step", 11, step=811)}, [], (1,)),
+        ("in the step the one without a beat", {0: beat("step", 11), 1: beat("step", 11)}, [1], (1,)),
+        ("in the step nobody stands out", {0: beat("step", 11), 1: beat("step", 11)}, [], (0, 1)),
+        ("who waits at a barrier is not asked", {0: beat("waiting", 99, None), 1: beat("import", 5, 60)}, [], ()),
+        ("a hang in an import", {0: beat("waiting", 99, None), 1: beat("import", 61, 60)}, [], (1,)),
+    ],
+)
+def test_who_holds_up_the_job(name, beats, quiet, blamed):
+    assert culprits(beats, quiet) == blamed, name
+
+
+def test_who_stands_where_in_one_line():
+    beats = {3: beat("data", 41.2), 0: beat("step", 40), 1: beat("step", 40), 2: beat("waiting", 3, detail="committed")}
+    assert stand(beats, [3]) == (
+        "p3 has been reading data for 41 s at step 812; p0, p1 wait in the step; p2 waits at 'committed'"
+    )
+    text = words({"why": "hang", "code": 76, "processes": [3]}, beats, "The newest checkpoint is of step 800.")
+    for part in (
+        "no progress: p3 has been",
+        "It may take 10 s (watchdog.step_s)",
+        "of step 800",
+        "start the same command again",
+    ):
+        assert part in text
+
+
+def test_a_clock_without_pauses_counts_a_second_of_five_minutes():
+    times = iter([0.0, 0.2, 0.4, 300.4, 300.6, 300.0])
+    clock = RunningClock(lambda: next(times))
+    assert [round(clock.tick(), 1) for _ in range(5)] == [0.2, 0.4, 1.4, 1.6, 1.6]
+
+
+def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():
+    assert LIMITS.of("step", None) == 2, "the first step: as long as compiling"
+    assert LIMITS.of("data", None) == 300
+    assert LIMITS.of("step", 0.01) == LIMITS.of("data", 0.01) == 60
+    assert LIMITS.of("step", 30.0) == 1200, "sixteen of them are waited for at once"
+    assert Limits(**{**vars(LIMITS), "step_s": 7}).of("data", 30.0) == 7
+    assert [LIMITS.of(p, None) for p in ("import", "compile", "restore", "save", "evaluation")] == [1, 2, 3, 4, 5]
+    assert LIMITS.of("hook 'mine'", None) == 5
+    assert LIMITS.of("waiting", None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "named"),
+    [
+        ("slow data of one", {0: {"data": 0.1}, 1: {"data": 4.1}, 2: {"data": 0.2}}, (1, "data")),
+        (
+            "a slow hook of one",
+            {0: {"data": 1.0}, 1: {"data": 1.0, "hook 'mine'": 5}, 2: {"data": 1.0}},
+            (1, "hook 'mine'"),
+        ),
+        ("all are slow alike", {0: {"data": 8.0}, 1: {"data": 8.5}, 2: {"data": 7.9}}, None),
+        ("who waits in the step is not slow", {0: {"step": 9.0}, 1: {"step": 1.0}, 2: {"step": 9.0}}, None),
+        ("one process", {0: {"data": 9.0}}, None),
+    ],
+)
+def test_a_straggler_is_told_from_the_spread_of_the_phases(name, after, named):
+    found = straggler({p: {} for p in after}, after, wall_s=10.0)
+    assert (found and (found.process, found.phase)) == named, name
+    if found is not None:
+        assert straggler_text(found).startswith(f"process {named[0]} holds up the others: ")

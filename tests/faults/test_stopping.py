@@ -1,0 +1,138 @@
+"""Signals to real runs at every stage, and readers of their output that go away."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.jobs import REPOSITORY
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_a_closed_terminal_or_slurms_notice_saves_and_leaves_with_42_and_sigquit_shows_stacks(job, number):
+    child = job.train()
+    job.wait_for(lambda: len(job.steps()) > 2)
+    child.send_signal(signal.SIGQUIT)
+    before = len(job.steps())
+    job.wait_for(lambda: len(job.steps()) > before + 1)
+    child.send_signal(number)
+    ended = job.end_of(child)
+    assert ended.code == 42, ended.output
+    assert "most recent call first" in ended.output and "run_steps" in ended.output, "SIGQUIT shows stacks"
+    last = job.events()[-1]
+    assert (last["event"], last["signal"]) == ("preempted", number.name)
+    assert job.saved()[-1] == last["step"], "the newest checkpoint is of the last step"
+
+
+def test_a_hang_up_of_the_launcher_stops_all_and_one_under_nohup_stops_nothing(job):
+    child = job.train(n=2)
+    job.wait_for(lambda: len(job.steps()) > 2)
+    child.send_signal(signal.SIGHUP)
+    ended = job.end_of(child)
+    assert ended.code == 42, ended.output
+    steps = len(job.steps())
+    ignored = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "spmdkit", "train", "run.yaml", "devices=cpu:2"],
+        cwd=job.folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    job.started.append(ignored)
+    job.wait_for(lambda: len(job.steps()) > steps + 1)
+    ignored.send_signal(signal.SIGHUP)
+    steps = len(job.steps())
+    job.wait_for(lambda: len(job.steps()) > steps + 2)
+    ignored.send_signal(signal.SIGTERM)
+    assert job.end_of(ignored).code == 42
+
+
+def test_sigterm_before_the_loop_leaves_with_42_at_once(job):
+    """While the task is imported, and again in the first moments of Python."""
+    child = job.train(faults={0: ["import", 0]})
+    job.wait_for(job.fired)
+    begin = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    ended = job.end_of(child)
+    assert ended.code == 42, ended.output
+    assert "stopped by SIGTERM before the first step; nothing is lost" in ended.output
+    assert "Traceback" not in ended.output
+    assert time.monotonic() - begin < 6
+    child = job.train(n=2, faults={1: ["import", 0]})
+    (job.folder / "fired-0").unlink()
+    job.wait_for(job.fired)
+    os.kill(job.processes()[1], signal.SIGTERM)  # one of two
+    ended = job.end_of(child)
+    assert ended.code == 42, ended.output
+
+
+def test_ctrl_c_in_the_first_half_second_shows_no_traceback(job):
+    for launch in ([], ["launch", "-n", "2", "--"]):
+        for wait_s in (0.12, 0.3, 0.6):
+            child = job.start(*launch, "train", "run.yaml")
+            time.sleep(wait_s)
+            child.send_signal(signal.SIGINT)
+            ended = job.end_of(child)
+            assert ended.code == 130, (wait_s, ended.output)
+            assert "Traceback" not in ended.output, (wait_s, ended.output)
+
+
+def test_sigterm_to_a_run_whose_source_hangs_saves_what_it_has_and_leaves(job):
+    child = job.train(faults={0: ["data sleep", 12]})
+    job.wait_for(job.fired)
+    job.wait_for(lambda: len(job.steps()) > 1)
+    time.sleep(0.5)
+    (job.folder / "fired-0").write_text(f"{time.monotonic()}")
+    child.send_signal(signal.SIGTERM)
+    ended = job.end_of(child)
+    assert ended.code == 42, ended.output
+    assert ended.after_s < 15
+    last = job.events()[-1]
+    assert last["event"] == "preempted" and job.saved()[-1] == last["step"] > 0
+
+
+def test_one_of_two_whose_source_hangs_leaves_on_sigterm_and_says_that_nothing_newer_is_saved(job):
+    child = job.train(n=2, faults={1: ["data sleep", 12]})
+    job.wait_for(job.fired)
+    time.sleep(1.0)
+    child.send_signal(signal.SIGTERM)
+    ended = job.end_of(child)
+    assert ended.code == 143, ended.output
+    assert "stopped by SIGTERM, and train_data has not given the batch of step" in ended.output
+    assert job.processes() == {}
+
+
+@pytest.mark.parametrize("redirection", ["| head -1", ">&-", ">&- 2>&- <&-", "> /dev/full"])
+def test_nobody_who_reads_the_output_ends_no_training(job, redirection):
+    command = shlex.join([sys.executable, "-m", "spmdkit", "train", "run.yaml", "devices=cpu:2", "steps=12"])
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} {redirection}"],
+        cwd=job.folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert job.saved()[-1] == 12
+    assert json.loads((job.folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 12
+
+
+def test_a_killed_launcher_leaves_nothing_in_the_folder_for_temporary_files(job):
+    child = job.train(n=2)
+    job.wait_for(lambda: len(job.steps()) > 1)
+    child.kill()
+    child.wait(timeout=30)
+    deadline = time.monotonic() + 10
+    while job.processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert job.processes() == {}
+    assert [path.name for path in job.folder.iterdir() if "spmdkit" in path.name] == []

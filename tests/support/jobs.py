@@ -1,0 +1,219 @@
+"""Real jobs with one fault: what a person starts, what happens to it at a step, and how long it takes to end.
+
+The task's data source and hook read FAULTS, `{process: [kind, step]}`; where a fault fires it leaves a file with the time, so that an
+injection that did not fire fails its test.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+TASK = '''
+import ctypes, json, os, signal, sys, time
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+
+ME = os.environ.get("SPMDKIT_PROCESS_ID", "0")
+KIND, STEP = json.loads(os.environ.get("FAULTS", "{}")).get(ME, ["", 0])
+
+def fired():
+    with open(f"fired-{ME}", "a") as file:
+        file.write(f"{time.monotonic()}\\n")
+
+def act(kind):
+    fired()
+    if kind == "sleep":
+        time.sleep(600)
+    if kind == "gil":
+        ctypes.PyDLL(None).sleep(600)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "raise":
+        raise ValueError("the source is broken")
+
+if KIND == "import":
+    act("sleep")
+
+X = np.linspace(-1, 1, 64 * 4, dtype=np.float32).reshape(64, 4)
+PAUSE_S = float(os.environ.get("PAUSE_S", "0.02"))
+reads = [0]
+
+class Source:
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        reads[0] += 1
+        return {"x": X[i], "y": X[i].sum()}
+
+def around(step):
+    if KIND.startswith("hook ") and step == STEP:
+        act(KIND.removeprefix("hook "))
+    time.sleep(PAUSE_S)
+
+class Slow(Source):
+    """Each read of process ME after so many steps acts."""
+    def __getitem__(self, i):
+        mine = 8 // int(os.environ.get("SPMDKIT_NUM_PROCESSES", "1"))
+        if KIND.startswith("data ") and reads[0] >= STEP * mine:
+            act(KIND.removeprefix("data "))
+        return super().__getitem__(i)
+
+def loss_fn(params, batch, key):
+    if KIND == "slow" and key is not None:
+        time.sleep(STEP)  # while it is traced
+    return sk.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+class Evaluated(Source):
+    def __getitem__(self, i):
+        time.sleep(STEP / 64 if KIND == "slow" else 0)
+        return super().__getitem__(i)
+
+task = sk.Task(
+    lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Slow(), eval_data=Evaluated() if KIND == "slow" else None,
+    hooks=[sk.Hook("mine", before_step=lambda run, step, state: around(step))],
+)
+'''
+
+CONFIG = """
+task: task.py:task
+run_dir: run
+steps: 100000
+batch_size: 8
+devices: cpu:2
+mesh: {data: -1}
+checkpoint: {every_steps: 5, every_seconds: null}
+log: {every_steps: 5, progress: plain}
+"""
+
+
+@dataclass
+class Ended:
+    """How a command ended. `after_s`: since the fault fired, or since it was started."""
+
+    code: int
+    output: str
+    after_s: float
+
+
+class Job:
+    """A folder with a task and a config, and a command running in it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "task.py").write_text(TASK)
+        (folder / "run.yaml").write_text(CONFIG)
+        self.started: list[subprocess.Popen] = []
+        self.awaited: list[subprocess.Popen] = []
+
+    def start(self, *arguments: str, faults: dict | None = None, **env: str) -> subprocess.Popen:
+        """Starts `spmdkit ARGUMENTS`, `train run.yaml` put where TRAIN stands."""
+        plain = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_"))}
+        told = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.folder), **env}
+        told["FAULTS"] = json.dumps({str(p): fault for p, fault in (faults or {}).items()})
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "spmdkit", *arguments],
+            cwd=self.folder,
+            env={**plain, **told},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(popen)
+        return popen
+
+    def train(self, *overrides: str, n: int = 1, **options) -> subprocess.Popen:
+        """Starts a training of `n` processes."""
+        launch = ["launch", "-n", str(n), "--"] if n > 1 else []
+        return self.start(*launch, "train", "run.yaml", f"devices=cpu:{max(n, 2)}", *overrides, **options)
+
+    def by_hand(self, *overrides: str, n: int = 2, faults: dict | None = None) -> list[subprocess.Popen]:
+        """Starts `n` processes as a person does, without our launcher."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+        place = lambda p: {
+            "SPMDKIT_PROCESS_ID": str(p),
+            "SPMDKIT_NUM_PROCESSES": str(n),
+            "SPMDKIT_COORDINATOR": coordinator,
+        }
+        return [
+            self.start("train", "run.yaml", f"devices=cpu:{n}", *overrides, faults=faults, **place(p)) for p in range(n)
+        ]
+
+    def end_of(self, popen: subprocess.Popen, timeout_s: float = 90) -> Ended:
+        """Waits for the end; the test fails where that does not come."""
+        begin = time.monotonic()
+        output, _ = popen.communicate(timeout=timeout_s)
+        ended = time.monotonic()
+        self.awaited.append(popen)
+        fired = self.fired()
+        code = popen.returncode if popen.returncode >= 0 else 128 - popen.returncode
+        return Ended(code, output, ended - (min(fired) if fired else begin))
+
+    def fired(self) -> list[float]:
+        """Returns when faults have fired."""
+        return [float(line) for path in self.folder.glob("fired-*") for line in path.read_text().split()]
+
+    def steps(self) -> list[int]:
+        """Returns the steps that are logged."""
+        path = self.folder / "run" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+    def saved(self) -> list[int]:
+        """Returns the steps that are saved."""
+        folder = self.folder / "run" / "checkpoints"
+        return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.is_dir() else []
+
+    def events(self) -> list[dict]:
+        """Returns what the run has noted."""
+        path = self.folder / "run" / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def wait_for(self, condition, timeout_s: float = 90) -> None:
+        """Returns once `condition()` holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            for popen in self.started:
+                if popen not in self.awaited and popen.poll() is not None:
+                    raise AssertionError(f"ended with {popen.returncode}:\n{popen.communicate()[0]}")
+            assert time.monotonic() < deadline, "it never came true"
+            time.sleep(0.02)
+
+    def processes(self) -> dict[int, int]:
+        """Returns process number -> pid of those that run in this folder's job."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(path / "cwd") != str(self.folder):
+                    continue
+                env = dict(x.partition("=")[::2] for x in (path / "environ").read_text(errors="replace").split("\0"))
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+                if (
+                    state != "Z"
+                    and "train" in (path / "cmdline").read_text().split("\0")
+                    and "SPMDKIT_PROCESS_ID" in env
+                ):
+                    found[int(env["SPMDKIT_PROCESS_ID"])] = int(path.name)
+        return found
+
+    def close(self) -> None:
+        """Kills what is left."""
+        for popen in self.started:
+            for pid in {*self.processes().values(), popen.pid}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            popen.wait(timeout=30)
+            if popen.stdout is not None:
+                popen.stdout.close()
