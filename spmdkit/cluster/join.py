@@ -128,10 +128,11 @@ def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
     """Returns what has to be said of an address that process 0 listens on: that it is every network of its machine."""
     if spec.process_id != 0 or not bound.startswith("0.0.0.0:"):
         return ()
-    return (
+    text = (
         f"the coordinator listens on {bound}, on every network of this machine: {spec.coordinator} is none of its own addresses (address "
-        "translation, or a typing error). Whoever reaches the port can end the job; close it for all but the job's machines.",
+        "translation, or a typing error). Whoever reaches the port can end the job; close it for all but the job's machines."
     )
+    return (text,)
 
 
 def _initialize(spec: ClusterSpec) -> str:

@@ -1,9 +1,12 @@
 """One process and its devices. The tests' JAX already runs with eight CPU devices."""
 
+import socket
+
 import jax
 import pytest
 
-from spmdkit.cluster import ClusterSpec, join
+from spmdkit.cluster import ClusterSpec, join, rendezvous
+from spmdkit.cluster.join import open_to_all
 from spmdkit.errors import ConfigError
 
 
@@ -53,3 +56,28 @@ def test_importing_the_package_touches_no_device():
         "assert not compat.backends_initialized(); assert compat.coordination_client() is None"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_coordinator_that_listens_on_every_network_is_said_by_process_0():
+    """The address is none of this machine's: TEST-NET-1 never is."""
+    listener, bound = rendezvous._listen(f"192.0.2.1:{free_port()}")
+    listener.close()
+    said = open_to_all(ClusterSpec("192.0.2.1:1", num_processes=2), bound)
+    assert bound.startswith("0.0.0.0:") and len(said) == 1
+    for part in (bound, "192.0.2.1:1 is none of its own addresses", "close it for all but the job's machines"):
+        assert part in said[0]
+    assert open_to_all(ClusterSpec("192.0.2.1:1", num_processes=2, process_id=1), bound) == ()
+
+
+def test_a_coordinator_on_loopback_listens_there_and_says_nothing():
+    for host in ("127.0.0.1", "localhost"):
+        address = f"{host}:{free_port()}"
+        listener, bound = rendezvous._listen(address)
+        with listener:
+            assert rendezvous.is_loopback(listener.getsockname()[0])
+        assert open_to_all(ClusterSpec(address, num_processes=2), bound) == ()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
