@@ -45,7 +45,7 @@ class Cluster:
         self._store, self._timeout_s = store, timeout_s
         self._clock, self._sleep = clock, sleep
         self._root = f"spmdkit/{next(_epoch)}" if namespace is None else namespace
-        self._num_barriers = self._num_checks = 0
+        self._num_barriers = self._num_checks = self._num_boards = 0
         self._agreements: dict[str, Agreement] = {}
 
     @property
@@ -54,8 +54,9 @@ class Cluster:
         return self.process_index == 0
 
     def board(self, name: str) -> tuple[Store, str]:
-        """Returns the store and a folder in it that nothing else uses, for what is written again and again."""
-        return self._store, f"{self._root}/{name}"
+        """Returns the store and a folder in it, new at each call, for what is written again and again."""
+        self._num_boards += 1
+        return self._store, f"{self._root}/{name}/{self._num_boards}"
 
     def put(self, key: str, value: str) -> None:
         """Publishes a string to all processes; each key once."""

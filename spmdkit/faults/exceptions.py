@@ -74,6 +74,7 @@ def run_process(main: Callable[[], int | None]) -> int:
         else:
             print(request.code, file=sys.stderr)
             code = ExitCode.CHECK_FAILED
+        _tell_others(code, "")
     except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
         code = report(error)
     finally:
@@ -119,6 +120,10 @@ def _nobody_else_ends_us() -> None:
 
 def _say_to_all(code: int, message: str) -> None:
     say(code, message)
+    _tell_others(code, message)
+
+
+def _tell_others(code: int, message: str) -> None:
     for tell in list(last_words):
         tell(code, message)
 

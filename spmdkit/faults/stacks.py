@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import signal
 import sys
 import threading
 import traceback
+from types import FrameType
 
 MOST_FRAMES = 10
 OURS = "spmdkit-"
@@ -67,3 +69,9 @@ def end_unless_called_again(seconds: float) -> None:
 def never_end() -> None:
     """Undoes `end_unless_called_again`."""
     faulthandler.cancel_dump_traceback_later()
+
+
+def stop_without_end(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGTSTP (Ctrl-Z): stops this process as asked, without the deadline that would end it when it goes on."""
+    never_end()
+    os.kill(os.getpid(), signal.SIGSTOP)

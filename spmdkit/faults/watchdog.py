@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -110,6 +111,7 @@ class Watchdog:
         self._window: tuple[float, dict[int, Mapping[str, float]]] | None = None
         self._suspect: tuple[int, str] | None = None
         self._last_beat = -BEAT_S
+        self._on_stop: Any = None  # the handler of SIGTSTP before ours
         self._stopped = threading.Event()
         self._mine = self._beat()
         self._threads = [threading.Thread(target=self._watch, name="spmdkit-watch", daemon=True)]
@@ -122,6 +124,8 @@ class Watchdog:
     def start(self) -> None:
         """Begins to beat and to watch."""
         exceptions.last_words.append(self.leaves)
+        if self._guards_interpreter and threading.current_thread() is threading.main_thread():
+            self._on_stop = signal.signal(signal.SIGTSTP, stacks.stop_without_end)
         for thread in self._threads:
             thread.start()
 
@@ -135,6 +139,9 @@ class Watchdog:
                 thread.join(2 * TICK_S + 1.0)
         if self._guards_interpreter:
             stacks.never_end()
+        if self._on_stop is not None:
+            signal.signal(signal.SIGTSTP, self._on_stop)
+            self._on_stop = None
         if self._launcher is not None:
             with suppress(OSError):
                 os.close(self._launcher)
@@ -191,7 +198,8 @@ class Watchdog:
         limit_s = max(self._silence_s, 4 * self._beat_s)
         if since is not None and now - since > limit_s:
             return [0]
-        return [p for p, (when, _) in self._seen.items() if p != self._me and now - when > limit_s]
+        never = [p for p in range(self._num) if p not in self._seen and p != self._me and now > 2 * limit_s]
+        return never + [p for p, (when, _) in self._seen.items() if now - when > limit_s]
 
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}

@@ -173,3 +173,15 @@ def test_slow_imports_compilations_and_evaluations_are_no_hang(job):
     )
     assert ended.code == 0, ended.output
     assert job.steps()[-1] == 12
+
+
+@pytest.mark.slow
+def test_a_process_that_holds_up_the_others_is_named_and_goes_on(job):
+    child = job.train(n=2, faults={1: ["drag", 0.2]})
+    job.wait_for(lambda: any(event["event"] == "straggler" for event in job.events()))
+    said = next(event for event in job.events() if event["event"] == "straggler")
+    assert said["text"].startswith("process 1 holds up the others: the hook 'mine' takes")
+    before = len(job.steps())
+    job.wait_for(lambda: len(job.steps()) > before)
+    child.send_signal(signal.SIGTERM)
+    assert job.end_of(child).code == 42

@@ -59,7 +59,7 @@ class Source:
 def around(step):
     if KIND.startswith("hook ") and step == STEP:
         act(KIND.removeprefix("hook "))
-    time.sleep(PAUSE_S)
+    time.sleep(STEP if KIND == "drag" else PAUSE_S)
 
 class Slow(Source):
     """Each read of process ME after so many steps acts."""

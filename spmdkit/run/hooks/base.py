@@ -98,7 +98,7 @@ class Hook:
 
     Attributes:
         name: its own in a run: the key of its state in a checkpoint.
-        order: hooks are called from low to high. Ours: finite 10, evaluation 20, saving 30, profile 35, logging 40, signals 45.
+        order: hooks are called from low to high. Ours: finite 10, evaluation 20, saving 30, profile 35, logging 40, signals 45, watchdog 1000.
         every: `after_step` is called at the steps that this divides and at the last one; None: at each.
         on: "all" processes, on which a computation with collectives may be started, or "main", process 0, where it may not.
         in_step: `(old state, new state, metrics) -> (new state, metrics)`; pure, traced into the step after the user's own, in `order`.
