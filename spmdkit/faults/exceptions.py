@@ -107,7 +107,7 @@ def report(error: BaseException) -> int:
     if taken_over.is_set():
         time.sleep(TAKEN_OVER_S)
     code, message = describe(error)
-    _say_to_all(code, secret.in_text(message))
+    _say_to_all(code, message)
     return code
 
 
@@ -130,6 +130,7 @@ def _tell_others(code: int, message: str) -> None:
 
 def say(code: int, message: str, blamed: Sequence[int] = ()) -> None:
     """Writes the error file and the message for people. `blamed`: the processes that are at fault, where it is not this one."""
+    message = secret.in_text(message)
     _write_error_file(code, message, blamed)
     with suppress(OSError, ValueError):  # nobody reads any more; the error file and the code remain
         sys.stdout.flush()
