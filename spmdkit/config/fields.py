@@ -317,6 +317,27 @@ def dtype_to_mapping(value: Any) -> Any:
     return value
 
 
+def _batches(value: Any) -> int | list[int]:
+    pair = value if isinstance(value, list | tuple) else [value, value]
+    numbers = all(isinstance(x, int) and not isinstance(x, bool) and 1 <= x <= INT32_MAX for x in pair)
+    if len(pair) != 2 or not numbers or pair[0] > pair[1]:
+        raise Wants("the number of a batch, from 1 on, or a pair [first, last]", "[12, [40, 44]]")
+    return value if isinstance(value, int) else list(value)
+
+
+Batches = Annotated[
+    int | list[int],
+    PlainValidator(_batches),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 2, "maxItems": 2},
+            ]
+        }
+    ),
+]
+
 POLICIES = ("stop", "skip", "rollback", "continue")
 Policy = Literal["stop", "skip", "rollback", "continue"]
 

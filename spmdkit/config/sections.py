@@ -181,6 +181,14 @@ class Data(Section):
         default=0,
         description="Training rows of each process that may be left out because they cannot be read; the next row that can takes the place of one.",
     )
+    skip_batches: list[fields.Batches] = Field(
+        default_factory=list,
+        description="Batches that are left out, by number or as [first, last]; counted from 1 as if none were left out, over all epochs.",
+    )
+
+    def left_out(self) -> list[tuple[int, int]]:
+        """Returns `skip_batches` as (first, last)."""
+        return [(x, x) if isinstance(x, int) else (x[0], x[1]) for x in self.skip_batches]
 
 
 class Best(Section):

@@ -11,7 +11,7 @@ Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator 
 """
 
 from spmdkit.data.access import Access, Ledger
-from spmdkit.data.read import HostBatch
+from spmdkit.data.read import HostBatch, read_step
 from spmdkit.data.schedule import Schedule, eval_schedule, merged
 from spmdkit.data.source import Source, open_source
 from spmdkit.data.stream import DeviceBatches, device_batches, host_batches
@@ -28,4 +28,5 @@ __all__ = [
     "host_batches",
     "merged",
     "open_source",
+    "read_step",
 ]

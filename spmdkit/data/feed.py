@@ -70,6 +70,15 @@ class Feed:
         )
         return data.device_batches(local, self._place, self._prefetch)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether rows are arrays in memory."""
+        return self._source.in_memory
+
+    def read(self, step: int) -> data.HostBatch:
+        """Returns the whole batch of `step` on the host, in the order of its positions."""
+        return data.HostBatch(*data.read_step(self._source, self.schedule, None, step))
+
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from whole host arrays in the order of their positions.
 

@@ -44,6 +44,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         seed=config.seed,
         shuffle=options.shuffle,
         remainder=options.remainder,
+        skipped=data.merged(options.left_out()),
     )
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
     train = feed(source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, ledger=ledger)

@@ -185,9 +185,9 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
         whole: sharding of the metrics.
     """
     step, structure = core.jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
-    abstract_state, metrics = traced.out_info
+    abstract_state, metrics, _ = traced.out_info
 
-    def pick(state: Any, metrics: Any) -> dict[str, Any]:
+    def pick(state: Any, metrics: Any, *_: Any) -> dict[str, Any]:
         parts = {"model state": (state.model_state, abstract_state.model_state)}
         if not metrics:
             parts["parameter"] = (state.params, abstract_state.params)

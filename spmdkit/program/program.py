@@ -53,6 +53,7 @@ class Program:
         ledgers: what was done about rows that could not be read, of training and of the evaluation.
         refused_forms: forms that were tried before `form`, with what refused each.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
+        code: what of the last step was not finite, on the devices (`spmdkit.step.guard`), or None; feed: the batches of training.
         probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
     """
 
@@ -60,6 +61,7 @@ class Program:
         self.config, self.task, self.notes = config, task, list[str]()
         self.probe_padding, self._probed = probe_padding, False
         self.compile_log: list[str] = []
+        self.code: jax.Array | None = None
         self._devices = devices
         check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
@@ -136,9 +138,9 @@ class Program:
         return made if self.groups is None or self._abstract_state is None else groups.stacked(self.groups, made)
 
     def _open_data(self) -> None:
-        self._feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
-        self.schedule, self.abstract_batch = self._feed.schedule, self._feed.abstract()
-        self.ledgers = [feed.ledger for feed in (self._feed, self._eval_feed) if feed is not None]
+        self.feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
+        self.schedule, self.abstract_batch = self.feed.schedule, self.feed.abstract()
+        self.ledgers = [feed.ledger for feed in (self.feed, self._eval_feed) if feed is not None]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled step `(state, batch) -> (state, metrics)`; the state is donated."""
+        """The compiled step `(state, batch) -> (state, metrics, code of the guard)`; the state is donated."""
         with compile_log.collected() as self.compile_log:
             return self._compile(self.lowered)
 
@@ -251,12 +253,13 @@ class Program:
             self.check_padding(state, batch)
             self._probed = True
         if self.groups is None and not self.warmup:
-            return self.compiled(state, batch)
+            state, metrics, self.code = self.compiled(state, batch)
+            return state, metrics
         known = self._stepped is not None and self._stepped[0] is state.step
         number = 1 + (self._stepped[1] if known and self._stepped is not None else int(state.step))
         # Both are compiled before the first step: nobody then waits in the middle of a run.
         compiled = self.compiled
-        state, metrics = (self.compiled_warmup if number <= self.warmup else compiled)(state, batch)
+        state, metrics, self.code = (self.compiled_warmup if number <= self.warmup else compiled)(state, batch)
         if self.groups is not None and self.groups.sync.due(number):
             state = self.compiled_agreement(state)
         self._stepped = (state.step, number)
@@ -305,7 +308,7 @@ class Program:
         """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.program.padding`. Waits for the device."""
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
-        if found := padding.changes(functools.partial(forward, state), batch, self._feed.grid, whole):
+        if found := padding.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
             raise padding.refused_step(found, self._task_step.what)
 
     # ---- arrays ------------------------------------------------------------------------------------------------------
@@ -326,16 +329,16 @@ class Program:
 
     def stream(self, start: int = 1, stop: int | None = None) -> data.DeviceBatches:
         """Returns an iterator of `(step, batch, wait_s)`, with the seconds that the caller waited for input."""
-        return self._feed.stream(start, self.config.steps if stop is None else stop)
+        return self.feed.stream(start, self.config.steps if stop is None else stop)
 
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Leaves batches out of the schedule: numbers (first, last), counted as if none were left out."""
-        self.schedule = dataclasses.replace(self.schedule, skipped=data.merged(ranges))
-        self._feed.schedule = self.schedule
+        """Leaves batches out of the schedule beside those of the config: numbers (first, last), counted as if none were left out."""
+        skipped = data.merged([*self.config.data.left_out(), *ranges])
+        self.schedule = self.feed.schedule = dataclasses.replace(self.schedule, skipped=skipped)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
         """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own data."""
-        return self._feed.put(examples, mask)
+        return self.feed.put(examples, mask)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 

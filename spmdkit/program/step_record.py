@@ -15,7 +15,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.ops.remat import policy, policy_of_names
 from spmdkit.reducers.base import Reducer
-from spmdkit.step import scope
+from spmdkit.step import guard, scope
 
 
 def step_record(
@@ -45,6 +45,7 @@ def step_record(
             pipeline.microbatches,
             (pipeline.chunks or 2) if pipeline.schedule == "interleaved" else 1,
         ),
+        guard=guard_of(config),
     )
     cuts = scope.Cuts(
         mesh=mesh,
@@ -56,6 +57,14 @@ def step_record(
         state_groups=state_groups,
     )
     return scope.Context(cuts, chosen)
+
+
+def guard_of(config: Config) -> scope.GuardSettings | None:
+    """Returns what the step looks at, None where the config lets everything be."""
+    policies = {name: getattr(config.on_nonfinite, name) for name in guard.KINDS}
+    bits = lambda *which: sum(guard.KINDS[name] for name, policy in policies.items() if policy in which)
+    looks = bits("stop", "skip", "rollback")
+    return scope.GuardSettings(looks, bits("skip"), bits("skip", "rollback") > 0) if looks else None
 
 
 def reducer_of(config: Config) -> Reducer:

@@ -50,8 +50,8 @@ class TaskStep:
         """The user's function, as messages call it."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def function(self, context: scope.Context, gradients: list[Any] | None = None, typed: bool = True) -> step.StepFn:
-        """Returns `(state, batch) -> (state, metrics)`.
+    def function(self, context: scope.Context, gradients: list[Any] | None = None, typed: bool = True) -> Any:
+        """Returns `(state, batch) -> (state, metrics, code of the guard)`.
 
         Args:
             gradients: takes the shapes of what each call of `sk.value_and_grad` reduces, while the function is traced.
@@ -80,7 +80,7 @@ class TaskStep:
             ConfigError: replicas would not agree, or groups would not be alone.
         """
         of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
-        out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics))
+        out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics), None)
         jitted = jax.jit(self.function(context), out_shardings=out_shardings, donate_argnums=0)
         given = (self.state.abstract, self.batch)
         traced = jitted.trace(*given)

@@ -112,9 +112,9 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
     with journal.during("restore"):
-        state = run.go_back(asked.to_step, asked.skip_batches)
+        state = run.go_back(asked.to_step, asked.skip_batches, asked.batches)
     way = (left, run.step, skipped_before)
-    if way in run.ways_back and not asked.skip_batches:
+    if way in run.ways_back and not asked.skip_batches and not asked.batches:
         raise UserCodeError(
             f"a hook goes back from step {left} to step {run.step} for the second time, and nothing is different: the same batches give the same "
             "again. Leave some out, as in sk.Rollback(skip_batches=10), or stop."

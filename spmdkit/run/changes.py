@@ -22,6 +22,7 @@ from spmdkit.data import Schedule, open_source
 from spmdkit.data.fingerprint import RAISED, ROWS_READ, fingerprint
 from spmdkit.errors import ConfigError
 from spmdkit.metrics.environment import numeric_variables, package_versions
+from spmdkit.run import skipped
 from spmdkit.tasks import Task
 from spmdkit.words import nearest
 
@@ -177,7 +178,7 @@ def check(
     another = {change.key for change in found if change.key in ANOTHER_RUN}
     why = refusal(found, allow, directory, step)
     if another <= {"train_data"} - set(allow):  # what is to blame is said by the batch
-        why = other_examples(before.get("next_batch"), schedule, step) or why
+        why = other_examples(before.get("next_batch"), skipped.as_saved(schedule, before), step) or why
     if why is not None:
         raise ConfigError(why)
     return found

@@ -31,7 +31,7 @@ from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
 from spmdkit.program.program import Program
 from spmdkit.report.run import write_report
-from spmdkit.run import changes, coming_back, hooks, watched
+from spmdkit.run import changes, coming_back, hooks, skipped, watched
 from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
@@ -162,6 +162,7 @@ class Run:
             lines = coming_back.keep_old_records(self.directory) if self.cluster.is_main else []
             self._open_records(0)
             coming_back.set_aside(self, {}, lines, 0)
+            self.program.skip_batches(skipped.read(self.directory))
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
             return self.program.init()
@@ -184,13 +185,13 @@ class Run:
 
     def _take(self, found: coming_back.Restored) -> None:
         """Gives the schedule and the hooks what was saved of them."""
-        self.program.skip_batches([tuple(pair) for pair in found.record.get("skipped_batches", [])])
+        skipped.take(self.program, self.directory, found.step, found.record)
         self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
         for name in self.due.restore(found.record.get("hooks", {})):
             self.events.write("hook is gone", step=found.step, hook=name)
         self.step = self.saved_at_step = found.step
 
-    def go_back(self, to_step: int | None, skip_batches: int) -> TrainState:
+    def go_back(self, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
         """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
 
         Everything that training writes goes back with it: checkpoints, sinks, the schedule, the hooks' own state.
@@ -198,7 +199,7 @@ class Run:
         Raises:
             UserCodeError: the checkpoints of that time are not kept any more.
         """
-        left = self.step
+        left, before = self.step, self.program.schedule.skipped
         epoch = self.due.went_back()
         self.flying.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
@@ -223,17 +224,15 @@ class Run:
             self._take(found)
         else:
             state = self.program.init()
-            self.program.skip_batches([])
             self.due.restore(self._hooks_at_start)
             self.step = self.saved_at_step = 0
-        skipped = [*self.program.schedule.skipped, *self.program.schedule.numbers(target + 1, skip_batches)]
-        self.program.skip_batches(skipped)
+        more = skipped.add(self.program, target, before, skip_batches, batches)
+        skipped.write(self.directory, self.cluster, self.program.schedule.skipped)
         if self.cluster.is_main:
             self.sinks.rewind(target)
-        self.events.write("rolled back", step=target, from_step=left, skipped_batches=skip_batches)
-        self.message(
-            f"back to step {target}, from step {left}{f', {skip_batches} batches left out' if skip_batches else ''}"
-        )
+        self.events.write("rolled back", step=target, from_step=left, skipped_batches=more)
+        told = f", {len(more)} batch{'es' * (len(more) > 1)} left out for good" if more else ""
+        self.message(f"back to step {target}, from step {left}{told}")
         self.throughput.start()
         return state
 

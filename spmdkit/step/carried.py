@@ -1,4 +1,4 @@
-"""`Carried`: how the state of a reducer gets into a step and out of it again; the only thing that leaves a trace by another way than its results.
+"""`Carried`: how the state of a reducer gets into a step and out of it again, and the gradient to the step's guard; the only thing that leaves a trace by another way than its results.
 
 A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer behind it may keep something from step
 to step. It lives in `TrainState.reducer`, one entry for each call in the order of tracing. Each call takes its entry and puts the new one,
@@ -32,6 +32,8 @@ class Carried:
         self._states: Sequence[Any] = () if gradients is not None else states
         self._gradients = gradients
         self._put: list[Any] = []
+        self._seen: list[Any] = []
+        self._all_seen = True
         self._trace = compat.current_trace()
 
     def take(self, gradient: Any) -> Any:
@@ -63,6 +65,18 @@ class Carried:
         """Takes the new state of the call that took last."""
         if self._states:
             self._put.append(state)
+
+    def see(self, gradient: Any) -> None:
+        """Takes note of a gradient that the optimizer is given, for the guard of the step; one inside of a trace of the user's own cannot leave it."""
+        if compat.current_trace() is self._trace:
+            self._seen.append(gradient)
+        else:
+            self._all_seen = False
+
+    @property
+    def seen(self) -> list[Any] | None:
+        """The gradients that the optimizer was given; None where some, or all, cannot be seen from here."""
+        return self._seen if self._seen and self._all_seen else None
 
     def collected(self) -> tuple[Any, ...]:
         """Returns the new `TrainState.reducer`.

@@ -5,7 +5,8 @@
 | one device        | `shard_map`, untyped (nothing leaves as the same on all)   |
 | anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
 
-Metrics leave as those of each group, [groups, ...]; a small program of its own merges them where they are read (`groups.added`).
+Metrics leave as those of each group, [groups, ...]; a small program of its own merges them where they are read (`groups.added`). A step that is
+not finite is left out by its own group alone: the others' copies do not know of it.
 
 Wire: nothing over the sync's axes; over the others that of the step of one group.
 """
@@ -22,17 +23,19 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.step import scope
+from spmdkit.step.carried import Carried
 from spmdkit.step.gradient import whole_rows
 from spmdkit.step.groups import GROUPED, Groups
+from spmdkit.step.guard import guarded
 from spmdkit.step.means import Mean
 from spmdkit.step.metric import Metric, is_metric
 from spmdkit.step.state import FIELDS, TrainState
-from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, checked
+from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked
 
 
 def group_step(
     train_step: StepFn, step: scope.Context, groups: Groups, to_device: Callable[[Any], Any]
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Metric]]]:
+) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile.
 
     Args:
@@ -40,21 +43,23 @@ def group_step(
         to_device: brings host-placed leaves in.
     """
 
-    def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric]]:
-        own = dataclasses.replace(step, mask=mask, group=(index, groups.num))
+    def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric], Any]:
+        carried = Carried(())
+        own = dataclasses.replace(step, mask=mask, group=(index, groups.num), carried=carried)
         rows = whole_rows(own, examples, mask, state.key)
         with scope.tracing(own), scope.over(rows):
             new_state, metrics = checked(state, train_step(state, examples))
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
-            return new_state, {name: _part(metric, num) for name, metric in metrics.items()}
+            new_state, code = guarded(own, state, new_state, metrics, carried.seen)
+            return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code
 
     alone = all(size == 1 for size in step.cuts.sizes.values())
     spread = _by_device if alone else _by_vmap
 
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
+    def run(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
-        new, metrics = spread(one, step, groups, state.replace(sync=None), batch)
-        return new.replace(sync=state.sync), metrics
+        new, metrics, code = spread(one, step, groups, state.replace(sync=None), batch)
+        return new.replace(sync=state.sync), metrics, code
 
     run.__name__ = COMPILED_NAME
     return run
@@ -78,13 +83,13 @@ def _by_device(one: Any, step: scope.Context, groups: Groups, state: TrainState,
 
     def body(state: TrainState, examples: Any, mask: Any) -> Any:
         mine = state.replace(**{f: jax.tree.map(lambda x: x[0], getattr(state, f)) for f in GROUPED})
-        new, metrics = one(mine, examples, mask, lax.axis_index(groups.axes))
+        new, metrics, code = one(mine, examples, mask, lax.axis_index(groups.axes))
         stack = lambda tree: jax.tree.map(lambda x: x[None], tree)
-        return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics)
+        return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics), stack(code)
 
     states = _fields(state, own, whole)
     run = jax.shard_map(
-        body, mesh=step.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own), check_vma=False
+        body, mesh=step.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
     )  # untyped: see forms._manual
     return run(state, batch.examples, batch.mask)
 
@@ -99,5 +104,5 @@ def _by_vmap(one: Any, step: scope.Context, groups: Groups, state: TrainState, b
 
     examples, mask = jax.tree.map(by_group, (batch.examples, batch.mask))
     states = _fields(state, 0, None)
-    run = jax.vmap(one, in_axes=(states, 0, 0, 0), out_axes=(states, 0), spmd_axis_name=groups.axes)
+    run = jax.vmap(one, in_axes=(states, 0, 0, 0), out_axes=(states, 0, 0), spmd_axis_name=groups.axes)
     return run(state, examples, mask, jnp.arange(groups.num, dtype=jnp.int32))

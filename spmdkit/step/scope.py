@@ -34,8 +34,8 @@ _traced_under = jax.make_user_context(None)
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
 RING, ALL_TO_ALL, MOE = "spmdkit/ring", "spmdkit/all_to_all", "spmdkit/moe"
 PIPELINE, TENSOR, VOCAB = "spmdkit/pipeline", "spmdkit/tensor", "spmdkit/vocab"
-SYNC = "spmdkit/sync"
-"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, each op, and the agreement of groups; in profiles, and for `plan`."""
+SYNC, GUARD = "spmdkit/sync", "spmdkit/guard"
+"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, each op, the agreement of groups, and the look at what is finite; in profiles, and for `plan`."""
 
 Form = Literal["plain", "mapped", "manual"]
 
@@ -100,6 +100,21 @@ class AttentionSettings:
 
 
 @dataclass(frozen=True)
+class GuardSettings:
+    """What the step itself does where something is not finite; bits of guard.py.
+
+    Attributes:
+        looks: at what.
+        skips: what makes a step leave everything as it was.
+        joins: every device knows the code of all.
+    """
+
+    looks: int
+    skips: int = 0
+    joins: bool = False
+
+
+@dataclass(frozen=True)
 class Choices:
     """What the user chose for a step: the config and the task, as the step needs it.
 
@@ -114,6 +129,7 @@ class Choices:
         logical_axes: name of a dim -> mesh axes that cut it.
         attention: how `sk.attention` runs.
         pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
+        guard: what the step does where something is not finite; None: it does not look.
     """
 
     compute_dtype: Any = None
@@ -126,6 +142,7 @@ class Choices:
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    guard: GuardSettings | None = None
 
 
 @dataclass(frozen=True)

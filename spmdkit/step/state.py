@@ -135,6 +135,7 @@ class TrainState:
         _check_gradient(step, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
         grads = constrain_update(step, as_stored(grads))
+        step.carried.see(grads)
         if "grad" in extra:
             extra["grad"] = constrain_update(step, as_stored(extra["grad"]))
         params = constrain_update(step, params)

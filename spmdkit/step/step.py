@@ -17,6 +17,7 @@ from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import scope
 from spmdkit.step.carried import Carried
 from spmdkit.step.gradient import means_and_grad, whole_rows
+from spmdkit.step.guard import guarded
 from spmdkit.step.metric import is_metric
 from spmdkit.step.returned import RULE, check_metric_names, is_array, shape_of
 from spmdkit.step.state import FIELDS, Mirrored, TrainState, originals
@@ -26,6 +27,9 @@ COMPILED_NAME = "train_step"
 """What the compiled step is called, in profiles and in XLA's texts."""
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+
+Stepped = tuple[TrainState, dict[str, Any], Any]
+"""What a step to compile gives: the state, its metrics, and the code of its guard (None where it does not look; `spmdkit.step.guard`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +98,7 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
 def global_step(
     train_step: StepFn, step: scope.Context, to_device: Callable[[Any], Any], gradients: list[Any] | None = None
-) -> StepFn:
+) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a step that sees global arrays.
 
     Args:
@@ -102,14 +106,16 @@ def global_step(
         gradients: a list that a trace fills with the shapes of what each call of `sk.value_and_grad` reduces; see `reducer_state.calls_of`.
     """
 
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    def run(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
         rows = whole_rows(step, batch.examples, batch.mask, state.key)
         carried = Carried(state.reducer, gradients)
         with scope.tracing(dataclasses.replace(step, mask=batch.mask, carried=carried)), scope.over(rows):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
-        return new_state.replace(reducer=carried.collected()), metrics
+        new_state = new_state.replace(reducer=carried.collected())
+        new_state, code = guarded(step, state, new_state, metrics, carried.seen)
+        return new_state, metrics, code
 
     run.__name__ = COMPILED_NAME
     return run
@@ -121,7 +127,7 @@ def replica_step(
     to_device: Callable[[Any], Any],
     gradients: list[Any] | None = None,
     typed: bool = True,
-) -> StepFn:
+) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
 
     Parameters are handed over as the replica's own copy; what leaves must be provably mirrored.
@@ -134,7 +140,7 @@ def replica_step(
     """
     rows = PartitionSpec(tuple(a for a in REPLICA_AXES if step.cuts.size(a) > 1) or REPLICA_AXES)
 
-    def body(state: TrainState, examples: Any, mask: Any) -> tuple[TrainState, dict[str, Any]]:
+    def body(state: TrainState, examples: Any, mask: Any) -> Stepped:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
         inner = dataclasses.replace(step.cutting(form="manual"), inside=True, mask=mask, carried=carried)
@@ -153,12 +159,13 @@ def replica_step(
                     )
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
         kept = compat.as_varying(jax.tree.map(lambda x: x[None], carried.collected()), REPLICA_AXES)
-        return new_state.replace(reducer=kept), metrics
+        new_state, code = guarded(inner, state, new_state.replace(reducer=kept), metrics, carried.seen)
+        return new_state, metrics, code
 
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    def run(state: TrainState, batch: Batch) -> Stepped:
         whole = PartitionSpec()
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": PartitionSpec(REPLICA_AXES)})
-        in_specs, out_specs = (states, rows, rows), (states, whole)
+        in_specs, out_specs = (states, rows, rows), (states, whole, whole)
         mapped = jax.shard_map(body, mesh=step.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask)
 

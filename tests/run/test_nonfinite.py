@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,14 +13,14 @@ import pytest
 import spmdkit as sk
 from spmdkit import checkpoint
 from spmdkit.cluster import environment, join
-from spmdkit.errors import NonFiniteError
+from spmdkit.errors import ConfigError, NonFiniteError
 
 ROWS, BATCH = 96, 16
 CLEAN = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
 
 
 def loss_fn(params, batch, key):
-    return sk.mean((batch @ params["w"] - batch.sum(-1)) ** 2), {"size": sk.mean(jnp.abs(batch).max(-1))}
+    return sk.mean((batch @ params["w"] - batch.sum(-1)) ** 2), {"one": sk.mean(jnp.ones(len(batch)))}
 
 
 def make_task(data=CLEAN, **changes):
@@ -77,7 +78,10 @@ def metric_fn(params, batch, key):
 def test_a_metric_that_is_not_finite_ends_the_run_where_loss_and_gradient_are(tmp_path):
     data = CLEAN.copy()
     data[3 * BATCH + 5] = [100, 0, 0]  # step 4, a log step
-    with pytest.raises(NonFiniteError, match=r"metric 'rate' is nan at step 4"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"not finite at step 4: a metric \('rate' is nan\), after batch 4 \(16 rows of train_data: 48 to 63\)",
+    ):
         train(tmp_path, make_task(data, loss_fn=metric_fn))
     assert (
         int(train(tmp_path / "b", make_task(data, loss_fn=metric_fn), on_nonfinite={"metrics": "continue"}).state.step)
@@ -98,3 +102,123 @@ def test_the_command_eval_ends_with_77_after_it_has_printed(tmp_path, monkeypatc
         found = CliRunner().invoke(cli.app, ["eval", "unused.yaml"])
         assert "step 4 eval  loss nan" in found.output
         assert isinstance(found.exception, NonFiniteError) == (policy == "stop"), found.exception
+
+
+# ---- skip and rollback -------------------------------------------------------------------------------------------------
+
+BAD = 6  # the step, and the number, of the batch that is poisoned
+
+
+def poisoned(step=BAD, row=11, value=np.nan):
+    """Returns the data with one number of one row, on the second of two replicas, that is not finite."""
+    data = CLEAN.copy()
+    data[(step - 1) * BATCH % ROWS + row, 1] = value
+    return data
+
+
+def by_hand(left_out=(), steps=12):
+    """Returns the parameters after SGD with momentum, in float64, without the batches that are left out."""
+    w, momentum, x = np.zeros(3), np.zeros(3), CLEAN.astype(np.float64)
+    for number in range(1, steps + 1):
+        rows = x[np.arange((number - 1) * BATCH, number * BATCH) % ROWS]
+        if number in left_out:
+            continue
+        momentum = 0.9 * momentum + 2 * rows.T @ (rows @ w - rows.sum(-1)) / BATCH
+        w = w - 0.05 * momentum
+    return w
+
+
+def params(result):
+    return np.asarray(result.state.params["w"])
+
+
+def test_skip_leaves_out_one_step_and_names_the_batch_and_its_row(tmp_path, capfd):
+    data = poisoned()
+    result = train(tmp_path, make_task(data), on_nonfinite={**SKIP, "dump": True}, steps=10)
+    np.testing.assert_allclose(params(result), by_hand({BAD}, 10), rtol=1e-6)
+    assert int(result.state.step) == 10
+    events = [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "skipped"]
+    assert [(e["step"], e["batch"], e["not_finite"]) for e in events] == [(6, 6, ["loss", "gradient"])]
+    printed = capfd.readouterr().out
+    assert (
+        "left out: not finite at step 6: the loss, the gradient, after batch 6 (16 rows of train_data: 80 to 95; row 91 is not finite in the data)"
+        in printed
+    )
+    with np.load(tmp_path / "run/nonfinite/6.npz") as dumped:
+        np.testing.assert_array_equal(dumped["rows"], np.arange(80, 96))
+        np.testing.assert_array_equal(dumped["examples"], data[80:96])
+
+
+SKIP = {"loss": "skip", "gradient": "skip", "metrics": "skip"}
+
+
+def test_an_infinite_loss_between_log_steps_stops_the_run_though_the_gradient_is_finite(tmp_path):
+    def step(state, batch):
+        (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
+        return state.apply_gradients(grads), {"loss": jnp.where(state.step + 1 == BAD, jnp.inf, loss)}
+
+    with pytest.raises(NonFiniteError, match="not finite at step 6: the loss, after batch 6"):
+        train(tmp_path, make_task(train_step=step))
+
+
+def test_a_run_in_which_every_step_is_left_out_does_not_end_well(tmp_path):
+    with pytest.raises(NonFiniteError, match="3 steps in a row were left out"):
+        train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**SKIP, "most": 3})
+
+
+ROLLBACK = {"loss": "rollback", "gradient": "rollback", "metrics": "rollback"}
+
+
+def test_a_rollback_equals_bit_for_bit_a_run_that_leaves_the_batch_out(tmp_path):
+    changes = {"checkpoint": {"every_steps": 4, "keep": 9}, "ema": 0.9, "steps": 10}
+    back = train(tmp_path / "a", make_task(poisoned()), on_nonfinite=ROLLBACK, **changes)
+    data = {"shuffle": False, "skip_batches": [BAD]}
+    clean = train(tmp_path / "b", make_task(poisoned()), **changes | {"data": data})
+    same_state(back, clean)
+    told = lambda name: [(m["step"], m["loss"]) for m in lines(tmp_path / name) if "split" not in m]
+    assert told("a") == told("b") and len(told("a")) == 4
+    np.testing.assert_allclose(params(back), by_hand({BAD}, 11), rtol=1e-6)
+    (event,) = [e for e in lines(tmp_path / "a", "events.jsonl") if e["event"] == "rolled back"]
+    assert (event["step"], event["from_step"], event["skipped_batches"]) == (4, 8, [BAD])
+
+
+def same_state(one, other):
+    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_a_way_back_left_out_is_known_after_a_kill_before_the_next_save(tmp_path, monkeypatch):
+    from spmdkit.run.run import Run
+
+    changes = {"checkpoint": {"every_steps": 4, "keep": 9}, "on_nonfinite": ROLLBACK, "steps": 10}
+
+    def killed(run, step, values, wait_s):
+        if step == 5 and run.program.schedule.skipped:
+            raise KeyboardInterrupt  # after the way back, before step 8 saves what is left out
+        dispatched(run, step, values, wait_s)
+
+    dispatched = Run.dispatched
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "dispatched", killed)
+        train(tmp_path, make_task(poisoned()), **changes)
+    data = {"shuffle": False, "skip_batches": [BAD]}
+    clean = train(tmp_path / "b", make_task(poisoned()), **changes | {"data": data})
+    again = train(tmp_path, make_task(poisoned()), **changes)
+    same_state(again, clean)
+    assert len([e for e in lines(tmp_path, "events.jsonl") if e["event"] == "rolled back"]) == 1
+
+
+def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path):
+    train(tmp_path, make_task(), steps=4)
+    data = lambda *batches: {"shuffle": False, "skip_batches": list(batches)}
+    with pytest.raises(ConfigError, match=r"skip_batches names batch 3, and step 4 .* from 5 on"):
+        train(tmp_path, make_task(), steps=8, data=data(3))
+    result = train(tmp_path, make_task(), steps=8, data=data([5, 6]))
+    np.testing.assert_allclose(params(result), by_hand({5, 6}, 10), rtol=1e-6)
+    again = train(tmp_path, make_task(), steps=9)  # what is left out stays left out
+    np.testing.assert_allclose(params(again), by_hand({5, 6}, 11), rtol=1e-6)
+
+
+def test_ways_back_that_lead_nowhere_end_the_run(tmp_path):
+    with pytest.raises(NonFiniteError, match="after 2 ways back"):
+        train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**ROLLBACK, "most": 2})

@@ -58,12 +58,17 @@ class Rollback:
     Attributes:
         to_step: the newest checkpoint that is not after it is taken; None: the newest of all, or the beginning; 0: the beginning.
         skip_batches: so many batches after it are left out, for good.
+        batches: numbers of batches that are left out besides, for good; of a step it is `run.program.schedule.number(step)`.
         known: as in `Save`.
     """
 
     to_step: int | None = None
     skip_batches: int = 0
+    batches: tuple[int, ...] = ()
     known: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batches", tuple(self.batches))
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def decide(actions: Iterable[Action]) -> Decision:
     asked = list(actions)
     stops = sorted((a for a in asked if isinstance(a, Stop)), key=lambda a: (a.saves, -a.code, a.why))
     back = [a for a in asked if isinstance(a, Rollback)]
-    furthest = sorted(back, key=lambda a: (a.to_step is None, a.to_step or 0, -a.skip_batches))
+    furthest = sorted(back, key=lambda a: (a.to_step is None, a.to_step or 0, -a.skip_batches, a.batches))
     strongest: list[Stop | Rollback | Replace] = [*stops, *furthest, *(a for a in asked if isinstance(a, Replace))]
     turn = strongest[0] if strongest else None
     if isinstance(turn, Rollback) or (isinstance(turn, Stop) and not turn.saves):
