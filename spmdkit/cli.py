@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spmdkit import cli_checkpoint
+from spmdkit.cli_checkpoint import say
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
 
@@ -97,7 +98,7 @@ def eval(
             print(json.dumps({"step": step, **plain}))
         else:
             told = (f"{name} {x:.6g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
-            print(f"step {step} eval  " + "  ".join(told))
+            say(f"step {step} eval  " + "  ".join(told))
     cluster.shutdown()
     check_evaluation(loaded, step, values)
 
@@ -111,8 +112,8 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
 
     program = load(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")
-    print(table(program.layout))
-    print(f"\n{program.explain()}")
+    say(table(program.layout))
+    say(f"\n{program.explain()}")
 
 
 @app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")
@@ -220,7 +221,7 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's 
     """Write report.html of a run."""
     from spmdkit.report.run import write_report
 
-    print(write_report(run_dir))
+    say(write_report(run_dir))
 
 
 @app.command(epilog="Example: spmdkit doctor")
@@ -233,14 +234,14 @@ def doctor(json_: AsJson = False) -> None:
         print(json.dumps(found))
         return
     for name, value in found.items():
-        print(f"{name:12} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}")
+        say(f"{name:12} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}")
 
 
 @config_app.command("check", epilog="Example: spmdkit config check configs/linear_regression.yaml")
 def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check a config without touching a device or importing the task."""
     _load(config, overrides)
-    print(f"{config}: ok")
+    say(f"{config}: ok")
 
 
 @config_app.command("show", epilog="Example: spmdkit config show configs/linear_regression.yaml steps=50")

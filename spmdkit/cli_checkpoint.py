@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from spmdkit.errors import CheckpointError, ConfigError
+from spmdkit.words import visible
 
 app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
 
@@ -41,16 +42,16 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
             *(["best"] if row["best"] else []),
             *([] if row["complete"] else [f"DAMAGED: {row['found']}"]),
         ]
-        print(
+        say(
             f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {'  '.join(words)}".rstrip()
         )
     if not rows:
-        print(f"no checkpoint in {folder}")
+        say(f"no checkpoint in {folder}")
     for name in ignored:
         aside = checkpoint.DAMAGED_MARK in name
-        print(f"damaged, set aside: {name}" if aside else f"not a checkpoint, ignored: {name}")
+        say(f"damaged, set aside: {name}" if aside else f"not a checkpoint, ignored: {name}")
     if left is not None:
-        print(f"note: {left.told()}")
+        say(f"note: {left.told()}")
 
 
 @app.command("inspect", epilog="Example: spmdkit checkpoint inspect runs/first --step 100")
@@ -62,9 +63,9 @@ def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) ->
     if json_:
         print(json.dumps(found))
         return
-    print(f"step {found['step']}")
+    say(f"step {found['step']}")
     for path, leaf in found["leaves"].items():
-        print(f"  {path}  {leaf['dtype']}[{','.join(map(str, leaf['shape']))}]")
+        say(f"  {path}  {leaf['dtype']}[{','.join(map(str, leaf['shape']))}]")
 
 
 @app.command("export", epilog="Example: spmdkit checkpoint export runs/first params.safetensors")
@@ -79,7 +80,7 @@ def checkpoint_export(
     from spmdkit import checkpoint
 
     checkpoint.export(_checkpoints(run), step, out, format=format, which=which)  # type: ignore[arg-type]
-    print(out)
+    say(out)
 
 
 @app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")
@@ -94,7 +95,7 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
     for row in [] if json_ else rows:
         good = "good" if row["checked"] else "can be read (saved before there were checksums)"
         said = good if row["good"] else f"DAMAGED: {row['found']}"
-        print(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {said}")
+        say(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {said}")
     if damaged := [str(row["step"]) for row in rows if not row["good"]]:
         raise CheckpointError(
             f"{len(damaged)} of {len(rows)} checkpoints in {run} {'is' if len(damaged) == 1 else 'are'} damaged: {', '.join(damaged)}. A "
@@ -112,14 +113,19 @@ def checkpoint_rm(
     folder = _checkpoints(run)
     with checkpoint.RunLock(folder.parent):
         checkpoint.remove(folder, steps)
-    print(f"removed {', '.join(map(str, steps))} from {folder}")
+    say(f"removed {', '.join(map(str, steps))} from {folder}")
+
+
+def say(text: object) -> None:
+    """Prints a line for people. Names of files, leaves and metrics in it are another's, and may hold what a terminal obeys."""
+    print(visible(str(text)))
 
 
 def _local_time(seconds: float | None) -> str:
     """Returns a time and how long ago that was."""
     from spmdkit.words import format_duration
 
-    if seconds is None:
+    if seconds is None or not 0 <= seconds < 1e11:
         return f"{'unknown time':<19}"
     return f"{datetime.datetime.fromtimestamp(seconds).isoformat(sep=' ', timespec='seconds')} ({format_duration(max(0.0, time.time() - seconds))} ago)"
 

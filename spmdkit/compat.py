@@ -262,3 +262,7 @@ def splash_attention_gradient(
     residuals = (q, k, v, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
     _, _, _, dq, dk, dv, _, _ = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=dout)
     return dq, dk, dv
+
+
+CALLBACK_LOGGERS = ("jax._src.debugging", "jax._src.callback")
+"""Loggers through which JAX prints the traceback of a callback that raised, beside the error that it gives to the caller (jax 0.10.2)."""

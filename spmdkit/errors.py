@@ -8,22 +8,46 @@ and everything else are bugs of ours.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 
 class ExitCode(enum.IntEnum):
-    """How the command line ends; beside these 128+n, ended by signal n. The one table: docs/guide.md is held to it by a test."""
+    """How the command line ends; beside these 128+n, ended by signal n. What each means: `OUTCOMES`."""
 
     DONE = 0
-    CHECK_FAILED = 1  # verify has found a difference
-    PREEMPTED = 42  # stopped on request, saved; start the same command again
-    FAILED = 70  # the user's function or data raised, or a bug of ours
-    NOT_WRITTEN = 74  # a checkpoint, or the metrics, could not be written
-    PEER_LOST = 75  # processes did not find each other, or one went away
-    HANG = 76  # a watchdog ended a hang
-    NOT_FINITE = 77  # the loss or the state is not finite
-    CONFIG = 78  # the config, the task, the data or the mesh cannot work
-    CHECKPOINT = 79  # a checkpoint cannot be used
-    INTERRUPTED = 130  # Ctrl-C
+    CHECK_FAILED = 1
+    PREEMPTED = 42
+    FAILED = 70
+    NOT_WRITTEN = 74
+    PEER_LOST = 75
+    HANG = 76
+    NOT_FINITE = 77
+    CONFIG = 78
+    CHECKPOINT = 79
+    INTERRUPTED = 130
+
+
+OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
+    "done": (ExitCode.DONE, "done"),
+    "check failed": (ExitCode.CHECK_FAILED, "`verify` has found a difference"),
+    "preempted": (ExitCode.PREEMPTED, "stopped and saved, start me again"),
+    "raised": (ExitCode.FAILED, "your function or data raised, or asked to leave"),
+    "bug": (ExitCode.FAILED, "a bug of spmdkit, with its traceback"),
+    "not written": (ExitCode.NOT_WRITTEN, "a checkpoint or another file could not be written"),
+    "peer lost": (ExitCode.PEER_LOST, "rendezvous or a peer timed out"),
+    "hang": (ExitCode.HANG, "a watchdog ended a hang"),
+    "not finite": (ExitCode.NOT_FINITE, "not finite"),
+    "config": (ExitCode.CONFIG, "bad config, task, data or file"),
+    "checkpoint": (ExitCode.CHECKPOINT, "checkpoint cannot be used"),
+    "interrupted": (ExitCode.INTERRUPTED, "Ctrl-C"),
+}
+"""Outcome -> exit code and words: the one table. Errors, messages, events, the guide and the fuzzer follow it."""
+
+
+def outcome(code: int) -> str:
+    """Returns the words of an exit code; of one that is in no row how such codes are made."""
+    words = dict.fromkeys(w for c, w in OUTCOMES.values() if c == code)
+    return "; ".join(words) or (f"ended by signal {code - 128}" if 128 < code < 193 else "a code of its own")
 
 
 class SpmdkitError(Exception):

@@ -89,5 +89,7 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def _of_environment() -> set[str]:
-    """Returns the values of variables whose names say that they are secret."""
-    return {value for name, value in os.environ.items() if len(value) >= 8 and named(name)}
+    """Returns the values of variables whose names say that they are secret. `PWD` is the current folder."""
+    return {
+        value for name, value in os.environ.items() if len(value) >= 8 and named(name) and name not in ("PWD", "OLDPWD")
+    }

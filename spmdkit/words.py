@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def format_value(value: float) -> str:
@@ -69,6 +71,40 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+_INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys, or turns round, instead of showing: control characters but newline and tab, marks of direction, half characters."""
+
+
+def visible(text: str) -> str:
+    """Returns a text that a terminal shows as it is: what it would obey is written out, as `\\x1b`. For names of files, leaves and metrics."""
+    return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def all_visible(value: Any) -> Any:
+    """Returns plain values with every text in them made `visible`, keys too."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {all_visible(key): all_visible(inner) for key, inner in value.items()}
+    return [all_visible(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+MOST_LINES, MOST_COLUMNS = 24, 1000
+
+
+def bounded(text: str) -> str:
+    """Returns a message that fits on a screen: of too many lines, and of a line that is too long, the beginning and the end."""
+    lines = [_cut(line) for line in text.splitlines()]
+    if len(lines) > MOST_LINES:
+        left_out = len(lines) - MOST_LINES + 1
+        lines = [*lines[: MOST_LINES - 9], f"... {left_out} lines ...", *lines[-8:]]
+    return "\n".join(lines)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= MOST_COLUMNS else f"{line[:560]} ... {len(line) - 960} characters ... {line[-400:]}"
 
 
 def nearest(word: str, options: Iterable[str]) -> str:

@@ -181,7 +181,7 @@ def read_record(directory: Path, step: int) -> Record:
             best=tuple(content["best"]) if content.get("best") else None,
             schema=schema,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise damaged(directory, step, f"{RECORD_FILE} is not as it was written ({first_line(error)})") from error
 
 

@@ -99,9 +99,10 @@ def num_threads(num_devices: int) -> int:
     XLA runs CPU programs on max(cores, devices) threads, and a collective blocks one for each device that waits; a device
     waits in several at once where the program does not order them. With no thread left, the one that they all wait for
     never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2): two devices on two threads, minutes apart;
-    eight on ten at the first step of a pipeline with a cut sequence, and never on eighteen. Idle threads cost nothing.
+    eight on ten at the first step of a pipeline with a cut sequence, and never on eighteen. Idle threads cost nothing, but making 16,000 of them
+    takes 39 s, and 5,000 two: beyond 256 devices there are fewer for each.
     """
-    return 4 * num_devices + (os.cpu_count() or 1)
+    return num_devices + 3 * min(num_devices, 256) + (os.cpu_count() or 1)
 
 
 def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int) -> None:

@@ -28,8 +28,12 @@ from typing import Any, NoReturn
 
 from spmdkit import files, secret
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
+from spmdkit.faults.outcome import of_foreign
 from spmdkit.faults.signals import SIGNALS, Asked
 from spmdkit.names import ERROR_FILE, NAMELESS, PROCESS_ID
+from spmdkit.words import bounded, visible
+
+BUG = "this is a bug in spmdkit"
 
 # How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
 # 0.11.2.
@@ -66,13 +70,14 @@ def run_process(main: Callable[[], int | None]) -> int:
     _tell_launcher({"running": True})
     try:
         code = main() or 0
+        sys.stdout.flush()  # a full disk behind it is told now, and not by Python after the end
     except SystemExit as request:
         if _of_the_user(request):
             code = report(_not_an_end(request))
         elif request.code is None or isinstance(request.code, int):
             code = request.code or 0
         else:
-            print(request.code, file=sys.stderr)
+            print(visible(str(request.code)), file=sys.stderr)
             code = ExitCode.CHECK_FAILED
         _tell_others(code, "")
     except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
@@ -130,12 +135,12 @@ def _tell_others(code: int, message: str) -> None:
 
 def say(code: int, message: str, blamed: Sequence[int] = ()) -> None:
     """Writes the error file and the message for people. `blamed`: the processes that are at fault, where it is not this one."""
-    message = secret.in_text(message)
+    message = secret.in_text(message if BUG in message else bounded(message))
     _write_error_file(code, message, blamed)
     with suppress(OSError, ValueError):  # nobody reads any more; the error file and the code remain
         sys.stdout.flush()
     with suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+        print(visible(message), file=sys.stderr, flush=True)
 
 
 def report_and_leave(error: BaseException) -> NoReturn:
@@ -174,8 +179,10 @@ def describe(error: BaseException) -> tuple[int, str]:
         return error.exit_code, f"{error}\n{_users_part(error.__cause__)}".strip()
     if isinstance(error, SpmdkitError):
         return error.exit_code, str(error) or type(error).__name__
+    if (foreign := of_foreign(error)) is not None:
+        return foreign
     whole = "".join(traceback.format_exception(error)).rstrip()
-    return ExitCode.FAILED, f"{whole}\nthis is a bug in spmdkit: please report it with the text above"
+    return ExitCode.FAILED, f"{whole}\n{BUG}: please report it with the text above"
 
 
 def _one_of_many() -> bool:

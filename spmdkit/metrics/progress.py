@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TextIO
 
 from spmdkit.metrics.status import evaluation_line, place, training_line
-from spmdkit.words import format_duration, format_seconds
+from spmdkit.words import format_duration, format_seconds, visible
 
 RECENT_RECORDS = 16  # time left is the pace of this many records, evaluations and saves among them included
 
@@ -101,13 +101,13 @@ class Progress:
         self._mark(step)
         self.advance(step)
         if self._bar:
-            self._bar.words = training_line(record, self._unit, self._left(step), columns=self._bar.columns)
+            self._bar.words = visible(training_line(record, self._unit, self._left(step), columns=self._bar.columns))
         else:
             self.message(training_line(record, self._unit, self._left(step), place(step, self._total)))
 
     def message(self, text: str) -> None:
         """Shows another line: the run directory, a saved checkpoint. Never cut, since it may hold a path."""
-        self._put("\n" * self._unfinished + text, end="\n")
+        self._put("\n" * self._unfinished + visible(text), end="\n")
 
     def close(self) -> None:
         """Ends the display and gives the terminal back. May be called twice."""

@@ -13,11 +13,12 @@ from spmdkit import files
 from spmdkit.cluster import environment, join
 from spmdkit.config import Config, load_config, to_short_yaml
 from spmdkit.errors import ConfigError
-from spmdkit.plan.compare import compare, read_plan, show_comparison
+from spmdkit.plan.compare import as_written, compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, plan_program, refuse
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
 from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
 from spmdkit.program.opening import open_program, task_of
+from spmdkit.words import visible
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
         _run_diff(path, overrides, options)
         return
     if path.suffix == ".json":
-        _print(read_plan(path), options)
+        document = read_plan(path)
+        with as_written(path):
+            _print(document, options)
         return
     config = load_config(path, overrides)
     machine = choose_target(config, options.target)
@@ -100,7 +103,7 @@ def _print(document: Document, options: PlanOptions) -> None:
     show(document)
     for written in (options.html, options.write):
         if written is not None:
-            print(written)
+            print(visible(str(written)))
 
 
 def make_plan(config: Config, target: str | None = None) -> Document:
@@ -116,7 +119,7 @@ def plan_on(config: Config, machine: Target) -> Document:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(visible(line), file=sys.stderr, flush=True)
 
 
 def choose_target(config: Config, target: str | None) -> Target:
@@ -189,7 +192,8 @@ def _run_diff(path: Path, overrides: list[str], options: PlanOptions) -> None:
             plans.append(read_plan(file))
         else:
             plans.append(make_plan(load_config(file, own), options.target))
-    if options.as_json:
-        print(json.dumps(compare(*plans)))
-    else:
-        show_comparison(plans[0], plans[1], (str(path), str(options.diff)))
+    with as_written(*(file for file in (path, options.diff) if file.suffix == ".json")):
+        if options.as_json:
+            print(json.dumps(compare(*plans)))
+        else:
+            show_comparison(plans[0], plans[1], (str(path), str(options.diff)))

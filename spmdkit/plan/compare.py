@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import describe_mesh
 from spmdkit.plan.table import console
-from spmdkit.words import format_bytes, format_count, format_seconds
+from spmdkit.words import all_visible, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read as a plan ({type(error).__name__}). A plan is JSON, as spmdkit plan CONFIG --json prints it and as "
             "train writes it into its run directory (plan.json)."
@@ -36,6 +37,22 @@ def read_plan(path: Path) -> dict[str, Any]:
             f"{path} is JSON and no plan: it lacks target, memory, collectives or layout. Give a plan.json."
         )
     return found
+
+
+@contextlib.contextmanager
+def as_written(*paths: Path) -> Iterator[None]:
+    """Runs what shows the plans of these files. Raises ConfigError where one does not hold what `spmdkit plan` writes."""
+    if not paths:
+        yield
+        return
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        named = " or ".join(map(str, paths))
+        raise ConfigError(
+            f"{named} has the keys of a plan, and not what stands under them ({type(error).__name__}: {str(error)[:120]}). A plan is shown as "
+            "spmdkit has written it. Make it again: spmdkit plan CONFIG --json."
+        ) from error
 
 
 def compare(a: Document, b: Document) -> dict[str, Any]:
@@ -99,7 +116,7 @@ def show_comparison(a: Document, b: Document, names: tuple[str, str], to: Consol
     """Prints what moved from `a` to `b`."""
     from rich.markup import escape
 
-    out, found = to or console(), compare(a, b)
+    out, found, names = to or console(), all_visible(compare(a, b)), all_visible(names)
     out.print(f"[bold]{escape(names[0])}[/] -> [bold]{escape(names[1])}[/]")
     for name, (before, after) in found["what"].items():
         out.print(f"  {name}: {escape(_value(before))} -> {escape(_value(after))}")

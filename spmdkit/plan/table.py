@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spmdkit.mesh import describe_mesh
-from spmdkit.words import format_bytes, format_count, format_seconds
+from spmdkit.words import all_visible, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ def console() -> Console:
 
 def show(document: Mapping[str, Any], to: Console | None = None) -> None:
     """Prints a plan."""
-    out = to or console()
+    out, document = to or console(), all_visible(document)
     _show_head(document, out)
     _show_memory(document, out)
     _show_wire(document, out)

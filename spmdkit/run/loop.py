@@ -36,6 +36,7 @@ from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
 from spmdkit.verify import certificate
+from spmdkit.words import visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +194,12 @@ def _introduce(run: Run, state: TrainState) -> None:
 
 def _conclude(run: Run) -> None:
     if run.cluster.is_main and run.config.log.progress != "off":
-        print(f"report {run.directory / 'report.html'}", flush=True)
+        try:
+            print(visible(f"report {run.directory / 'report.html'}"), flush=True)
+        except (
+            OSError
+        ):  # what was trained is saved, and nobody reads: the end of the process would fail over it once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _preempted(run: Run, stopped: Stop) -> Preempted:
@@ -222,7 +228,7 @@ def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog
 def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None) -> Program:
     """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
-    say = lambda line: None if quiet else print(line, file=sys.stderr, flush=True)
+    say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
     found = preflight.same_data(cluster, lambda: task_of(config) if task is None else with_hooks(task, config))
     return preflight.same_program(cluster, lambda: open_program(config, found, cluster.devices, limit_bytes, say))
 
@@ -250,7 +256,7 @@ def evaluate(
                 )
             left = unfinished(directory.parent)
             if left is not None and not left.alive and cluster.is_main:
-                print(f"note: {left.told()}", file=sys.stderr, flush=True)
+                print(visible(f"note: {left.told()}"), file=sys.stderr, flush=True)
             with journal.during("restore"):
                 state, *_ = restored(checkpoints, chosen, program)
             checkpoints.close()

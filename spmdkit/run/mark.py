@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit import attempt
+from spmdkit.faults.outcome import quiet_callbacks
 from spmdkit.names import STEP_FILE
 
 
 def note_running(run: Any, step: int) -> attempt.StepMark:
     """Returns the mark of the steps to come, after `running` is written; tells of the start before, where that one did not say how it ended."""
+    quiet_callbacks()
     paths = [run.directory / attempt.LAST_STEP] if run.cluster.is_main else []
     if run.cluster.is_main:
         left = attempt.unfinished(run.directory)

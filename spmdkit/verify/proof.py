@@ -120,6 +120,22 @@ def _case_jobs(meshes: list[dict[str, int]], microbatches: list[int]) -> list[di
     ]
 
 
+def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
+    """Returns the outcomes by job that a file of an earlier run holds of the same proof."""
+    found = {}
+    try:
+        for line in resume.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["digest"] == digest:
+                found[entry["job"]] = dict(entry["outcome"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"--resume {resume} cannot be read ({type(error).__name__}). It holds the cases that an earlier verify has finished, a line each. Remove it, "
+            "or name another."
+        ) from error
+    return found
+
+
 class _Results:
     """Outcomes by job, some of them from a file of an earlier run."""
 
@@ -127,10 +143,7 @@ class _Results:
         self._jobs, self._resume, self._digest, self._say = jobs, resume, digest, say
         self._outcomes: dict[str, dict[str, Any]] = {}
         if resume is not None and resume.exists():
-            for line in resume.read_text(encoding="utf-8").splitlines():
-                entry = json.loads(line)
-                if entry["digest"] == digest:
-                    self._outcomes[entry["job"]] = entry["outcome"]
+            self._outcomes = _finished(resume, digest)
         self.missing = [job for job in jobs if _key(job) not in self._outcomes]
         self._done = len(jobs) - len(self.missing)
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spmdkit.verify.cases import describe_case
+from spmdkit.words import all_visible
 
 WIDTH = 100
 SHOWN_SKIPPED = 8
@@ -18,7 +19,7 @@ SHOWN_SKIPPED = 8
 
 def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None:
     """Prints a report of `verify`."""
-    console = Console(file=file, width=WIDTH, highlight=False)
+    console, report = Console(file=file, width=WIDTH, highlight=False), all_visible(report)
     _cases(console, report)
     for case in report["cases"]:
         if not case["passed"]:

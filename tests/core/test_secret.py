@@ -94,4 +94,6 @@ def test_what_a_name_has_told_is_hidden_in_messages_too(monkeypatch):
     secret.remember({"task_args": {"api_token": "zq81xxvv", "width": "ordinary"}})
     assert secret.in_text("refused: zq81xxvv of ordinary") == "refused: *** of ordinary"
     monkeypatch.setenv("SOME_PASSWORD", "correct horse")
+    monkeypatch.setenv("PWD", "/home/me/project")
+    assert secret.in_text("/home/me/project/task.py:3") == "/home/me/project/task.py:3"
     assert secret.in_text("it is correct horse") == "it is ***"

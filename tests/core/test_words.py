@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdkit.words import format_bytes, format_count, format_seconds, nearest
+from spmdkit.words import all_visible, bounded, format_bytes, format_count, format_seconds, nearest, visible
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,16 @@ def test_a_size_has_binary_units():
 def test_only_a_name_that_is_close_is_offered():
     assert nearest("tensr", ["tensor", "data"]) == " Did you mean 'tensor'?"
     assert nearest("xyz", ["tensor", "data"]) == ""
+
+
+def test_what_a_terminal_would_obey_is_written_out_and_the_rest_stays():
+    assert visible("a\x1b[31m\r\u202e\udcff\x9b") == "a\\x1b[31m\\r\\u202e\\udcff\\x9b"
+    assert visible("Größe 5 µs\n\tx 中") == "Größe 5 µs\n\tx 中"
+    assert all_visible({"\x07": ["\x07", 3, None]}) == {"\\x07": ["\\x07", 3, None]}
+
+
+def test_a_message_fits_on_a_screen_and_keeps_both_ends():
+    found = bounded("\n".join(["first", *["x" * 10_000] * 100, "last"])).splitlines()
+    assert len(found) <= 25 and max(map(len, found)) < 1001
+    assert (found[0], found[-1]) == ("first", "last")
+    assert bounded("short\ntext") == "short\ntext"

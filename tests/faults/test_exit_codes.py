@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from spmdkit import errors
-from spmdkit.errors import ExitCode, SpmdkitError
+from spmdkit.errors import OUTCOMES, ExitCode, SpmdkitError, outcome
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 
@@ -14,6 +14,18 @@ def test_the_guide_names_every_code_and_no_other():
     named = {int(code) for code in re.findall(r"(?:^|· )(\d+) ", section.replace("\n", " ").strip())}
     assert named == set(ExitCode) - {ExitCode.INTERRUPTED}
     assert "128+n ended by signal n" in section
+    text = " ".join(section.split())
+    for name, (code, words) in OUTCOMES.items():
+        assert name in ("interrupted", "bug") or f"{int(code)} {words}" in text, f"{code} {words}"
+
+
+def test_every_outcome_has_a_code_and_every_code_an_outcome():
+    assert {code for code, _ in OUTCOMES.values()} == set(ExitCode)
+    assert (
+        outcome(79) == "checkpoint cannot be used"
+        and outcome(137) == "ended by signal 9"
+        and outcome(3) == "a code of its own"
+    )
 
 
 def test_every_error_has_a_code_of_the_table():

@@ -112,7 +112,7 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} cannot be read ({type(error).__name__}). It holds the rates of this machine. Remove it and measure again: "
             "spmdkit plan CONFIG --calibrate."

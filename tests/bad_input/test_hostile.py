@@ -1,0 +1,198 @@
+"""What used to end in a traceback, in a wrong code or after a minute: each is one message with its code, and nothing of the inside."""
+
+import json
+import os
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+
+from spmdkit.cluster.join import num_threads
+from tests.support.messages import Says
+
+DEEP = "[" * 100_000
+CALLBACK = """
+import sys, jax
+def told(step):
+    if step >= 2: {}
+def train_step(state, batch):
+    jax.debug.callback(told, state.step)
+    (loss, metrics), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
+    return state.apply_gradients(grads, value=loss), {{"loss": loss}}
+"""
+
+
+@pytest.mark.parametrize("raised", ["raise ValueError('mine')", "sys.exit(0)", "raise GeneratorExit"])
+def test_what_a_callback_in_the_step_raises_is_the_users(folder, raised):
+    one = {
+        "steps": "8",
+        "devices": "cpu:1",
+        "mesh": None,
+    }  # several devices wait for the one whose callback raised, until XLA aborts this process
+    folder.write(CALLBACK.format(raised), {"train_step": "train_step"}, one)
+    told = folder.fails(
+        70,
+        Says(("a callback in the step raised at ", "task.py:", ", in told: ", "the newest checkpoint")),
+        may_train=True,
+    )
+    assert any(name in told for name in ("ValueError: mine", "SystemExit: 0", "GeneratorExit"))
+
+
+@pytest.mark.parametrize("content", [DEEP, '{"a":' * 100_000, "null", "[]", '{"schema": 1, "step": 2, "time": 1e400}'])
+def test_a_record_that_is_nested_deep_or_of_other_types(folder, content):
+    folder.write()
+    (folder.path / "run/checkpoints/2/record.json").write_text(content)
+    assert folder.leaves("checkpoint", "ls", "run") == 0
+    folder.fails(79, Says(("record.json",)), command=("checkpoint", "inspect", "run", "--step", "2"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: DEEP,
+        lambda plan: {**plan, "memory": 5},
+        lambda plan: {**plan, "collectives": [3]},
+        lambda plan: {**plan, "layout": {"a": 1}, "findings": "none", "mesh": [1]},
+        lambda plan: {**plan, "predicted_step_s": "fast", "time": []},
+    ],
+)
+def test_a_plan_that_is_nested_deep_or_of_other_types(folder, change, capfd):
+    changed = change(json.loads((folder.path / "run/plan.json").read_text()))
+    (folder.path / "plan.json").write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    (folder.path / "run/plan.json").write_bytes((folder.path / "plan.json").read_bytes())
+    folder.fails(78, Says(("plan.json",)), command=("plan", "plan.json"))
+    assert folder.leaves("report", "run") == 0
+    assert (folder.path / "run/report.html").exists()
+
+
+@pytest.mark.parametrize("content", [DEEP, "5", '{"format": 1}'])
+def test_a_certificate_that_is_none(folder, content):
+    (folder.path / "proof.json").write_text(content)
+    folder.write(config={"certificate": "proof.json"})
+    folder.fails(78, Says(("proof.json",)))
+
+
+def test_a_name_that_is_longer_than_names_may_be(folder):
+    folder.write()
+    folder.fails(74, Says(("File name too long",)), command=("checkpoint", "export", "run", "a" * 300))
+    folder.fails(
+        78, Says("a path with at most 255 bytes in each part"), command=("train", "run.yaml", f"run_dir={'a' * 300}")
+    )
+    folder.fails(78, Says(("File name too long",)), command=("train", "a" * 300 + ".yaml"))
+
+
+def test_an_argument_of_a_megabyte_is_not_echoed(folder):
+    big = "x" * 1_000_000
+    folder.write()
+    (folder.path / "big.yaml").write_text(f"task: task.py:task\ntask_args: {{text: {big}}}\n")
+    told = folder.fails(78, Says(("task_args",)), command=("train", "big.yaml"))
+    assert len(told) < 1200
+    (folder.path / "big.yaml").write_text(f"task: task.py:make\ntask_args: {{text: {big}}}\n")
+    folder.write("@sk.task\ndef make(width): return task\n")
+    assert (
+        len(
+            folder.fails(
+                78,
+                Says(
+                    (
+                        "task_args",
+                        "do not fit",
+                    )
+                ),
+                command=("train", "big.yaml"),
+            )
+        )
+        < 1200
+    )
+    folder.write("@sk.task\ndef make(text): raise ValueError(text)\n")
+    assert len(folder.fails(78, Says(("raised ValueError",)), command=("train", "big.yaml"))) < 1200
+
+
+def test_a_folder_that_may_not_be_read_is_no_bug(folder, monkeypatch):
+    folder.write()
+    real = os.listdir
+
+    def listdir(path="."):
+        if str(path).endswith("checkpoints"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    folder.fails(
+        78,
+        Says(
+            (
+                "checkpoints",
+                "Permission denied",
+            )
+        ),
+        command=("checkpoint", "ls", "run"),
+    )
+
+
+def test_thousands_of_fake_devices_are_there_in_seconds():
+    """16,000 threads took 39 s to make, in a config that was refused afterwards."""
+    assert num_threads(4096) < 5000
+    assert num_threads(8) >= 4 * 8
+
+
+@pytest.mark.processes
+def test_standard_output_on_a_full_disk(folder):
+    """What was trained is saved, and that is what the code says; what had to be printed was not, and that is 74."""
+    folder.write()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUM")}
+    with open("/dev/full", "w") as full:
+        for command, code in ((("train", "run.yaml", "steps=4"), 0), (("checkpoint", "ls", "run"), 74)):
+            done = subprocess.run(
+                [sys.executable, "-m", "spmdkit", *command],
+                cwd=folder.path,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=120,
+                env=environment,
+            )
+            assert done.returncode == code and "Traceback" not in done.stderr and "Exception" not in done.stderr, (
+                done.stderr
+            )
+    assert (folder.path / "run/checkpoints/4/record.json").exists()
+
+
+# ---- what a terminal would obey -----------------------------------------------------------------------------------------
+
+ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\u202e\udcff"
+
+
+def test_names_of_files_and_leaves_reach_the_terminal_written_out(folder, capfd):
+    folder.write(
+        f"def loss_fn(params, batch, key):\n    error = batch['x'] @ params['w'] + params['b'] - batch['y']\n"
+        f"    return sk.mean(error**2), {{{ESCAPES[:-1]!r}: sk.mean(error)}}"
+    )
+    (folder.path / "run/checkpoints" / f"odd{ESCAPES}").mkdir()
+    plan = json.loads((folder.path / "run/plan.json").read_text())
+    plan["target"] = plan["layout"][0]["path"] = plan["notes"] = [ESCAPES[:-1]]
+    plan["target"] = ESCAPES[:-1]
+    (folder.path / "odd.json").write_text(json.dumps(plan))
+    capfd.readouterr()
+    for command in (
+        ("train", "run.yaml", "steps=3"),
+        ("checkpoint", "ls", "run"),
+        ("plan", "odd.json"),
+        ("train", f"no{ESCAPES[:-1]}.yaml"),
+    ):
+        folder.leaves(*command)
+        output, error = capfd.readouterr()
+        obeyed = {c for c in output + error if unicodedata.category(c) in ("Cc", "Cf", "Cs")} - {"\n", "\t"}
+        assert not obeyed, (command, obeyed, output + error)
+        assert "\\x1b[2J" in output + error, (command, output + error)
+
+
+def test_a_mask_is_not_left_wider_than_it_was(folder):
+    before = os.umask(0o022)
+    try:
+        folder.write()
+        folder.leaves("config", "check", "run.yaml")
+        assert os.umask(0o077) == 0o027
+    finally:
+        os.umask(before)
