@@ -9,7 +9,6 @@ record, commits, and deletes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -332,10 +331,9 @@ class Checkpoints:
             self._background.shutdown()
             checkpointer, self._checkpointer = self._checkpointer, None
             if checkpointer is not None:
-                with contextlib.suppress(
-                    Exception
-                ):  # what a save has met was raised by `wait`, and orbax would raise its own once more
-                    checkpointer.close()
+                from spmdkit.checkpoint import storage
+
+                storage.close(checkpointer)
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints after `step`: training has gone back to it, and those steps come again. On process 0.
