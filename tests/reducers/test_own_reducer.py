@@ -9,6 +9,7 @@ from spmdkit.verify.cases import provable
 from spmdkit.verify.certificate import task_digest
 from tests.support.core_runs import assert_close
 from tests.support.messages import Says, refused
+from tests.support.own_files import config_by_choice
 from tests.support.reducer_runs import owed, train
 
 TASK = """
@@ -60,19 +61,8 @@ def number():
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """Returns a function from the value of `reducer` to the config of a file beside the reducer's."""
-    import sys
-
-    for name in ("spmdkit_task_mine", "spmdkit_task_own"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    (tmp_path / "own.py").write_text(TASK)
-    (tmp_path / "mine.py").write_text(MINE)
-
-    def load(reducer):
-        text = f"task: own.py:task\nbatch_size: 64\nsteps: 20\nmesh: {{data: 4}}\ndata: {{remainder: mask}}\nreducer: {reducer}\n"
-        (tmp_path / "config.yaml").write_text(text)
-        return sk.load_config(tmp_path / "config.yaml")
-
-    return load
+    lines = "task: own.py:task\nbatch_size: 64\nsteps: 20\nmesh: {data: 4}\ndata: {remainder: mask}\n"
+    return config_by_choice(tmp_path, monkeypatch, {"own.py": TASK, "mine.py": MINE}, lines, "reducer")
 
 
 def program(config):

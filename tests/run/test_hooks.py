@@ -11,9 +11,9 @@ import pytest
 
 import spmdkit as sk
 from spmdkit import checkpoint
-from spmdkit.cluster import environment, join
 from spmdkit.errors import ConfigError, NonFiniteError, Preempted, UserCodeError
 from spmdkit.run.hooks.base import Decision, decide
+from tests.support import small_runs
 
 X = np.random.default_rng(0).normal(size=(256, 3)).astype(np.float32)
 
@@ -32,21 +32,12 @@ def task(*hooks, **changes):
 
 
 def train(tmp_path, *hooks, task=task, **changes):
-    values = {
-        "task": "inline.py:task",
-        "run_dir": str(tmp_path / "run"),
-        "steps": 12,
-        "batch_size": 16,
-        "devices": "cpu:2",
-        "mesh": {"data": 2},
-        "log": {"every_steps": 1, "progress": "plain"},
-    }
-    config = sk.Config(**{**values, **changes})
-    return sk.train(config, join(environment({}), config.devices), task(*hooks))
+    values = {"steps": 12, "batch_size": 16, "checkpoint": {}, "log": {"every_steps": 1, "progress": "plain"}}
+    return small_runs.train(tmp_path, task(*hooks), **{**values, **changes})
 
 
 def lines(tmp_path, name="metrics.jsonl"):
-    return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+    return small_runs.lines(tmp_path, name)
 
 
 def losses(tmp_path):

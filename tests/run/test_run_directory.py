@@ -18,6 +18,7 @@ from spmdkit.errors import CheckpointWriteError, NonFiniteError
 from spmdkit.program.program import Program
 from spmdkit.run.loop import run_steps
 from spmdkit.run.run import Run
+from tests.support.small_runs import config_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(256, 1)).astype(np.float32)
@@ -43,16 +44,7 @@ def make_task(explode_at=None, learning_rate=0.1):
 
 
 def make_config(tmp_path, **changes):
-    values = {
-        "task": "inline.py:task",
-        "run_dir": str(tmp_path / "run"),
-        "steps": 20,
-        "batch_size": 32,
-        "devices": "cpu:2",
-        "mesh": {"data": 2},
-        "log": {"every_steps": 5, "progress": "off"},
-    }
-    return sk.Config(**{**values, **changes})
+    return config_of(tmp_path, **{"checkpoint": {}, "log": {"every_steps": 5, "progress": "off"}, **changes})
 
 
 class Slow:

@@ -1,7 +1,5 @@
 """A user's own sync, named by a config: it trains as one of the package, it may keep something, and only what is declared is called."""
 
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.program.restoring import restored
 from spmdkit.verify.certificate import task_digest
+from tests.support.own_files import config_by_choice
 
 TASK = """
 import optax
@@ -77,18 +76,8 @@ def raises(every):
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """Returns a function from the value of `sync` to the config of a file beside the sync's."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("spmdkit_task_mine", "spmdkit_task_own"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    (tmp_path / "own.py").write_text(TASK)
-    (tmp_path / "mine.py").write_text(MINE)
-
-    def load(sync):
-        text = f"task: own.py:task\nbatch_size: 16\nsteps: 20\nmesh: {{data: 4}}\nsync: {sync}\n"
-        (tmp_path / "config.yaml").write_text(text)
-        return sk.load_config(tmp_path / "config.yaml")
-
-    return load
+    lines = "task: own.py:task\nbatch_size: 16\nsteps: 20\nmesh: {data: 4}\n"
+    return config_by_choice(tmp_path, monkeypatch, {"own.py": TASK, "mine.py": MINE}, lines, "sync")
 
 
 def program(config):
