@@ -29,40 +29,40 @@ Line = tuple[str, str]
 Refused = Sequence[tuple[scope.Form, str]]
 
 
-def explain(step: TaskStep, record: scope.Context, refused: Refused, notes: Sequence[str]) -> str:
+def explain(task_step: TaskStep, context: scope.Context, refused: Refused, notes: Sequence[str]) -> str:
     """Returns the lines as text.
 
     Args:
-        record: of the step, its form chosen.
+        context: of the step, its form chosen.
         refused: forms that were tried before, and what each said.
         notes: of the program, as they stand.
     """
     lines = [
-        ("mesh", f"{describe_mesh(step.sizes)}: {math.prod(step.sizes.values())} devices"),
-        *_layout(step),
-        ("placement", _placement(step)),
-        ("form", _form(step, record, refused)),
-        ("precision", _precision(step)),
-        ("microbatches", _microbatches(record, step.config.batch_size)),
-        ("remat", _remat(step, record)),
-        *_parts(step, record),
-        ("reducer", _reducer(step, record)),
-        *_model_state(step, record),
-        ("update", _update(step)),
-        ("hooks", _hooks(step)),
-        ("sync", _sync(step)),
+        ("mesh", f"{describe_mesh(task_step.sizes)}: {math.prod(task_step.sizes.values())} devices"),
+        *_layout(task_step),
+        ("placement", _placement(task_step)),
+        ("form", _form(task_step, context, refused)),
+        ("precision", _precision(task_step)),
+        ("microbatches", _microbatches(context, task_step.config.batch_size)),
+        ("remat", _remat(task_step, context)),
+        *_parts(task_step, context),
+        ("reducer", _reducer(task_step, context)),
+        *_model_state(task_step, context),
+        ("update", _update(task_step)),
+        ("hooks", _hooks(task_step)),
+        ("sync", _sync(task_step)),
         *(("note", note) for note in notes),
     ]
     return "\n".join(f"{name:<13} {text}" for name, text in lines)
 
 
-def _layout(step: TaskStep) -> Iterator[Line]:
-    leaves = [p for p in step.state.table if p.path.split("/")[0] == "params"]
+def _layout(task_step: TaskStep) -> Iterator[Line]:
+    leaves = [p for p in task_step.state.table if p.path.split("/")[0] == "params"]
     reasons = Counter(_short(p.reason) for p in leaves)
     zero = ""
-    if step.sizes["fsdp"] > 1:
-        what = ("optimizer state", "gradients", "parameters")[: step.config.layout.zero]
-        zero = f"; zero {step.config.layout.zero}: fsdp cuts {', '.join(what)}"
+    if task_step.sizes["fsdp"] > 1:
+        what = ("optimizer state", "gradients", "parameters")[: task_step.config.layout.zero]
+        zero = f"; zero {task_step.config.layout.zero}: fsdp cuts {', '.join(what)}"
     counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
     yield "layout", f"{len(leaves)} parameters, {format_bytes(sum(p.num_bytes for p in leaves))}: {counts}{zero}"
     for p in sorted(leaves, key=lambda p: -p.num_bytes)[:LARGEST]:
@@ -78,29 +78,29 @@ def _shape(leaf: LeafPlacement) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _placement(step: TaskStep) -> str:
-    asked = step.config.placement
+def _placement(task_step: TaskStep) -> str:
+    asked = task_step.config.placement
     on_host = [f"{name} on the host" for name, kind in asked if kind == "host"]
     return f"{', '.join(on_host)}: brought to the devices in the step" if on_host else "all on the devices"
 
 
-def _form(step: TaskStep, record: scope.Context, refused: Refused) -> str:
-    replicas, model = record.cuts.num_replicas, _model_axes(record)
-    inside = "" if step.groups is None else " inside of each group"
+def _form(task_step: TaskStep, context: scope.Context, refused: Refused) -> str:
+    replicas, model = context.cuts.num_replicas, _model_axes(context)
+    inside = "" if task_step.groups is None else " inside of each group"
     why = {
         "plain": f"one replica{inside}, so nothing is added; the partitioner cuts the rest",
         "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner cuts the rest{f' ({model})' if model else ''}",
         "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no model axis that cuts anything else",
-    }[record.cuts.form]
-    if step.task.view == "replica":
+    }[context.cuts.form]
+    if task_step.task.view == "replica":
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
     tried = "".join(f"; not {form}: {text.splitlines()[0]}" for form, text in refused)
-    return f"{record.cuts.form}: {why}{tried}"
+    return f"{context.cuts.form}: {why}{tried}"
 
 
-def _model_axes(record: scope.Context) -> str:
+def _model_axes(context: scope.Context) -> str:
     return ", ".join(
-        a for a, size in record.cuts.sizes.items() if size > 1 and a not in ("replica", *record.cuts.data_axes)
+        a for a, size in context.cuts.sizes.items() if size > 1 and a not in ("replica", *context.cuts.data_axes)
     )
 
 
@@ -108,8 +108,8 @@ def _many(num: int, word: str) -> str:
     return f"{num} {word}{'s' * (num != 1)}"
 
 
-def _precision(step: TaskStep) -> str:
-    asked = step.config.precision
+def _precision(task_step: TaskStep) -> str:
+    asked = task_step.config.precision
     inputs = ""
     if {asked.compute, asked.params} != {"float32"}:
         cast = {"compute": "cast too", "given": "as they are"}
@@ -117,8 +117,8 @@ def _precision(step: TaskStep) -> str:
     return f"compute {asked.compute}, parameters {asked.params}, gradients added in {asked.reduce}{inputs}"
 
 
-def _microbatches(record: scope.Context, batch_size: int) -> str:
-    num = record.cuts.microbatches
+def _microbatches(context: scope.Context, batch_size: int) -> str:
+    num = context.cuts.microbatches
     if num == 1:
         return f"1: the whole batch of {batch_size} at once"
     return (
@@ -126,44 +126,44 @@ def _microbatches(record: scope.Context, batch_size: int) -> str:
     )
 
 
-def _remat(step: TaskStep, record: scope.Context) -> str:
-    asked = step.config.remat
-    if record.chosen.remat is None:
+def _remat(task_step: TaskStep, context: scope.Context) -> str:
+    asked = task_step.config.remat
+    if context.chosen.remat is None:
         return "none: all that the backward pass needs is kept"
     name = asked if isinstance(asked, str) else f"save {asked.save}, offload {asked.offload}"
     where = (
-        "the whole loss, since the step calls no sk.remat" if record.chosen.remat_whole else "each part under sk.remat"
+        "the whole loss, since the step calls no sk.remat" if context.chosen.remat_whole else "each part under sk.remat"
     )
     return f"{name}: around {where}"
 
 
-def _parts(step: TaskStep, record: scope.Context) -> Iterator[Line]:
+def _parts(task_step: TaskStep, context: scope.Context) -> Iterator[Line]:
     """Yields what ops of the model were told, where the step uses them."""
-    if record.noticed.has_called("pipeline") and step.sizes["pipeline"] > 1:
-        yield "pipeline", f"{record.chosen.pipeline.schedule} in {step.sizes['pipeline']} stages"
-    if record.noticed.has_called("attention"):
-        around = f", {record.chosen.attention.context} over context" if step.sizes["context"] > 1 else ""
-        yield "attention", f"{record.chosen.attention.implementation}{around}"
+    if context.noticed.has_called("pipeline") and task_step.sizes["pipeline"] > 1:
+        yield "pipeline", f"{context.chosen.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
+    if context.noticed.has_called("attention"):
+        around = f", {context.chosen.attention.context} over context" if task_step.sizes["context"] > 1 else ""
+        yield "attention", f"{context.chosen.attention.implementation}{around}"
 
 
-def _reducer(step: TaskStep, record: scope.Context) -> str:
-    reducer, (name, options) = record.chosen.reducer, kinds.split(step.config.reducer)
-    added = _added(record)
+def _reducer(task_step: TaskStep, context: scope.Context) -> str:
+    reducer, (name, options) = context.chosen.reducer, kinds.split(task_step.config.reducer)
+    added = _added(context)
     by_partitioner = (
-        "" if step.sizes["fsdp"] == 1 or "fsdp" in record.cuts.data_axes else "; over fsdp the partitioner adds"
+        "" if task_step.sizes["fsdp"] == 1 or "fsdp" in context.cuts.data_axes else "; over fsdp the partitioner adds"
     )
     if not added:
         return f"{name}: not used, since nothing is added over replicas{by_partitioner}"
-    if not record.noticed.has_called("value_and_grad"):
+    if not context.noticed.has_called("value_and_grad"):
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
-    itemsize = jnp.dtype(step.config.precision.reduce).itemsize
+    itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
     plain = lambda values, num: 2 * (num - 1) / num * itemsize * values
     wire = plain if reducer.is_sum else reducer.wire
     over = ", ".join(
-        f"{values} values over {' x '.join(axes)} ({record.cuts.size(*axes)} replicas)"
+        f"{values} values over {' x '.join(axes)} ({context.cuts.size(*axes)} replicas)"
         for axes, values in added.items()
     )
-    sent = sum(wire(values, record.cuts.size(*axes)) for axes, values in added.items())
+    sent = sum(wire(values, context.cuts.size(*axes)) for axes, values in added.items())
     options = {option: value for option, value in options.items() if option != "warmup"}
     given = f" {options}" if options else ""
     first = f"sum to step {reducer.warmup}, then " if reducer.warmup else ""
@@ -171,42 +171,42 @@ def _reducer(step: TaskStep, record: scope.Context) -> str:
     return f"{first}{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
 
 
-def _added(record: scope.Context) -> dict[tuple[str, ...], int]:
+def _added(context: scope.Context) -> dict[tuple[str, ...], int]:
     """Returns replica axes -> values of the gradient that a device adds over them."""
-    assert record.cuts.placements is not None
+    assert context.cuts.placements is not None
     found: Counter[tuple[str, ...]] = Counter()
-    specs: list[Any] = jax.tree.leaves(record.cuts.placements.gradient)
-    for shape, spec in zip(record.cuts.placements.shapes.values(), specs, strict=True):
-        if axes := replica_axes_of(record, spec):
+    specs: list[Any] = jax.tree.leaves(context.cuts.placements.gradient)
+    for shape, spec in zip(context.cuts.placements.shapes.values(), specs, strict=True):
+        if axes := replica_axes_of(context, spec):
             cut = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
-            found[axes] += math.prod(shape) // count(record.cuts.sizes, cut)
+            found[axes] += math.prod(shape) // count(context.cuts.sizes, cut)
     return dict(found)
 
 
-def _model_state(step: TaskStep, record: scope.Context) -> Iterator[Line]:
-    if step.stateful:
-        num = record.cuts.state_groups
+def _model_state(task_step: TaskStep, context: scope.Context) -> Iterator[Line]:
+    if task_step.stateful:
+        num = context.cuts.state_groups
         yield "model state", "one for all replicas" if num is None else f"{num}, one for each group of replicas"
 
 
-def _update(step: TaskStep) -> str:
-    config = step.config
+def _update(task_step: TaskStep) -> str:
+    config = task_step.config
     name = "the task's optimizer" if config.optimizer is None else config.optimizer["name"]
     clip = "" if config.clip_norm is None else f"gradient clipped to a global norm of {config.clip_norm:g}, then "
     ema = "" if config.ema is None else f", then a moving average of the parameters ({config.ema:g})"
-    own = " as train_step says" if step.task.train_step is not None else ""
+    own = " as train_step says" if task_step.task.train_step is not None else ""
     return f"{clip}{name}{own}{ema}"
 
 
-def _hooks(step: TaskStep) -> str:
-    hooks = sorted(step.task.hooks, key=lambda hook: hook.order)
+def _hooks(task_step: TaskStep) -> str:
+    hooks = sorted(task_step.task.hooks, key=lambda hook: hook.order)
     inside, beside = ([hook.name for hook in hooks if (hook.in_step is not None) is wanted] for wanted in (True, False))
     text = f"in the step, in this order: {', '.join(inside)}" if inside else "none in the step"
     return text + (f"; beside it: {', '.join(beside)}" if beside else "")
 
 
-def _sync(step: TaskStep) -> str:
-    name, groups = kinds.split(step.config.sync)[0], step.groups
+def _sync(task_step: TaskStep) -> str:
+    name, groups = kinds.split(task_step.config.sync)[0], task_step.groups
     if groups is None:
         return f"{name}: replicas agree in every step"
     return (

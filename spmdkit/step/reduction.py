@@ -36,7 +36,7 @@ class Call:
 
 
 def reduced(
-    step: scope.Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
+    context: scope.Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
 ) -> tuple[Sums, Any, Any]:
     """Returns (sums over all replicas, `added` of all, the reducer's new state) of what one replica computed.
 
@@ -46,13 +46,13 @@ def reduced(
         dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is.
     """
     with jax.named_scope(scope.REDUCE):
-        reducer = step.chosen.reducer
+        reducer = context.chosen.reducer
         if call is None:
             sums, added = _exact(reducer, (sums, added), axes)
             return sums, added, None
         loss, metrics, added = _exact(reducer, (sums.loss, sums.metrics, added), axes)
         gradients = _as_taken(reducer, sums, loss, call)
-        gradients, kept = _by_reducer(step, reducer, gradients, axes, call, dims)
+        gradients, kept = _by_reducer(context, reducer, gradients, axes, call, dims)
         return Sums(loss, metrics, *gradients), added, kept
 
 
@@ -72,7 +72,7 @@ def _as_taken(reducer: Reducer, own: Sums, loss: Mean, call: Call) -> tuple[Any,
 
 
 def _by_reducer(
-    step: scope.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
+    context: scope.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
 ) -> tuple[Any, Any]:
     """Returns (gradients over all replicas, the reducer's new state)."""
     leaves, structure = jax.tree.flatten(gradients)
@@ -84,7 +84,7 @@ def _by_reducer(
     for is_cut, over in ((False, axes), (True, outer)):
         chosen = [i for i, dim in enumerate(scattered) if (dim >= 0) == is_cut]
         if chosen and over:
-            found = _apply(step, reducer, [leaves[i] for i in chosen], [states[i] for i in chosen], over, call)
+            found = _apply(context, reducer, [leaves[i] for i in chosen], [states[i] for i in chosen], over, call)
             for i, leaf, state in zip(chosen, *found, strict=True):
                 leaves[i], states[i] = leaf, state
     new = None if call.kept is None else jax.tree.unflatten(jax.tree.structure(gradients[0]), states[:num])
@@ -92,9 +92,9 @@ def _by_reducer(
 
 
 def _apply(
-    step: scope.Context, reducer: Reducer, leaves: Leaves, states: list[LeafState], axes: tuple[str, ...], call: Call
+    context: scope.Context, reducer: Reducer, leaves: Leaves, states: list[LeafState], axes: tuple[str, ...], call: Call
 ) -> tuple[Leaves, list[LeafState]]:
-    num = step.cuts.size(*axes)
+    num = context.cuts.size(*axes)
     if num == 1:
         return lax.psum(leaves, axes), states
 
