@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """Where the training thread stands.
+class Doing(NamedTuple):
+    """What the training thread is doing.
 
     Attributes:
         phase: `import`, `compile`, `restore`, `data`, `step`, `evaluation`, `save`, `hook NAME`, or `waiting` (for other processes, who say
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 WAITING = "waiting"
 
-_place = Place("begin", "", 0, time.monotonic(), 0)
+_place = Doing("begin", "", 0, time.monotonic(), 0)
 _owner: int | None = None
 spent: dict[str, float] = defaultdict(float)
 """Phase -> seconds in it so far, of those that are left."""
@@ -45,7 +45,7 @@ def begin() -> None:
     """From now on the calling thread is the one that trains."""
     global _owner, _place
     _owner = threading.get_ident()
-    _place = Place("begin", "", 0, time.monotonic(), _place.number + 1)
+    _place = Doing("begin", "", 0, time.monotonic(), _place.number + 1)
     spent.clear()
 
 
@@ -55,7 +55,7 @@ def end() -> None:
     _owner = None
 
 
-def place() -> Place:
+def place() -> Doing:
     """Returns where training stands."""
     return _place
 
@@ -67,7 +67,7 @@ def at(phase: str, step: int | None = None, detail: str = "") -> None:
         return
     before, now = _place, time.monotonic()
     spent[before.phase] += now - before.since
-    _place = Place(phase, detail, before.step if step is None else step, now, before.number + 1)
+    _place = Doing(phase, detail, before.step if step is None else step, now, before.number + 1)
 
 
 @contextmanager
