@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 FREE_MARGIN_BYTES = 2**20
 """Room for metadata beside the arrays."""
 
-
 DISCARD_TRIES = 40
 
 
@@ -65,6 +64,7 @@ class Checkpoints:
         is_main, num_processes: who this process is.
         cluster: with several processes, so that all learn that process 0 refuses a save (without it the others wait
             at orbax's barrier until it times out).
+        is_ours: whether the directory is still this run's; where it is not, nothing is committed or removed.
         clock: seconds since the epoch, for the record.
     """
 
@@ -79,6 +79,7 @@ class Checkpoints:
         is_main: bool = True,
         num_processes: int = 1,
         cluster: KeyValue | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.time,
     ):
         if keep < 1:
@@ -86,13 +87,9 @@ class Checkpoints:
         if best is not None and best[1] not in ("min", "max"):
             raise ConfigError(f"checkpoint.best.mode is {best[1]!r}. It must be 'min' or 'max'. Try mode: min.")
         self.directory = Path(directory).absolute()
-        self._keep, self._keep_every = keep, keep_every
-        self._best = best
-        self._timeout_s = timeout_s
-        self._is_main = is_main
-        self._num_processes = num_processes
-        self._cluster = cluster
-        self._clock = clock
+        self._keep, self._keep_every, self._best, self._timeout_s = keep, keep_every, best, timeout_s
+        self._is_main, self._num_processes, self._cluster = is_main, num_processes, cluster
+        self._is_ours, self._clock = is_ours, clock
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -220,6 +217,8 @@ class Checkpoints:
     def _add_record(self) -> None:
         """Writes record.json beside the finished arrays. In the background, on process 0, before orbax's rename."""
         assert self._draft is not None
+        if not self._is_ours():
+            raise ConfigError(f"{self.directory} belongs to another run by now: nothing is committed to it.")
         folder = self.directory / f"{self._draft.step}{records.TEMPORARY_MARK}"
         sizes = records.list_files(folder)
         digests = records.digest_small(folder, sizes)
@@ -243,7 +242,7 @@ class Checkpoints:
     def _discard(self, step: int) -> None:
         """Removes what a failed save wrote: on a full disk the room is needed."""
         folder = self.directory / f"{step}{records.TEMPORARY_MARK}"
-        for _ in range(DISCARD_TRIES if self._is_main else 0):
+        for _ in range(DISCARD_TRIES if self._is_main and self._is_ours() else 0):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 return

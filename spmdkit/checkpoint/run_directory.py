@@ -1,7 +1,8 @@
 """A run's directory: can be written, and belongs to one live run.
 
-The lock is a flock on `run.lock`: the kernel drops it when its process dies, however it dies, so there is no stale lock
-to take over. The file also says who holds it.
+The lock is a flock on the folder itself, and one on `run.lock`, which also says who holds it: the kernel drops them when their process dies,
+however it dies, so there is no stale lock to take over. `run.lock` looks like something to remove, the folder does not; but NFS locks files
+only. Who was in the folder before is kept out by a fence (fence.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from spmdkit.checkpoint import fence
 from spmdkit.checkpoint.record import first_line
 from spmdkit.errors import ConfigError
 from spmdkit.files import FILE_MODE, FOLDER_MODE
@@ -60,9 +62,18 @@ class RunLock:
         self.path = Path(run_dir).absolute() / LOCK_FILE
         self._clock = clock
         self._descriptor: int | None = None
+        self._folder: int | None = None
 
     def acquire(self) -> Self:
         prepare_run_dir(self.path.parent)
+        self._folder = _lock_folder(self.path.parent)
+        try:
+            return self._acquire_file()
+        except BaseException:
+            self.release()
+            raise
+
+    def _acquire_file(self) -> Self:
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
@@ -80,10 +91,7 @@ class RunLock:
                     f"the lock {self.path} cannot be taken ({first_line(error)}). The file system of run_dir must "
                     "offer flock. Set run_dir on another one."
                 ) from error
-            raise ConfigError(
-                f"run directory {self.path.parent} is in use by {owner}. One run at a time may write to it. "
-                "Wait for that run, end it, or set run_dir to another folder."
-            ) from None
+            raise in_use(self.path.parent, owner) from None
         self._descriptor = descriptor
         return self
 
@@ -99,6 +107,9 @@ class RunLock:
             descriptor, self._descriptor = self._descriptor, None
             os.ftruncate(descriptor, 0)
             os.close(descriptor)
+        if self._folder is not None:
+            folder, self._folder = self._folder, None
+            os.close(folder)
 
     def __enter__(self) -> Self:
         return self.acquire()
@@ -107,6 +118,42 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Returns the descriptor of the locked folder; None where its file system locks no folders.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            return None
+        raise in_use(folder, _owner_in(folder / LOCK_FILE)) from None
+    return descriptor
+
+
+def _owner_in(path: Path) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # somebody has removed it
+        return fence.owner(path.parent)
+    try:
+        return _read_owner(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def in_use(directory: Path, owner: str) -> ConfigError:
+    """Returns the error of a directory that another run holds."""
+    return ConfigError(
+        f"run directory {directory} is in use by {owner}. One run at a time may write to it. "
+        "Wait for that run, end it, or set run_dir to another folder."
+    )
 
 
 def _read_owner(descriptor: int) -> str:

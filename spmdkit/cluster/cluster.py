@@ -7,13 +7,14 @@ collective: a collective has no timeout and names nobody. With one process every
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 
 import jax
 
 from spmdkit.cluster.agreement import Agreement
-from spmdkit.cluster.comparison import Comparison, Facts, name_processes
+from spmdkit.cluster.comparison import GIVE_THE_SAME, Comparison, Facts, name_processes
 from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
 
@@ -72,6 +73,26 @@ class Cluster:
                 f"Another process ended or is stuck; see its output. Start all processes again."
             ) from None
 
+    def gather(self, name: str, text: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+        """Returns the texts of all processes, in their order, on every process. Process 0 collects them; each other process asks once.
+
+        Raises:
+            RendezvousError: one did not come within `timeout_s`.
+        """
+        if self.num_processes == 1:
+            return [text]
+        folder = f"gathered/{self._num_checks}-{name}"
+        self._num_checks += 1
+        if not self.is_main:
+            self.put(f"{folder}/{self.process_index}", text)
+            return list(json.loads(self.get(f"{folder}/all", timeout_s)))
+        deadline = self._clock() + timeout_s
+        texts = [text]
+        for process in range(1, self.num_processes):
+            texts.append(self.get(f"{folder}/{process}", max(0.001, deadline - self._clock())))
+        self.put(f"{folder}/all", json.dumps(texts))
+        return texts
+
     def barrier(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Returns when every process is here. Raises RendezvousError, with the missing processes, after `timeout_s`.
 
@@ -109,9 +130,13 @@ class Cluster:
         return self._agreement(name, True).at(step, request, lag) if self.num_processes > 1 else request
 
     def same_everywhere(
-        self, name: str, facts: str | Callable[[], Facts], timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        name: str,
+        facts: str | Callable[[], Facts],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        repair: str = GIVE_THE_SAME,
     ) -> None:
-        """Checks that all processes give the same text, or the same facts `{what: text}`.
+        """Checks that all processes give the same text, or the same facts `{what: text}`; `repair` ends the message.
 
         Raises:
             ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
@@ -122,7 +147,7 @@ class Cluster:
         folder = f"{self._root}/same/{self._num_checks}-{name}"
         self._num_checks += 1
         comparison = Comparison(self._store, folder, self.process_index, self.num_processes, timeout_s)
-        comparison.make(name, (lambda: {name: f"{facts}\n"}) if isinstance(facts, str) else facts)
+        comparison.make(name, (lambda: {name: f"{facts}\n"}) if isinstance(facts, str) else facts, repair)
 
     def shutdown(self, timeout_s: float = 60.0) -> None:
         """Leaves the cluster together with the others. Only after success: a failed process just exits.

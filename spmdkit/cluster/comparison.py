@@ -22,6 +22,9 @@ from spmdkit.errors import ConfigError, RendezvousError
 Facts = Mapping[str, str]
 """What is compared: a name that a person knows, and a text."""
 
+GIVE_THE_SAME = (
+    "Different programs would deadlock or mix their sums. Give every process the same files, versions and variables."
+)
 MOST_TEXT = 200_000
 """Characters of one fact that are published for its first differing line; of a longer one the digest."""
 SHOWN = 6
@@ -40,8 +43,11 @@ class Comparison:
         self._store, self._folder = store, folder
         self._me, self._num, self._timeout_s = process_index, num_processes, timeout_s
 
-    def make(self, what: str, facts: Callable[[], Facts]) -> None:
+    def make(self, what: str, facts: Callable[[], Facts], repair: str = GIVE_THE_SAME) -> None:
         """Returns when all processes have equal facts.
+
+        Args:
+            repair: the rule and the repair, at the end of the message.
 
         Raises:
             ConfigError: on every process alike, with the processes that differ from process 0, and in what.
@@ -57,7 +63,7 @@ class Comparison:
             self._told()
             raise RendezvousError(said)
         if differing := verdict.get("differ"):
-            said = self._explain(what, mine, differing)
+            said = self._explain(what, mine, differing, repair)
             self._told()
             raise ConfigError(said)
 
@@ -100,12 +106,12 @@ class Comparison:
 
     # ---- a difference ------------------------------------------------------------------------------------------------
 
-    def _explain(self, what: str, mine: dict[str, str], differing: Sequence[int]) -> str:
+    def _explain(self, what: str, mine: dict[str, str], differing: Sequence[int], repair: str) -> str:
         """Returns what all processes say, the same text on each."""
         if self._me == 0:
             self._put("reference", _shortened(mine))
             lines = {p: self._get(f"difference/{p}", READ_S, p, what)["lines"] for p in differing}
-            self._put("said", {"text": _message(what, self._num, lines)})
+            self._put("said", {"text": f"{_message(what, self._num, lines)} {repair}"})
         elif self._me in differing:
             theirs = self._get("reference", READ_S, 0, what)
             self._put(f"difference/{self._me}", {"lines": differences(theirs, _shortened(mine))})
@@ -193,10 +199,7 @@ def _message(what: str, num: int, lines: Mapping[int, Sequence[str]]) -> str:
     for found, processes in alike.items():
         differs = "differs" if len(processes) == 1 else "differ"
         said.append(f"{name_processes(processes)} {differs} from process 0: {_listed(what, found)}")
-    return (
-        f"{what} must be the same in all {num} processes, but {' and '.join(said)}. "
-        "Different programs would deadlock or mix their sums. Give every process the same files, versions and variables."
-    )
+    return f"{what} must be the same in all {num} processes, but {' and '.join(said)}."
 
 
 def _listed(what: str, lines: Sequence[str]) -> str:

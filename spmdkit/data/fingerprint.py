@@ -6,8 +6,9 @@ The sample is a function of the length alone, so that processes, and two starts 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,27 +23,36 @@ BYTES_IN_MEMORY = 2**26
 ROWS_READ = 6
 READINGS = 3
 """How often a row is tried, of those that raise."""
-RAISED = "raised"
-"""What begins the text of a row that could not be read."""
 VARIES = "another one each time it is read"
 """What stands for a row that is not a function of its index: it cannot be compared."""
 
 
-def fingerprint(source: Source, contents: bool = True) -> dict[str, str]:
-    """Returns `{what: short text}` of a source: "examples", "an example", and "row 17" for each row of the sample.
+class Fingerprint(NamedTuple):
+    """What tells a data set from another.
 
-    Args:
-        contents: whether rows are looked at.
+    Attributes:
+        examples: how many there are.
+        example: what one looks like: paths, dtypes, shapes.
+        rows: "row 17" -> digest, of the rows of the sample that could be read.
+        in_memory: whether they are arrays in memory, of which no row fails.
     """
-    found = {"examples": str(len(source)), "an example": structure(source)}
-    if not contents:
-        return found
-    rows = sample(len(source), _most_rows(source))
+
+    examples: int
+    example: str
+    rows: dict[str, str]
+    in_memory: bool
+
+
+def fingerprint(source: Source) -> Fingerprint:
+    """Returns the fingerprint of a source."""
+    sampled = sample(len(source), _most_rows(source))
     if source.in_memory:
-        return found | {f"row {row}": _digest(leaves) for row, leaves in _rows(source, rows)}
-    if _row(source, rows[-1]) != _row(source, rows[-1]):
-        return found | {"rows": VARIES}
-    return found | {f"row {row}": _row(source, row) for row in rows}
+        rows = {f"row {row}": _digest(leaves) for row, leaves in _rows(source, sampled)}
+    elif _row(source, sampled[-1]) != _row(source, sampled[-1]):
+        rows = {"rows": VARIES}
+    else:
+        rows = {f"row {row}": digest for row in sampled if (digest := _row(source, row)) is not None}
+    return Fingerprint(len(source), structure(source), rows, source.in_memory)
 
 
 def structure(source: Source) -> str:
@@ -70,16 +80,13 @@ def _rows(source: Source, rows: list[int]) -> list[tuple[int, list[Any]]]:
     return [(row, [leaf[place] for leaf in leaves]) for place, row in enumerate(rows)]
 
 
-def _row(source: Source, row: int) -> str:
-    """Returns the digest of one row. One that cannot be read is said by whoever trains on it, with the user's own policy."""
+def _row(source: Source, row: int) -> str | None:
+    """Returns the digest of one row; None of one that cannot be read: whoever trains on it says so, with the user's own policy."""
     for _ in range(READINGS):
-        try:
+        with contextlib.suppress(ConfigError, UserCodeError):
             [(_, leaves)] = _rows(source, [row])
-        except (ConfigError, UserCodeError) as error:
-            found = f"{RAISED} {type(error.__cause__ or error).__name__}"
-        else:
             return _digest(leaves)
-    return found
+    return None
 
 
 def _digest(leaves: list[Any]) -> str:

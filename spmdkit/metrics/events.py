@@ -24,12 +24,20 @@ class EventLog:
     `time` is wall time, ISO 8601 in UTC to the millisecond (`2025-01-31T12:00:00.000Z`), from `clock` (seconds since
     the epoch). A line is one appending write, so lines of processes on one machine do not mix.
 
+    `is_ours`: whether the run still has its directory; nothing is written after another one took it.
+
     Raises ConfigError when the file cannot be opened. A line that cannot be appended later (disk full) goes to standard
     error instead: events are written while something else fails, and must not hide that failure or its exit code.
     """
 
-    def __init__(self, path: str | os.PathLike[str], process: int = 0, clock: Callable[[], float] = time.time) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        process: int = 0,
+        clock: Callable[[], float] = time.time,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.path, self._is_ours = Path(path), is_ours
         self.process = process
         self._clock = clock
         try:
@@ -49,6 +57,8 @@ class EventLog:
         line = json.dumps(strict_json({**head, **secret.without(fields)}), allow_nan=False, default=str) + "\n"
         if self._descriptor is None:  # closed: a late failure, told anyway
             sys.stderr.write(f"event after the log was closed: {line}")
+            return
+        if not self._is_ours():
             return
         try:
             os.write(self._descriptor, line.encode())

@@ -19,7 +19,7 @@ import yaml
 from spmdkit import project
 from spmdkit.config import Config
 from spmdkit.data import Schedule, open_source
-from spmdkit.data.fingerprint import RAISED, ROWS_READ, fingerprint
+from spmdkit.data.fingerprint import fingerprint
 from spmdkit.errors import ConfigError
 from spmdkit.metrics.environment import numeric_variables, package_versions
 from spmdkit.run import skipped
@@ -57,32 +57,32 @@ def described(config: Config, task: Task) -> dict[str, Any]:
     }
 
 
-def _data(given: Any, name: str) -> dict[str, str]:
-    """Returns what tells a source from another: length and structure under "is", and a digest of each row of a small sample, of all rows of a large one."""
+def _data(given: Any, name: str) -> dict[str, Any]:
+    """Returns what tells the data from others, as JSON: rows that are read one by one each by itself, since one of them may fail."""
     found = fingerprint(open_source(given, name))
-    rows = {what: text for what, text in found.items() if what.startswith("row")}
-    if len(rows) > ROWS_READ:
-        rows = {"rows": _digest(rows)}
-    return {"is": f"{found['examples']} of {found['an example']}"} | rows
-
-
-def _digest(rows: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(found.rows, sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "examples": found.examples,
+        "example": found.example,
+        "rows": {"all": digest} if found.in_memory else found.rows,
+    }
 
 
 def _data_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the sources that are others. A row that could not be read then, or cannot now, tells nothing."""
+    """Yields the data sets that are others: another length or structure, or other contents of a row that could be read both times."""
     for name in sorted({*old, *new}):
         was, now = old.get(name), new.get(name)
         if was is None or now is None:
-            yield Change(name, *("not there" if x is None else str(x["is"]) for x in (was, now)))
+            yield Change(name, "not there" if was is None else _told(was), "not there" if now is None else _told(now))
             continue
-        known = [what for what in was if what in now and not any(x[what].startswith(RAISED) for x in (was, now))]
-        if any(was[what] != now[what] for what in known):
-            lines = [
-                f"{x['is']}, rows {_digest({what: x[what] for what in known if what != 'is'})}" for x in (was, now)
-            ]
-            yield Change(name, *lines)
+        rows = [row for row in now["rows"] if row in was["rows"] and was["rows"][row] != now["rows"][row]]
+        if rows or any(was[key] != now[key] for key in ("examples", "example")):
+            other = f" with other contents{'' if rows == ['all'] else f' of {rows[0]}'}" if rows else ""
+            yield Change(name, _told(was), f"{_told(now)}{other}")
+
+
+def _told(data: Mapping[str, Any]) -> str:
+    return f"{data['examples']} of {data['example']}"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

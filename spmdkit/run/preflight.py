@@ -11,6 +11,7 @@ Each is one comparison (cluster/comparison.py): a difference is 78 on every proc
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 from collections.abc import Callable
@@ -23,13 +24,14 @@ from spmdkit.checksum import checksums
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import open_source
-from spmdkit.data.fingerprint import fingerprint
+from spmdkit.data.fingerprint import Fingerprint, fingerprint
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics.environment import numeric_variables, package_versions
 from spmdkit.program.program import Program
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 
+DATA = ("train_data", "eval_data")
 START_S = 60.0
 """How long processes wait for each other right after they have joined."""
 
@@ -53,16 +55,23 @@ def same_data(cluster: Cluster, make: Callable[[], Task]) -> Task:
     if cluster.num_processes == 1:
         return make()
     made = list[Task]()
+    prints = dict[str, Fingerprint]()
 
-    def facts() -> dict[str, str]:
+    def lengths() -> dict[str, str]:
         task = make()
-        given = {name: getattr(task, name) for name in ("train_data", "eval_data")}
+        given = {name: getattr(task, name) for name in DATA}
         opened: dict[str, Any] = {name: open_source(x, name) for name, x in given.items() if x is not None}
         # What is read example by example is opened again, with the retries of the config.
         made.append(dataclasses.replace(task, **{name: x for name, x in opened.items() if x.in_memory}))
-        return {f"{name}: {what}": text for name, x in opened.items() for what, text in fingerprint(x).items()}
+        prints.update({name: fingerprint(x) for name, x in opened.items()})
+        return {f"{name}: examples": str(found.examples) for name, found in prints.items()} | {
+            f"{name}: an example": found.example for name, found in prints.items()
+        }
 
-    cluster.same_everywhere("data", facts)
+    cluster.same_everywhere("data", lengths)
+    mine = {f"{name}: {row}": digest for name, found in prints.items() for row, digest in found.rows.items()}
+    readable = [set(json.loads(text)) for text in cluster.gather("rows", json.dumps(list(mine)))]
+    cluster.same_everywhere("data", lambda: {row: mine[row] for row in mine if all(row in each for each in readable)})
     return made[0]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from spmdkit import files, metrics
 from spmdkit.attempt import StepMark
-from spmdkit.checkpoint import Checkpoints, RunLock
+from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
@@ -32,6 +32,7 @@ from spmdkit.metrics import sinks
 from spmdkit.program.program import Program
 from spmdkit.report.run import write_report
 from spmdkit.run import changes, coming_back, hooks, skipped, watched
+from spmdkit.run.directory import take_directory
 from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
@@ -91,9 +92,7 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as stack:
             self._mark = StepMark(())
-            if self.cluster.is_main:
-                stack.enter_context(RunLock(self.directory))
-            self.cluster.barrier("run directory")
+            self.fence = take_directory(self.cluster, self.directory, stack)
             options = self.config.checkpoint
             self.checkpoints: Checkpoints | None = None
             if options is not None:
@@ -106,9 +105,12 @@ class Run:
                     is_main=self.cluster.is_main,
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
+                    is_ours=self.fence.is_ours,
                 )
             self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
-            self.events = metrics.EventLog(self.directory / "events.jsonl", self.cluster.process_index)
+            self.events = metrics.EventLog(
+                self.directory / "events.jsonl", self.cluster.process_index, is_ours=self.fence.is_ours
+            )
             self._stack = stack.pop_all()
         watched.connect(self)
         return self
@@ -287,6 +289,7 @@ class Run:
         """
         if not self.cluster.is_main:
             return
+        self.fence.check()
         if kind != "scalars":
             self.sinks.write(record, kind)
             return
@@ -316,7 +319,12 @@ class Run:
             self.events.write("saved", step=step)
 
     def record(self, step: int) -> dict[str, Any]:
-        """Returns what a checkpoint holds beside the arrays."""
+        """Returns what a checkpoint holds beside the arrays.
+
+        Raises:
+            ConfigError: the directory belongs to another run by now.
+        """
+        self.fence.check()
         ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}
         return {
             "config": to_yaml(self.config, hide_secrets=True),
@@ -358,6 +366,7 @@ class Run:
 
     def tell(self, event: str, **fields: Any) -> None:
         """Writes how the run ended, into the events and the report."""
+        self.fence.check()
         self.events.write(event, step=self.step, **fields)
         if self.cluster.is_main:
             self.sinks.close()
