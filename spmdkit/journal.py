@@ -41,9 +41,13 @@ spent: dict[str, float] = defaultdict(float)
 """Phase -> seconds in it so far, of those that are left."""
 
 
+_ends_since = float("-inf")
+
+
 def begin() -> None:
     """From now on the calling thread is the one that trains."""
-    global _owner, _place
+    global _owner, _place, _ends_since
+    _ends_since = float("-inf")
     _owner = threading.get_ident()
     _place = Doing("begin", "", 0, time.monotonic(), _place.number + 1)
     spent.clear()
@@ -53,6 +57,17 @@ def end() -> None:
     """Nobody is listened to any more."""
     global _owner
     _owner = None
+
+
+def ends() -> None:
+    """Says that this process ends by itself, for a reason that it shares with others: that they have left need not end it."""
+    global _ends_since
+    _ends_since = time.monotonic()
+
+
+def is_ending(within_s: float) -> bool:
+    """Returns whether this process said so, no longer ago than `within_s`."""
+    return time.monotonic() - _ends_since < within_s
 
 
 def place() -> Doing:

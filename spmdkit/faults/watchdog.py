@@ -56,6 +56,8 @@ LEADER_LAST_S = 0.6
 """Process 0 holds the store: so long at most it waits until the others have left, or JAX would abort those that still read."""
 OWN_WORDS_S = 0.3
 """How long a process may take to say itself why it cannot go on, after another has left."""
+OWN_END_S = 30.0
+"""How long it may take to end for a reason that it shares with the one that has left, and is about to say."""
 WINDOW_S = 10.0
 """Stragglers are looked for over so many seconds, and named when they were found twice in turn."""
 
@@ -183,7 +185,7 @@ class Watchdog:
             return self._end(self._alarm)
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] == ExitCode.PEER_LOST)
         for process, (when, said) in causes_first:
-            if now - when > OWN_WORDS_S:
+            if now - when > OWN_WORDS_S and not journal.is_ending(OWN_END_S):
                 return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
         if silent := self._silent(now):
             return self._end({"code": int(ExitCode.PEER_LOST), "processes": silent, "why": "silent"})
