@@ -314,6 +314,19 @@ class Watchdog(Section):
         return max(value for value in self.model_dump().values() if value is not None)
 
 
+class CheckCopies(Section):
+    """Whether copies of the train state on several devices still have the same bits."""
+
+    every_steps: fields.Count = Field(
+        default=1000, description="Steps between two looks; each reads the state once and waits for it."
+    )
+    then: Literal["stop", "mend", "rollback", "continue"] = Field(
+        default="stop",
+        description="Where copies differ: stop: end with code 77; mend: the odd one of three or more gets the bits of the others, of two that which "
+        "an audit finds at fault; rollback: back to a checkpoint from before, where all were the same; continue: go on and say so.",
+    )
+
+
 class Profile(Section):
     """Steps of which a profiler trace is taken."""
 

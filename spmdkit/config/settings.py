@@ -11,6 +11,7 @@ from spmdkit.config.fields import Section
 from spmdkit.config.sections import (
     Attention,
     Budget,
+    CheckCopies,
     Checkpoint,
     ClusterOptions,
     Data,
@@ -125,6 +126,10 @@ class Settings(Section):
     certificate: fields.FileName | None = Field(
         default=None,
         description="File of verify --certificate, from the config's folder: train refuses what it does not prove; null: none.",
+    )
+    check_copies: CheckCopies | None = Field(
+        default=None,
+        description="How often the copies of the state on several devices are compared bit by bit, and what is done where they differ; null: never.",
     )
     on_nonfinite: Annotated[
         OnNonfinite, BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | OnNonfinite)

@@ -44,9 +44,7 @@ class Program:
     """A task on a mesh, ready to run.
 
     Attributes:
-        config: the resolved config.
-        task: the user's task.
-        mesh: the device mesh.
+        config, task, mesh: the resolved config, the user's task, the device mesh.
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.forms`).
         notes: remarks for the user that are no errors.
@@ -60,8 +58,7 @@ class Program:
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
         self.config, self.task, self.notes = config, task, list[str]()
         self.probe_padding, self._probed = probe_padding, False
-        self.compile_log: list[str] = []
-        self.code: jax.Array | None = None
+        self.compile_log, self.code = list[str](), None
         self._devices = devices
         check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
@@ -272,9 +269,12 @@ class Program:
 
     @functools.cached_property
     def compiled_warmup(self) -> jax.stages.Compiled:
-        """The compiled step of the reducer's warm-up: that of `sum`, which hands the reducer's state on. Only with a `warmup`."""
-        record = self._step_record.choosing(reducer=plain_sum()).anew()
-        return self._compile(self._task_step.trace(record).lower())
+        """The compiled step of the reducer's warm-up: that of `sum`, which hands the reducer's state on."""
+        return self.compiled_by(plain_sum())
+
+    def compiled_by(self, reducer: Reducer) -> jax.stages.Compiled:
+        """Returns the step compiled with another reducer."""
+        return self._compile(self._task_step.trace(self._step_record.choosing(reducer=reducer).anew()).lower())
 
     @functools.cached_property
     def compiled_agreement(self) -> jax.stages.Compiled:

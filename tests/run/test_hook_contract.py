@@ -19,6 +19,7 @@ EVERYTHING = {
     "profile": {"start": 5, "steps": 2},
     "log": {"every_steps": 5},
     "data": {"retries": 1},
+    "check_copies": {"every_steps": 10},
 }
 NAMES = hooks.names()
 CALLS = {
