@@ -306,6 +306,12 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             "is contiguous, and attention.context is all_to_all, which always keeps neighbours together, so it has no effect. "
             "Remove it, or set context: ring.",
         )
+    if config.on_spike is not None and kinds.split(config.sync)[0] != "every_step":
+        yield Problem(
+            ("on_spike",),
+            "looks at the loss of all replicas in every step, and with this sync groups of them train alone, so it has no effect. Remove it, or use "
+            "sync: every_step.",
+        )
     if config.eval.params == "ema" and config.ema is None:
         yield Problem(
             ("eval", "params"), "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."

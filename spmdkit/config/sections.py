@@ -314,6 +314,21 @@ class Watchdog(Section):
         return max(value for value in self.model_dump().values() if value is not None)
 
 
+class OnSpike(Section):
+    """What is done where a loss is far above those before it: more than z robust deviations (1.48 medians of the distance) above their median."""
+
+    then: fields.Policy = Field(
+        default="skip",
+        description="stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.most holds for spikes too.",
+    )
+    z: fields.Positive = Field(
+        default=6.0, examples=[6.0], description="Robust deviations above the median that are a spike."
+    )
+    window: Annotated[int, Field(ge=8, le=4096)] = Field(
+        default=128, description="Losses before it that count; a quarter of them have to be there first."
+    )
+
+
 class CheckCopies(Section):
     """Whether copies of the train state on several devices still have the same bits."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -21,6 +22,7 @@ from spmdkit.config.sections import (
     Mesh,
     ModelState,
     OnNonfinite,
+    OnSpike,
     Pipeline,
     Placement,
     Precision,
@@ -131,11 +133,21 @@ class Settings(Section):
         default=None,
         description="How often the copies of the state on several devices are compared bit by bit, and what is done where they differ; null: never.",
     )
+    on_spike: OnSpike | None = Field(
+        default=None,
+        description="What is done where the loss is finite and far above those before it; null: nothing. The limit is set at log steps.",
+    )
     on_nonfinite: Annotated[
         OnNonfinite, BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | OnNonfinite)
     ] = Field(
         default_factory=OnNonfinite,
         description="What is done where loss, gradient, metrics or an evaluation are not finite: one policy, or one for each.",
     )
+
+    def policies(self) -> Mapping[str, str]:
+        """Returns what is done about a step whose loss, gradient or metrics are not finite, or whose loss is a spike."""
+        asked = self.on_nonfinite
+        own: dict[str, str] = {"loss": asked.loss, "gradient": asked.gradient, "metrics": asked.metrics}
+        return own | {"spike": "continue" if self.on_spike is None else self.on_spike.then}
 
     _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import data, mesh
 from spmdkit.config import Config, check_batch
 from spmdkit.data.feed import Feed, eval_batch_size
 from spmdkit.errors import ConfigError
+from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
 
 
@@ -60,3 +64,18 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
             "eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...)."
         )
     return Feeds(train, None)
+
+
+def limited(config: Config, batch: Batch, on: Mesh) -> tuple[Batch, jax.Array | None]:
+    """Returns (the abstract batch of a step, the first limit of its loss, which nothing is above): without one where spikes are let be."""
+    if config.on_spike is None:
+        return batch, None
+    limit = placed_limit(on, None)
+    shape: Any = jax.ShapeDtypeStruct((), limit.dtype, sharding=limit.sharding)
+    return dataclasses.replace(batch, limit=shape), limit
+
+
+def placed_limit(on: Mesh, limit: float | None) -> jax.Array:
+    """Returns the limit of the loss on every device of a mesh; None is infinity."""
+    value = np.float32(np.inf if limit is None else limit)
+    return jax.make_array_from_callback((), NamedSharding(on, PartitionSpec()), lambda _: value)

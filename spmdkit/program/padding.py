@@ -99,7 +99,7 @@ def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
             rows = rows * factor.astype(x.dtype)
         return jnp.where((short | (factor == 0)).reshape(-1, *[1] * (x.ndim - 1)), x, rows)
 
-    return Batch(jax.tree.map(other, batch.examples), short)
+    return Batch(jax.tree.map(other, batch.examples), short, batch.limit)
 
 
 def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
@@ -157,7 +157,8 @@ def check_first_dims(
     if not (context.noticed.has_called("example_mask") and context.noticed.has_called("mean")):
         return
     other = context.anew()
-    twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)
+    longer = lambda shape: (2 * shape[0], *shape[1:]) if shape else ()
+    twice = lambda x: jax.ShapeDtypeStruct(longer(x.shape), x.dtype, sharding=x.sharding)
     try:
         trace(other, jax.tree.map(twice, batch))
     except Exception:  # noqa: BLE001  a step that can only have its own number of rows says nothing about another

@@ -24,7 +24,7 @@ from spmdkit.program import auto, compile_log, compiler, grouping, memory, paddi
 from spmdkit.program.choose_form import choose_form
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
-from spmdkit.program.feeds import open_feeds
+from spmdkit.program.feeds import limited, open_feeds
 from spmdkit.program.grouping import groups_of
 from spmdkit.program.start_state import abstract_init, check_precision, input_notes, make_optimizer
 from spmdkit.program.state_layout import StateLayout, place_state, state_groups, to_device
@@ -51,7 +51,7 @@ class Program:
         ledgers: what was done about rows that could not be read, of training and of the evaluation.
         refused_forms: forms that were tried before `form`, with what refused each.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
-        code: what of the last step was not finite, on the devices (`spmdkit.step.guard`), or None; feed: the batches of training.
+        code: what of the last step was not finite, on the devices (`spmdkit.step.guard`), or None; feed: batches of training; limit: of `on_spike`.
         probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
     """
 
@@ -136,7 +136,8 @@ class Program:
 
     def _open_data(self) -> None:
         self.feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
-        self.schedule, self.abstract_batch = self.feed.schedule, self.feed.abstract()
+        self.schedule = self.feed.schedule
+        self.abstract_batch, self.limit = limited(self.config, self.feed.abstract(), self.mesh)
         self.ledgers = [feed.ledger for feed in (self.feed, self._eval_feed) if feed is not None]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class Program:
         """
         if self._devices[0].platform == "cpu":
             check_not_donated(state, "program.step")
-        batch = batch if isinstance(batch, Batch) else self.put(batch)
+        batch = dataclasses.replace(batch if isinstance(batch, Batch) else self.put(batch), limit=self.limit)
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
             self._probed = True
@@ -254,8 +255,7 @@ class Program:
             return state, metrics
         known = self._stepped is not None and self._stepped[0] is state.step
         number = 1 + (self._stepped[1] if known and self._stepped is not None else int(state.step))
-        # Both are compiled before the first step: nobody then waits in the middle of a run.
-        compiled = self.compiled
+        compiled = self.compiled  # both before the first step: nobody then waits in the middle of a run
         state, metrics, self.code = (self.compiled_warmup if number <= self.warmup else compiled)(state, batch)
         if self.groups is not None and self.groups.sync.due(number):
             state = self.compiled_agreement(state)

@@ -61,7 +61,7 @@ def step_record(
 
 def guard_of(config: Config) -> scope.GuardSettings | None:
     """Returns what the step looks at, None where the config lets everything be."""
-    policies = {name: getattr(config.on_nonfinite, name) for name in guard.KINDS}
+    policies = config.policies()
     bits = lambda *which: sum(guard.KINDS[name] for name, policy in policies.items() if policy in which)
     looks = bits("stop", "skip", "rollback")
     return scope.GuardSettings(looks, bits("skip"), bits("skip", "rollback") > 0) if looks else None

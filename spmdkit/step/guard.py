@@ -1,6 +1,6 @@
 """The guard of a step: whether its loss, its gradient and its metrics are finite, as a code for each device, and what a step that is not leaves.
 
-    code    0, or the sum of what is not finite: LOSS, GRADIENT, METRICS
+    code    0, or the sum of what is not finite, LOSS, GRADIENT, METRICS, and of SPIKE, a loss above the limit that the host has set
     stop    each device looks at its own part of the gradient, and the host joins the codes where it reads them: nothing is sent
     skip    the code is joined in the step, and a step that is not finite leaves everything but its number as it was
     rollback  joined too: every process knows at which step to go back
@@ -28,24 +28,33 @@ from spmdkit.step import scope
 from spmdkit.step.metric import is_metric
 from spmdkit.step.state import TrainState
 
-LOSS, GRADIENT, METRICS = 1, 2, 4
-KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS}
+LOSS, GRADIENT, METRICS, SPIKE = 1, 2, 4, 8
+KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
 """What is looked at, as the config calls it -> its bit in a code."""
 
 
 def guarded(
-    step: scope.Context, old: TrainState, new: TrainState, metrics: Mapping[str, Any], gradients: Sequence[Any] | None
+    step: scope.Context,
+    old: TrainState,
+    new: TrainState,
+    metrics: Mapping[str, Any],
+    gradients: Sequence[Any] | None,
+    limit: jax.Array | None = None,
 ) -> tuple[TrainState, jax.Array | None]:
     """Returns (the state that the step leaves, its code): int32[]; where it is not joined and devices hold parts of the gradient, int32[parts].
 
     Args:
         gradients: what the optimizer was given, a tree for each call; None: look at the new parameters.
+        limit: above which a loss is a spike.
     """
     asked = step.chosen.guard
     if asked is None:
         return new, None
     with jax.named_scope(scope.GUARD):
         code = jnp.int32(_of_metrics(asked, metrics))
+        if limit is not None and "loss" in metrics:
+            loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
+            code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
         if asked.looks & GRADIENT:
             code = _with_gradients(step, code, [new.params] if gradients is None else gradients)
         if asked.skips:

@@ -40,10 +40,12 @@ class Batch:
     Attributes:
         examples: the user's pytree; every leaf [global batch, ...], cut over the batch axes.
         mask: bool[global batch], False on padding rows; None where no batch is ever short.
+        limit: float32[], above which a loss is a spike (`on_spike`); None where nobody asks.
     """
 
     examples: Any
     mask: jax.Array | None = None
+    limit: jax.Array | None = None
 
 
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
@@ -114,7 +116,7 @@ def global_step(
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
         new_state = new_state.replace(reducer=carried.collected())
-        new_state, code = guarded(step, state, new_state, metrics, carried.seen)
+        new_state, code = guarded(step, state, new_state, metrics, carried.seen, batch.limit)
         return new_state, metrics, code
 
     run.__name__ = COMPILED_NAME
@@ -140,7 +142,7 @@ def replica_step(
     """
     rows = PartitionSpec(tuple(a for a in REPLICA_AXES if step.cuts.size(a) > 1) or REPLICA_AXES)
 
-    def body(state: TrainState, examples: Any, mask: Any) -> Stepped:
+    def body(state: TrainState, examples: Any, mask: Any, limit: Any) -> Stepped:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
         inner = dataclasses.replace(step.cutting(form="manual"), inside=True, mask=mask, carried=carried)
@@ -159,15 +161,15 @@ def replica_step(
                     )
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
         kept = compat.as_varying(jax.tree.map(lambda x: x[None], carried.collected()), REPLICA_AXES)
-        new_state, code = guarded(inner, state, new_state.replace(reducer=kept), metrics, carried.seen)
+        new_state, code = guarded(inner, state, new_state.replace(reducer=kept), metrics, carried.seen, limit)
         return new_state, metrics, code
 
     def run(state: TrainState, batch: Batch) -> Stepped:
         whole = PartitionSpec()
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": PartitionSpec(REPLICA_AXES)})
-        in_specs, out_specs = (states, rows, rows), (states, whole, whole)
+        in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
         mapped = jax.shard_map(body, mesh=step.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
-        return mapped(to_device(state), batch.examples, batch.mask)
+        return mapped(to_device(state), batch.examples, batch.mask, batch.limit)
 
     run.__name__ = COMPILED_NAME
     return run

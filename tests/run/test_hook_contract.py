@@ -20,6 +20,7 @@ EVERYTHING = {
     "log": {"every_steps": 5},
     "data": {"retries": 1},
     "check_copies": {"every_steps": 10},
+    "on_spike": {"then": "skip"},
 }
 NAMES = hooks.names()
 CALLS = {

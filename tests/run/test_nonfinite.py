@@ -222,3 +222,71 @@ def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path):
 def test_ways_back_that_lead_nowhere_end_the_run(tmp_path):
     with pytest.raises(NonFiniteError, match="after 2 ways back"):
         train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**ROLLBACK, "most": 2})
+
+
+# ---- spikes ------------------------------------------------------------------------------------------------------------
+
+
+def noisy(spike_at=None, steps=40, factor=30.0):
+    """Returns data of batches whose losses vary, with one that is far above the others."""
+    data = np.random.default_rng(1).normal(size=(steps * BATCH, 3)).astype(np.float32)
+    if spike_at is not None:
+        data[(spike_at - 1) * BATCH : spike_at * BATCH] *= factor
+    return data
+
+
+def steady_loss(params, batch, key):
+    return sk.mean(((batch - params["w"]) ** 2).sum(-1))
+
+
+SPIKE = {"loss_fn": steady_loss, "eval_data": None}
+AT = 22
+
+
+@pytest.mark.parametrize("then", ["skip", "rollback"])
+def test_a_spike_is_left_out_and_noise_is_not(tmp_path, then, capfd):
+    spike = {"then": then, "window": 32}
+    changes = {"steps": 30, "ema": 0.9, "on_spike": spike, "checkpoint": {"every_steps": 8, "keep": 9}}
+    result = train(tmp_path, make_task(noisy(AT), **SPIKE), **changes)
+    printed = capfd.readouterr().out
+    assert f"a spike at step {AT}: the loss, after batch {AT}" in printed and printed.count("a spike") == 1
+    if then == "rollback":
+        data = {"shuffle": False, "skip_batches": [AT]}
+        clean = train(tmp_path / "b", make_task(noisy(AT), **SPIKE), **changes | {"data": data})
+        same_state(result, clean)
+    else:
+        w, x = np.zeros(3), noisy(AT).astype(np.float64)
+        momentum = 0
+        for step in range(1, 31):
+            rows = x[(step - 1) * BATCH : step * BATCH]
+            if step != AT:
+                momentum = 0.9 * momentum + 2 * (w - rows.mean(0))
+                w = w - 0.05 * momentum
+        np.testing.assert_allclose(params(result), w, rtol=1e-5, atol=1e-6)
+
+
+def test_a_spike_can_stop_a_run_or_only_be_said(tmp_path, capfd):
+    with pytest.raises(NonFiniteError, match=f"a spike at step {AT}: the loss, after batch {AT}"):
+        train(tmp_path, make_task(noisy(AT), **SPIKE), steps=30, on_spike={"then": "stop", "window": 32})
+    train(tmp_path / "b", make_task(noisy(AT), **SPIKE), steps=30, on_spike={"then": "continue", "window": 32})
+    assert f"a spike at step {AT}: the loss is" in capfd.readouterr().out
+
+
+def test_a_restart_has_the_limit_of_the_run_that_was_never_interrupted(tmp_path, capfd):
+    changes = {"on_spike": {"window": 32}, "checkpoint": {"every_steps": 21}}
+    whole = train(tmp_path / "a", make_task(noisy(AT), **SPIKE), steps=30, **changes)
+    train(tmp_path / "b", make_task(noisy(AT), **SPIKE), steps=21, **changes)
+    again = train(tmp_path / "b", make_task(noisy(AT), **SPIKE), steps=30, **changes)
+    assert capfd.readouterr().out.count(f"a spike at step {AT}") == 2
+    same_state(whole, again)
+
+
+def test_noise_of_a_warm_up_and_a_loss_that_falls_or_stands_still_are_no_spikes():
+    from spmdkit.run.hooks.spikes import limit_of
+
+    random = np.random.default_rng(0)
+    falling = np.exp(-np.arange(400) / 100) * (1 + 0.1 * random.normal(size=400))
+    noise = 2 + 0.3 * random.normal(size=400)
+    for losses in (falling, noise, np.full(400, 0.7)):
+        assert not [i for i in range(32, 400) if losses[i] > limit_of(losses[max(0, i - 128) : i], 6.0)]
+        assert 10 * losses[:200].max() > limit_of(losses[:200], 6.0)

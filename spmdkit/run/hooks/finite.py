@@ -95,17 +95,18 @@ class Answers:
     """What `on_nonfinite` answers to a step, and how often it has."""
 
     def __init__(self, config: Any):
-        self._asked = config.on_nonfinite
+        self._asked, self._policies = config.on_nonfinite, config.policies()
         self._directory = config.resolved_run_dir() / "nonfinite"
         self._skipped, self._in_a_row, self._ways_back = 0, 0, 0
 
     def to_step(self, run: Any, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
         """Returns what is to be done about a step whose code is `bits`; `values` are its metrics that are not finite, where they are known."""
         names = [name for name, bit in guard.KINDS.items() if bits & bit]
-        policies = {getattr(self._asked, name) for name in names}
-        bad = ", ".join({"metrics": "a metric"}.get(name, f"the {name}") for name in names)
+        policies = {self._policies[name] for name in names}
+        bad = ", ".join({"metrics": "a metric", "spike": "the loss"}.get(name, f"the {name}") for name in names)
+        told = "not finite" if bits & ~guard.SPIKE else "a spike"
         known = f" ({said(values)})" if values else ""
-        what = f"not finite at step {step}: {bad}{known}, after {culprit.named(run.program, step)}"
+        what = f"{told} at step {step}: {bad}{known}, after {culprit.named(run.program, step)}"
         self._dump(run, step)
         if "stop" in policies:
             return self._stop(run, what, self._known(run, bits, "stop"))
@@ -146,10 +147,11 @@ class Answers:
         if run.program.groups is not None:
             return False
         same = [name for name, bit in guard.KINDS.items() if bits & bit and name != "gradient"]
-        return run.program.code.ndim == 0 or any(getattr(self._asked, name) == policy for name in same)
+        return run.program.code.ndim == 0 or any(self._policies[name] == policy for name in same)
 
     def _stop(self, run: Any, what: str, known: bool) -> Stop:
         before = run.last_logged
+        run.events.write("not finite", step=run.step, why=what)
         return Stop(
             NonFiniteError.exit_code,
             f"{what}. The loss was {before.get('loss', 'not logged before')} at step {int(before.get('step', 0))}. Loss, gradient, metrics, "

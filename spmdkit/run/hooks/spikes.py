@@ -1,0 +1,80 @@
+"""Sets the limit above which a loss is a spike: the median of the losses before it and `on_spike.z` robust deviations; finite.py does the rest.
+
+    deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median: a loss that stands still is no noise at all
+
+Both medians do not move with a few spikes, which do not count for later limits either. The limit is set at log steps, from the losses of all steps
+until then, the same on every process; it travels in the checkpoint, so that a restart changes no bit.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit.program.feeds import placed_limit
+from spmdkit.run.hooks.base import Hook
+
+FLOOR = 0.01
+
+
+def make(config: Any) -> Hook | None:
+    """Returns the hook that sets the limit, None where spikes are let be."""
+    asked = config.on_spike
+    if asked is None:
+        return None
+    window: collections.deque[float] = collections.deque(maxlen=asked.window)
+    limit: list[float | None] = [None]
+    waiting: list[tuple[int, Any]] = []  # steps and their losses, on the devices
+    stale = [True]  # after a way back
+
+    def read(run: Any = None) -> None:
+        steps, losses = [step for step, _ in waiting], jax.device_get([loss for _, loss in waiting])
+        waiting.clear()
+        for step, loss in zip(steps, map(float, losses), strict=True):
+            if limit[0] is not None and loss > limit[0]:
+                if asked.then == "continue" and run is not None:
+                    run.message(f"a spike at step {step}: the loss is {loss:.4g}, above {limit[0]:.4g}")
+            elif math.isfinite(loss):
+                window.append(loss)
+
+    def put(run: Any) -> None:
+        run.program.limit = placed_limit(run.program.mesh, limit[0])
+        stale[0] = False
+
+    def before_step(run: Any, step: int, state: Any) -> None:
+        if stale[0]:
+            waiting.clear()
+            put(run)
+
+    def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
+        if "loss" in metrics:
+            waiting.append((step, metrics["loss"]))
+        if run.is_log_step(step):
+            read(run)
+            if len(window) >= asked.window // 4:
+                limit[0] = limit_of(window, asked.z)
+            put(run)
+
+    def saved() -> dict[str, Any]:
+        read()
+        return {"window": list(window), "limit": limit[0]}
+
+    def restore(saved: dict[str, Any]) -> None:
+        window.clear()
+        window.extend(saved["window"])
+        limit[0], stale[0] = saved["limit"], True
+
+    return Hook("spikes", order=12, before_step=before_step, after_step=after_step, state=saved, restore=restore)
+
+
+def limit_of(losses: Iterable[float], z: float) -> float:
+    """Returns the loss above which one is a spike after these."""
+    x = np.asarray(list(losses), np.float64)
+    median = float(np.median(x))
+    deviation = 1.4826 * float(np.median(np.abs(x - median)))
+    return median + z * max(deviation, FLOOR * abs(median))
