@@ -20,13 +20,13 @@ def stop(pids, number):
 
 
 def test_a_hang_in_the_data_of_one_of_three_is_76_in_time_with_who_stands_where_and_stacks(job):
-    ended = job.end_of(job.train("watchdog.step_s=3", "batch_size=12", n=3, faults={1: ["data sleep", 12]}))
+    ended = job.end_of(job.train("watchdog.step_s=3", "batch_size=12", n=3, faults={1: ["data sleep", 30]}))
     assert job.fired(), ended.output
     assert ended.code == 76, ended.output
     assert 3 <= ended.after_s < 3 + 1 + BUSY_S
     assert "no progress: p1 has been reading data for" in ended.output
     assert "p0, p2 wait in the step" in ended.output
-    assert "watchdog.step_s" in ended.output and "The newest checkpoint is of step 5" in ended.output
+    assert "watchdog.step_s" in ended.output and "The newest checkpoint is of step" in ended.output
     told = (job.folder / "run" / "logs" / "stacks.txt").read_text()
     assert told.index("process 1, training thread:") < told.index("process 0, training thread:")
     assert "time.sleep(600)" in told, "the source's own line"
@@ -144,8 +144,8 @@ def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_go
         before = len(job.steps())
         shift.write_text(str(seconds))
         job.wait_for(lambda: len(job.steps()) > before + 1)  # noqa: B023
-        times = [event["time"] for event in job.events() if event["event"] == "saved"]
-    assert times[-1][:13] != times[0][:13], "the clock was not set"
+    hours = {event["time"][:13] for event in job.events()}
+    assert len(hours) > 1, "the clock was not set"
     pids = [child.pid, *job.processes().values()]
     stop(pids, signal.SIGSTOP)
     time.sleep(paused_s)

@@ -23,6 +23,7 @@ def test_a_closed_terminal_or_slurms_notice_saves_and_leaves_with_42_and_sigquit
     before = len(job.steps())
     job.wait_for(lambda: len(job.steps()) > before + 1)
     child.send_signal(number)
+    time.sleep(0.2)
     while child.poll() is None:  # also once it has saved, and in its last moment
         child.send_signal(signal.SIGTERM)
         time.sleep(0.02)
