@@ -193,3 +193,27 @@ def straggler_text(found: Straggler) -> str:
         f"process {found.process} holds up the others: {does} takes {found.share:.0%} of its time, and {found.usual:.0%} of theirs. Steps are as "
         "slow as the slowest process."
     )
+
+
+WINDOW_S = 10.0
+
+
+class Stragglers:
+    """Looks at windows of time, and names who held up the others in two of them in turn."""
+
+    def __init__(self, window_s: float = WINDOW_S):
+        self._window_s = window_s
+        self._begun: tuple[float, Mapping[int, Mapping[str, float]]] | None = None
+        self._suspect: tuple[int, str] | None = None
+
+    def look(self, now: float, spent: Mapping[int, Mapping[str, float]]) -> list[str]:
+        """Returns the lines to be said at `now`; `spent`: seconds of each process in each phase so far."""
+        if self._begun is None:
+            self._begun = now, spent
+        if now - self._begun[0] < self._window_s:
+            return []
+        found = straggler(self._begun[1], spent, now - self._begun[0])
+        again = found is not None and (found.process, found.phase) == self._suspect
+        self._suspect = None if found is None or again else (found.process, found.phase)  # said again after two more
+        self._begun = now, spent
+        return [straggler_text(found)] if found is not None and again else []

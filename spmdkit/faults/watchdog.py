@@ -23,6 +23,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -35,10 +36,9 @@ from spmdkit.faults.liveness import (
     QUIET_S,
     Beat,
     Limits,
+    Stragglers,
     culprits,
     from_text,
-    straggler,
-    straggler_text,
     to_text,
 )
 from spmdkit.faults.verdict import code_after, in_order, words
@@ -58,8 +58,6 @@ OWN_WORDS_S = 0.3
 """How long a process may take to say itself why it cannot go on, after another has left."""
 OWN_END_S = 30.0
 """How long it may take to end for a reason that it shares with the one that has left, and is about to say."""
-WINDOW_S = 10.0
-"""Stragglers are looked for over so many seconds, and named when they were found twice in turn."""
 
 
 class Board(Protocol):
@@ -105,14 +103,14 @@ class Watchdog:
         self._main = threading.get_ident()
         self._place = journal.place()
         self._since = 0.0
-        self._seen: dict[int, tuple[float, Beat]] = {}  # by running time
+        # What the one thread reads while the other writes it is replaced, never changed.
+        self._seen: Mapping[int, tuple[float, Beat]] = {}  # by running time
         self._alarm: dict[str, Any] | None = None
-        self._left: dict[int, tuple[float, dict[str, Any]]] = {}
+        self._left: Mapping[int, tuple[float, dict[str, Any]]] = {}
         self._talking_since: float | None = None
         self._stamps: dict[int, str] = {}
-        self._window: tuple[float, dict[int, Mapping[str, float]]] | None = None
-        self._suspect: tuple[int, str] | None = None
-        self._last_beat = -BEAT_S
+        self._stragglers = Stragglers()
+        self._last_beat, self._mistakes = -BEAT_S, 0
         self._on_stop: Any = None  # the handler of SIGTSTP before ours
         self._stopped = threading.Event()
         self._mine = self._beat()
@@ -169,8 +167,14 @@ class Watchdog:
                 self._last_beat = now
                 if self._guards_interpreter:
                     stacks.end_unless_called_again(self._interpreter_s or 0.0)
-                self._look_for_stragglers(now)
-            self._judge(now)
+            try:
+                if self._me == 0 and self._num > 1:
+                    self.notices += self._stragglers.look(now, {p: b.spent for p, b in self._beats().items()})
+                self._judge(now)
+            except Exception as error:  # noqa: BLE001  a mistake here must end neither the watch nor the run; said once
+                if not self._mistakes:
+                    traceback.print_exception(error)
+                self._mistakes += 1
 
     def _beat(self) -> Beat:
         place, now = journal.place(), self._clock.now
@@ -206,20 +210,6 @@ class Watchdog:
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
 
-    def _look_for_stragglers(self, now: float) -> None:
-        if self._me != 0 or self._num == 1:
-            return
-        spent = {p: beat.spent for p, beat in self._beats().items()}
-        if self._window is None:
-            self._window = now, spent
-        elif now - self._window[0] >= WINDOW_S:
-            found = straggler(self._window[1], spent, now - self._window[0])
-            suspect = None if found is None else (found.process, found.phase)
-            if found is not None and suspect == self._suspect:
-                self.notices.append(straggler_text(found))
-                suspect = None  # said; it takes two more windows to say it again
-            self._window, self._suspect = (now, spent), suspect
-
     def _say_to_launcher(self) -> None:
         """Tells a launcher on this machine that Python runs here, which the launcher cannot see otherwise."""
         if self._launcher is None:
@@ -242,7 +232,8 @@ class Watchdog:
         number, said = 0, -self._beat_s
         listen_s = TICK_S * max(1.0, self._num / 8)
         while not self._stopped.wait(listen_s):
-            self._talking_since = now = self._clock.now
+            now = self._clock.now
+            self._talking_since = now if self._talking_since is None else self._talking_since
             try:
                 if now - said >= self._beat_s:
                     number += 1
@@ -250,8 +241,8 @@ class Watchdog:
                     self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
                     said = now
                 found = self._board.entries(self._folder)
-            except SpmdkitError:
-                continue  # process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_silent` sees
+            except Exception:  # noqa: BLE001  process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_silent` sees
+                continue
             self._talking_since = None
             self._read(found)
 
@@ -263,9 +254,9 @@ class Watchdog:
                 stamp, _, beat = text.partition(" ")  # the number of the beat: it lives while that changes
                 if self._stamps.get(int(process)) != stamp:
                     self._stamps[int(process)] = stamp
-                    self._seen[int(process)] = now, from_text(beat)
+                    self._seen = {**self._seen, int(process): (now, from_text(beat))}
             elif kind == "left" and int(process) != self._me:
-                self._left.setdefault(int(process), (now, json.loads(text)))
+                self._left = {int(process): (now, json.loads(text)), **self._left}
         if "alarm" in found and self._alarm is None:
             self._alarm = json.loads(found["alarm"])
 
@@ -307,7 +298,10 @@ class Watchdog:
         if self._stopped.is_set():
             exceptions.taken_over.clear()
             return  # the training thread has come to its end meanwhile, and leaves by itself
-        text = words(verdict, beats, self.newest())
+        newest = ""
+        with suppress(OSError):  # a disk that is gone
+            newest = self.newest()
+        text = words(verdict, beats, newest)
         tells = verdict["why"] == "hang" and self._me == min(told)
         shown = "\n\n".join(f"process {p}, {told[p]}" for p in in_order(told, verdict["processes"])) if tells else ""
         with suppress(Exception):

@@ -73,6 +73,7 @@ def test_a_stopped_process_is_silent_75_and_named_last(job, frozen):
 
 @pytest.mark.parametrize(("kind", "code"), [pytest.param("raise", 70, marks=pytest.mark.slow), ("kill", 137)])
 def test_an_error_or_a_kill_in_one_of_four_ends_all_within_a_second(job, kind, code):
+    """In four one is no neighbour of the dead one in Gloo's ring, and hears nothing of it there."""
     ended = job.end_of(job.train(n=4, faults={1: [f"hook {kind}", 7]}))
     assert (ended.code, bool(job.fired())) == (code, True), ended.output
     assert ended.after_s < 1 + BUSY_S

@@ -3,7 +3,17 @@
 import pytest
 
 from spmdkit.clock import RunningClock
-from spmdkit.faults.liveness import Beat, Limits, culprits, from_text, stand, straggler, straggler_text, to_text
+from spmdkit.faults.liveness import (
+    Beat,
+    Limits,
+    Stragglers,
+    culprits,
+    from_text,
+    stand,
+    straggler,
+    straggler_text,
+    to_text,
+)
 from spmdkit.faults.verdict import words
 
 LIMITS = Limits(step_s=None, import_s=1, compile_s=2, restore_s=3, save_s=4, evaluation_s=5)
@@ -87,3 +97,11 @@ def test_a_straggler_is_told_from_the_spread_of_the_phases(name, after, named):
     assert (found and (found.process, found.phase)) == named, name
     if found is not None:
         assert straggler_text(found).startswith(f"process {named[0]} holds up the others: ")
+
+
+def test_a_straggler_is_named_when_two_windows_in_turn_show_him():
+    look, said = Stragglers(window_s=10.0), []
+    for second in range(61):
+        slow = float(second) if second < 10 or second > 20 else 10.0  # but not in the second window
+        said += [(second, *look.look(second, {0: {"data": 0.0}, 1: {"data": slow}}))]
+    assert [second for second, *lines in said if lines] == [40, 60]

@@ -35,13 +35,17 @@ def test_a_closed_terminal_or_slurms_notice_saves_and_leaves_with_42_and_sigquit
     assert job.saved()[-1] == last["step"], "the newest checkpoint is of the last step"
 
 
-def test_a_hang_up_of_the_launcher_stops_all_and_one_under_nohup_stops_nothing(job):
+@pytest.mark.slow
+def test_a_hang_up_of_the_launcher_stops_all(job):
     child = job.train(n=2)
     job.wait_for(lambda: len(job.steps()) > 2)
     child.send_signal(signal.SIGHUP)
     ended = job.end_of(child)
     assert ended.code == 42, ended.output
-    steps = len(job.steps())
+
+
+def test_a_hang_up_under_nohup_stops_nothing(job):
+    steps = 0
     ignored = subprocess.Popen(
         ["nohup", sys.executable, "-m", "spmdkit", "train", "run.yaml", "devices=cpu:2"],
         cwd=job.folder,
@@ -103,6 +107,7 @@ def test_sigterm_to_a_run_whose_source_hangs_saves_what_it_has_and_leaves(job):
     assert last["event"] == "preempted" and job.saved()[-1] == last["step"] > 0
 
 
+@pytest.mark.slow
 def test_one_of_two_whose_source_hangs_leaves_on_sigterm_and_says_that_nothing_newer_is_saved(job):
     child = job.train(n=2, faults={1: ["data sleep", 12]})
     job.wait_for(job.fired)
@@ -114,7 +119,10 @@ def test_one_of_two_whose_source_hangs_leaves_on_sigterm_and_says_that_nothing_n
     assert job.processes() == {}
 
 
-@pytest.mark.parametrize("redirection", ["| head -1", ">&-", ">&- 2>&- <&-", "> /dev/full"])
+@pytest.mark.parametrize(
+    "redirection",
+    ["| head -1", ">&- 2>&- <&-", *(pytest.param(r, marks=pytest.mark.slow) for r in (">&-", "> /dev/full"))],
+)
 def test_nobody_who_reads_the_output_ends_no_training(job, redirection):
     command = shlex.join([sys.executable, "-m", "spmdkit", "train", "run.yaml", "devices=cpu:2", "steps=12"])
     done = subprocess.run(
