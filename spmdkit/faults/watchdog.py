@@ -56,6 +56,9 @@ LEADER_LAST_S = 0.6
 """Process 0 holds the store: so long at most it waits until the others have left, or JAX would abort those that still read."""
 OWN_WORDS_S = 0.3
 """How long a process may take to say itself why it cannot go on, after another has left."""
+AGREED = (ExitCode.NOT_WRITTEN, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT)
+AGREED_S = 5.0
+"""The same after one has left with an error that all meet at one place, each on its own: a busy machine gets there late."""
 OWN_END_S = 30.0
 """How long it may take to end for a reason that it shares with the one that has left, and is about to say."""
 
@@ -189,7 +192,8 @@ class Watchdog:
             return self._end(self._alarm)
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] == ExitCode.PEER_LOST)
         for process, (when, said) in causes_first:
-            if now - when > OWN_WORDS_S and not journal.is_ending(OWN_END_S):
+            own_words_s = AGREED_S if said["exit"] in AGREED else OWN_WORDS_S
+            if now - when > own_words_s and not journal.is_ending(OWN_END_S):
                 return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
         if silent := self._silent(now):
             return self._end({"code": int(ExitCode.PEER_LOST), "processes": silent, "why": "silent"})
@@ -268,7 +272,7 @@ class Watchdog:
             return
         self._stopped.set()
         self._say_left(code, message)
-        self._leave_last()
+        self._leave_last(AGREED_S if code in AGREED else LEADER_LAST_S)
 
     def _say_left(self, code: int, message: str) -> None:
         said = json.dumps({"exit": code, "said": message.splitlines()[0][:500] if message else ""})
@@ -276,10 +280,10 @@ class Watchdog:
         assert board is not None
         _within(OWN_WORDS_S, lambda: board.put(key, said, overwrite=True))
 
-    def _leave_last(self) -> None:
+    def _leave_last(self, patience_s: float = LEADER_LAST_S) -> None:
         if self._me != 0 or self._board is None or self._num == 1:
             return
-        board, deadline = self._board, time.monotonic() + LEADER_LAST_S
+        board, deadline = self._board, time.monotonic() + patience_s
         missed = {int(p) for p in self._alarm["processes"]} if self._alarm else set()
         others = set(range(1, self._num)) - missed
         with suppress(SpmdkitError):
