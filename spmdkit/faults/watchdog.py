@@ -32,6 +32,7 @@ from spmdkit import journal
 from spmdkit.clock import RunningClock
 from spmdkit.errors import ExitCode, SpmdkitError
 from spmdkit.faults import exceptions, stacks
+from spmdkit.faults.launcher import launcher_of
 from spmdkit.faults.liveness import (
     QUIET_S,
     Beat,
@@ -42,14 +43,11 @@ from spmdkit.faults.liveness import (
     to_text,
 )
 from spmdkit.faults.verdict import code_after, in_order, words
-from spmdkit.names import BEAT_FILE
 
 TICK_S = 0.2
 BEAT_S = 1.0
 FEW = 64
 """Processes up to which each beats every second; more beat as much more rarely, since all read all."""
-BEAT_BYTES = 512
-"""What is written for the launcher, one over the other."""
 GATHER_S = 1.0
 """How long the others get for their stacks before the job ends."""
 LEADER_LAST_S = 0.6
@@ -120,7 +118,7 @@ class Watchdog:
         self._threads = [threading.Thread(target=self._watch, name="spmdkit-watch", daemon=True)]
         if board is not None and num_processes > 1:
             self._threads.append(threading.Thread(target=self._talk, name="spmdkit-beat", daemon=True))
-        self._launcher, self._said = _launchers_file(), 0
+        self._launcher = launcher_of(os.environ)
 
     # ---- life ---------------------------------------------------------------------------------------------------------
 
@@ -146,9 +144,7 @@ class Watchdog:
             signal.signal(signal.SIGTSTP, self._on_stop)
             self._on_stop = None
         if self._launcher is not None:
-            with suppress(OSError):
-                os.close(self._launcher)
-            self._launcher = None
+            self._launcher.close()
 
     @property
     def _guards_interpreter(self) -> bool:
@@ -165,7 +161,8 @@ class Watchdog:
         while not self._stopped.wait(TICK_S):
             now = self._clock.tick()
             self._mine = self._beat()
-            self._say_to_launcher()
+            if self._launcher is not None:
+                self._launcher.say(self._mine, self._interpreter_s)
             if now - self._last_beat >= BEAT_S:
                 self._last_beat = now
                 if self._guards_interpreter:
@@ -192,8 +189,7 @@ class Watchdog:
             return self._end(self._alarm)
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] == ExitCode.PEER_LOST)
         for process, (when, said) in causes_first:
-            own_words_s = AGREED_S if said["exit"] in AGREED else OWN_WORDS_S
-            if now - when > own_words_s and not journal.is_ending(OWN_END_S):
+            if now - when > self._patience_s(said["exit"]) and not journal.is_ending(OWN_END_S):
                 return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
         if silent := self._silent(now):
             return self._end({"code": int(ExitCode.PEER_LOST), "processes": silent, "why": "silent"})
@@ -201,6 +197,13 @@ class Watchdog:
         quiet = [p for p, (when, _) in self._seen.items() if now - when > QUIET_S + 2 * self._beat_s]
         if found := culprits(beats, quiet):
             self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
+
+    def _patience_s(self, code: int) -> float:
+        """Returns how long the training thread has for words of its own, after another process has left with `code`."""
+        compares = (
+            self._mine.step == 0 and code != ExitCode.PREEMPTED
+        )  # before the first step all look at the same things
+        return AGREED_S if compares or code in AGREED else OWN_WORDS_S
 
     def _silent(self, now: float) -> list[int]:
         """Returns who gives no sign of life; process 0 where the store, which it holds, does not answer."""
@@ -213,20 +216,6 @@ class Watchdog:
 
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
-
-    def _say_to_launcher(self) -> None:
-        """Tells a launcher on this machine that Python runs here, which the launcher cannot see otherwise."""
-        if self._launcher is None:
-            return
-        self._said += 1
-        said = {
-            "number": self._said,
-            "does": self._mine.does,
-            "step": self._mine.step,
-            "interpreter_s": self._interpreter_s,
-        }
-        with suppress(OSError):
-            os.pwrite(self._launcher, json.dumps(said).ljust(BEAT_BYTES).encode(), 0)
 
     # ---- the thread that talks ----------------------------------------------------------------------------------------
 
@@ -345,17 +334,6 @@ def _within(seconds: float, act: Callable[[], Any]) -> None:
 def _quietly(act: Callable[[], Any]) -> None:
     with suppress(SpmdkitError):
         act()
-
-
-def _launchers_file() -> int | None:
-    """Returns the open file into which a launcher on this machine wants a line each second, or None."""
-    path = os.environ.get(BEAT_FILE)
-    if not path:
-        return None
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
 
 
 @contextmanager
