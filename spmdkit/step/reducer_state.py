@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
 from spmdkit.mesh import describe_mesh
-from spmdkit.reducers.base import Reducer, stateless
+from spmdkit.reducers.base import Reducer
 from spmdkit.step import scope
 from spmdkit.step.forms import kept_spec, replica_axes_of
 from spmdkit.tree import named_leaves
@@ -67,8 +67,6 @@ def shapes(
         gradients: what each call of `sk.value_and_grad` reduces.
         context: of the step, in its form.
     """
-    if reducer.init is stateless or context.cuts.num_replicas == 1:
-        return (), []
     assert context.cuts.placements is not None
     entries, table = [], []
     for call, gradient in enumerate(gradients):
