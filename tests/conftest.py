@@ -1,4 +1,4 @@
-"""Eight fake CPU devices, strict dtype promotion where our code alone decides, programs that compile in a fifth of the time, and a table of
+"""Eight fake CPU devices, strict dtype promotion, programs that compile in a fifth of the time, and a table of
 seconds. That no test hangs for ever is set in pyproject.toml."""
 
 import gc
@@ -21,8 +21,10 @@ import jax
 import pytest
 
 from tests.support.seconds import Seconds
+from tests.support.strangers import let_optax_promote
 
 jax.config.update("jax_num_cpu_devices", 8)
+let_optax_promote()
 
 
 def pytest_configure(config):
@@ -60,8 +62,8 @@ def compile_quickly(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def strict_promotion(request):
-    """No implicit change of a dtype in modules with the mark `strict`: our code runs there, around losses that need none."""
-    strict = request.node.get_closest_marker("strict") is not None
-    jax.config.update("jax_numpy_dtype_promotion", "strict" if strict else "standard")
+    """No implicit change of a dtype, but in modules with the mark `promotes`, which says whose code there needs it."""
+    promotes = request.node.get_closest_marker("promotes") is not None
+    jax.config.update("jax_numpy_dtype_promotion", "standard" if promotes else "strict")
     yield
     jax.config.update("jax_numpy_dtype_promotion", "standard")

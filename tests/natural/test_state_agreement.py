@@ -22,6 +22,8 @@ from tests.support.natural_runs import (
     train,
 )
 
+pytestmark = pytest.mark.promotes("losses as users write them: counts and a replica's index added to numbers")
+
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 6)).astype(np.float32)
 TOKENS = 300_000_000
 

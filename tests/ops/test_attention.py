@@ -30,7 +30,7 @@ def plain(q, k, v, causal=True, segments=None, positions=None):
         seen = seen & (t[:, None, :, None] >= t[:, None, None, :])
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :]) & (segments >= 0)[:, None, :, None]
-    probs = jax.nn.softmax(jnp.where(seen, scores, -1e30)) * seen.any(-1, keepdims=True)
+    probs = jnp.where(seen.any(-1, keepdims=True), jax.nn.softmax(jnp.where(seen, scores, -1e30)), 0)
     return jnp.einsum("BNTS,BSNH->BTNH", probs, v)
 
 

@@ -20,7 +20,7 @@ ROWS = ("batch", "sequence", None)
 
 
 def rotary(x_BTNH, positions_T):
-    angles_TH = positions_T[:, None] * 100.0 ** (-jnp.arange(H // 2) / (H // 2))
+    angles_TH = positions_T[:, None].astype(jnp.float32) * 100.0 ** (-jnp.arange(H // 2) / (H // 2))
     cos, sin = (f(angles_TH)[:, None].astype(x_BTNH.dtype) for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(x_BTNH, 2, -1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)

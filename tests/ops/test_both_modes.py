@@ -14,7 +14,7 @@ from tests.support.core_runs import assert_close
 def plain(x, w, count):
     """A loop whose turns have something in common, which JAX's partial evaluation would take out of it."""
     turn = lambda x, row: (jnp.tanh(x @ w) + jnp.where(jnp.arange(4) < 2, row, 0.5), None)
-    return jax.lax.scan(turn, x, jnp.sin(w))[0] * count
+    return jax.lax.scan(turn, x, jnp.sin(w))[0] * jnp.asarray(count, jnp.float32)
 
 
 def forward(x, w, count):

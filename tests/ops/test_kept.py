@@ -16,8 +16,6 @@ from spmdkit.ops.remat import KEPT, everything_but_gathered, policy, policy_of_n
 from spmdkit.step import scope
 from tests.support.ops_mesh import step
 
-pytestmark = pytest.mark.strict
-
 
 def fn(x, w, n):
     """Its scale differs along no axis, or along the replicas, as the enclosing vmap makes it: a `pvary` more or less."""

@@ -15,8 +15,6 @@ from tests.support.core_hlo import collectives
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train
 
-pytestmark = pytest.mark.strict
-
 D, F, T, LAYERS, CLASSES = 16, 32, 8, 2, 4
 
 

@@ -20,8 +20,6 @@ from spmdkit.step import scope
 from tests.support.core_runs import assert_close
 from tests.support.ops_mesh import step
 
-pytestmark = pytest.mark.strict
-
 ROOT = Path(__file__).parents[2]
 MODULES = {
     str(path.relative_to(ROOT)): ast.parse(path.read_text())

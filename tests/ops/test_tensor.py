@@ -17,8 +17,6 @@ from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_close, assert_same_run, program_of, train
 from tests.support.ops_mesh import value_and_grad
 
-pytestmark = pytest.mark.strict
-
 D, F, T, N, H, V, LAYERS = 16, 32, 8, 4, 4, 24, 2
 ROWS = ("batch", "norm_sequence", None)
 

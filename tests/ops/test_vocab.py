@@ -14,8 +14,6 @@ from spmdkit.ops.vocab import padded_vocab
 from tests.support.core_runs import assert_close
 from tests.support.ops_mesh import value_and_grad
 
-pytestmark = pytest.mark.strict
-
 B, T, D, V = 8, 8, 16, 24
 MESH = {"fsdp": 2, "context": 2, "tensor": 2}
 

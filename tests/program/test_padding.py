@@ -15,6 +15,8 @@ from spmdkit.program import padding
 from spmdkit.step.step import Batch
 from tests.support.core_runs import program_of
 
+pytestmark = pytest.mark.promotes("losses as users write them: masks of bools times numbers")
+
 REPLICAS = ("replica", "data")
 ROWS = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32) + 3
 TOKENS = np.random.default_rng(1).integers(0, 5, size=(24, 4)).astype(np.int32)

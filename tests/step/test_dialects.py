@@ -14,8 +14,6 @@ from spmdkit.step import scope
 from tests.support.core_models import BATCH, kept_gradient, regression, regression_by_hand, regression_loss
 from tests.support.core_runs import MESHES, TOLERANCE, assert_close, assert_same_run, one_device, program_of, train
 
-pytestmark = pytest.mark.strict
-
 REPLICAS = ("replica", "data")
 
 

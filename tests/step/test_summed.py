@@ -9,8 +9,6 @@ from jax.sharding import PartitionSpec as P
 from spmdkit import compat, mesh
 from spmdkit.step.summed import summed_by_types, takes_derivative
 
-pytestmark = pytest.mark.strict
-
 
 def traces(fn):
     """Returns the traces of `fn(same, own)` on 2 x 4 devices, with types and without; `own` differs along fsdp."""
