@@ -34,18 +34,18 @@ from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked
 
 
 def group_step(
-    train_step: StepFn, step: scope.Context, groups: Groups, to_device: Callable[[Any], Any]
+    train_step: StepFn, context: scope.Context, groups: Groups, to_device: Callable[[Any], Any]
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile.
 
     Args:
-        step: the record of one group: size one along the sync's axes.
+        context: of one group: size one along the sync's axes.
         to_device: brings host-placed leaves in.
     """
 
     def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric], Any]:
         carried = Carried(())
-        own = dataclasses.replace(step, mask=mask, group=(index, groups.num), carried=carried)
+        own = dataclasses.replace(context, mask=mask, group=(index, groups.num), carried=carried)
         rows = whole_rows(own, examples, mask, state.key)
         with scope.tracing(own), scope.over(rows):
             new_state, metrics = checked(state, train_step(state, examples))
@@ -53,12 +53,12 @@ def group_step(
             new_state, code = guarded(own, state, new_state, metrics, carried.seen)
             return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code
 
-    alone = all(size == 1 for size in step.cuts.sizes.values())
+    alone = all(size == 1 for size in context.cuts.sizes.values())
     spread = _by_device if alone else _by_vmap
 
     def run(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
-        new, metrics, code = spread(one, step, groups, state.replace(sync=None), batch)
+        new, metrics, code = spread(one, context, groups, state.replace(sync=None), batch)
         return new.replace(sync=state.sync), metrics, code
 
     run.__name__ = COMPILED_NAME
@@ -78,7 +78,7 @@ def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
     return state.replace(**{name: own if name in GROUPED else shared for name in FIELDS})
 
 
-def _by_device(one: Any, step: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
+def _by_device(one: Any, context: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
     own, whole = PartitionSpec(groups.axes), PartitionSpec()
 
     def body(state: TrainState, examples: Any, mask: Any) -> Any:
@@ -89,15 +89,15 @@ def _by_device(one: Any, step: scope.Context, groups: Groups, state: TrainState,
 
     states = _fields(state, own, whole)
     run = jax.shard_map(
-        body, mesh=step.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
+        body, mesh=context.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
     )  # untyped: see forms._manual
     return run(state, batch.examples, batch.mask)
 
 
-def _by_vmap(one: Any, step: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
-    assert step.cuts.mesh is not None
-    inner = tuple(a for a in ("replica", *step.cuts.data_axes, *step.cuts.inner_axes) if step.cuts.size(a) > 1)
-    rows = NamedSharding(step.cuts.mesh, PartitionSpec(groups.axes, inner or None))
+def _by_vmap(one: Any, context: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
+    assert context.cuts.mesh is not None
+    inner = tuple(a for a in ("replica", *context.cuts.data_axes, *context.cuts.inner_axes) if context.cuts.size(a) > 1)
+    rows = NamedSharding(context.cuts.mesh, PartitionSpec(groups.axes, inner or None))
 
     def by_group(x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)

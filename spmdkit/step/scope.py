@@ -252,13 +252,13 @@ class Examples:
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
 
-_step: ContextVar[Context | None] = ContextVar("spmdkit_step", default=None)
+_context: ContextVar[Context | None] = ContextVar("spmdkit_step", default=None)
 _examples: ContextVar[Examples | None] = ContextVar("spmdkit_examples", default=None)
 
 
 def current() -> Context:
-    """Returns the record of the step that is being traced, or the default of one device."""
-    return _step.get() or Context()
+    """Returns the context of the step that is being traced, or the default of one device."""
+    return _context.get() or Context()
 
 
 def current_examples() -> Examples | None:
@@ -266,20 +266,20 @@ def current_examples() -> Examples | None:
     return _examples.get()
 
 
-def differing_axes(step: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
+def differing_axes(context: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
     """Returns the mesh axes over which `x` may differ inside `shard_map`; over an axis of size one nothing differs."""
-    return tuple(sorted(axis for axis in compat.varying_axes(x) if step.cuts.size(axis) > 1))
+    return tuple(sorted(axis for axis in compat.varying_axes(x) if context.cuts.size(axis) > 1))
 
 
 @contextlib.contextmanager
-def tracing(step: Context) -> Iterator[Context]:
-    """Puts `step` in place while the body is traced."""
-    before = _step.set(step)
+def tracing(context: Context) -> Iterator[Context]:
+    """Puts `context` in place while the body is traced."""
+    before = _context.set(context)
     try:
-        with _traced_under((step.token, _token(_examples.get()))):
-            yield step
+        with _traced_under((context.token, _token(_examples.get()))):
+            yield context
     finally:
-        _step.reset(before)
+        _context.reset(before)
 
 
 @contextlib.contextmanager
@@ -287,14 +287,14 @@ def over(examples: Examples) -> Iterator[None]:
     """Puts `examples` in place while a loss is traced."""
     before = _examples.set(examples)
     try:
-        with _traced_under((_token(_step.get()), examples.token)):
+        with _traced_under((_token(_context.get()), examples.token)):
             yield
     finally:
         _examples.reset(before)
 
 
-def _token(record: Context | Examples | None) -> int | None:
-    return None if record is None else record.token
+def _token(held: Context | Examples | None) -> int | None:
+    return None if held is None else held.token
 
 
 def shard(x: jax.Array, *dims: str | None) -> jax.Array:
@@ -310,8 +310,8 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     Raises:
         ValueError: not one name per dim, or a name that no table knows.
     """
-    step = current()
-    if step.cuts.form == "manual" or step.cuts.mesh is None or step.in_manual:
+    context = current()
+    if context.cuts.form == "manual" or context.cuts.mesh is None or context.in_manual:
         return x
     if len(dims) != x.ndim:
         raise ValueError(
@@ -319,12 +319,16 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         )
     spec: list[tuple[str, ...] | None] = []
     for dim, length in zip(dims, x.shape, strict=True):
-        if dim is not None and dim not in step.chosen.logical_axes:
-            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(step.chosen.logical_axes))}.")
-        axes = step.cuts.inner_axes if dim == "batch" else step.chosen.logical_axes[dim] if dim else ()
-        step.noticed.axis(*axes)
-        axes = tuple(a for a in axes if step.cuts.size(a) > 1 and a not in (*step.cuts.data_axes, *step.mapped_axes))
-        spec.append(axes if axes and length % step.cuts.size(*axes) == 0 else None)
-    if not any(step.cuts.size(a) > 1 for a in MODEL_AXES if a not in step.cuts.data_axes):
+        if dim is not None and dim not in context.chosen.logical_axes:
+            raise ValueError(
+                f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(context.chosen.logical_axes))}."
+            )
+        axes = context.cuts.inner_axes if dim == "batch" else context.chosen.logical_axes[dim] if dim else ()
+        context.noticed.axis(*axes)
+        axes = tuple(
+            a for a in axes if context.cuts.size(a) > 1 and a not in (*context.cuts.data_axes, *context.mapped_axes)
+        )
+        spec.append(axes if axes and length % context.cuts.size(*axes) == 0 else None)
+    if not any(context.cuts.size(a) > 1 for a in MODEL_AXES if a not in context.cuts.data_axes):
         return x
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(step.cuts.mesh, PartitionSpec(*spec)))
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(context.cuts.mesh, PartitionSpec(*spec)))

@@ -130,15 +130,15 @@ class TrainState:
             ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica dialect), or the
                 optimizer needs more than it is given.
         """
-        step = scope.current()
+        context = scope.current()
         params = originals(self).params
-        _check_gradient(step, grads, params)
+        _check_gradient(context, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
-        grads = constrain_update(step, as_stored(grads))
-        step.carried.see(grads)
+        grads = constrain_update(context, as_stored(grads))
+        context.carried.see(grads)
         if "grad" in extra:
-            extra["grad"] = constrain_update(step, as_stored(extra["grad"]))
-        params = constrain_update(step, params)
+            extra["grad"] = constrain_update(context, as_stored(extra["grad"]))
+        params = constrain_update(context, params)
         with jax.named_scope(scope.OPTIMIZER):
             updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
         new_params = optax.apply_updates(params, updates)
@@ -222,10 +222,10 @@ def check_not_donated(state: Any, what: str) -> None:
         )
 
 
-def constrain_update(step: scope.Context, tree: Any) -> Any:
+def constrain_update(context: scope.Context, tree: Any) -> Any:
     """Returns a tree like the parameters, cut as the optimizer's update is."""
-    mesh, placements = step.cuts.mesh, step.cuts.placements
-    if step.cuts.form == "manual" or mesh is None or placements is None:
+    mesh, placements = context.cuts.mesh, context.cuts.placements
+    if context.cuts.form == "manual" or mesh is None or placements is None:
         return tree
     return jax.tree.map(
         lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x,
@@ -239,7 +239,7 @@ def originals(state: TrainState) -> TrainState:
     return state if state.mirrored is None else state.mirrored.of(state.replace(mirrored=None))
 
 
-def _check_gradient(step: scope.Context, grads: Any, params: Any) -> None:
+def _check_gradient(context: scope.Context, grads: Any, params: Any) -> None:
     if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
         found, asked = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
         missing, extra = [p for p in asked if p not in found], [p for p in found if p not in asked]
@@ -253,7 +253,7 @@ def _check_gradient(step: scope.Context, grads: Any, params: Any) -> None:
             raise ConfigError(
                 f"apply_gradients: gradient {path} is {describe(grad)}, the parameter is {describe(leaf)}."
             )
-        if step.inside and (axes := scope.differing_axes(step, grad)):
+        if context.inside and (axes := scope.differing_axes(context, grad)):
             raise ConfigError(
                 f"apply_gradients: gradient '{path}' differs between the replicas of axes {list(axes)}: the "
                 "reduction is missing. Replicas would drift apart. Use sk.value_and_grad, or sk.pmean(grads) first."
