@@ -50,6 +50,7 @@ def _save(run: Run, step: int, state: TrainState) -> str:
         if bad is not None:
             return f"is not saved: '{bad}' is not finite"
         run.sinks.flush()
+        run.checkpoints.settle()  # of a save that failed before, which is no reason to lose this one
         run.checkpoints.save(step, state, run.record(step))
         run.events_of(run.checkpoints.wait())
     except Exception as error:  # noqa: BLE001  what ends the run is another error, which must be told

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import time
 
 import numpy as np
 import pytest
 
+import spmdkit as sk
 from spmdkit.checkpoint import ls
 from spmdkit.checkpoint import record as records
-from spmdkit.errors import CheckpointWriteError
+from spmdkit.errors import CheckpointWriteError, UserCodeError
 from spmdkit.run import saves
-from tests.support.small_runs import events, steps, train
+from tests.support.small_runs import events, line_task, steps, train
 
 
 @pytest.fixture
@@ -100,3 +102,16 @@ def test_a_save_that_is_slow_is_said_and_so_is_training_that_waits_for_it(tmp_pa
     out = capsys.readouterr().out
     assert "note: saving step 5 has taken" in out and "training waited" in out
     assert events(tmp_path, "slow save")[0]["step"] == 5
+
+
+def test_an_error_of_the_user_after_a_save_that_failed_keeps_the_last_good_step_all_the_same(tmp_path, disk):
+    disk.full += [5]
+
+    def boom(run, step, state, metrics):
+        if step == 7:
+            raise ValueError("boom")
+
+    task = dataclasses.replace(line_task(), hooks=[sk.Hook("boom", after_step=boom)])
+    with pytest.raises(UserCodeError, match="boom"):
+        train(tmp_path, task, log={"every_steps": 100, "progress": "plain"})
+    assert saved(tmp_path) == [7]
