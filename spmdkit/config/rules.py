@@ -37,6 +37,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         *_remat(config),
         *_learning(config),
         *_precision(config),
+        *_deterministic(config),
         *_without_effect(config),
     ]
 
@@ -275,6 +276,20 @@ def _precision(config: Settings) -> Iterator[Problem]:
             f"is {show(asked.inputs)}, and compute and params are float32: nothing is cast, so it has no effect. Remove it, or set "
             "compute: bfloat16.",
         )
+
+
+def _deterministic(config: Settings) -> Iterator[Problem]:
+    if config.deterministic and config.attention.implementation == "cudnn":
+        yield Problem(
+            ("attention", "implementation"),
+            "is cudnn, whose gradient adds in another order each time, and deterministic is true. Try implementation: xla, or deterministic: false.",
+        )
+    for name in ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"):
+        if config.deterministic and name in config.compiler_options and config.compiler_options[name] is not True:
+            yield Problem(
+                ("compiler_options", name),
+                f"is {show(config.compiler_options[name])}, and deterministic is true, which sets it to true on GPUs. Remove one of them.",
+            )
 
 
 def _without_effect(config: Settings) -> Iterator[Problem]:

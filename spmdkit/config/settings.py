@@ -133,6 +133,11 @@ class Settings(Section):
         default=None,
         description="How often the copies of the state on several devices are compared bit by bit, and what is done where they differ; null: never.",
     )
+    deterministic: fields.Flag = Field(
+        default=False,
+        description="On GPUs: only operations that give the same bits each time, and no autotuning; what has no such form is refused. CPUs and TPUs "
+        "do so anyway.",
+    )
     on_spike: OnSpike | None = Field(
         default=None,
         description="What is done where the loss is finite and far above those before it; null: nothing. The limit is set at log steps.",

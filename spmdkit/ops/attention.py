@@ -252,7 +252,9 @@ def _implementation(
     ids = tuple(what for what, given in (("segment ids", segments), ("positions", positions)) if given)
     lengths = _block_lengths(context, q.shape[1], k.shape[1])
     why = {
-        "cudnn": attention_cudnn.missing(device, q, lengths, ids),
+        "cudnn": "its gradient adds in another order each time, and deterministic is true"
+        if context.chosen.deterministic
+        else attention_cudnn.missing(device, q, lengths, ids),
         "splash": attention_splash.missing(device, q, lengths, ids),
         "xla": None,
     }

@@ -56,15 +56,27 @@ _SPARSE_CORE: Mapping[str, Value] = {
 _WITH_SPARSE_CORE = ("v5p", "v6e", "7x")
 
 
-def own_options(device: Any) -> Mapping[str, Value]:
-    """Returns the options that spmdkit gives a program on devices of this kind."""
+_DETERMINISTIC_GPU: Mapping[str, Value] = {
+    "xla_gpu_deterministic_ops": True,  # and no autotuning, which chooses by time
+    "xla_gpu_exclude_nondeterministic_ops": True,  # what has no such form ends the compilation
+}
+
+
+def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]:
+    """Returns the options that spmdkit gives a program on devices of this kind.
+
+    Args:
+        deterministic: the same bits each time. XLA's CPU and TPU backends do so anyway.
+    """
+    if device.platform in ("gpu", "cuda", "rocm") and deterministic:
+        return _DETERMINISTIC_GPU
     if device.platform != "tpu":
         return {}
     chip = chip_of_device_kind(device.device_kind, device.platform)
     return {**_TPU, **_SPARSE_CORE} if chip is not None and chip.name in _WITH_SPARSE_CORE else _TPU
 
 
-def options(devices: Sequence[Any], own: Mapping[str, Value | None]) -> dict[str, Value]:
+def options(devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False) -> dict[str, Value]:
     """Returns the options of a program on `devices`: spmdkit's for their platform, then the config's; null removes one.
 
     Raises:
@@ -77,24 +89,29 @@ def options(devices: Sequence[Any], own: Mapping[str, Value | None]) -> dict[str
                 f"compiler_options.{name} is null, and spmdkit does not set it, so that has no effect. null removes one of spmdkit's own "
                 f"options.{nearest(name, known)} Remove the line, or give a value."
             )
-    merged = {**own_options(devices[0]), **own}
+    merged = {**own_options(devices[0], deterministic), **own}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def compile(
-    lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None]
+    lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False
 ) -> jax.stages.Compiled:
     """Returns the compiled program.
 
     Raises:
-        ConfigError: the compiler does not know one of the config's options, or refuses its value.
+        ConfigError: the compiler does not know one of the config's options, refuses its value, or has no deterministic form of an operation.
     """
-    chosen: Any = options(devices, own) or None  # JAX's type says text and flags, and takes numbers too
+    chosen: Any = options(devices, own, deterministic) or None  # JAX's type says text and flags, and takes numbers too
     try:
         return lowered.compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError as error:
         text = str(error).splitlines()[0]
         named = [name for name in own if name in text]
+        if not named and deterministic and "determinis" in str(error).lower():
+            raise ConfigError(
+                f"deterministic is true, and the compiler of {devices[0].platform} answers: {text}. An operation of the step has no form that gives the "
+                "same bits each time. Write it otherwise (a scatter-add as a one-hot product or a sorted segment sum), or set deterministic: false."
+            ) from None
         if not named:
             raise
         raise ConfigError(

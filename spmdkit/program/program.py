@@ -194,7 +194,7 @@ class Program:
             return self._compile(self.lowered)
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return compiler.compile(lowered, self._devices, self.config.compiler_options)
+        return compiler.compile(lowered, self._devices, self.config.compiler_options, self.config.deterministic)
 
     @functools.cached_property
     def held(self) -> memory.Held:

@@ -46,6 +46,7 @@ def step_record(
             (pipeline.chunks or 2) if pipeline.schedule == "interleaved" else 1,
         ),
         guard=guard_of(config),
+        deterministic=config.deterministic,
     )
     cuts = scope.Cuts(
         mesh=mesh,

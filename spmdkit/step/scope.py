@@ -130,6 +130,7 @@ class Choices:
         attention: how `sk.attention` runs.
         pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
         guard: what the step does where something is not finite; None: it does not look.
+        deterministic: nothing is used that gives other bits each time.
     """
 
     compute_dtype: Any = None
@@ -143,6 +144,7 @@ class Choices:
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     guard: GuardSettings | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

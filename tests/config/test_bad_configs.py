@@ -11,7 +11,7 @@ BAD = {
     "unknown key far from all": ("zzzz: 3", ":2: zzzz:", "unknown key.", "The keys of a config are task"),
     "unknown key of a section": ("mesh:\n  data: 2\n  dtaa: 4", ":4: mesh.dtaa:", "unknown key.", "Did you mean 'data'?"),
     "unknown key three deep": ("eval: {every_steps: 1}\ncheckpoint:\n  best: {metrik: loss, mode: min}", ":4: checkpoint.best.metrik: unknown key", "Did you mean 'metric'?"),
-    "key of another section": ("every_steps: 5", ":2: every_steps:", "unknown key.", "Did you mean checkpoint.every_steps or eval.every_steps or log.every_steps?"),
+    "key of another section": ("every_steps: 5", ":2: every_steps:", "unknown key.", "Did you mean checkpoint.every_steps or eval.every_steps or log.every_steps"),
     "key of the top level in a section": ("log: {seed: 5}", ":2: log.seed:", "unknown key.", "Did you mean seed at the top level?"),
     "missing key of a section": ("profile: {steps: 2}", ":2: profile.start:", "is missing: first step that is traced", "Add start: ..."),
     "the root as run_dir": ("run_dir: /", ":2: run_dir:", "'/' (text) is the root of the file system", "A run has a folder of its own", "Try run_dir: runs/first."),

@@ -2,10 +2,14 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.program import compiler
+from spmdkit.step import scope
 from tests.support.core_models import regression
 from tests.support.core_runs import program_of
 
@@ -22,6 +26,38 @@ def test_the_config_overrules_what_spmdkit_asks_of_a_platform():
     assert OURS not in compiler.options(V5E, {}) != {}
     assert compiler.options(V5P, {OURS: False, "xla_other": 3})[OURS] is False
     assert OURS not in compiler.options(V5P, {OURS: None})
+
+
+def test_deterministic_sets_the_flags_of_gpus_and_nothing_elsewhere():
+    gpu = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")]
+    assert compiler.options(gpu, {}) == {}
+    assert compiler.options(gpu, {}, True) == {
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_exclude_nondeterministic_ops": True,
+    }
+    assert compiler.options(CPU, {}, True) == {} and compiler.options(V5P, {}, True) == compiler.options(V5P, {})
+
+
+def test_deterministic_refuses_what_cannot_be():
+    asked = {"task": "t.py:t", "deterministic": True}
+    with pytest.raises(ConfigError, match=r"attention\.implementation: is cudnn, whose gradient adds in another order"):
+        sk.Config(**asked, attention={"implementation": "cudnn"})
+    with pytest.raises(ConfigError, match="xla_gpu_deterministic_ops: is false, and deterministic is true"):
+        sk.Config(**asked, compiler_options={"xla_gpu_deterministic_ops": False})
+    q = jnp.ones((1, 4, 2, 8))
+    chosen = scope.Context().choosing(deterministic=True)
+    with scope.tracing(chosen), pytest.raises(ConfigError, match="cudnn, but its gradient adds in another order"):
+        sk.attention(q, q, q, implementation="cudnn")
+
+    def lowered(options):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: scatter has no deterministic implementation")
+
+    gpu = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")]
+    step = SimpleNamespace(compile=lambda compiler_options: lowered(compiler_options))
+    with pytest.raises(
+        ConfigError, match="deterministic is true, and the compiler of gpu answers: UNIMPLEMENTED: scatter"
+    ):
+        compiler.compile(step, gpu, {}, True)
 
 
 def test_an_option_reaches_the_compiler():

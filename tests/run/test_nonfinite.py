@@ -95,7 +95,7 @@ def test_the_command_eval_ends_with_77_after_it_has_printed(tmp_path, monkeypatc
     from spmdkit import cli
     from spmdkit.run import loop
 
-    monkeypatch.setattr(loop, "evaluate", lambda config, cluster: (4, {"loss": float("nan")}))
+    monkeypatch.setattr(loop, "evaluate", lambda config, cluster, **_: (4, {"loss": float("nan")}))
     monkeypatch.setattr(cli, "_join", lambda path, overrides: (config, join(environment({}), "cpu:2")))
     for policy in ("stop", "continue"):
         config = sk.Config(task="t.py:t", on_nonfinite={"evaluation": policy})
