@@ -49,6 +49,7 @@ def explain(task_step: TaskStep, context: scope.Context, refused: Refused, notes
         ("reducer", _reducer(task_step, context)),
         *_model_state(task_step, context),
         ("update", _update(task_step)),
+        ("guard", _guard(task_step)),
         ("hooks", _hooks(task_step)),
         ("sync", _sync(task_step)),
         *(("note", note) for note in notes),
@@ -196,6 +197,15 @@ def _update(task_step: TaskStep) -> str:
     ema = "" if config.ema is None else f", then a moving average of the parameters ({config.ema:g})"
     own = " as train_step says" if task_step.task.train_step is not None else ""
     return f"{clip}{name}{own}{ema}"
+
+
+def _guard(task_step: TaskStep) -> str:
+    policies = task_step.config.policies()
+    by_policy = {p: [name for name, other in policies.items() if other == p] for p in ("stop", "skip", "rollback")}
+    looks = "; ".join(f"{policy} at {', '.join(names)}" for policy, names in by_policy.items() if names)
+    if not looks:
+        return "none: nothing is looked at in the step"
+    return f"{looks}{'; one all-reduce of a scalar more' if by_policy['skip'] or by_policy['rollback'] else ', and nothing is sent for it'}"
 
 
 def _hooks(task_step: TaskStep) -> str:

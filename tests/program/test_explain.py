@@ -19,6 +19,7 @@ ORDER = [
     "remat",
     "reducer",
     "update",
+    "guard",
     "hooks",
     "sync",
 ]
