@@ -133,14 +133,21 @@ def _tell_others(code: int, message: str) -> None:
         tell(code, message)
 
 
-def say(code: int, message: str, blamed: Sequence[int] = ()) -> None:
-    """Writes the error file and the message for people. `blamed`: the processes that are at fault, where it is not this one."""
+def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -> None:
+    """Writes the error file and the message for people.
+
+    Args:
+        blamed: the processes that are at fault, where it is not this one.
+        stacks: shown whole after the message.
+    """
     message = secret.in_text(message if BUG in message else bounded(message))
     _write_error_file(code, message, blamed)
     with suppress(OSError, ValueError):  # nobody reads any more; the error file and the code remain
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         print(visible(message), file=sys.stderr, flush=True)
+        if stacks:
+            print(visible(secret.in_text(stacks)), file=sys.stderr, flush=True)
 
 
 def report_and_leave(error: BaseException) -> NoReturn:

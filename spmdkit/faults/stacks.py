@@ -12,9 +12,8 @@ import traceback
 from types import FrameType
 
 MOST_FRAMES = 10
-OURS = "spmdkit-"
-"""What the names of spmdkit's own threads begin with: they are never what hangs."""
-READERS = "spmdkit-device-batches"
+WATCHERS = ("spmdkit-watch", "spmdkit-beat", "spmdkit-last", "spmdkit-signals", "spmdkit-stop")
+"""Threads that never hang."""
 
 
 def stacks(main: int | None) -> str:
@@ -25,7 +24,7 @@ def stacks(main: int | None) -> str:
     said = []
     for ident in shown:
         name = names.get(ident, "a thread")
-        if name.startswith(OURS) and name != READERS and ident != main:
+        if name in WATCHERS:
             continue
         text = "".join(traceback.format_stack(frames[ident])[-MOST_FRAMES:]).rstrip().splitlines()
         if not text or (ident != main and _idle(text)):

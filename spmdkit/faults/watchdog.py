@@ -299,7 +299,7 @@ class Watchdog:
         shown = "\n\n".join(f"process {p}, {told[p]}" for p in in_order(told, verdict["processes"])) if tells else ""
         with suppress(Exception):
             self.told(verdict["code"], text, shown)
-        exceptions.say(verdict["code"], f"{text}\n{shown}".rstrip(), verdict["processes"])
+        exceptions.say(verdict["code"], text, verdict["processes"], shown)
         self._stopped.set()
         if self._board is not None and self._num > 1 and not unreachable:
             self._say_left(verdict["code"], text)

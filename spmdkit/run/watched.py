@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from spmdkit import files, journal
+from spmdkit import files, journal, secret
 from spmdkit.faults import leave_with
 
 INPUT_GRACE_S = 3.0
@@ -29,7 +29,7 @@ def take_down(run: Any, code: int, text: str, stacks: str) -> None:
     if stacks:
         folder = run.directory / "logs"
         folder.mkdir(exist_ok=True)
-        files.write_text(folder / "stacks.txt", f"{text}\n\n{stacks}\n")
+        files.write_text(folder / "stacks.txt", secret.in_text(f"{text}\n\n{stacks}\n"))
 
 
 def newest_on_disk(run: Any) -> str:
