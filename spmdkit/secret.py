@@ -90,6 +90,7 @@ def _hidden(found: re.Match[str]) -> str:
 
 def _of_environment() -> set[str]:
     """Returns the values of variables whose names say that they are secret. `PWD` is the current folder."""
-    return {
-        value for name, value in os.environ.items() if len(value) >= 8 and named(name) and name not in ("PWD", "OLDPWD")
-    }
+    found = {
+        name: os.environ.get(name, "") for name in list(os.environ) if named(name)
+    }  # a thread may change them meanwhile
+    return {value for name, value in found.items() if len(value) >= 8 and name not in ("PWD", "OLDPWD")}

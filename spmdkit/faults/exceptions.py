@@ -70,7 +70,6 @@ def run_process(main: Callable[[], int | None]) -> int:
     _tell_launcher({"running": True})
     try:
         code = main() or 0
-        sys.stdout.flush()  # a full disk behind it is told now, and not by Python after the end
     except SystemExit as request:
         if _of_the_user(request):
             code = report(_not_an_end(request))
@@ -85,10 +84,23 @@ def run_process(main: Callable[[], int | None]) -> int:
     finally:
         _owned[0] = False
     if code == 0:
+        code = _flushed()
+    if code == 0:
         _tell_launcher({"running": False})
     if code != 0 or _one_of_many():
         leave(code)
     return code
+
+
+def _flushed() -> int:
+    """Returns the exit code of a command that is done: a full disk behind what it printed is told now, and not by Python after the end."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return report(error)
+    except (ValueError, AttributeError):
+        return 0  # closed, or not there
+    return 0
 
 
 def _of_the_user(request: SystemExit) -> bool:

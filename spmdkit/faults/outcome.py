@@ -65,7 +65,7 @@ def _of_file_system(error: BaseException) -> tuple[int, str] | None:
     if not isinstance(error, OSError) or error.errno is None:
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    if error.filename is None and not (frames and _is_print(frames[-1])):
+    if error.filename is None and not any(map(_is_print, frames[-3:])):
         return None
     what = "standard output" if error.filename is None else str(error.filename)
     code = ExitCode.NOT_WRITTEN if error.errno in NO_ROOM else ExitCode.CONFIG
