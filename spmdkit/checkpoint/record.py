@@ -78,7 +78,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 def _digest_of(content: Mapping[str, Any]) -> str:
     """Returns the digest of a record's content, whatever the order of its keys."""
-    return files.digest(json.dumps(content, sort_keys=True, allow_nan=False).encode())
+    return files.digest(json.dumps(content, sort_keys=True).encode())
 
 
 def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
