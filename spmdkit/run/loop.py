@@ -194,12 +194,7 @@ def _introduce(run: Run, state: TrainState) -> None:
 
 def _conclude(run: Run) -> None:
     if run.cluster.is_main and run.config.log.progress != "off":
-        try:
-            print(visible(f"report {run.directory / 'report.html'}"), flush=True)
-        except (
-            OSError
-        ):  # what was trained is saved, and nobody reads: the end of the process would fail over it once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(visible(f"report {run.directory / 'report.html'}"), flush=True)
 
 
 def _preempted(run: Run, stopped: Stop) -> Preempted:

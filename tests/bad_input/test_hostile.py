@@ -196,3 +196,18 @@ def test_a_mask_is_not_left_wider_than_it_was(folder):
         assert os.umask(0o077) == 0o027
     finally:
         os.umask(before)
+
+
+def test_checkpoints_that_are_deleted_while_one_is_written(empty):
+    """The writer meets it in its own threads, and raised it once more when it was closed, over the message."""
+    empty.write(
+        """
+        import shutil
+        def after_save(run, step):
+            shutil.rmtree("run/checkpoints")
+        HOOKS = [sk.Hook("deletes", after_save=after_save)]
+        """,
+        {"hooks": "HOOKS"},
+        {"steps": "4", "checkpoint": "{every_steps: 2}"},
+    )
+    empty.fails(74, Says(("saving step", "checkpoints")), may_train=True)
