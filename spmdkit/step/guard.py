@@ -34,7 +34,7 @@ KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
 
 
 def guarded(
-    step: scope.Context,
+    context: scope.Context,
     old: TrainState,
     new: TrainState,
     metrics: Mapping[str, Any],
@@ -47,7 +47,7 @@ def guarded(
         gradients: what the optimizer was given, a tree for each call; None: look at the new parameters.
         limit: above which a loss is a spike.
     """
-    asked = step.chosen.guard
+    asked = context.chosen.guard
     if asked is None:
         return new, None
     with jax.named_scope(scope.GUARD):
@@ -56,7 +56,7 @@ def guarded(
             loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
             code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
         if asked.looks & GRADIENT:
-            code = _with_gradients(step, code, [new.params] if gradients is None else gradients)
+            code = _with_gradients(context, code, [new.params] if gradients is None else gradients)
         if asked.skips:
             skip = code & asked.skips != 0
             kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
@@ -75,19 +75,21 @@ def _of_metrics(asked: scope.GuardSettings, metrics: Mapping[str, Any]) -> Any:
     return code
 
 
-def _with_gradients(step: scope.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
+def _with_gradients(context: scope.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
     """Returns the code with the gradient's bit: of this device's parts, or joined over all devices."""
-    asked, placements = step.chosen.guard, step.cuts.placements
+    asked, placements = context.chosen.guard, context.cuts.placements
     assert asked is not None
     leaves = jax.tree.leaves(list(gradients))
-    every = tuple(a for a in (step.cuts.mesh.axis_names if step.cuts.mesh is not None else ()) if step.cuts.size(a) > 1)
-    if step.inside or not every:
+    every = tuple(
+        a for a in (context.cuts.mesh.axis_names if context.cuts.mesh is not None else ()) if context.cuts.size(a) > 1
+    )
+    if context.inside or not every:
         bad = _any_bad(leaves)
         # Of a gradient that is the same everywhere only axes of size one are left to add over, and nothing is sent.
         axes = REPLICA_AXES if asked.joins else tuple(compat.varying_axes(bad))
-        return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if step.inside and axes else bad)
+        return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
     whole = [PartitionSpec()] * len(leaves)
-    is_cut = step.cuts.form != "manual" and placements is not None
+    is_cut = context.cuts.form != "manual" and placements is not None
     specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if is_cut and placements else whole
     cutting = {a for spec in specs for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
     axes = every if asked.joins else tuple(a for a in every if a in cutting)
@@ -101,7 +103,7 @@ def _with_gradients(step: scope.Context, code: jax.Array, gradients: Sequence[An
         return code[None] if axes else code
 
     out = PartitionSpec(axes) if axes and not asked.joins else PartitionSpec()
-    run = jax.shard_map(of_device, mesh=step.cuts.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
+    run = jax.shard_map(of_device, mesh=context.cuts.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
     return run(leaves, code)
 
 

@@ -99,7 +99,7 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
 
 def global_step(
-    train_step: StepFn, step: scope.Context, to_device: Callable[[Any], Any], gradients: list[Any] | None = None
+    train_step: StepFn, context: scope.Context, to_device: Callable[[Any], Any], gradients: list[Any] | None = None
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a step that sees global arrays.
 
@@ -110,13 +110,13 @@ def global_step(
 
     def run(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
-        rows = whole_rows(step, batch.examples, batch.mask, state.key)
+        rows = whole_rows(context, batch.examples, batch.mask, state.key)
         carried = Carried(state.reducer, gradients)
-        with scope.tracing(dataclasses.replace(step, mask=batch.mask, carried=carried)), scope.over(rows):
+        with scope.tracing(dataclasses.replace(context, mask=batch.mask, carried=carried)), scope.over(rows):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
         new_state = new_state.replace(reducer=carried.collected())
-        new_state, code = guarded(step, state, new_state, metrics, carried.seen, batch.limit)
+        new_state, code = guarded(context, state, new_state, metrics, carried.seen, batch.limit)
         return new_state, metrics, code
 
     run.__name__ = COMPILED_NAME
@@ -125,7 +125,7 @@ def global_step(
 
 def replica_step(
     train_step: StepFn,
-    step: scope.Context,
+    context: scope.Context,
     to_device: Callable[[Any], Any],
     gradients: list[Any] | None = None,
     typed: bool = True,
@@ -140,12 +140,12 @@ def replica_step(
     Raises:
         ConfigError: the new state or a metric differs between replicas.
     """
-    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if step.cuts.size(a) > 1) or REPLICA_AXES)
+    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if context.cuts.size(a) > 1) or REPLICA_AXES)
 
     def body(state: TrainState, examples: Any, mask: Any, limit: Any) -> Stepped:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
-        inner = dataclasses.replace(step.cutting(form="manual"), inside=True, mask=mask, carried=carried)
+        inner = dataclasses.replace(context.cutting(form="manual"), inside=True, mask=mask, carried=carried)
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with scope.tracing(inner), scope.over(own_rows):
             handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
@@ -168,7 +168,7 @@ def replica_step(
         whole = PartitionSpec()
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": PartitionSpec(REPLICA_AXES)})
         in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
-        mapped = jax.shard_map(body, mesh=step.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
+        mapped = jax.shard_map(body, mesh=context.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask, batch.limit)
 
     run.__name__ = COMPILED_NAME
