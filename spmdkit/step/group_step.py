@@ -56,13 +56,13 @@ def group_step(
     alone = all(size == 1 for size in context.cuts.sizes.values())
     spread = _by_device if alone else _by_vmap
 
-    def run(state: TrainState, batch: Batch) -> Stepped:
+    def whole_step(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
         new, metrics, code = spread(one, context, groups, state.replace(sync=None), batch)
         return new.replace(sync=state.sync), metrics, code
 
-    run.__name__ = COMPILED_NAME
-    return run
+    whole_step.__name__ = COMPILED_NAME
+    return whole_step
 
 
 def _part(metric: Any, num: jax.Array) -> Metric:
@@ -88,10 +88,10 @@ def _by_device(one: Any, context: scope.Context, groups: Groups, state: TrainSta
         return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics), stack(code)
 
     states = _fields(state, own, whole)
-    run = jax.shard_map(
+    mapped = jax.shard_map(
         body, mesh=context.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
     )  # untyped: see forms._manual
-    return run(state, batch.examples, batch.mask)
+    return mapped(state, batch.examples, batch.mask)
 
 
 def _by_vmap(one: Any, context: scope.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
@@ -104,5 +104,5 @@ def _by_vmap(one: Any, context: scope.Context, groups: Groups, state: TrainState
 
     examples, mask = jax.tree.map(by_group, (batch.examples, batch.mask))
     states = _fields(state, 0, None)
-    run = jax.vmap(one, in_axes=(states, 0, 0, 0), out_axes=(states, 0, 0), spmd_axis_name=groups.axes)
-    return run(state, examples, mask, jnp.arange(groups.num, dtype=jnp.int32))
+    mapped = jax.vmap(one, in_axes=(states, 0, 0, 0), out_axes=(states, 0, 0), spmd_axis_name=groups.axes)
+    return mapped(state, examples, mask, jnp.arange(groups.num, dtype=jnp.int32))

@@ -103,8 +103,8 @@ def _with_gradients(context: scope.Context, code: jax.Array, gradients: Sequence
         return code[None] if axes else code
 
     out = PartitionSpec(axes) if axes and not asked.joins else PartitionSpec()
-    run = jax.shard_map(of_device, mesh=context.cuts.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
-    return run(leaves, code)
+    mapped = jax.shard_map(of_device, mesh=context.cuts.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
+    return mapped(leaves, code)
 
 
 def _any_bad(leaves: Sequence[jax.Array]) -> jax.Array:

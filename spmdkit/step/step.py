@@ -108,7 +108,7 @@ def global_step(
         gradients: a list that a trace fills with the shapes of what each call of `sk.value_and_grad` reduces; see `reducer_state.calls_of`.
     """
 
-    def run(state: TrainState, batch: Batch) -> Stepped:
+    def whole_step(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
         rows = whole_rows(context, batch.examples, batch.mask, state.key)
         carried = Carried(state.reducer, gradients)
@@ -119,8 +119,8 @@ def global_step(
         new_state, code = guarded(context, state, new_state, metrics, carried.seen, batch.limit)
         return new_state, metrics, code
 
-    run.__name__ = COMPILED_NAME
-    return run
+    whole_step.__name__ = COMPILED_NAME
+    return whole_step
 
 
 def replica_step(
@@ -164,15 +164,15 @@ def replica_step(
         new_state, code = guarded(inner, state, new_state.replace(reducer=kept), metrics, carried.seen, limit)
         return new_state, metrics, code
 
-    def run(state: TrainState, batch: Batch) -> Stepped:
+    def whole_step(state: TrainState, batch: Batch) -> Stepped:
         whole = PartitionSpec()
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": PartitionSpec(REPLICA_AXES)})
         in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
         mapped = jax.shard_map(body, mesh=context.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask, batch.limit)
 
-    run.__name__ = COMPILED_NAME
-    return run
+    whole_step.__name__ = COMPILED_NAME
+    return whole_step
 
 
 def _untype_trivial(x: Any) -> Any:
