@@ -132,7 +132,7 @@ def dense(x_BTD, router_DE, experts, top_k, slots):
     weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, top_k)
     chosen_BKTE = jax.nn.one_hot(chosen_BTK, router_DE.shape[1]).swapaxes(1, 2)
     rank_BKTE = jnp.cumsum(chosen_BKTE.reshape(len(x_BTD), -1, router_DE.shape[1]), 1).reshape(chosen_BKTE.shape)
-    kept_BKTE = chosen_BKTE if slots is None else chosen_BKTE * (rank_BKTE <= slots)
+    kept_BKTE = chosen_BKTE if slots is None else jnp.where(rank_BKTE <= slots, chosen_BKTE, 0)
     weights_BTK /= weights_BTK.sum(-1, keepdims=True)
     gates_BTE = jnp.einsum("BKTE,BTK->BTE", kept_BKTE, weights_BTK)
     h_BTEF = jax.nn.silu(jnp.einsum("BTD,EDF->BTEF", x_BTD, experts["gate"])) * jnp.einsum(
