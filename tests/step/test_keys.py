@@ -178,7 +178,7 @@ def test_the_draws_of_an_evaluation_differ_by_batch_and_replica_and_stay():
         drawn = jax.random.uniform(jax.random.split(key)[0], ())
         by_example = jax.vmap(lambda k: jax.random.uniform(k, ()))(sk.example_keys())
         metrics = {f"plain{i}": sk.mean(jnp.where(place // 2 == i, drawn, 0)) for i in range(8)}
-        metrics |= {f"example{i}": sk.mean((place == i) * by_example) for i in range(16)}
+        metrics |= {f"example{i}": sk.mean(jnp.where(place == i, by_example, 0)) for i in range(16)}
         return sk.mean(batch @ w), metrics
 
     rows = np.zeros((16, 6), np.float32)
