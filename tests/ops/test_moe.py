@@ -161,7 +161,11 @@ def summed(experts_of=lambda experts: experts, **options):
 
     def fn(x, router, experts):
         y, load = sk.moe(x, router, experts_of(experts), **options)
-        return (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum() + load.balance_B.sum() + load.z_B.mean()
+        return (
+            (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum()
+            + load.balance_B.sum()
+            + load.z_B.mean()
+        )
 
     return fn
 

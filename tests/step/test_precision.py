@@ -11,6 +11,8 @@ from spmdkit.checkpoint import Checkpoints, export
 from spmdkit.errors import ConfigError
 from tests.support.core_runs import program_of
 
+pytestmark = pytest.mark.promotes("losses as users write them: rounded parameters times what the batch has")
+
 X = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
 PLAIN = {"data": {"shuffle": False}, "batch_size": 16}
 BFLOAT16 = {"compute": "bfloat16", "params": "bfloat16"}

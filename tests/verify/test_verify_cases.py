@@ -15,6 +15,8 @@ from spmdkit.verify.subject import Setting
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import judge
 
+pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
+
 
 @pytest.mark.parametrize("remainder", ["drop", "mask"])
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)

@@ -17,6 +17,8 @@ from spmdkit.verify.mutants import MUTANTS
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import judge
 
+pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
+
 TABLES = (agree, feed, gradient, reduction, sums, leaves, ring_attention, vocab, parts)
 """Modules with a table of seams."""
 
