@@ -13,6 +13,7 @@ from spmdkit.version import __version__
 if TYPE_CHECKING:
     from spmdkit import testing
     from spmdkit.config import Config, load_config
+    from spmdkit.data.per_process import per_process
     from spmdkit.errors import SpmdkitError
     from spmdkit.metrics.sinks.base import Sink
     from spmdkit.ops.attention import attention
@@ -80,6 +81,7 @@ _HOME = {
     "max": "step.totals",
     "mean": "step.means",
     "moe": "ops.moe",
+    "per_process": "data.per_process",
     "pipeline": "ops.pipeline",
     "pmean": "step.replica",
     "psum": "step.replica",

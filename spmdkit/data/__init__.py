@@ -3,6 +3,7 @@
     open_source(data)         any data as one thing that gathers rows by index          source.py, examples.py
     Schedule, eval_schedule   step -> the indices of its batch; pure arithmetic         schedule.py, permutation.py
     Access, Ledger            how a user's examples are read, and which are left out      access.py
+    per_process, Share        data that are others on each process                     per_process.py, schedule.py
     HostBatch                 the rows of one step on this process                      read.py
     host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is read
     device_batches            the same, already on the devices, with the wait measured  stream.py
@@ -11,8 +12,9 @@ Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator 
 """
 
 from spmdkit.data.access import Access, Ledger
+from spmdkit.data.per_process import PerProcess, per_process, shares
 from spmdkit.data.read import HostBatch, read_step
-from spmdkit.data.schedule import Schedule, eval_schedule, merged
+from spmdkit.data.schedule import Schedule, Share, eval_schedule, merged
 from spmdkit.data.source import Source, open_source
 from spmdkit.data.stream import DeviceBatches, device_batches, host_batches
 
@@ -21,12 +23,16 @@ __all__ = [
     "DeviceBatches",
     "HostBatch",
     "Ledger",
+    "PerProcess",
     "Schedule",
+    "Share",
     "Source",
     "device_batches",
     "eval_schedule",
     "host_batches",
     "merged",
     "open_source",
+    "per_process",
     "read_step",
+    "shares",
 ]

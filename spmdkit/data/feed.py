@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -48,9 +48,7 @@ class Feed:
         order = RowOrder(self._shards, microbatches, size // (self._shards * microbatches))
         self.grid = (order.shards, order.microbatches, order.rows)
         self._one_process = jax.process_count() == 1
-        indices = self._sharding.addressable_devices_indices_map((size,)).values()
-        local = [np.arange(size)[index] for index in indices if index is not None]
-        self._local_rows = np.unique(np.concatenate(local)) if local else np.arange(0)
+        self._local_rows = _rows(self._sharding.addressable_devices_indices_map((size,)).values(), size)
         self._positions = order.positions()[self._local_rows]
 
     def abstract(self) -> Batch:
@@ -65,15 +63,16 @@ class Feed:
 
     def stream(self, start: int, stop: int) -> data.DeviceBatches:
         """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop`, included, loaded ahead on the devices."""
-        local = data.host_batches(
-            self._source, self.schedule, self._positions, start, stop + 1, self._prefetch, self._threads
-        )
+        schedule, positions = self.schedule, self._positions
+        if schedule.shares:  # the source has the rows of this process alone, in their order
+            schedule, positions = schedule.local(jax.process_index()), None
+        local = data.host_batches(self._source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
         return data.device_batches(local, self._place, self._prefetch)
 
     @property
     def in_memory(self) -> bool:
-        """Whether rows are arrays in memory."""
-        return self._source.in_memory
+        """Whether rows are arrays in the memory of this process, all of them."""
+        return self._source.in_memory and not self.schedule.shares
 
     def read(self, step: int) -> data.HostBatch:
         """Returns the whole batch of `step` on the host, in the order of its positions."""
@@ -116,6 +115,23 @@ class Feed:
         if self._one_process:
             return index[0]
         return np.searchsorted(self._local_rows, np.arange(self.schedule.batch_size)[index[0]])
+
+
+def _rows(indices: Iterable[Any], size: int) -> np.ndarray:
+    """Returns the rows of a global batch that devices hold, ascending."""
+    held = [np.arange(size)[index] for index in indices if index is not None]
+    return np.unique(np.concatenate(held)) if held else np.arange(0)
+
+
+def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatches: int) -> list[np.ndarray]:
+    """Returns for each process the positions of its rows in a global batch of `size`, in the order in which a `Feed` reads them."""
+    shards = count(sizes, BATCH_AXES)
+    positions = RowOrder(shards, microbatches, size // (shards * microbatches)).positions()
+    held: dict[int, list[Any]] = {}
+    places: Mapping[Any, Any] = NamedSharding(mesh, canonical([BATCH_AXES], sizes)).devices_indices_map((size,))
+    for device, index in places.items():
+        held.setdefault(device.process_index, []).append(index)
+    return [positions[_rows(held[process], size)] for process in sorted(held)]
 
 
 def eval_batch_size(asked: int, num_examples: int, shards: int) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,18 @@ from spmdkit.errors import ConfigError
 CHUNK_EXAMPLES = 8192
 
 
+class Share(NamedTuple):
+    """What one process gives to every batch out of data of its own (`sk.per_process`).
+
+    Attributes:
+        examples: how many it has.
+        rows: the positions of its rows in the global batch, in the order in which it reads them.
+    """
+
+    examples: int
+    rows: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Step -> batch. Endless, or one pass over the data where `finite`.
@@ -29,6 +41,9 @@ class Schedule:
     out; with "mask" every example is in every epoch and the last batch may be short.
 
     `skipped`: batches (first, last) that are left out, in order and apart, counted as if none were; see `merged`.
+    `shares`: of the processes, where each has data of its own: a batch takes of each the next rows of its own order, and an epoch ends with the
+    longest; the rows of those that have no more are missing. `local` is what one of them reads.
+    `epoch_steps`: batches of an epoch where others have more examples than these; None: as many as there are.
 
     Raises:
       ConfigError: no example, a batch size below 1, or "drop" with fewer examples than one batch.
@@ -42,6 +57,8 @@ class Schedule:
     what: str = "train_data"
     finite: bool = False
     skipped: tuple[tuple[int, int], ...] = ()
+    shares: tuple[Share, ...] = ()
+    epoch_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_examples < 1:
@@ -50,6 +67,8 @@ class Schedule:
             raise ConfigError(f"batch_size is {self.batch_size}. It must be at least 1.")
         if self.remainder not in ("drop", "mask"):
             raise ConfigError(f"data.remainder is {self.remainder!r}. It must be 'drop' or 'mask'.")
+        for process in range(len(self.shares)):
+            self._alone(process)  # checks it
         if self.remainder == "drop" and self.num_examples < self.batch_size:
             raise ConfigError(
                 f"{self.what} has {self.num_examples} examples, batch_size is {self.batch_size}: not one full batch, "
@@ -57,9 +76,31 @@ class Schedule:
                 f"data.remainder: mask."
             )
 
+    def local(self, process: int) -> Schedule:
+        """Returns what one process reads of its own data: the rows of its share, with numbers of their own."""
+        return dataclasses.replace(self._alone(process), epoch_steps=self.steps_per_epoch, skipped=self.skipped)
+
+    def _alone(self, process: int) -> Schedule:
+        share = self.shares[process]
+        return dataclasses.replace(
+            self,
+            num_examples=share.examples,
+            batch_size=len(share.rows),
+            seed=(self.seed + 1) * 2**32 + process,
+            what=f"{self.what} of process {process}",
+            skipped=(),
+            shares=(),
+        )
+
     @property
     def steps_per_epoch(self) -> int:
         """Batches in one pass."""
+        if self.shares:
+            return max(self._alone(process).steps_per_epoch for process in range(len(self.shares)))
+        return self._own_steps if self.epoch_steps is None else self.epoch_steps
+
+    @property
+    def _own_steps(self) -> int:
         full, rest = divmod(self.num_examples, self.batch_size)
         return full + (self.remainder == "mask" and rest > 0)
 
@@ -72,6 +113,10 @@ class Schedule:
     @property
     def always_full(self) -> bool:
         """True where no batch has a missing row, so that no mask is needed."""
+        if self.shares:
+            return all(self.local(process).always_full for process in range(len(self.shares)))
+        if self.steps_per_epoch > self._own_steps:
+            return False
         return self.remainder == "drop" or self.num_examples % self.batch_size == 0
 
     def epoch(self, step: int) -> int:
@@ -96,7 +141,11 @@ class Schedule:
         A missing row has mask False and the index of the last row that is there: something valid to load.
         """
         self._check(step)
+        if self.shares:
+            return self._of_all(step)
         epoch, row = divmod(self.number(step) - 1, self.steps_per_epoch)
+        if row >= self._own_steps:  # others have more
+            return np.zeros(self.batch_size, np.int64), _mask(self.batch_size, 0)
         chunk_steps = max(1, CHUNK_EXAMPLES // self.batch_size)
         chunk = _chunk(self, epoch, row // chunk_steps, chunk_steps)
         first = row % chunk_steps * self.batch_size
@@ -104,6 +153,13 @@ class Schedule:
         mask = _mask(self.batch_size, len(indices))
         missing = self.batch_size - len(indices)
         return (np.pad(indices, (0, missing), mode="edge") if missing else indices), mask
+
+    def _of_all(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        indices, mask = np.zeros(self.batch_size, np.int64), np.zeros(self.batch_size, bool)
+        for process, share in enumerate(self.shares):
+            rows = np.asarray(share.rows)
+            indices[rows], mask[rows] = self.local(process).batch(step)
+        return indices, mask
 
     def digest(self, step: int) -> str:
         """Returns 12 hex digits that change when any index, its place or a missing row of the batch of `step` does."""
@@ -128,9 +184,11 @@ def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def eval_schedule(num_examples: int, batch_size: int, what: str = "eval_data") -> Schedule:
+def eval_schedule(
+    num_examples: int, batch_size: int, what: str = "eval_data", shares: tuple[Share, ...] = ()
+) -> Schedule:
     """Returns one pass in the data's own order in which every example counts exactly once, at any batch size."""
-    return Schedule(num_examples, batch_size, shuffle=False, remainder="mask", what=what, finite=True)
+    return Schedule(num_examples, batch_size, shuffle=False, remainder="mask", what=what, finite=True, shares=shares)
 
 
 @functools.lru_cache(maxsize=8)

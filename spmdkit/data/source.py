@@ -26,6 +26,7 @@ import numpy as np
 from spmdkit.data.access import ALONE, Access
 from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.data.examples import ExampleSource
+from spmdkit.data.per_process import PerProcess
 from spmdkit.errors import ConfigError
 from spmdkit.tree import describe, named_leaves
 
@@ -57,6 +58,8 @@ def open_source(data: Any, what: str = "train_data", access: Access | None = Non
       ConfigError: no data, no random access, leaves of unequal length, a dtype that no device has.
       UserCodeError: the user's `__len__` or `__getitem__(0)` raised.
     """
+    if isinstance(data, PerProcess):
+        data = data.source
     if isinstance(data, ExampleSource) and access is not None:
         return data.read_by(access)
     if isinstance(data, (ArraySource, ExampleSource)):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import data, mesh
 from spmdkit.config import Config, check_batch
-from spmdkit.data.feed import Feed, eval_batch_size
+from spmdkit.data.feed import Feed, eval_batch_size, rows_of_processes
 from spmdkit.errors import ConfigError
 from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
@@ -42,28 +42,40 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     ledger = data.Ledger(options.skip)
     source = data.open_source(task.train_data, "train_data", access(ledger))
     check_batch(config, sizes)
+    own = functools.partial(_shares, on=on, sizes=sizes)
+    shares = own(task.train_data, config.batch_size, config.microbatches, "train_data")
     schedule = data.Schedule(
-        num_examples=len(source),
+        num_examples=sum(share.examples for share in shares) or len(source),
         batch_size=config.batch_size,
         seed=config.seed,
         shuffle=options.shuffle,
         remainder=options.remainder,
         skipped=data.merged(options.left_out()),
+        shares=shares,
     )
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
     train = feed(source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, ledger=ledger)
     if task.eval_data is not None:
         ledger = data.Ledger(what="eval_data")  # an evaluation is of all its rows, or none
         source = data.open_source(task.eval_data, "eval_data", access(ledger))
-        shards = mesh.count(sizes, mesh.BATCH_AXES)
-        size = eval_batch_size(config.eval.batch_size or config.batch_size, len(source), shards)
-        schedule = data.eval_schedule(len(source), size)
+        num = sum(getattr(task.eval_data, "lengths", ())) or len(source)
+        size = eval_batch_size(config.eval.batch_size or config.batch_size, num, mesh.count(sizes, mesh.BATCH_AXES))
+        schedule = data.eval_schedule(num, size, shares=own(task.eval_data, size, 1, "eval_data"))
         return Feeds(train, feed(source, schedule, microbatches=1, padded=not schedule.always_full, ledger=ledger))
     if config.eval.every_steps is not None:
         raise ConfigError(
             "eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...)."
         )
     return Feeds(train, None)
+
+
+def _shares(
+    given: Any, size: int, microbatches: int, what: str, *, on: Mesh, sizes: Mapping[str, int]
+) -> tuple[data.Share, ...]:
+    """Returns what each process gives to a batch where data are its own, otherwise nothing."""
+    if not isinstance(given, data.PerProcess) or jax.process_count() == 1:
+        return ()
+    return data.shares(given, rows_of_processes(on, sizes, size, microbatches), what)
 
 
 def limited(config: Config, batch: Batch, on: Mesh) -> tuple[Batch, jax.Array | None]:

@@ -23,7 +23,7 @@ from spmdkit import project
 from spmdkit.checksum import checksums
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
-from spmdkit.data import open_source
+from spmdkit.data import PerProcess, Source, open_source
 from spmdkit.data.fingerprint import Fingerprint, fingerprint
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics.environment import numeric_variables, package_versions
@@ -32,6 +32,10 @@ from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 
 DATA = ("train_data", "eval_data")
+OWN_DATA = (
+    "Every process reads its rows of one global batch, so data[i] has to be the same example everywhere. Give all processes the same data, or "
+    "declare data that each has of its own: Task(train_data=sk.per_process(source))."
+)
 START_S = 60.0
 """How long processes wait for each other right after they have joined."""
 
@@ -51,28 +55,52 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def same_data(cluster: Cluster, make: Callable[[], Task]) -> Task:
-    """Returns the task that `make` gives, its data the same on all processes. Arrays in memory are opened, once for all who read them."""
+    """Returns the task that `make` gives, its data the same on all processes, or told to be others with the lengths of all.
+
+    Arrays in memory are opened, once for all who read them.
+    """
     if cluster.num_processes == 1:
         return make()
     made = list[Task]()
     prints = dict[str, Fingerprint]()
 
-    def lengths() -> dict[str, str]:
+    def structure() -> dict[str, str]:
         task = make()
-        given = {name: getattr(task, name) for name in DATA}
-        opened: dict[str, Any] = {name: open_source(x, name) for name, x in given.items() if x is not None}
-        # What is read example by example is opened again, with the retries of the config.
-        made.append(dataclasses.replace(task, **{name: x for name, x in opened.items() if x.in_memory}))
+        opened = {name: open_source(x, name) for name in DATA if (x := getattr(task, name)) is not None}
+        made.append(dataclasses.replace(task, **{name: _opened(getattr(task, name), x) for name, x in opened.items()}))
         prints.update({name: fingerprint(x) for name, x in opened.items()})
-        return {f"{name}: examples": str(found.examples) for name, found in prints.items()} | {
+        kinds = {
+            name: "of each process" if name in own(task) else str(found.examples) for name, found in prints.items()
+        }
+        return {f"{name}: examples": kind for name, kind in kinds.items()} | {
             f"{name}: an example": found.example for name, found in prints.items()
         }
 
-    cluster.same_everywhere("data", lengths)
-    mine = {f"{name}: {row}": digest for name, found in prints.items() for row, digest in found.rows.items()}
-    readable = [set(json.loads(text)) for text in cluster.gather("rows", json.dumps(list(mine)))]
-    cluster.same_everywhere("data", lambda: {row: mine[row] for row in mine if all(row in each for each in readable)})
-    return made[0]
+    cluster.same_everywhere("data", structure, repair=OWN_DATA)
+    task = made[-1]
+    own_lengths = {name: prints[name].examples for name in own(task)}
+    shared = {name: found.rows for name, found in prints.items() if name not in own_lengths}
+    mine = {f"{name}: {row}": digest for name, rows in shared.items() for row, digest in rows.items()}
+    told = [json.loads(text) for text in cluster.gather("rows", json.dumps([list(mine), own_lengths]))]
+    readable = [set(rows) for rows, _ in told]
+    rows = lambda: {row: mine[row] for row in mine if all(row in each for each in readable)}
+    cluster.same_everywhere("data", rows, repair=OWN_DATA)
+    lengths = {name: tuple(lengths[name] for _, lengths in told) for name in own_lengths}
+    return dataclasses.replace(
+        task, **{name: dataclasses.replace(getattr(task, name), lengths=of_all) for name, of_all in lengths.items()}
+    )
+
+
+def own(task: Task) -> list[str]:
+    """Returns which data of a task each process has of its own."""
+    return [name for name in DATA if isinstance(getattr(task, name), PerProcess)]
+
+
+def _opened(given: Any, source: Source) -> Any:
+    """Returns the data as a task holds them: what is read example by example is opened again, with the retries of the config."""
+    if isinstance(given, PerProcess):
+        return dataclasses.replace(given, source=_opened(given.source, source))
+    return source if source.in_memory else given
 
 
 def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:

@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from spmdkit.data import Schedule, eval_schedule, merged
+from spmdkit.data import Schedule, Share, eval_schedule, merged
 from spmdkit.data.permutation import SORTED_UP_TO, permuted
 from spmdkit.errors import ConfigError
 
@@ -189,3 +189,31 @@ def test_batches_that_are_left_out_are_those_named_and_all_others_keep_their_ord
         assert short.epoch(step) == whole.epoch(number)
     assert short.numbers(6, 2) == [(8, 8), (13, 13)]
     assert dataclasses.replace(short, skipped=merged([*short.skipped, *short.numbers(6, 2)])).number(6) == 14
+
+
+@pytest.mark.parametrize(("remainder", "steps"), [("mask", 6), ("drop", 5)])
+def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_short_one_is_padded(remainder, steps):
+    """Process 0 has 22 rows and gives rows 0, 1, 4, 5 of a batch; process 1 has 10 and gives the others."""
+    shares = (Share(22, (0, 1, 4, 5)), Share(10, (2, 3, 6, 7)))
+    schedule = Schedule(32, 8, seed=3, remainder=remainder, shares=shares, skipped=((2, 2),))
+    assert (schedule.steps_per_epoch, schedule.always_full) == (steps, False)
+    whole = dataclasses.replace(schedule, skipped=())
+    for epoch in (0, 1):
+        seen = [[], []]
+        for step in range(epoch * steps + 1, (epoch + 1) * steps + 1):
+            indices, mask = whole.batch(step)
+            for process, share in enumerate(shares):
+                own, there = whole.local(process).batch(step)
+                rows = list(share.rows)
+                assert (indices[rows] == own).all() and (mask[rows] == there).all() and whole.epoch(step) == epoch
+                seen[process] += own[there].tolist()
+        for process, share in enumerate(shares):
+            least = share.examples if remainder == "mask" else share.examples // 4 * 4
+            assert len(seen[process]) == len(set(seen[process])) == least and max(seen[process]) < share.examples
+    assert schedule.digest(2) == whole.digest(3) and (schedule.local(1).batch(2)[0] == whole.local(1).batch(3)[0]).all()
+    assert whole.local(0).batch(1)[0].tolist() != whole.local(0).batch(1 + steps)[0].tolist()
+
+
+def test_a_process_with_less_than_its_rows_of_a_batch_is_refused_where_short_batches_are_dropped():
+    with pytest.raises(ConfigError, match="train_data of process 1 has 3 examples, batch_size is 4"):
+        Schedule(23, 8, shares=(Share(20, (0, 1, 2, 3)), Share(3, (4, 5, 6, 7))))
