@@ -191,7 +191,7 @@ class Program:
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step `(state, batch) -> (state, metrics, code of the guard)`; the state is donated."""
         with compile_log.collected() as self.compile_log:
-            return self._compile(self.lowered)
+            return self._compile(self.__dict__.pop("lowered", None) or self.traced.lower())
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return compiler.compile(lowered, self._devices, self.config.compiler_options, self.config.deterministic)

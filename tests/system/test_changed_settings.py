@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.support.forks import Forks, Process
+from tests.support.forks import Process
 
 pytestmark = pytest.mark.processes
 
@@ -37,12 +37,6 @@ learning_rate: 0.1
 batch_size: 16
 devices: cpu:1
 """
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 @pytest.fixture
@@ -91,7 +85,11 @@ def test_a_start_with_the_same_settings_says_nothing(forks, project):
 
 @pytest.mark.parametrize(
     ("overrides", "variables", "key"),
-    [(["seed=7"], {}, "seed"), (["batch_size=8"], {}, "batch_size"), ([], {"FACTOR": "2"}, "train_data")],
+    [
+        (["seed=7"], {}, "seed"),
+        pytest.param(["batch_size=8"], {}, "batch_size", marks=pytest.mark.slow),
+        ([], {"FACTOR": "2"}, "train_data"),
+    ],
 )
 def test_what_makes_it_another_run_is_refused_unless_it_is_allowed(forks, project, overrides, variables, key):
     before = sorted(os.listdir(project / "run" / "checkpoints"))

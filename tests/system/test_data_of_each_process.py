@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.forks import Forks, Process
+from tests.support.forks import Process
 
 pytestmark = pytest.mark.processes
 
@@ -51,12 +51,6 @@ log: {every_steps: 1}
 """
 
 FIRST, SECOND = range(22), range(100, 110)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 @pytest.fixture

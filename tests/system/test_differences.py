@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import REPOSITORY, Forks, Process
+from tests.support.forks import REPOSITORY, Process
 
 pytestmark = pytest.mark.processes
 
@@ -65,12 +65,6 @@ devices: cpu:2
 mesh: {data: -1}
 checkpoint: null
 """
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support.forks import Forks, Process
+from tests.support.forks import Process
 
 pytestmark = pytest.mark.processes
 
@@ -53,12 +53,6 @@ devices: cpu:1
 log: {every_steps: 1}
 checkpoint: {every_steps: 5}
 """
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 def project(folder, devices=1):
