@@ -27,6 +27,7 @@ class Saves:
     def __init__(self, run: Any, checkpoints: Checkpoints):
         self._run, self._checkpoints = run, checkpoints
         self._most = run.config.checkpoint.max_failures
+        self._failed_steps: set[int] = set()  # known to all processes alike
         self._failures = 0
         self._owed: int | None = None  # a step that was to be saved, and is not committed yet
         self._began_at = 0.0
@@ -66,6 +67,12 @@ class Saves:
         if ended.why:
             self._failed(ended.why)
 
+    def is_lost(self, step: int | None) -> bool:
+        """Returns on every process whether the save of `step` has failed; waits for it where it is in flight. Raises as `settle`."""
+        if step is not None and step == self._owed:
+            self.settle()
+        return step in self._failed_steps
+
     def note(self) -> None:
         """Tells, without waiting, of checkpoints that are written by now and of one that takes long.
 
@@ -95,6 +102,7 @@ class Saves:
 
     def _failed(self, why: str) -> None:
         run, self._failures = self._run, self._failures + 1
+        self._failed_steps |= {self._owed} if self._owed is not None else set()
         run.saved_at_step = 0 if run.saved_at_step == self._owed else run.saved_at_step
         run.events.write("save failed", step=self._owed, failures=self._failures, error=why[:500])
         if self._failures >= self._most:

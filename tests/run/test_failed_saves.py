@@ -6,7 +6,9 @@ import dataclasses
 import errno
 import time
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import spmdkit as sk
@@ -115,3 +117,11 @@ def test_an_error_of_the_user_after_a_save_that_failed_keeps_the_last_good_step_
     with pytest.raises(UserCodeError, match="boom"):
         train(tmp_path, task, log={"every_steps": 100, "progress": "plain"})
     assert saved(tmp_path) == [7]
+
+
+def test_where_the_best_could_not_be_saved_the_next_best_is(tmp_path, disk):
+    disk.full += [6]
+    climbing = dataclasses.replace(line_task(), optimizer=optax.sgd(lambda count: jnp.where(count < 6, 0.1, -0.05)))
+    best = {"metric": "loss", "mode": "min"}
+    train(tmp_path, climbing, checkpoint={"every_steps": None, "best": best, "keep": 9}, eval={"every_steps": 3})
+    assert saved(tmp_path) == [3, 9, 20]

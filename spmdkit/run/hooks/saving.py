@@ -23,17 +23,17 @@ def make(config: Any) -> Hook | None:
 
     if options.best is None:
         return Hook("saving", order=30, after_step=after_step)
-    seen: dict[str, float | None] = {
-        "best": None
-    }  # travels in the checkpoint, so that a restart saves at the same steps
+    # Travels in the checkpoint, so that a restart saves at the same steps.
+    seen: dict[str, float | None] = {"best": None, "step": None}
 
     def after_eval(run: Any, step: int, values: Any) -> Action | None:
         value, best = float(values[options.best.metric]), seen["best"]
-        if not math.isfinite(value) or (
-            best is not None and (value >= best if options.best.mode == "min" else value <= best)
-        ):
+        if not math.isfinite(value):
             return None
-        seen["best"] = value
+        better = best is None or (value < best if options.best.mode == "min" else value > best)
+        if not better and not run.saves.is_lost(seen["step"]):  # where the best could not be saved, the next best is
+            return None
+        seen.update(best=value, step=step)
         return Save(known=True)  # every process has the same values
 
     return Hook(
