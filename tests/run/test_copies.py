@@ -32,7 +32,7 @@ def flipped(leaf, device, bit=12):
 # ---- what is found -----------------------------------------------------------------------------------------------------
 
 MESHES = {
-    "data 4": ({"mesh": {"data": 4}, "ema": 0.9}, 3, 4),
+    "data 4": ({"mesh": {"data": 4}, "ema": 0.9}, 0, 4),
     "replica 4 x fsdp 2": ({"mesh": {"replica": 4, "fsdp": 2}}, 5, 4),
     "data 2 x fsdp 2 x tensor 2": ({"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}, 6, 2),
 }

@@ -78,6 +78,15 @@ def test_by_default_the_step_looks_and_changes_nothing(mesh, value):
     assert codes[0] == 0 and codes[1] & guard.GRADIENT
 
 
+@pytest.mark.parametrize("mesh", ["fsdp 8 zero 2", "fsdp 8 zero 3"])
+def test_all_devices_skip_where_one_alone_holds_what_is_not_finite(mesh):
+    """tanh of infinity is one and its slope zero: the loss is finite, and of the gradient only the row of that feature is not."""
+    loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
+    program = program_of(dataclasses.replace(regression(), loss_fn=loss), on_nonfinite="skip", **MESHES[mesh])
+    states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=np.inf))
+    assert codes == [0, guard.GRADIENT] and changed(states[0], states[1]) == ["step"]
+
+
 def test_a_per_replica_step_is_guarded_too():
     def step(state, batch):
         (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
