@@ -188,9 +188,11 @@ class Supervisor:
             self._num_exits += 1
             self._limit_the_others(child.exit)
             if child.exit.code == ExitCode.PEER_LOST:
-                for other in (c for c in self._children if c.process in child.exit.blamed):
-                    if self._running.now - other.heard > QUIET_S:  # the others miss it, so do we, and it is not stopped
+                for other in (c for c in self._children if c.process in child.exit.blamed and c.exit is None):
+                    if self._running.now - other.heard > QUIET_S:  # the others miss it, and so do we
                         self._end_held(other)
+                        other.told_to_end = True
+                        send(other.popen.pid, signal.SIGKILL)  # a stopped one can take nothing else
 
     def _limit_the_others(self, exit: Exit) -> None:
         """A stop that all agreed on leaves time to save; after a failure nobody can finish anything."""

@@ -1,12 +1,15 @@
 """One process and its devices. The tests' JAX already runs with eight CPU devices."""
 
+import os
 import socket
 
 import jax
 import pytest
 
+import spmdkit as sk
+from spmdkit import compat
 from spmdkit.cluster import ClusterSpec, join, rendezvous
-from spmdkit.cluster.join import open_to_all
+from spmdkit.cluster.join import COLLECTIVE_MARGIN_S, open_to_all
 from spmdkit.errors import ConfigError
 
 
@@ -81,3 +84,11 @@ def test_a_coordinator_on_loopback_listens_there_and_says_nothing():
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def test_a_collective_of_the_cpu_fails_later_than_the_watchdog_unless_the_environment_says_when(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
+    compat.set_cpu_collective_timeout(int(sk.Config(task="t.py:t").watchdog.longest_s) + COLLECTIVE_MARGIN_S)
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/x --xla_cpu_collective_timeout_seconds=3660"
+    compat.set_cpu_collective_timeout(7)
+    assert os.environ["XLA_FLAGS"].endswith("=3660")
