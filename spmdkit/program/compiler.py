@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 
+from spmdkit import journal
 from spmdkit.errors import ConfigError
 from spmdkit.hardware import chip_of_device_kind
 from spmdkit.words import nearest
@@ -103,7 +104,8 @@ def compile(
     """
     chosen: Any = options(devices, own, deterministic) or None  # JAX's type says text and flags, and takes numbers too
     try:
-        return lowered.compile(compiler_options=chosen)
+        with journal.during("compile"):  # each of several (auto, an evaluation) has the whole limit
+            return lowered.compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError as error:
         text = str(error).splitlines()[0]
         named = [name for name in own if name in text]
