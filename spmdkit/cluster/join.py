@@ -22,7 +22,7 @@ from spmdkit.cluster.store import open_store
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
 
-# JAX's own heartbeat never decides: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s, ended in SIGABRT. Who is
+# JAX's own heartbeat does not decide: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s, ended in SIGABRT. Who is
 # gone, silent or stuck, the watchdog says (faults/watchdog.py). Three years.
 HEARTBEAT_S = 100_000_000
 # Gloo's own time-out, which names nobody, comes this much after the watchdog's longest limit. Without it a process that is no neighbour of

@@ -9,7 +9,7 @@
 
 Beats go through the coordination service's store, so that it works whoever started the processes. Two threads: one talks to the store, and may
 hang when process 0 does; one looks, and never waits. Its clock leaves out pauses: a job that was suspended as a whole, or a machine
-whose clock was set, goes on. Before 76 all processes put their Python stacks into the store, and one of them tells all.
+whose clock was set forward, goes on. Before 76 all processes put their Python stacks into the store, and one of them tells all.
 
 JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
 
