@@ -33,7 +33,7 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "preempted": (ExitCode.PREEMPTED, "stopped and saved, start me again"),
     "raised": (ExitCode.FAILED, "your function or data raised, or asked to leave"),
     "bug": (ExitCode.FAILED, "a bug of spmdkit, with its traceback"),
-    "not written": (ExitCode.NOT_WRITTEN, "a checkpoint or another file could not be written"),
+    "not written": (ExitCode.NOT_WRITTEN, "a checkpoint, the metrics or another file could not be written"),
     "peer lost": (ExitCode.PEER_LOST, "rendezvous or a peer timed out"),
     "hang": (ExitCode.HANG, "a watchdog ended a hang"),
     "not finite": (ExitCode.NOT_FINITE, "not finite"),
