@@ -47,7 +47,7 @@ def make_layer(mlp, dropout):
             keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, h_BTD.shape[1:]))(keys_B)
             h_BTD = jnp.where(keep_BTD, h_BTD / 0.9, 0)
         # One where activations come from the layer before; zero or infinite in a stage that is idle.
-        h_BTD /= (1 + carry["depth"] - index)[:, None, None].astype(h_BTD.dtype)
+        h_BTD /= (1 + carry["depth"] - index.astype(carry["depth"].dtype))[:, None, None].astype(h_BTD.dtype)
         balance_B = carry["balance"] + (h_BTD.astype(jnp.float32) ** 2).mean((1, 2))
         return {"x": sk.shard(x_BTD + h_BTD, *ROWS), "balance": balance_B, "depth": carry["depth"] + 1}
 
