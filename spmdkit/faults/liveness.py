@@ -30,6 +30,7 @@ DOES = {
     STEP: "in the step",
     "evaluation": "evaluating",
     "save": "saving",
+    "printing": "printing",
     "end": "ending",
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit import files, metrics
+from spmdkit import files, journal, metrics
 from spmdkit.attempt import StepMark
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
@@ -280,7 +280,8 @@ class Run:
 
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
-        self.face.message(text)
+        with journal.during("printing"):  # a reader may have stopped (a pager, Ctrl-S), which is no hang
+            self.face.message(text)
 
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too.
@@ -296,7 +297,8 @@ class Run:
         arrays = {name: np.asarray(x).tolist() for name, x in record.items() if np.ndim(x)}
         scalars = {name: x for name, x in record.items() if name not in arrays}
         self.sinks.write(scalars)
-        self.face.write(scalars)
+        with journal.during("printing"):
+            self.face.write(scalars)
         if arrays:
             self.sinks.write({name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram")
 

@@ -34,6 +34,7 @@ def test_a_beat_comes_back_as_it_was_written():
         ("all is well", {0: beat("step", 1), 1: beat("data", 2)}, [], ()),
         ("who works too long, whatever the others do", {0: beat("step", 5), 1: beat("data", 11)}, [], (1,)),
         ("a slow evaluation holds nobody up", {0: beat("step", 99), 1: beat("evaluation", 99, 3600)}, [], ()),
+        ("a pager that stands still holds nobody up", {0: beat("printing", 99, 3600), 1: beat("step", 99)}, [], ()),
         ("in the step not all are overdue", {0: beat("step", 11), 1: beat("step", 9)}, [], ()),
         ("in the step the one who is behind", {0: beat("step", 11), 1: beat("step", 11, step=811)}, [], (1,)),
         ("in the step the one without a beat", {0: beat("step", 11), 1: beat("step", 11)}, [1], (1,)),
