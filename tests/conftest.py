@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import signal
 
 # XLA's older emitter and one LLVM module a program: read once, when jax is imported, by this process and those it starts.
 # Which flags XLA knows moves with its version, and it ends a process at one that it does not know.
@@ -20,6 +21,7 @@ os.environ.setdefault("SPMDKIT_ALLOCATOR", "system")  # what a run sets would ho
 import jax
 import pytest
 
+from spmdkit.faults.signals import SIGNALS
 from tests.support.seconds import Seconds
 from tests.support.strangers import let_optax_promote
 
@@ -67,3 +69,13 @@ def strict_promotion(request):
     jax.config.update("jax_numpy_dtype_promotion", "standard" if promotes else "strict")
     yield
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A command that fails in this process ignores what asks it to stop, and what the tests start would inherit that."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

@@ -131,7 +131,12 @@ def test_a_directory_that_is_in_use(folder):
 
 def test_a_loss_that_is_not_finite(folder):
     Case(
-        Says("the loss is inf at step 4", "it was 5.6", repair=("checkpoint is of step 2", "Lower the learning rate")),
+        Says(
+            "not finite at step 4: the loss ('loss' is inf)",
+            "was 5.6",
+            rule="have to be finite",
+            repair=("checkpoint is of step 2", "Lower the learning rate"),
+        ),
         task={"optimizer": "optax.sgd(1e30)"},
         config={"log": "{every_steps: 1}", "steps": "9"},
         exit=77,

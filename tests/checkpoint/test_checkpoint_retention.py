@@ -125,8 +125,10 @@ def test_ls_and_inspect_tell_what_is_there_as_plain_data(directory):
         "bytes": 0,
         "time": 1234.5,
         "metrics": {"loss": 0.25, "bad": None},
+        "best": False,
         "complete": True,
         "problem": None,
+        "found": None,
     }
     assert second["step"] == 2
     told = inspect(directory, 1)
