@@ -1,4 +1,4 @@
-# make demo | test | extras | thorough | verify | tpu | lint | fuzz | bench | constraints. Everything runs in .venv, made from constraints.txt on
+# make demo | test | quick | extras | thorough | verify | tpu | lint | fuzz | bench | constraints. Everything runs in .venv, made from constraints.txt on
 # first use; what needs a package of more than 100 MB (the TPU compiler) in .venv-extras.
 
 PYTHON ?= python3
@@ -8,13 +8,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test extras thorough verify tpu lint types fuzz bench constraints versions browser clean
+.PHONY: demo test quick extras thorough verify tpu lint types fuzz bench constraints versions browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
 
 test: $(VENV)/.test versions lint types browser
 	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# Without the tests that start real processes: after each change.
+quick: $(VENV)/.test lint types
+	$(BOUND) 1200 $(BIN)/python -m pytest -m 'not slow and not processes' --numprocesses 2 --dist loadfile
 
 # The tests that `make test` skips for want of a large package.
 extras: $(EXTRAS)/.test

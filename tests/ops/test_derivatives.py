@@ -138,7 +138,7 @@ def in_order(*args):
 
 
 def weighted(op):
-    return lambda *args: (op(*args) ** 2 * jnp.arange(1, 5)).sum()
+    return lambda *args: (op(*args) ** 2 * jnp.arange(1, 5, dtype=jnp.float32)).sum()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +261,9 @@ def test_a_second_derivative_of_experts_is_zero_for_rows_of_no_expert():
         return jax.grad(lambda c: (jnp.cos(weights) * of_weights(c)).sum())(cotangents)
 
     found = slope(lambda w, x: by_blocks(lambda _, w, x: jnp.exp((x + 1) @ w), 8, (), w, x, sizes))
-    plain = lambda w, x: jnp.exp(jnp.einsum("rd,rdf->rf", x + 1, w[np.minimum(expert, 1)])) * (expert < 2)[:, None]
+    plain = lambda w, x: (
+        jnp.exp(jnp.einsum("rd,rdf->rf", x + 1, w[np.minimum(expert, 1)])) * jnp.float32(expert < 2)[:, None]
+    )
     assert_close(found, slope(plain))
 
 

@@ -24,7 +24,8 @@ def _promoting(fn):
     @functools.wraps(fn)
     def call(*args, **kwargs):
         with jax.numpy_dtype_promotion("standard"):
-            return _result(fn(*args, **kwargs))
+            made = fn(*args, **kwargs)
+            return made if any(made is arg for arg in args) else _result(made)
 
     return call
 
