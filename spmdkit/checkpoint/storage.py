@@ -36,6 +36,7 @@ def open_checkpointer(num_processes: int, timeout_s: float, before_commit: Calla
     checksums_on_chunks()
     without_metrics_of_tensorstore()
     logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
+    logging.getLogger("asyncio").addFilter(_drop_further_failures)
     if getattr(sys.unraisablehook, "func", None) is not _quiet_after_failure:
         sys.unraisablehook = functools.partial(_quiet_after_failure, sys.unraisablehook)
     processes = set(range(num_processes)) if num_processes > 1 else None
@@ -97,6 +98,11 @@ def _with_crc32c(build: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
 def _drop_orbax_tracebacks(record: logging.LogRecord) -> bool:
     """Keeps orbax from printing the traceback of a failed save: we raise it, with its cause, in the caller's thread."""
     return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _drop_further_failures(record: logging.LogRecord) -> bool:
+    """Returns whether a record is no second failure of a save: orbax raises the first part that could not be written, asyncio logs the others."""
+    return "write_fragment" not in record.getMessage()
 
 
 def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
