@@ -80,7 +80,7 @@ _REDUCTIONS = frozenset(["psum", "psum_invariant", "psum2", "pmax", "pmin", "all
 
 
 @dataclass(frozen=True)
-class _Walk:
+class Walk:
     """What a walk knows of replicas: the axes that a reduction has to cover, and the bits that it removes."""
 
     axes: frozenset[str]
@@ -91,11 +91,12 @@ class _Walk:
         known: dict[Any, Depends] = dict(zip(jaxpr.invars, given, strict=True))
         read = lambda var: known.get(var, Depends()) if isinstance(var, jax.extend.core.Var) else Depends()
         for eqn in jaxpr.eqns:
-            found = self._results(eqn, [read(var) for var in eqn.invars])
+            found = self.results(eqn, [read(var) for var in eqn.invars])
             known.update(zip(eqn.outvars, found, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def _results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+    def results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+        """Returns what the results of an equation depend on."""
         name, num = eqn.primitive.name, len(eqn.outvars)
         if name == "scan":
             return self._scan(eqn, given)
@@ -161,7 +162,7 @@ def dependence(
         per_replica: the bits that differ between replicas.
         axes: the replica axes that are larger than one.
     """
-    return _Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [Depends(bits, 0) for bits in inputs])
+    return Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [Depends(bits, 0) for bits in inputs])
 
 
 def _of_operation(name: str, given: Sequence[Depends]) -> Depends:

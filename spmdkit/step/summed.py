@@ -5,24 +5,30 @@ that cast is a sum over the axis. For a parameter and a loss over all devices' e
 with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum, without a word, and with it the other devices' derivatives. Traced
 without the types (`check_vma=False`) the function has its own sums only.
 
-Sums are told apart by the place in the source that made them: without types the transpose of a user's own sum is one more sum, at the
-same place, so that a place can have fewer sums in the typed trace but never more.
+Such sums stand where the untyped trace has none, but not every sum that does is one. Without types the transpose of a user's own sum is
+a sum at the same place. With them it is a cast, and what it adds up is added where the sum's result met values that differ (a batch
+norm's statistics where the examples are divided by them). So what becomes of a sum decides: passed on to a cast at the place of a sum of the
+function's own it is half of that sum's transpose; what leaves the backward pass in any other way has got a derivative of other devices.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat, jaxprs
 from spmdkit.errors import ConfigError
 from spmdkit.step import scope
+from spmdkit.step.dependence import Depends, Walk
+
+_CASTS = frozenset(["pvary", "pcast"])
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
@@ -33,11 +39,11 @@ def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[s
         untyped: that of the same function without.
     """
     known = collections.Counter(_sums(untyped.jaxpr, axes))
-    for line in _sums(typed.jaxpr, axes):
-        known[line] -= 1
-        if known[line] < 0:
-            return line
-    return None
+    found = list(_sums(typed.jaxpr, axes))
+    known.subtract(found)
+    more = [line for line in dict.fromkeys(found) if known[line] < 0]
+    leaving = _leaving(typed, more, axes, set(_sums(untyped.jaxpr, axes))) if more else set()
+    return next((line for line in more if line in leaving), None)
 
 
 def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
@@ -68,16 +74,79 @@ def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[A
 
 def takes_derivative(closed: ClosedJaxpr) -> bool:
     """Returns whether anything in a trace is the transpose of something: only there do the types add up."""
-    return any("transpose(" in str(eqn.source_info.name_stack) for eqn in jaxprs.equations(closed))
+    return any(map(_is_backward, jaxprs.equations(closed)))
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
     """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of reducers, which are no
     derivatives, and of which there are fewer without types: the sum of a constant is a constant there."""
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
-        adds = eqn.primitive.name.startswith("psum") and set(eqn.params.get("axes", ())) & set(axes)
-        if adds and not is_reducers:
+        if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
+
+
+def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
+    """Returns those of `lines` at which a backward pass adds up over `axes` what leaves it other than through a cast at one of the lines `own`."""
+    walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
+    out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
+    left = walk.left[0]
+    for depends in out:
+        left |= depends.all
+    return {line for i, line in enumerate(lines) if left >> i & 1}
+
+
+@dataclass(frozen=True)
+class _Backward(Walk):
+    """Follows the sums of backward passes, a bit for each of `lines`, until they pass a cast at a line of `own`.
+
+    `left`: of one number, the bits of what was used outside of a backward pass, or never.
+    """
+
+    lines: tuple[str, ...]
+    over: frozenset[str]
+    own: frozenset[str]
+    left: list[int] = field(default_factory=lambda: [0])
+    around: list[tuple[bool, str]] = field(default_factory=lambda: [(False, "")])
+
+    def run(self, jaxpr: Any, given: Sequence[Depends]) -> list[Depends]:
+        used = {var for eqn in jaxpr.eqns for var in eqn.invars if isinstance(var, Var)}
+        used |= {var for var in jaxpr.outvars if isinstance(var, Var)}
+        self.used.append(used)
+        try:
+            return super().run(jaxpr, given)
+        finally:
+            self.used.pop()
+
+    used: list[set[Any]] = field(default_factory=list)
+
+    def results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+        backward, line = self.around[-1]
+        backward, line = backward or _is_backward(eqn), compat.source_line(eqn) or line
+        if not backward:
+            self._leave(given)
+        if backward and eqn.primitive.name in _CASTS and line in self.own:
+            return [Depends()] * len(eqn.outvars)
+        self.around.append((backward, line))
+        try:
+            found = super().results(eqn, given)
+        finally:
+            self.around.pop()
+        if backward and line in self.lines and _adds_over(eqn, self.over):
+            found = [Depends(0, depends.all | 1 << self.lines.index(line)) for depends in found]
+        self._leave(depends for var, depends in zip(eqn.outvars, found, strict=True) if var not in self.used[-1])
+        return found
+
+    def _leave(self, given: Iterable[Depends]) -> None:
+        for depends in given:
+            self.left[0] |= depends.all
+
+
+def _is_backward(eqn: Any) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def _adds_over(eqn: Any, axes: Collection[str]) -> bool:
+    return eqn.primitive.name.startswith("psum") and bool(set(eqn.params.get("axes", ())) & set(axes))
 
 
 def _place(eqn: Any, around: tuple[str, bool]) -> tuple[tuple[str, bool], tuple[str, bool]]:

@@ -15,6 +15,7 @@ from jax import lax
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from spmdkit.mesh import REPLICA_AXES
 from tests.support.natural_runs import (
     BATCH,
     MESHES,
@@ -189,4 +190,28 @@ def test_the_repair_of_that_refusal_gives_the_numbers_of_one_device(mesh):
     loss = lambda w, rows: (jax.vmap(functools.partial(own_zeros, w))(rows).mean(), {})
     right = by_hand(loss, jax.random.normal(jax.random.key(0), (WIDTH,)), DATA, optax.sgd(0.05))
     _, run = train(replica_task(own_zeros), mesh)
+    assert_same_run(run, right)
+
+
+@pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4"])
+def test_a_per_replica_step_may_divide_its_examples_by_the_statistics_of_all(mesh):
+    """A synchronised batch norm: the transpose of its sum adds up where the examples meet it, and was taken for a sum by the types."""
+
+    def normalised(w, rows, mean):
+        y = rows * w
+        centre, square = mean(y.mean(0)), mean((y**2).mean(0))
+        return jnp.tanh((y - centre) * lax.rsqrt(square - centre**2 + 1e-3) + rows).mean()
+
+    def train_step(state, batch):
+        loss = lambda w: normalised(w, batch, lambda x: lax.pmean(x, REPLICA_AXES))
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(sk.pmean(grads)), {"loss": sk.pmean(value)}
+
+    init = lambda key: jax.random.normal(key, (WIDTH,))
+    task = sk.Task(
+        init, train_step=train_step, view="replica", optimizer=keep_gradient(optax.sgd(0.05)), train_data=DATA
+    )
+    loss = lambda w, rows: (normalised(w, rows, lambda x: x), {})
+    right = by_hand(loss, init(jax.random.key(0)), DATA, optax.sgd(0.05))
+    _, run = train(task, mesh)
     assert_same_run(run, right)

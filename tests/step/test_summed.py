@@ -44,7 +44,11 @@ def through_own_sum(w, x):
     return jax.grad(lambda t: lax.psum(jnp.tanh(x * t), "fsdp").sum())(1.0)
 
 
-@pytest.mark.parametrize("fn", [by_row, hessian, in_a_loop, compiled, through_own_sum])
+def beside_statistics(w, x):
+    return jax.grad(lambda t: (jnp.tanh(x * t) / lax.psum((x**2).sum() * t, "fsdp")).sum())(1.0)
+
+
+@pytest.mark.parametrize("fn", [by_row, hessian, in_a_loop, compiled, through_own_sum, beside_statistics])
 def test_a_derivative_by_a_constant_is_found_with_its_line(fn):
     found = summed_by_types(*traces(fn), ("fsdp",))
     path, line, _ = found.split(":", 2)
@@ -63,11 +67,33 @@ def sums_of_its_own(w, x):
     return lax.psum(jax.grad(loss)(x), "fsdp")
 
 
+def statistics(w, x):
+    """A batch norm: what it adds up meets the examples elsewhere, three times, and there its transpose adds."""
+
+    def loss(x):
+        mean, square = lax.pmean((x.mean(0), (x**2).mean(0)), "fsdp")
+        y = (x - mean) * lax.rsqrt(square - mean**2 + 1e-5) + jnp.tanh(mean)
+        return (y @ w).sum()
+
+    return jax.grad(loss)(x)
+
+
+def statistics_of_a_scan(w, x):
+    """The same in every layer of a stack, with remat."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        total = lax.psum((x**2).sum(0), "fsdp")
+        return jnp.tanh(x * w) / (1 + total), total
+
+    return jax.grad(lambda x: sum(y.sum() for y in lax.scan(layer, x, jnp.stack([w] * 3))))(x)
+
+
 def forward_mode(w, x):
     return jax.jvp(lambda t: lax.psum(jnp.tanh(x @ (w + t)), "fsdp").sum(), (0.0,), (1.0,))
 
 
-@pytest.mark.parametrize("fn", [by_own, sums_of_its_own, forward_mode])
+@pytest.mark.parametrize("fn", [by_own, sums_of_its_own, statistics, statistics_of_a_scan, forward_mode])
 def test_what_a_function_adds_up_itself_is_its_own(fn):
     assert summed_by_types(*traces(fn), ("data", "fsdp")) is None
 
