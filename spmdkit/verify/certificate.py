@@ -4,8 +4,10 @@ It holds for the text of the task and of all that it imports from the user's pro
 spmdkit and the versions that it was made with, and for the meshes that it lists. It does not hold for sizes: `verify` runs a small model, so
 whole numbers among `task_args`, batch sizes, steps and learning rates may differ.
 
-Its seal is a digest of all that it says: a file that was changed or written by hand is refused. It guards against mistakes; whoever means
-to deceive can make a seal too.
+It needs mutants: a comparison that was not shown to see mistakes proves nothing about several devices.
+
+Its seal is a digest of all that it says, without a key: a file that was changed, cut short or written by hand is refused. It guards against
+mistakes (a proof of last week, of another branch, edited to fit); whoever means to deceive can compute a seal too, or run a changed spmdkit.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from spmdkit import files, project, secret
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 
-FORMAT = 2
+FORMAT = 3
 MATHEMATICS = ("optimizer", "clip_norm", "ema", "reducer", "sync", "model_state", "placement")
 """Keys of a config that decide what a step computes, and that a proof is about, whole."""
 
@@ -94,6 +96,7 @@ def write(path: Path, report: Mapping[str, Any]) -> None:
         **{key: report[key] for key in ("task", "task_digest", "mathematics", "dtype", "tolerances")},
         "proven": proven,
         "mutants_caught": [m["name"] for m in report["mutants"] if m["caught"]],
+        "mutants_not_applicable": [m["name"] for m in report["not_applicable"]],
         "versions": versions(),
         "spmdkit_digest": package_digest(),
     }
@@ -147,11 +150,18 @@ def _read(path: Path, where: str, again: str) -> dict[str, Any]:
     return found
 
 
-def _missed(caught: Sequence[str]) -> list[str]:
-    """Returns the mutants that are not caught; none where none were asked for (--no-mutants, one device)."""
+def _missed(found: Mapping[str, Any]) -> str:
+    """Returns what is wrong with the mutants of a certificate: each has to be caught, but for those that the task has no place for."""
     from spmdkit.verify.mutants import MUTANTS
 
-    return [mutant.name for mutant in MUTANTS if mutant.name not in caught] if caught else []
+    if not found["mutants_caught"]:
+        return "was made without mutants (--no-mutants): nothing shows that the comparison would have seen a mistake."
+    tried = {*found["mutants_caught"], *found["mutants_not_applicable"]}
+    if missed := [mutant.name for mutant in MUTANTS if mutant.name not in tried]:
+        return (
+            f"has not caught the mutants {', '.join(missed)}. A comparison that does not see a mistake proves nothing."
+        )
+    return ""
 
 
 def _objection(found: Mapping[str, Any], config: Config, mesh: Mapping[str, int]) -> str:
@@ -166,10 +176,8 @@ def _objection(found: Mapping[str, Any], config: Config, mesh: Mapping[str, int]
         return f"was made with {'; '.join(other)}. A proof holds for the versions that it was made with."
     if found.get("spmdkit_digest") != package_digest():
         return "was made with another spmdkit of the same version. A proof holds for the text that was run."
-    if missed := _missed(found["mutants_caught"]):
-        return (
-            f"has not caught the mutants {', '.join(missed)}. A comparison that does not see a mistake proves nothing."
-        )
+    if mesh and (missed := _missed(found)):
+        return missed
     asked, proven = mathematics(config), found.get("mathematics") or {}
     for key in asked:
         if proven.get(key) != asked[key]:

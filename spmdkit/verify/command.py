@@ -18,6 +18,12 @@ def run_verify(config: Config, options: VerifyOptions, *, certificate: Path | No
     report = verify(config, options, lambda text: print(text, file=sys.stderr, flush=True))
     if certificate is not None:
         certificates.write(certificate, report)
+        if not options.mutants:
+            print(
+                "note: train refuses a certificate that was made with --no-mutants: nothing shows that a mistake would have been seen. Run without it.",
+                file=sys.stderr,
+                flush=True,
+            )
     if as_json:
         print(json.dumps(report))
     else:

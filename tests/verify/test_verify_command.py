@@ -69,9 +69,11 @@ def config(**changes):
     return load_config("run.yaml", [f"{key}={value}" for key, value in changes.items()])
 
 
-def test_a_right_task_gives_0_one_json_object_and_a_certificate_that_train_accepts(folder, capfd):
+def test_a_right_task_gives_0_one_json_object_and_a_certificate_that_train_refuses_without_mutants(folder, capfd):
     assert run("--json", *FEW, "--microbatches", "1,2", "--certificate", "proof.json", "task_args.width=4") == 0
-    report = json.loads(capfd.readouterr().out)
+    said = capfd.readouterr()
+    report = json.loads(said.out)
+    assert "train refuses a certificate that was made with --no-mutants" in said.err
     assert report["passed"] and report["tolerance"] == pytest.approx(7.6e-6, rel=0.5) and report["mutants"] == []
     assert [(case["mesh"], case["microbatches"]) for case in report["cases"]] == [
         ({}, 2),
@@ -92,8 +94,17 @@ def test_a_right_task_gives_0_one_json_object_and_a_certificate_that_train_accep
     ]
     assert set(keys) <= case.keys() and case["worst_leaf"] == "w" and case["reducer"] == "sum"
     assert report["skipped"] == [] and case["restore_error"] == 0 and 0 <= case["eval_error"] < 1e-6
-    result = train(config(certificate="proof.json"))
-    assert result.run.step == 2
+    with pytest.raises(ConfigError, match="was made without mutants"):
+        train(config(certificate="proof.json"))
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_certificate_of_the_command_is_accepted_by_train(folder):
+    assert run("--jobs", "2", "--certificate", "proof.json", "task_args.width=4") == 0
+    found = json.loads((folder / "proof.json").read_text())
+    assert {*found["mutants_caught"], *found["mutants_not_applicable"]} == {mutant.name for mutant in MUTANTS}
+    assert train(config(certificate="proof.json")).run.step == 2
 
 
 def test_a_wrong_task_gives_1_a_table_of_at_most_100_columns_and_a_certificate_that_train_refuses(folder, capfd):
@@ -158,13 +169,21 @@ def test_every_mesh_of_eight_devices_with_axes_up_to_four_and_every_four_axis_me
 
 
 CASE = {"mesh": {"data": 4}, "microbatches": 1, "passed": True}
+CAUGHT = [{"name": mutant.name, "caught": True} for mutant in MUTANTS]
+REPORT = {
+    "passed": True,
+    "cases": [CASE],
+    "mutants": CAUGHT,
+    "not_applicable": [],
+    "dtype": "float32",
+    "tolerances": {},
+}
 
 
 @pytest.fixture
 def proof(folder):
     """A certificate of the folder's config on data 4, without a run."""
-    report = {"passed": True, "cases": [CASE], "mutants": [], "dtype": "float32", "tolerances": {}}
-    certificate.write(folder / "proof.json", report | certificate.identity(config()))
+    certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
     return folder / "proof.json"
 
 
@@ -212,8 +231,7 @@ def test_a_certificate_is_about_every_module_of_the_project_that_the_task_import
     (folder / "task.py").write_text("import models\n" + TASK)
     names = ["models/__init__.py", "models/net.py", "models/parts/last.py", "task.py"]
     assert list(project.texts(config())) == names
-    report = {"passed": True, "cases": [CASE], "mutants": [], "dtype": "float32", "tolerances": {}}
-    certificate.write(folder / "proof.json", report | certificate.identity(config()))
+    certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
     certificate.require(config(certificate="proof.json"), SIZES)
     for name in names:
         before = (folder / name).read_text()
@@ -226,27 +244,31 @@ def test_a_certificate_is_about_every_module_of_the_project_that_the_task_import
 
 
 def test_a_certificate_does_not_hold_for_other_versions_or_another_spmdkit(folder, monkeypatch):
-    report = {"passed": True, "cases": [CASE], "mutants": [], "dtype": "float32", "tolerances": {}}
     with monkeypatch.context() as then:
         then.setattr("importlib.metadata.version", lambda name: "0.0.1" if name == "jax" else "1")
-        certificate.write(folder / "proof.json", report | certificate.identity(config()))
+        certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
     with pytest.raises(ConfigError, match=r"jax 0\.0\.1"):
         certificate.require(config(certificate="proof.json"), SIZES)
     with monkeypatch.context() as then:
         then.setattr(certificate, "package_digest", lambda: "another")
-        certificate.write(folder / "proof.json", report | certificate.identity(config()))
+        certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
     with pytest.raises(ConfigError, match="another spmdkit"):
         certificate.require(config(certificate="proof.json"), SIZES)
 
 
-def test_a_certificate_names_the_mutants_that_were_caught_and_all_of_them_have_to_be(folder):
-    report = {"passed": True, "cases": [CASE], "dtype": "float32", "tolerances": {}} | certificate.identity(config())
-    caught = [{"name": mutant.name, "caught": True} for mutant in MUTANTS]
-    certificate.write(folder / "proof.json", report | {"mutants": caught})
-    certificate.require(config(certificate="proof.json"), SIZES)
-    certificate.write(folder / "proof.json", report | {"mutants": caught[1:]})
-    with pytest.raises(ConfigError, match=f"{MUTANTS[0].name}"):
+def test_all_mutants_have_to_be_caught_but_those_that_the_task_has_no_place_for(folder):
+    def made(*caught, not_applicable=()):
+        report = REPORT | certificate.identity(config()) | {"mutants": caught, "not_applicable": not_applicable}
+        certificate.write(folder / "proof.json", report)
         certificate.require(config(certificate="proof.json"), SIZES)
+
+    made(*CAUGHT)
+    made(*CAUGHT[1:], not_applicable=[{"name": MUTANTS[0].name, "reason": "no microbatches"}])
+    with pytest.raises(ConfigError, match=f"has not caught the mutants {MUTANTS[0].name}"):
+        made(*CAUGHT[1:])
+    with pytest.raises(ConfigError, match="was made without mutants"):
+        made()
+    certificate.require(config(certificate="proof.json"), {"data": 1})  # one device: there is nothing to compare
 
 
 @pytest.mark.parametrize(
