@@ -2,19 +2,16 @@
 seconds. That no test hangs for ever is set in pyproject.toml."""
 
 import gc
-import importlib.metadata
 import importlib.util
 import os
 import signal
 
-# XLA's older emitter and one LLVM module a program: read once, when jax is imported, by this process and those it starts.
-# Which flags XLA knows moves with its version, and it ends a process at one that it does not know.
-QUICK_XLA = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+from tests.support.environment import QUICK_XLA
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("NPROC", str(4 * 8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
-if importlib.metadata.version("jax").startswith("0.10."):
+if QUICK_XLA:  # read once, when jax is imported, by this process and those it starts
     os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
 os.environ.setdefault("SPMDKIT_ALLOCATOR", "system")  # what a run sets would hold for all tests after it
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import sys
 import pytest
 from starter_environments import SLURM_BATCH, torchrun
 
+from tests.support.environment import environment_of_a_user
 from tests.support.messages import says
 
 pytestmark = pytest.mark.processes
@@ -46,7 +46,7 @@ def train(tmp_path):
     """Returns a function that trains with one environment for each process, and gives (code, output) of each and the losses."""
     (tmp_path / "task.py").write_text(TASK.replace("jnp.ones(2)", "jnp.array([1.0, -2.0])"))
     (tmp_path / "run.yaml").write_text(CONFIG)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_", "SLURM_"))}
+    clean = {k: v for k, v in environment_of_a_user().items() if not k.startswith("SLURM_")}
     started = []
 
     def train(name, environments, *overrides):

@@ -19,8 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.environment import environment_of_a_user
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-NOT_PASSED_ON = ("JAX_", "XLA_", "SPMDKIT_")
+
+SERVERS: set[int] = set()
+"""Ids of the processes that fork, while they live."""
 
 
 @dataclass(frozen=True)
@@ -35,50 +39,114 @@ class Process:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. `signal` n is code -n, of one that outlived its deadline -9; `seconds` since all were started."""
+    """How a process ended. `signal` n is code -n, of one that outlived its deadline -9; `seconds` since it was started."""
 
     code: int
     output: str
     seconds: float
 
 
+class Child:
+    """A started process, with the methods of `subprocess.Popen`. What it prints goes to a file, which is read at its end."""
+
+    def __init__(self, forks: Forks, pid: int, output: Path):
+        self.returncode: int | None = None
+        self.pid, self.seconds, self._forks, self._output, self._begin = pid, 0.0, forks, output, time.monotonic()
+
+    def poll(self) -> int | None:
+        """Returns the exit code, or None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._forks.ask({"ended": self.pid})
+            self.seconds = time.monotonic() - self._begin
+        return self.returncode
+
+    def wait(self, timeout: float = 60) -> int:
+        """Returns the exit code. Raises `TimeoutExpired`."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout, self.text())
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float = 60) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.text(), None
+
+    def text(self) -> str:
+        """Returns what it has printed."""
+        return self._output.read_text(errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kills what is left of it, and of what it has started."""
+        for kill in (os.killpg, os.kill):  # it is no group yet in its first moment
+            if self.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
+        self.wait(30)
+
+
 class Forks:
     """The process that forks; a context manager."""
 
     def __enter__(self) -> Forks:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(NOT_PASSED_ON)}
-        command = [sys.executable, "-W", "ignore", __file__]
-        self._env = env | {"PYTHONPATH": str(REPOSITORY)}
+        self._env = environment_of_a_user() | {"PYTHONPATH": str(REPOSITORY)}
+        self._outputs = tempfile.TemporaryDirectory()
+        self._started: list[Child] = []
         self._server = subprocess.Popen(
-            command, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-W", "ignore", __file__],
+            env=self._env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
+        SERVERS.add(self._server.pid)
         return self
 
     def __exit__(self, *_: object) -> None:
+        for child in self._started:
+            child.end()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
+        SERVERS.remove(self._server.pid)
         self._server.communicate()
+        self._outputs.cleanup()
+
+    def ask(self, asked: dict[str, Any]) -> Any:
+        """Returns what the process that forks answers."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(asked) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def start(self, process: Process) -> Child:
+        output = Path(self._outputs.name, str(len(self._started)))
+        asked = {
+            "start": process.arguments,
+            "folder": str(process.folder),
+            "env": self._env | process.variables,
+            "output": str(output),
+            "fresh": process.fresh,
+        }
+        self._started.append(Child(self, self.ask(asked), output))
+        return self._started[-1]
 
     def run(self, processes: list[Process], timeout_s: float = 60) -> list[Ended]:
         """Returns how processes ended that were started together. None lives longer than `timeout_s`."""
-        assert self._server.stdin is not None and self._server.stdout is not None
-        with tempfile.TemporaryDirectory() as outputs:
-            files = [str(Path(outputs, str(number))) for number in range(len(processes))]
-            asked = [
-                {
-                    "arguments": p.arguments,
-                    "folder": str(p.folder),
-                    "env": self._env | p.variables,
-                    "output": file,
-                    "fresh": p.fresh,
-                }
-                for p, file in zip(processes, files, strict=True)
-            ]
-            self._server.stdin.write(json.dumps({"processes": asked, "timeout_s": timeout_s}) + "\n")
-            self._server.stdin.flush()
-            ended = json.loads(self._server.stdout.readline())
-            texts = [Path(file).read_text(errors="replace") for file in files]
-        return [Ended(code, text, seconds) for (code, seconds), text in zip(ended, texts, strict=True)]
+        children = [self.start(process) for process in processes]
+        deadline = time.monotonic() + timeout_s
+        while sum(child.poll() is None for child in children):  # each is asked: when it ended is noted
+            if time.monotonic() > deadline:
+                for child in children:
+                    child.end()
+            time.sleep(0.005)
+        return [Ended(child.wait(), child.text(), child.seconds) for child in children]
 
     def together(self, processes: list[Process], timeout_s: float = 60) -> list[Ended]:
         """Returns how processes ended that train together: process i is number i."""
@@ -110,13 +178,13 @@ def _start(asked: dict[str, Any]) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         if asked["fresh"]:
-            os.execve(sys.executable, [sys.executable, "-m", "spmdkit", *asked["arguments"]], asked["env"])
+            os.execve(sys.executable, [sys.executable, "-m", "spmdkit", *asked["start"]], asked["env"])
         os.environ.clear()
         os.environ.update(asked["env"])
         sys.path[0] = asked["folder"]
         from spmdkit.cli import main
 
-        code = main(asked["arguments"]) or 0
+        code = main(asked["start"]) or 0
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     finally:
@@ -124,18 +192,10 @@ def _start(asked: dict[str, Any]) -> int:
         os._exit(code)
 
 
-def _wait(pids: list[int], timeout_s: float) -> list[tuple[int, float]]:
-    """Returns (code, seconds) of each process; those that are late are killed."""
-    begin, ended = time.monotonic(), dict[int, tuple[int, float]]()
-    while len(ended) < len(pids):
-        for pid in set(pids) - set(ended):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic() - begin
-            elif time.monotonic() - begin > timeout_s:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-    return [ended[pid] for pid in pids]
+def _ended(pid: int) -> int | None:
+    """Returns the code of a process that has ended, or None."""
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
 
 
 def _serve() -> None:
@@ -145,8 +205,7 @@ def _serve() -> None:
 
     for line in sys.stdin:
         asked = json.loads(line)
-        pids = [_start(process) for process in asked["processes"]]
-        print(json.dumps(_wait(pids, asked["timeout_s"])), flush=True)
+        print(json.dumps(_start(asked) if "start" in asked else _ended(asked["ended"])), flush=True)
 
 
 if __name__ == "__main__":

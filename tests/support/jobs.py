@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.environment import environment_of_a_user
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 TASK = '''
@@ -118,13 +120,12 @@ class Job:
 
     def start(self, *arguments: str, faults: dict | None = None, **env: str) -> subprocess.Popen:
         """Starts `spmdkit ARGUMENTS`, `train run.yaml` put where TRAIN stands."""
-        plain = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_"))}
         told = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.folder), **env}
         told["FAULTS"] = json.dumps({str(p): fault for p, fault in (faults or {}).items()})
         popen = subprocess.Popen(
             [sys.executable, "-m", "spmdkit", *arguments],
             cwd=self.folder,
-            env={**plain, **told},
+            env=environment_of_a_user() | told,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

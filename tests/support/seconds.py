@@ -1,16 +1,20 @@
 """A pytest plugin: how much processor time and how many compilations each folder of tests takes, and a limit for each.
 
-Seconds are those of the processor, of the test's process and of the processes it has waited for. On a machine that does much
+Seconds are those of the processor, of the test's process and of those that it has started. On a machine that does much
 else they are up to half as many more (caches, threads of one core), where seconds of a clock are many times more. At the end of
 a run of everything the limits hold; a folder above its limit fails the run.
 """
 
 import collections
+import contextlib
 import os
 import resource
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.support.forks import SERVERS
 
 LIMITS_S = {
     "bad_input": 40,
@@ -89,9 +93,13 @@ def table(spent: dict[str, Spent]) -> list[str]:
 
 
 def cpu_s() -> float:
-    """Returns the processor seconds of this process and of its ended children."""
+    """Returns the processor seconds of this process, of its ended children, and of those that fork, with what they have waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
+    ticks = 0
+    for pid in SERVERS:
+        with contextlib.suppress(OSError):  # no /proc but on Linux
+            ticks += sum(map(int, Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[11:15]))
+    return sum(u.ru_utime + u.ru_stime for u in used) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Seconds:

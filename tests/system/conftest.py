@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.forks import Forks
+from tests.support.environment import environment_of_a_user
+from tests.support.forks import Child, Forks, Process
 
 TASK = '''
 import time
@@ -71,26 +72,28 @@ TIMES = ("examples_per_s", "step_time_s", "input_wait_s")
 
 
 class Folder:
-    """A folder with `task.py` and `run.yaml`, and the commands that a user types in it."""
+    """A folder with `task.py` and `run.yaml`, and the commands that a user types in it.
 
-    def __init__(self, path: Path):
-        self.path = path
+    With `forks`, a command is forked, and saves the two seconds of its imports; `launch` starts what users start.
+    """
+
+    def __init__(self, path: Path, forks: Forks | None):
+        self.path, self._forks = path, forks
         (path / "task.py").write_text(TASK)
         (path / "run.yaml").write_text(CONFIG)
 
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "spmdkit", *arguments]
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str] | Child:
         """Starts a command in a process group of its own."""
+        if self._forks is not None and arguments[0] != "launch":
+            return self._forks.start(Process(list(arguments), self.path, environment_of_a_user()))
         return subprocess.Popen(
-            self.command(*arguments),
+            [sys.executable, "-m", "spmdkit", *arguments],
             cwd=self.path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_"))},
+            env=environment_of_a_user(),
         )
 
     def run(self, *arguments: str, timeout_s: float = 120) -> tuple[int, str]:
@@ -102,8 +105,15 @@ class Folder:
             end(child)
         return code_of(child), output
 
-    def train(self, *overrides: str, timeout_s: float = 120) -> tuple[int, str]:
-        return self.run("train", "run.yaml", *overrides, timeout_s=timeout_s)
+    def train(self, *overrides: str, processes: int = 1, timeout_s: float = 120) -> tuple[int, str]:
+        """Returns (exit code, output) of a training; of several processes, those of process 0."""
+        command = ["train", "run.yaml", *overrides]
+        if processes == 1:
+            return self.run(*command, timeout_s=timeout_s)
+        assert self._forks is not None
+        ended = self._forks.together([Process(command, self.path, environment_of_a_user())] * processes, timeout_s)
+        assert len({process.code for process in ended}) == 1, ended
+        return ended[0].code, ended[0].output
 
     def metrics(self, run: str = "run") -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl without what a clock has measured."""
@@ -122,14 +132,16 @@ class Folder:
         return load_file(out)
 
 
-def code_of(child: subprocess.Popen[str]) -> int:
+def code_of(child: subprocess.Popen[str] | Child) -> int:
     """Returns the exit code as a shell tells it: 128 + n for signal n."""
     assert child.returncode is not None
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def end(child: subprocess.Popen[str]) -> None:
+def end(child: subprocess.Popen[str] | Child) -> None:
     """Kills what is left of a child's process group."""
+    if isinstance(child, Child):
+        return child.end()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait(timeout=30)
@@ -147,14 +159,20 @@ def wait_until(condition: Any, timeout_s: float = 60, every_s: float = 0.002) ->
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
+def folder(tmp_path: Path, forks: Forks) -> Folder:
+    return Folder(tmp_path, forks)
+
+
+@pytest.fixture
+def real_folder(tmp_path: Path) -> Folder:
+    """A folder whose commands begin with a Python of their own."""
+    return Folder(tmp_path, None)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Folder:
     """A folder whose run went through without a fault."""
-    clean = Folder(tmp_path_factory.mktemp("undisturbed"))
+    clean = Folder(tmp_path_factory.mktemp("undisturbed"), forks)
     code, output = clean.train()
     assert code == 0, output
     return clean

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.environment import QUICK_XLA
 from tests.support.forks import REPOSITORY, Process
 
 pytestmark = pytest.mark.processes
@@ -153,7 +154,7 @@ def test_a_difference_in_the_config_is_refused_on_both(forks, hosts):
 
 def test_other_folders_dumps_and_host_names_pass(forks, hosts):
     dumps = {
-        "XLA_FLAGS": f"--xla_dump_to={hosts / 'dump'} --xla_dump_hlo_as_text",
+        "XLA_FLAGS": f"{QUICK_XLA} --xla_dump_to={hosts / 'dump'} --xla_dump_hlo_as_text",
         "HOSTNAME": "other",
         "JAX_LOGGING_LEVEL": "ERROR",
     }

@@ -32,7 +32,8 @@ def test_the_task_of_the_readme_is_about_twenty_lines():
     assert len(task.splitlines()) <= 22
 
 
-def test_every_command_of_the_readme_runs(folder):
+def test_every_command_of_the_readme_runs(real_folder):
+    folder = real_folder
     (task,) = blocks("python")
     first, second = blocks("yaml")
     (folder.path / "my_task.py").write_text(task)
