@@ -177,6 +177,48 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
+def replace_coordination_client(client: Any) -> None:
+    """Puts `client` in the place of JAX's own for all Python code of this process. After JAX has its devices, which need the own one."""
+    from jax._src import distributed
+
+    distributed.global_state.client = client
+
+
+class _Elsewhere:
+    """In the place of JAX's coordination service, which another process holds."""
+
+    def __init__(self, end: Callable[[], Any] | None):
+        self._end = end
+
+    def shutdown(self) -> None:
+        if self._end is not None:
+            self._end()
+
+
+@contextlib.contextmanager
+def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
+    """While the body runs, `jax.distributed.initialize` starts no coordination service on process 0; `jax.distributed.shutdown` calls `end` there.
+
+    JAX has no option for that (0.10.2 to 0.12): whoever is process 0 holds the service, and its death is the end of all others by SIGABRT.
+    """
+    from jax._src.lib import _jax
+
+    name = "get_distributed_runtime_service"
+    own = getattr(_jax, name)
+    setattr(_jax, name, lambda *args, **options: _Elsewhere(end))
+    try:
+        yield
+    finally:
+        setattr(_jax, name, own)
+
+
+def holds_coordination_service() -> bool:
+    """Returns whether JAX's coordination service lives in this process, so that all others end with it."""
+    from jax._src import distributed
+
+    return distributed.global_state.service is not None and not isinstance(distributed.global_state.service, _Elsewhere)
+
+
 def backends_initialized() -> bool:
     """Returns whether JAX has already created its devices, after which no setting about them takes effect."""
     from jax._src import xla_bridge

@@ -42,11 +42,17 @@ NUM_PROCESSES = "SPMDKIT_NUM_PROCESSES"
 PROCESS_ID = "SPMDKIT_PROCESS_ID"
 DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
 RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
+SERVICE = "SPMDKIT_SERVICE"
+"""The address of JAX's coordination service where a launcher holds it, which also keeps the port of COORDINATOR free."""
+
 ERROR_FILE = "SPMDKIT_ERROR_FILE"
 """Names the file into which a process that fails writes its message, for the launcher that set the variable."""
 
 BEAT_FILE = "SPMDKIT_BEAT_FILE"
 """Names the file in which a process says several times a second that Python runs in it, for the launcher that set the variable."""
+
+DEATHS_FILE = "SPMDKIT_DEATHS_FILE"
+"""Names the file in which the launcher says which processes are dead, and how they ended."""
 
 STEP_FILE = "SPMDKIT_STEP_FILE"
 """Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set the variable."""
@@ -61,6 +67,8 @@ OUR_VARIABLES = frozenset(
         PROCESS_ID,
         DEVICES_PER_PROCESS,
         RENDEZVOUS_TIMEOUT_S,
+        SERVICE,
+        DEATHS_FILE,
         ERROR_FILE,
         BEAT_FILE,
         STEP_FILE,

@@ -18,6 +18,8 @@ import contextlib
 import functools
 import logging
 import sys
+import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ def open_checkpointer(num_processes: int, timeout_s: float, before_commit: Calla
     """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written."""
     checksums_on_chunks()
     without_metrics_of_tensorstore()
+    deadlines_by_a_steady_clock()
     logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
     logging.getLogger("asyncio").addFilter(_drop_further_failures)
     if getattr(sys.unraisablehook, "func", None) is not _quiet_after_failure:
@@ -77,6 +80,17 @@ def without_metrics_of_tensorstore() -> None:
     tensorstore_utils.get_tensorstore_raw_bytes = (
         _no_bytes  # private; where it has another name, nothing is lost but the memory
     )
+
+
+def deadlines_by_a_steady_clock() -> None:
+    """Keeps a clock that is set forward during a save from ending the save on some processes, for which the others then wait.
+
+    orbax 0.12.8 takes the deadlines of its background threads from `time.time`; where the module has another name, that stays so.
+    """
+    from orbax.checkpoint._src.futures import future, signaling_client
+
+    steady = types.SimpleNamespace(**{**vars(time), "time": time.monotonic})
+    future.time = signaling_client.time = steady  # type: ignore[attr-defined]
 
 
 def _no_bytes(*_: Any) -> int:

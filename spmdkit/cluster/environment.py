@@ -15,7 +15,7 @@ from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Partial
 from spmdkit.cluster.dialects.spmdkit import integer
 from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
-from spmdkit.names import COORDINATOR, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S
+from spmdkit.names import COORDINATOR, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S, SERVICE
 from spmdkit.words import nearest
 
 Answers = Mapping[str, Found | Partial]
@@ -113,13 +113,17 @@ def _only(name: str, answer: Answer, names: tuple[str, ...]) -> ClusterSpec:
 def _with_ours(spec: ClusterSpec, env: Mapping[str, str]) -> ClusterSpec:
     """Returns the place with what our variables say beside the number of processes."""
     coordinator = env.get(COORDINATOR) if spec.num_processes > 1 else None
+    service = env.get(SERVICE) if coordinator else None
     if coordinator:
         split_address(coordinator)
+    if service:
+        split_address(service, SERVICE)
     return dataclasses.replace(
         spec,
         coordinator=coordinator or spec.coordinator,
         devices_per_process=integer(env, DEVICES_PER_PROCESS, default=0, least=1) or None,
         rendezvous_timeout_s=_timeout(env),
+        service=service or None,
     )
 
 

@@ -15,21 +15,18 @@ from collections.abc import Sequence
 import jax
 
 from spmdkit import compat
+from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.rendezvous import roll_call
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
 from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.keeper import HEARTBEAT_S, SHUTDOWN_S, Keeper
 from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
 
-# JAX's own heartbeat does not decide: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s, ended in SIGABRT. Who is
-# gone, silent or stuck, the watchdog says (faults/watchdog.py). Three years.
-HEARTBEAT_S = 100_000_000
 # Gloo's own time-out, which names nobody, comes this much after the watchdog's longest limit. Without it a process that is no neighbour of
 # a dead one stays in its collective for ever.
 COLLECTIVE_MARGIN_S = 60
-# JAX's default of 300 is what a failing process would hang in at exit.
-SHUTDOWN_S = 15
 # After the roll call everybody is there, so this only bounds a process that dies in the same second.
 INITIALIZE_S = 30
 
@@ -62,6 +59,8 @@ def join(
     if num_processes > 1 and not joined:
         notes += open_to_all(spec, _initialize(spec))
     found = jax.devices("cpu") if num_cpu is not None else jax.devices()
+    if num_processes > 1 and not joined:
+        compat.replace_coordination_client(barrier.Client(compat.coordination_client(), num_processes))
     chosen = _choose(found, spec, devices, num_cpu, num_processes)
     return Cluster(
         process_index=jax.process_index(),
@@ -137,23 +136,36 @@ def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
 
 
 def _initialize(spec: ClusterSpec) -> str:
-    """Starts JAX's coordination service on process 0 and connects to it; returns the address bound, loopback for a loopback coordinator."""
-    bind = roll_call(spec)
+    """Connects to JAX's coordination service, which process 0 has started where no launcher holds it.
+
+    Returns the address that process 0 has bound: loopback for a loopback coordinator.
+    """
+    keeper = Keeper(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
+    try:
+        bind = roll_call(spec)
+    except BaseException:
+        if keeper is not None:
+            keeper.kill()
+        raise
+    if keeper is not None:
+        keeper.listen(bind)
+        keeper.wait_until_up(bind)
     # JAX warns about proxy variables at every start; the roll call has just shown that the way is free.
     jax_log = logging.getLogger("jax._src.distributed")
     level = jax_log.level
     jax_log.setLevel(logging.ERROR)
     try:
-        jax.distributed.initialize(
-            coordinator_address=spec.coordinator,
-            num_processes=spec.num_processes,
-            process_id=spec.process_id,
-            cluster_detection_method="deactivate",
-            initialization_timeout=INITIALIZE_S,
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            shutdown_timeout_seconds=SHUTDOWN_S,
-            coordinator_bind_address=bind,
-        )
+        with compat.service_elsewhere(None if keeper is None else keeper.shutdown):
+            jax.distributed.initialize(
+                coordinator_address=spec.service or spec.coordinator,
+                num_processes=spec.num_processes,
+                process_id=spec.process_id,
+                cluster_detection_method="deactivate",
+                initialization_timeout=INITIALIZE_S,
+                heartbeat_timeout_seconds=HEARTBEAT_S,
+                shutdown_timeout_seconds=SHUTDOWN_S,
+                coordinator_bind_address=bind,
+            )
     except RuntimeError as error:
         raise RendezvousError(
             f"process {spec.process_id} of {spec.num_processes} could not join at {spec.coordinator}: "

@@ -3,7 +3,7 @@
 `jax.distributed.initialize` ends the process by SIGABRT when somebody does not come, and names nobody; with the port in
 use it is a SIGSEGV (jaxlib 0.10.2, 2026-11-20). So processes meet first on the same port over plain TCP:
 each sends one line of JSON, process 0 answers all of them at once with one line, closes the port, and JAX takes it
-over. As a side effect JAX's first connection finds its service already there, which saves gRPC's one-second back-off
+over (or its service is elsewhere: `ClusterSpec.service`). As a side effect JAX's first connection finds its service already there, which saves gRPC's one-second back-off
 at every start.
 """
 
@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
 def _call(spec: ClusterSpec, deadline: float) -> str:
     """Process 0: collects one line from every other process, then tells all of them the outcome."""
     assert spec.coordinator is not None
-    listener, bound = _listen(spec.coordinator)
+    listener, bound = _listen(spec.coordinator, is_kept=spec.service is not None)
     present: dict[int, socket.socket] = {}
     error: str | None = None
     try:
@@ -89,13 +89,16 @@ def _call(spec: ClusterSpec, deadline: float) -> str:
     return bound
 
 
-def _listen(coordinator: str) -> tuple[socket.socket, str]:
-    """Returns a listening socket and the address bound: the coordinator's own, or all where it is not ours (NAT)."""
+def _listen(coordinator: str, is_kept: bool = False) -> tuple[socket.socket, str]:
+    """Returns a listening socket and the address bound: the coordinator's own, or all where it is not ours (NAT).
+
+    is_kept: the launcher keeps the port free for this user (keeper.reserve_port), so that it has to be shared with the launcher.
+    """
     host, port = split_address(coordinator)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         try:
-            return socket.create_server(address[:2], family=family), coordinator
+            return socket.create_server(address[:2], family=family, reuse_port=is_kept), coordinator
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL or is_loopback(host):
                 raise
@@ -158,7 +161,7 @@ def _answer(spec: ClusterSpec, deadline: float) -> None:
             time.sleep(min(RETRY_S, remaining))
     if reply["error"] is not None:
         raise ConfigError(reply["error"]) if reply.get("kind") == "config" else RendezvousError(reply["error"])
-    _wait_for_service(host, port, deadline)
+    _wait_for_service(*(split_address(spec.service) if spec.service else (host, port)), deadline)
 
 
 def _wait_for_service(host: str, port: int, deadline: float) -> None:

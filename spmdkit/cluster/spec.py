@@ -30,6 +30,7 @@ class ClusterSpec:
         coordinator: `host:port` of process 0; None for a single process.
         names: the variables that this was read from.
         notes: what a person should know about how it was read; told once, by process 0.
+        service: `host:port` of JAX's coordination service where a launcher holds it; None: process 0 sees to it.
     """
 
     coordinator: str | None = None
@@ -39,6 +40,7 @@ class ClusterSpec:
     rendezvous_timeout_s: float = DEFAULT_RENDEZVOUS_TIMEOUT_S
     names: Names = OURS
     notes: tuple[str, ...] = ()
+    service: str | None = None
 
 
 def split_address(address: str, name: str = OURS.coordinator) -> tuple[str, int]:

@@ -55,6 +55,8 @@ last_words: list[Callable[[int, str], None]] = []
 taken_over = threading.Event()
 """Set while the watchdog ends the process: what the training thread then meets, peers that leave, is not the cause."""
 TAKEN_OVER_S = 10.0
+NAMED_S = 0.6
+"""How long a process that has lost another waits until the watchdog knows which: its own message could only name a socket."""
 
 _owned = [False]
 
@@ -124,6 +126,8 @@ def report(error: BaseException) -> int:
     if taken_over.is_set():
         time.sleep(TAKEN_OVER_S)
     code, message = describe(error)
+    if code == ExitCode.PEER_LOST and last_words and taken_over.wait(NAMED_S):
+        time.sleep(TAKEN_OVER_S)  # the watchdog knows by now who it was, and ends this process
     _say_to_all(code, message)
     return code
 

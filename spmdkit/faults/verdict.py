@@ -20,8 +20,9 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
     who = " and ".join(f"process {p}" for p in blamed)
     last = beats.get(blamed[0])
     if verdict["why"] == "left":
+        left = "is gone" if verdict["exit"] is None else f"has left with exit code {verdict['exit']}"
         return (
-            f"{who} has left with exit code {verdict['exit']}: {verdict['said']}\nNo step is possible without it, so this process ends too; the "
+            f"{who} {left}: {verdict['said']}\nNo step is possible without it, so this process ends too; the "
             "cause is in that one's own output."
         )
     if verdict["why"] == "silent":

@@ -7,8 +7,8 @@
 | beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
 | the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |
 
-Beats go through the coordination service's store, so that it works whoever started the processes. Two threads: one talks to the store, and may
-hang when process 0 does; one looks, and never waits. Its clock leaves out pauses: a job that was suspended as a whole, or a machine
+Beats go through the coordination service's store, so that it works whoever started the processes; the service is in a process of its own (keeper/).
+Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock leaves out pauses: a job that was suspended as a whole, or a machine
 whose clock was set forward, goes on. Before 76 all processes put their Python stacks into the store, and one of them tells all.
 
 JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
@@ -51,10 +51,13 @@ FEW = 64
 GATHER_S = 1.0
 """How long the others get for their stacks before the job ends."""
 LEADER_LAST_S = 0.6
-"""Process 0 holds the store: so long at most it waits until the others have left, or JAX would abort those that still read."""
+"""Where process 0 holds the store itself (joined by the user's own code): so long at most it waits until the others have left, or JAX would abort them."""
 OWN_WORDS_S = 0.3
 """How long a process may take to say itself why it cannot go on, after another has left."""
+SIGNALLED = 128
 AGREED = (ExitCode.NOT_WRITTEN, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT)
+FOLLOWED = (ExitCode.PEER_LOST, SIGNALLED + signal.SIGABRT)
+"""How a process ends that another one has left, in its own words or in JAX's: no cause."""
 AGREED_S = 5.0
 """The same after one has left with an error that all meet at one place, each on its own: a busy machine gets there late."""
 OWN_END_S = 30.0
@@ -163,6 +166,7 @@ class Watchdog:
             self._mine = self._beat()
             if self._launcher is not None:
                 self._launcher.say(self._mine, self._interpreter_s)
+                self._hear({p: said for p, said in self._launcher.dead().items() if p != self._me})
             if now - self._last_beat >= BEAT_S:
                 self._last_beat = now
                 if self._guards_interpreter:
@@ -187,7 +191,7 @@ class Watchdog:
         """Ends the process where it cannot go on."""
         if self._alarm is not None:
             return self._end(self._alarm)
-        causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] == ExitCode.PEER_LOST)
+        causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
         for process, (when, said) in causes_first:
             if now - when > self._patience_s(said["exit"]) and not journal.is_ending(OWN_END_S):
                 return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
@@ -198,8 +202,10 @@ class Watchdog:
         if found := culprits(beats, quiet):
             self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
 
-    def _patience_s(self, code: int) -> float:
-        """Returns how long the training thread has for words of its own, after another process has left with `code`."""
+    def _patience_s(self, code: int | None) -> float:
+        """Returns how long the training thread has for words of its own, after another process has left with `code`; None: without a word."""
+        if code is None or code > SIGNALLED:
+            return 0.0
         compares = (
             self._mine.step == 0 and code != ExitCode.PREEMPTED
         )  # before the first step all look at the same things
@@ -249,9 +255,14 @@ class Watchdog:
                     self._stamps[int(process)] = stamp
                     self._seen = {**self._seen, int(process): (now, from_text(beat))}
             elif kind == "left" and int(process) != self._me:
-                self._left = {int(process): (now, json.loads(text)), **self._left}
+                self._hear({int(process): json.loads(text)})
         if "alarm" in found and self._alarm is None:
             self._alarm = json.loads(found["alarm"])
+
+    def _hear(self, left: Mapping[int, dict[str, Any]]) -> None:
+        """Takes note of who has left; what was heard first of each counts."""
+        if left.keys() - self._left.keys():
+            self._left = {p: (self._clock.now, said) for p, said in left.items()} | dict(self._left)
 
     # ---- the end ------------------------------------------------------------------------------------------------------
 
@@ -270,7 +281,9 @@ class Watchdog:
         _within(OWN_WORDS_S, lambda: board.put(key, said, overwrite=True))
 
     def _leave_last(self, patience_s: float = LEADER_LAST_S) -> None:
-        if self._me != 0 or self._board is None or self._num == 1:
+        from spmdkit import compat
+
+        if self._me != 0 or self._board is None or self._num == 1 or not compat.holds_coordination_service():
             return
         board, deadline = self._board, time.monotonic() + patience_s
         missed = {int(p) for p in self._alarm["processes"]} if self._alarm else set()

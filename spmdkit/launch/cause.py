@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from spmdkit.errors import ExitCode
+from spmdkit.errors import OUTCOMES, ExitCode, outcome
 
 ABORTED = 128 + signal.SIGABRT
 
@@ -29,6 +29,19 @@ class Exit:
         if self.judged is not None:
             return self.judged
         return 128 - self.status if self.status < 0 else self.status
+
+
+def ended_by(exit: Exit) -> str:
+    """Returns `ended by SIGKILL`, or the words of an exit code."""
+    if exit.status >= 0 or exit.judged is not None:
+        return outcome(exit.code)
+    return f"ended by {signal.Signals(-exit.status).name if -exit.status in set(signal.Signals) else f'signal {-exit.status}'}"
+
+
+def coded(code: int) -> str:
+    """Returns `exit code 76, a watchdog ended a hang`; of a code that is none of ours the number alone."""
+    known = code in {int(known) for known, _ in OUTCOMES.values()}
+    return f"exit code {code}" + (f", {outcome(code)}" if known else "")
 
 
 def cause(exits: list[Exit]) -> Exit | None:

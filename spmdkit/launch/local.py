@@ -11,8 +11,6 @@ listens on the loopback interface only; nothing is left on the disk.
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,17 +18,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdkit.errors import ConfigError, ExitCode
-from spmdkit.launch.cause import Exit, cause
+from spmdkit.keeper import Keeper, reserve_port
+from spmdkit.launch.cause import Exit, cause, coded, ended_by
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
 from spmdkit.launch.supervise import Child, Note, Supervisor, end, queued_signals
 from spmdkit.names import (
     BEAT_FILE,
     COORDINATOR,
+    DEATHS_FILE,
     DEVICES_PER_PROCESS,
     ERROR_FILE,
     NUM_PROCESSES,
     PROCESS_ID,
+    SERVICE,
     STEP_FILE,
 )
 
@@ -53,22 +54,32 @@ def launch(
         raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device. Try 1.")
     children: list[Child] = []
     with queued_signals() as signals:
-        coordinator = f"127.0.0.1:{_free_port()}"
+        deaths = Note()
+        held = [reserve_port() for _ in range(2)]
+        coordinator, service = (f"127.0.0.1:{port}" for _, port in held)
+        keeper = Keeper(num_processes, -1, start) if num_processes > 1 else None
         try:
+            if keeper is not None:
+                keeper.listen(service)
             for process in range(num_processes):
                 errors, beats, step = notes = Note(), Note(), Note()
                 child_env = child_environment(
                     env, coordinator, num_processes, process, devices_per_process, errors.path
                 )
-                child_env |= {BEAT_FILE: beats.path, STEP_FILE: step.path}
-                popen = _start(command, child_env, pass_fds=[note.descriptor for note in notes])
+                child_env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: deaths.path, SERVICE: service}
+                popen = _start(command, child_env, pass_fds=[note.descriptor for note in (*notes, deaths)])
                 children.append(Child(process, popen, *notes))
             lock = threading.Lock()
             for child in children:
                 child.output = Output(child.process, child.popen, lock)
-            asked = Supervisor(children, signals, grace_s).run()
+            asked = Supervisor(children, signals, grace_s, deaths).run()
         finally:
             end(children)
+            if keeper is not None:
+                keeper.kill()
+            deaths.close()
+            for holder, _ in held:
+                holder.close()
     first = cause([child.exit for child in children if child.exit is not None])
     if first is None:
         return 0
@@ -110,26 +121,20 @@ def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) 
     return start(command, env, **pipes, pass_fds=pass_fds, start_new_session=True)
 
 
-def _free_port() -> int:
-    """Returns a port that was free a moment ago; process 0 says so plainly when it no longer is."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def _explain(first: Exit, child: Child) -> None:
     """Prints, as the last thing, what the process said that is to blame."""
+    code = coded(first.code)
     if first.code == ExitCode.PREEMPTED:
-        line = f"process {first.process} stopped on request with exit code {first.code}"
+        line = f"process {first.process} stopped on request with {code}"
     elif first.blamed and list(first.blamed) != [first.process]:
         at_fault = " and ".join(map(str, first.blamed))
-        line = f"process {at_fault} is at fault, says process {first.process} (exit code {first.code})"
+        line = f"process {at_fault} is at fault, says process {first.process} ({code})"
     elif first.judged is not None:
-        line = f"process {first.process} was ended by the launcher (exit code {first.code})"
+        line = f"process {first.process} was ended by the launcher ({code})"
     elif first.status < 0:
-        name = signal.Signals(-first.status).name if -first.status in set(signal.Signals) else f"signal {-first.status}"
-        line = f"process {first.process} failed first: ended by {name} (exit code {first.code})"
+        line = f"process {first.process} failed first: {ended_by(first)} ({code})"
     else:
-        line = f"process {first.process} failed first with exit code {first.code}"
+        line = f"process {first.process} failed first with {code}"
     tail = child.output.tail if child.output is not None else ()
     said = first.message or ("" if first.code == ExitCode.PREEMPTED else "\n".join(tail))
     print(f"{line}{':' if said else ''}\n{said}".rstrip(), file=sys.stderr, flush=True)

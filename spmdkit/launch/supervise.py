@@ -18,7 +18,7 @@ from typing import Any
 from spmdkit.attempt import step_of
 from spmdkit.clock import RunningClock
 from spmdkit.errors import ExitCode
-from spmdkit.launch.cause import Exit
+from spmdkit.launch.cause import Exit, ended_by
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import exit_status, is_stopped, send
 from spmdkit.names import NAMELESS
@@ -44,6 +44,10 @@ class Note:
     def read(self) -> bytes:
         """Returns what stands there now."""
         return os.pread(self.descriptor, MOST_NOTE_BYTES, 0)
+
+    def write(self, text: str) -> None:
+        """Lets this stand there: it begins with no less than what stood there before."""
+        os.pwrite(self.descriptor, text.encode(), 0)
 
     def close(self) -> None:
         """Ends it."""
@@ -107,10 +111,13 @@ class Supervisor:
         children: Sequence[Child],
         signals: deque[int],
         grace_s: float,
+        deaths: Note | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._children, self._signals, self._grace_s = children, signals, grace_s
+        self._deaths = deaths
+        self._dead: dict[int, dict[str, Any]] = {}
         self._clock, self._sleep = clock, sleep
         self._asked: int | None = None
         self._term_at = self._kill_at = float("inf")
@@ -186,6 +193,7 @@ class Supervisor:
                     status, told = int(ExitCode.FAILED), {"message": left, "time": time.time()}
                 child.exit = Exit(child.process, status, self._num_exits, child.told_to_end, **told)
             self._num_exits += 1
+            self._tell_of(child.exit)
             self._limit_the_others(child.exit)
             if child.exit.code == ExitCode.PEER_LOST:
                 for other in (c for c in self._children if c.process in child.exit.blamed and c.exit is None):
@@ -193,6 +201,14 @@ class Supervisor:
                         self._end_held(other)
                         other.told_to_end = True
                         send(other.popen.pid, signal.SIGKILL)  # a stopped one can take nothing else
+
+    def _tell_of(self, exit: Exit) -> None:
+        """Tells the others at once that a process is dead, and how it ended: they cannot go on, and end with that as their reason."""
+        if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
+            return
+        said = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
+        self._dead[exit.process] = {"exit": exit.code, "said": said}
+        self._deaths.write(json.dumps(self._dead))
 
     def _limit_the_others(self, exit: Exit) -> None:
         """A stop that all agreed on leaves time to save; after a failure nobody can finish anything."""

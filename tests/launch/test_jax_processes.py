@@ -106,7 +106,7 @@ def test_an_error_in_the_users_function_is_shown_last_within_seconds(start):
     result = start(FAILING.replace("FAILURE", user), 2).wait(timeout_s=60)
     assert result.code == 70
     assert result.wall_s < 15
-    last = result.err.split("process 1 failed first with exit code 70:\n")[1].splitlines()
+    last = result.err.split("process 1 failed first with exit code 70, ")[1].splitlines()[1:]
     assert last[0] == "loss_fn raised at step 5."
     assert "in loss_fn" in result.err and "return 1 / 0" in result.err
     assert last[-1] == "ZeroDivisionError: division by zero"

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tests.support.environment import environment_of_a_user
 
@@ -43,6 +45,18 @@ def act(kind):
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "raise":
         raise ValueError("the source is broken")
+
+SAVE_S = float(os.environ.get("SAVE_S", "0"))
+if SAVE_S:
+    from pathlib import Path
+    rename = os.rename
+    def slowly(source, target, **options):
+        if "tmp" in str(source):
+            with open("slow-saves", "a") as file:
+                file.write(f"{target}\\n")
+            time.sleep(SAVE_S)  # as a disk that commits slowly
+        return rename(source, target, **options)
+    os.rename = slowly
 
 if KIND == "import":
     act("sleep")
@@ -118,15 +132,17 @@ class Job:
         self.started: list[subprocess.Popen] = []
         self.awaited: list[subprocess.Popen] = []
 
-    def start(self, *arguments: str, faults: dict | None = None, **env: str) -> subprocess.Popen:
-        """Starts `spmdkit ARGUMENTS`, `train run.yaml` put where TRAIN stands."""
+    def start(
+        self, *arguments: str, faults: dict | None = None, output: IO | int = subprocess.PIPE, **env: str
+    ) -> subprocess.Popen:
+        """Starts `spmdkit ARGUMENTS`; what it prints goes to `output`."""
         told = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.folder), **env}
         told["FAULTS"] = json.dumps({str(p): fault for p, fault in (faults or {}).items()})
         popen = subprocess.Popen(
             [sys.executable, "-m", "spmdkit", *arguments],
             cwd=self.folder,
             env=environment_of_a_user() | told,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -194,25 +210,30 @@ class Job:
 
     def processes(self) -> dict[int, int]:
         """Returns process number -> pid of those that run in this folder's job."""
-        found = {}
+        return {
+            int(env["SPMDKIT_PROCESS_ID"]): pid
+            for pid, env, command in self._alive()
+            if "train" in command and "SPMDKIT_PROCESS_ID" in env
+        }
+
+    def keepers(self) -> list[int]:
+        """Returns the pids of those that hold a coordination service for this folder's job."""
+        return [pid for pid, _, command in self._alive() if any(part.endswith("keeper/service.py") for part in command)]
+
+    def _alive(self) -> Iterator[tuple[int, dict[str, str], list[str]]]:
+        """Yields (pid, environment, command line) of the processes whose working directory is this folder."""
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if os.readlink(path / "cwd") != str(self.folder):
                     continue
                 env = dict(x.partition("=")[::2] for x in (path / "environ").read_text(errors="replace").split("\0"))
-                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-                if (
-                    state != "Z"
-                    and "train" in (path / "cmdline").read_text().split("\0")
-                    and "SPMDKIT_PROCESS_ID" in env
-                ):
-                    found[int(env["SPMDKIT_PROCESS_ID"])] = int(path.name)
-        return found
+                if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    yield int(path.name), env, (path / "cmdline").read_text().split("\0")
 
     def close(self) -> None:
         """Kills what is left."""
         for popen in self.started:
-            for pid in {*self.processes().values(), popen.pid}:
+            for pid in {*self.processes().values(), *self.keepers(), popen.pid}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             popen.wait(timeout=30)

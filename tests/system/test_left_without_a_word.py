@@ -84,7 +84,7 @@ def test_under_launch_it_is_70_and_the_process_that_left_is_named(folder, leavin
     code, output = leaving("exit", "launch", "-n", "2", "--", "train", "run.yaml")
     last = output.strip().splitlines()
     assert code == 70, output
-    assert last[-2] == "process 1 failed first with exit code 70:"
+    assert last[-2].startswith("process 1 failed first with exit code 70, your function or data raised")
     assert re.match(
         r"process 1 left with exit code 0 at step (9|10), and its work was not done.*os\._exit", last[-1]
     ), output

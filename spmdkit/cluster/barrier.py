@@ -1,0 +1,69 @@
+"""Barriers of the coordination service that no clock and no pause can break, for everybody in the process (orbax too).
+
+The service's own barriers have deadlines by wall time, before jax 0.12 it drops who waits in one when the clock is set back, and then nobody ever comes out (jaxlib
+0.10.2). Keys have neither: who arrives counts itself, the last one opens, the last one to leave removes what was written.
+
+Cost: five short requests of each process instead of one, 0.7 ms on loopback.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+OPEN, LATE = "open", "late"
+
+
+class Client:
+    """A client of the coordination service whose `wait_at_barrier` counts by keys; all else is the given client's.
+
+    Args:
+        client: JAX's.
+        num_processes: who meets at a barrier that names nobody.
+    """
+
+    def __init__(self, client: Any, num_processes: int):
+        self._client, self._num = client, num_processes
+        self._times: Counter[str] = Counter()
+        self._lock = Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
+        """Returns when all of `process_ids` (None: all processes) are here, as the service's own does. A name may be used again.
+
+        Raises:
+            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`.
+        """
+        with self._lock:
+            self._times[barrier_id] += 1
+            folder = f"barriers/{barrier_id}/{self._times[barrier_id]}"
+        num = self._num if process_ids is None else len(process_ids)
+        if self._client.key_value_increment(f"{folder}/come", 1) >= num:
+            self._decide(folder, OPEN)
+        elif self._decided(folder, timeout_in_ms) is None:
+            self._decide(folder, LATE)
+        if self._decided(folder, timeout_in_ms) != OPEN:
+            raise RuntimeError(
+                f"DEADLINE_EXCEEDED: barrier {barrier_id!r}: not all {num} processes came within {timeout_in_ms / 1000:g} s"
+            )
+        if self._client.key_value_increment(f"{folder}/gone", 1) >= num:
+            self._client.key_value_delete(folder)
+
+    def _decide(self, folder: str, how: str) -> None:
+        """Says for all how it ends, where nobody has said so before."""
+        with suppress(RuntimeError):  # ALREADY_EXISTS
+            self._client.key_value_set(f"{folder}/ended", how)
+
+    def _decided(self, folder: str, timeout_in_ms: int) -> str | None:
+        """Returns how it ends, None when that is not known in time."""
+        try:
+            return str(self._client.blocking_key_value_get(f"{folder}/ended", timeout_in_ms))
+        except RuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise

@@ -1,0 +1,98 @@
+"""`Keeper`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen and when to end.
+
+`spmdkit launch` keeps it for its processes; started in any other way, process 0 starts it, and it outlives process 0 until the others have left.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from spmdkit.errors import RendezvousError
+
+# JAX's own heartbeat does not decide: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s, ended in SIGABRT. Who is
+# gone, silent or stuck, the watchdog says (faults/watchdog.py). Three years.
+HEARTBEAT_S = 100_000_000
+# JAX's default of 300 is what a failing process would hang in at exit.
+SHUTDOWN_S = 15
+UP_S = 30.0
+
+Start = Callable[..., "subprocess.Popen[Any]"]
+
+
+class Keeper:
+    """A process that holds the coordination service of `num_processes`.
+
+    Args:
+        process: the number of the process that starts it, -1 for a launcher.
+        start: `subprocess.Popen`, or what starts a process that dies with this one.
+    """
+
+    def __init__(self, num_processes: int, process: int, start: Start = subprocess.Popen):
+        jaxlib = importlib.util.find_spec("jaxlib")
+        assert jaxlib is not None and jaxlib.origin is not None
+        site = str(Path(jaxlib.origin).parents[1])
+        program = str(Path(__file__).with_name("service.py"))
+        numbers = map(str, (num_processes, HEARTBEAT_S, SHUTDOWN_S, process))
+        self._popen = start(
+            [sys.executable, "-I", "-S", program, site, *numbers],
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # who reads what process 0 prints must not have to wait for the keeper's end
+            start_new_session=True,
+        )
+
+    def listen(self, address: str) -> None:
+        """Lets it listen at `address`; see `wait_until_up`."""
+        assert self._popen.stdin is not None
+        with suppress(OSError):  # it is dead; `wait_until_up` says so
+            self._popen.stdin.write(f"{address}\n".encode())
+            self._popen.stdin.flush()
+
+    def wait_until_up(self, address: str) -> None:
+        """Returns when it listens. Raises RendezvousError when it cannot."""
+        output = self._popen.stdout
+        assert output is not None
+        readable, _, _ = select.select([output], [], [], UP_S)
+        if not readable or output.readline().strip() != b"up":
+            self.kill()
+            raise RendezvousError(
+                f"the coordination service could not listen at {address}: its process ended with {self._popen.returncode}. It needs a free port of this machine. End what "
+                "holds the port, or choose another in SPMDKIT_COORDINATOR of all processes."
+            )
+
+    def shutdown(self) -> None:
+        """Lets it end as soon as nobody is connected: JAX calls this where it would have ended a service of its own."""
+        assert self._popen.stdin is not None
+        with suppress(OSError):
+            self._popen.stdin.close()
+
+    def kill(self) -> None:
+        """Ends it now."""
+        self._popen.kill()
+        self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+
+
+def reserve_port() -> tuple[socket.socket, int]:
+    """Returns a socket that keeps a port of the loopback interface free until it is closed, and the port.
+
+    It is bound and does not listen. Linux gives such a port to nobody else; who listens there has to set SO_REUSEPORT, as gRPC does, and be of the same user.
+    """
+    holder = socket.socket()
+    if hasattr(socket, "SO_REUSEPORT"):
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder, int(holder.getsockname()[1])

@@ -1,0 +1,72 @@
+"""Barriers by keys, in threads that play processes over a store as the service's."""
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from spmdkit.cluster.barrier import Client
+from tests.support.threads import in_threads
+
+
+class Service:
+    """The four requests of JAX's client that a barrier needs."""
+
+    def __init__(self):
+        self.values, self.counts, self.changed = {}, Counter(), threading.Condition()
+
+    def key_value_increment(self, key, increment):
+        with self.changed:
+            self.counts[key] += increment
+            return self.counts[key]
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            if key in self.values and not allow_overwrite:
+                raise RuntimeError("ALREADY_EXISTS: ...")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise RuntimeError("DEADLINE_EXCEEDED: ...")
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self.changed:
+            for kept in (self.values, self.counts):
+                for name in [k for k in kept if k.startswith(f"{key}/")]:
+                    del kept[name]
+
+
+def test_nobody_goes_on_before_all_are_there_again_and_again_and_nothing_is_left():
+    service, came = Service(), []
+
+    def visit(process, late_s):
+        client = Client(service, 3)
+        for turn in range(20):
+            time.sleep(late_s)
+            came.append((turn, process))
+            client.wait_at_barrier("same", 5000)
+            assert sum(t == turn for t, _ in came) == 3, "somebody was not there"
+
+    found = in_threads(lambda spec: visit(*spec), {p: (p, s) for p, s in enumerate((0, 0.001, 0.003))})
+    assert found == dict.fromkeys(range(3)), found
+    assert not service.values and not service.counts
+
+
+def test_some_of_the_processes_can_meet_and_who_waits_in_vain_is_told():
+    service = Service()
+    meet = lambda process: Client(service, 3).wait_at_barrier("two", 2000, process_ids=[0, 2])
+    assert in_threads(meet, {0: 0, 2: 2}) == {0: None, 2: None}
+    with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED: barrier 'alone': not all 3 processes"):
+        Client(service, 3).wait_at_barrier("alone", 50)
+
+
+def test_who_comes_after_the_others_have_given_up_is_told_too():
+    service = Service()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED"):
+            Client(service, 2).wait_at_barrier("late", 20)

@@ -1,0 +1,48 @@
+"""A healthy job for an hour (SOAK_S): whatever takes long in it, nothing is taken for a fault."""
+
+import faulthandler
+import os
+import signal
+import time
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+SOAK_S = float(os.environ.get("SOAK_S", "3600"))
+SLOW_S, SAVE_S = 20.0, 5.0
+"""What compiling and an evaluation take, and the commit of a save: shorter than the time that launch leaves for the last one."""
+
+
+def events_of(job, kind):
+    return [event for event in job.events() if event["event"] == kind]
+
+
+@pytest.mark.slow
+def test_a_healthy_hour_with_slow_evaluations_compilations_and_saves_has_no_false_alarm(job):
+    """With the limits of a config that says nothing of them. What is printed goes to a file: a pipe that nobody reads would hold up the job."""
+    faulthandler.dump_traceback_later(SOAK_S + 300, exit=True)
+    rhythm = [
+        "log.every_steps=200",
+        "eval.every_steps=2000",
+        "checkpoint.every_steps=null",
+        "checkpoint.every_seconds=40",
+        "steps=100000000",
+    ]
+    with (job.folder / "output.txt").open("w+") as output:
+        child = job.train(*rhythm, n=2, output=output, SAVE_S=str(SAVE_S), faults={0: ["slow", 2], 1: ["slow", SLOW_S]})
+        begin, at = time.monotonic(), []
+        while time.monotonic() - begin < SOAK_S:
+            time.sleep(min(30.0, SOAK_S / 4))
+            at.append(job.steps()[-1] if job.steps() else 0)
+            assert child.poll() is None, (job.folder / "output.txt").read_text()[-4000:]
+        child.send_signal(signal.SIGTERM)
+        code = child.wait(timeout=120)
+        said = (job.folder / "output.txt").read_text()
+    saves, evaluations = events_of(job, "saved"), said.count(" eval ")
+    print(f"{SOAK_S:.0f} s, {at[-1]} steps, {len(saves)} saves, {evaluations} evaluations, exit code {code}")
+    assert code == 42, said[-4000:]
+    assert (job.folder / "slow-saves").is_file(), "no save was slow"
+    assert len(saves) >= SOAK_S / 120 and evaluations >= SOAK_S / 300
+    assert not events_of(job, "fault"), events_of(job, "fault")
+    assert job.processes() == {} and not job.keepers()
