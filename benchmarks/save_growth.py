@@ -3,8 +3,7 @@
     python benchmarks/save_growth.py [--saves 200] [--leaves 6]
 
 tensorstore 0.1.86 never frees the Python objects that it makes of JSON: `experimental_collect_matching_metrics`, which orbax 0.12.8 asks several times a save
-for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array. The first is not asked any more (`storage.without_metrics_of_tensorstore`);
-the second, 0.3 KiB an array and save, has no way around it but another orbax.
+for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array. Neither is asked any more (`storage.without_leaks_of_tensorstore`).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def saving(num: int, leaves: int, worked_around: bool) -> None:
     from spmdkit.checkpoint import Checkpoints, storage
 
     if not worked_around:
-        storage.without_metrics_of_tensorstore = lambda: None
+        storage.without_leaks_of_tensorstore = lambda: None
     state = {f"leaf{i}": jnp.ones(16) for i in range(leaves)}
     with tempfile.TemporaryDirectory() as folder:
         checkpoints, step = Checkpoints(folder, keep=1), iter(range(1, 10**9))
@@ -72,7 +71,7 @@ def saving(num: int, leaves: int, worked_around: bool) -> None:
         grown = growth(save, num)
         checkpoints.close()
     print(
-        f"Checkpoints.save, {leaves} arrays, {'as it is' if worked_around else 'metrics asked for'}  {grown:6.2f} KiB a save"
+        f"Checkpoints.save, {leaves} arrays, {'as it is' if worked_around else 'as orbax asks'}  {grown:6.2f} KiB a save"
     )
 
 

@@ -1,11 +1,11 @@
-"""A run may save ten thousand times: what orbax asks tensorstore for its log does not stay behind (benchmarks/save_growth.py has the KiB)."""
+"""A run may save ten thousand times: what orbax asks tensorstore does not stay behind (benchmarks/save_growth.py has the KiB)."""
 
 import gc
 
 import jax.numpy as jnp
 import pytest
 
-from spmdkit.checkpoint import Checkpoints
+from spmdkit.checkpoint import Checkpoints, storage
 
 SAVES = 10
 
@@ -33,3 +33,26 @@ def test_no_metric_of_tensorstore_stays_behind_a_save(directory, only_the_new):
         checkpoints.wait()
     checkpoints.close()
     assert metrics_of_tensorstore() < SAVES
+
+
+def test_a_folder_is_described_as_tensorstore_does_and_tensorstore_is_not_asked(directory, monkeypatch):
+    import tensorstore as ts
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    folder = {"driver": "file", "path": f"{directory}/a b/ü/"}
+    asked, real = [], ts.KvStore.Spec(folder).to_json()
+    storage.without_leaks_of_tensorstore()
+    storage.without_leaks_of_tensorstore()
+    spec = tensorstore_utils.ts.KvStore.Spec
+    monkeypatch.setattr(tensorstore_utils.ts.KvStore, "Spec", lambda given: asked.append(given) or spec(given))
+    assert spec(folder).to_json() == real == folder
+    assert spec({"driver": "memory", "path": "a/"}).to_json() == {"driver": "memory", "path": "a/"}
+    store = tensorstore_utils.ts.KvStore.open(spec(folder)).result()
+    store.write("a", b"1").result()
+    assert ts.KvStore.open(folder).result().read("a").result().value == b"1"
+    assert tensorstore_utils.ts.Spec is ts.Spec
+    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints.save(1, {"w": jnp.ones(4), "v": jnp.ones(4)}, {})
+    checkpoints.close()
+    folders = [given for given in asked if given["driver"] == "file"]
+    assert len(folders) >= 2 and all(isinstance(spec(given), dict) for given in folders), asked
