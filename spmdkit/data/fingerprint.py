@@ -1,13 +1,16 @@
 """What tells one data set from another without reading all of it: its length, what an example looks like, and hashes of a fixed sample of rows.
 
 The sample is a function of the length alone, so that processes, and two starts of a run, look at the same rows. Arrays of up to
-`ROWS_IN_MEMORY` rows are looked at whole; of what is read example by example a few rows are, since each may cost a second.
+`ROWS_IN_MEMORY` rows are looked at whole; of what is read example by example `ROWS_READ` rows are, in one order everywhere, as many as can be read
+in `READ_S`: each may cost a second. Who compares looks at the rows that all could read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +23,12 @@ from spmdkit.tree import describe, named_leaves, tree_bytes
 
 ROWS_IN_MEMORY = 256
 BYTES_IN_MEMORY = 2**26
-ROWS_READ = 6
+ROWS_READ = 64
+LEAST_READ = 6
+"""So many are read however long that takes."""
+READ_S = 0.5
 READINGS = 3
-"""How often a row is tried, of those that raise."""
+"""How often at least a row is tried, of those that raise."""
 VARIES = "another one each time it is read"
 """What stands for a row that is not a function of its index: it cannot be compared."""
 
@@ -43,16 +49,41 @@ class Fingerprint(NamedTuple):
     in_memory: bool
 
 
-def fingerprint(source: Source) -> Fingerprint:
-    """Returns the fingerprint of a source."""
+def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = time.monotonic) -> Fingerprint:
+    """Returns the fingerprint of a source.
+
+    Args:
+        retries: how often a row that raises is read again in training; here at least as often.
+    """
+    readings = max(READINGS, retries + 1)
     sampled = sample(len(source), _most_rows(source))
     if source.in_memory:
         rows = {f"row {row}": _digest(leaves) for row, leaves in _rows(source, sampled)}
-    elif _row(source, sampled[-1]) != _row(source, sampled[-1]):
+    elif _row(source, sampled[-1], readings) != _row(source, sampled[-1], readings):
         rows = {"rows": VARIES}
     else:
-        rows = {f"row {row}": digest for row in sampled if (digest := _row(source, row)) is not None}
+        rows = _read_in_time(source, sampled, readings, clock)
     return Fingerprint(len(source), structure(source), rows, source.in_memory)
+
+
+def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
+    """Returns "row 17" -> digest of the rows that could be read, in an order in which also the first few are spread over all."""
+    deadline, found = clock() + READ_S, dict[int, str]()
+    for place, row in enumerate(_spread(sampled)):
+        if place >= LEAST_READ and clock() > deadline:
+            break
+        if (digest := _row(source, row, readings)) is not None:
+            found[row] = digest
+    return {f"row {row}": found[row] for row in sorted(found)}
+
+
+def _spread(rows: list[int]) -> list[int]:
+    """Returns the ends first, then the middle, then the middles of what is between."""
+    step, chosen = len(rows) - 1, dict.fromkeys([rows[0], rows[-1]])
+    while step > 1:
+        step = (step + 1) // 2
+        chosen |= dict.fromkeys(rows[::step])
+    return list(chosen | dict.fromkeys(rows))
 
 
 def structure(source: Source) -> str:
@@ -80,9 +111,9 @@ def _rows(source: Source, rows: list[int]) -> list[tuple[int, list[Any]]]:
     return [(row, [leaf[place] for leaf in leaves]) for place, row in enumerate(rows)]
 
 
-def _row(source: Source, row: int) -> str | None:
+def _row(source: Source, row: int, readings: int) -> str | None:
     """Returns the digest of one row; None of one that cannot be read: whoever trains on it says so, with the user's own policy."""
-    for _ in range(READINGS):
+    for _ in range(readings):
         with contextlib.suppress(ConfigError, UserCodeError):
             [(_, leaves)] = _rows(source, [row])
             return _digest(leaves)

@@ -128,7 +128,7 @@ def report(error: BaseException) -> int:
     code, message = describe(error)
     if code == ExitCode.PEER_LOST and last_words and taken_over.wait(NAMED_S):
         time.sleep(TAKEN_OVER_S)  # the watchdog knows by now who it was, and ends this process
-    _say_to_all(code, message)
+    _say_to_all(code, message, getattr(error, "blamed", ()))
     return code
 
 
@@ -139,8 +139,8 @@ def _nobody_else_ends_us() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _say_to_all(code: int, message: str) -> None:
-    say(code, message)
+def _say_to_all(code: int, message: str, blamed: Sequence[int] = ()) -> None:
+    say(code, message, blamed)
     _tell_others(code, message)
 
 

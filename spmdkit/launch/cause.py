@@ -47,7 +47,7 @@ def coded(code: int) -> str:
 def cause(exits: list[Exit]) -> Exit | None:
     """Returns the process that failed first, or None when all returned 0.
 
-    Strongest sign first: it wrote an error of its own; it died by a signal other than 6 (JAX aborts by 6 when a *peer*
+    Strongest sign first: it wrote an error of its own, rather than one of another process; it died by a signal other than 6 (JAX aborts by 6 when a *peer*
     dies); it returned another code; it saved and stopped on request; it wrote that a peer went away; it aborted; we
     ended it.
     """
@@ -55,7 +55,7 @@ def cause(exits: list[Exit]) -> Exit | None:
     return min(failed, key=_weakness) if failed else None
 
 
-def _weakness(e: Exit) -> tuple[int, float, int]:
+def _weakness(e: Exit) -> tuple[int, bool, float, int]:
     if e.judged is not None:
         rank = 0
     elif e.ended_by_us:
@@ -68,4 +68,4 @@ def _weakness(e: Exit) -> tuple[int, float, int]:
         rank = 5
     else:
         rank = 1 if e.status < 0 else 2
-    return rank, e.time, e.order
+    return rank, bool(e.blamed) and e.process not in e.blamed, e.time, e.order

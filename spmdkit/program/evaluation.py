@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.config.sections import Checkpoint
+from spmdkit.data import DeviceBatches
 from spmdkit.data.feed import Feed
 from spmdkit.errors import ConfigError
 from spmdkit.program import padding
@@ -27,6 +29,8 @@ from spmdkit.tasks import Task
 from spmdkit.tree import abstract
 from spmdkit.user_code import call_user
 from spmdkit.words import nearest
+
+SettingOut = Callable[[], AbstractContextManager[None]]
 
 
 class Evaluator:
@@ -79,29 +83,41 @@ class Evaluator:
         def trace() -> Any:
             return jax.eval_shape(lambda s, b: evaluate_batch(None, s, b), abstract_state, abstract_batch)
 
-        def compiled() -> jax.stages.Compiled:
+        def lowered() -> jax.stages.Lowered:
             placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
-            return compile(
-                jax.jit(evaluate_batch, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
-            )
+            return jax.jit(evaluate_batch, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
 
         self._totals = call_user(trace, self._what)
-        self._compile = compiled
+        self._lower, self._compile = lowered, compile
         self.names = tuple(name for name, x in jax.eval_shape(_values, self._totals[1]).items() if not x.shape)
 
     @functools.cached_property
-    def _compiled(self) -> jax.stages.Compiled:
-        return self._compile()
+    def lowered(self) -> jax.stages.Lowered:
+        """The program of a batch as it is given to the compiler; forgotten when it is compiled."""
+        return self._lower()
 
-    def __call__(self, state: TrainState) -> dict[str, Any]:
+    @functools.cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self._compile(self.__dict__.pop("lowered", None) or self._lower())
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether rows are read while batches are made, and that may fail."""
+        return self._feed.reads_rows
+
+    def __call__(self, state: TrainState, setting_out: SettingOut = nullcontext) -> dict[str, Any]:
         """Returns the metrics over the whole set: numbers, and of `sk.counts` arrays. Waits for the device.
+
+        Args:
+            setting_out: in its context each batch is taken.
 
         Raises:
             ConfigError: padding rows of the last batch would count; seen at the first batch of the first call.
         """
         totals = zeros = jax.device_put(nothing(self._totals, np.full), self._whole)
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
-            for _, batch, _ in batches:
+            while (taken := _next(batches, setting_out)) is not None:
+                _, batch, _ = taken
                 if batch.mask is not None and self._probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
                     self._probe = False
@@ -122,6 +138,11 @@ class Evaluator:
         if found := padding.changes(by_kind, batch, self._feed.grid, self._whole):
             schedule = self._feed.schedule
             raise padding.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
+
+
+def _next(batches: DeviceBatches, setting_out: SettingOut) -> tuple[int, Any, float] | None:
+    with setting_out():
+        return next(batches, None)
 
 
 def _values(metrics: dict[str, Metric]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.layout import LayoutOptions, LeafPlacement, follow
 from spmdkit.mesh import describe_mesh
 from spmdkit.program.state_layout import StateLayout, laid_out
-from spmdkit.step.groups import GROUPED, Groups, mean, stacked
+from spmdkit.step.groups import GROUPED, Groups, agreed, mean, stacked
 from spmdkit.step.state import TrainState
 from spmdkit.sync.base import Sync
 from spmdkit.tree import first_difference
@@ -141,3 +141,13 @@ def place(
 
 def _under_sync(leaf: LeafPlacement) -> LeafPlacement:
     return dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync")
+
+
+def agreement(groups: Groups | None, to_device: Callable[[TrainState], TrainState], state_sharding: Any) -> Any:
+    """Returns the jitted program in which groups agree, state -> state; the state is donated."""
+
+    def agreement(current: TrainState) -> TrainState:
+        assert groups is not None
+        return agreed(groups, to_device(current))
+
+    return jax.jit(agreement, out_shardings=state_sharding, donate_argnums=0)

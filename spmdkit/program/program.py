@@ -25,7 +25,6 @@ from spmdkit.program.choose_form import choose_form
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
-from spmdkit.program.grouping import groups_of
 from spmdkit.program.start_state import abstract_init, check_precision, input_notes, make_optimizer
 from spmdkit.program.state_layout import StateLayout, place_state, state_groups, to_device
 from spmdkit.program.step_record import step_record
@@ -67,13 +66,12 @@ class Program:
             )
         self.microbatches = config.microbatches
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
-        self.mesh = mesh.make_mesh(self.sizes, devices)
-        self.optimizer = make_optimizer(config, task)
+        self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), make_optimizer(config, task)
         self._init, abstract_params, abstract_model_state = abstract_init(task, config)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
         self.zero = config.layout.zero
-        self.groups = groups_of(config, self.sizes, task.view == "replica")
+        self.groups = grouping.groups_of(config, self.sizes, task.view == "replica")
         self._stepped: tuple[Any, int] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
         self._agree = agree.said_of(task.agree, abstract_model_state)
@@ -274,19 +272,21 @@ class Program:
 
     def compiled_by(self, reducer: Reducer) -> jax.stages.Compiled:
         """Returns the step compiled with another reducer."""
-        return self._compile(self._task_step.trace(self._step_record.choosing(reducer=reducer).anew()).lower())
+        return self._compile(self.lowered_by(reducer))
+
+    def lowered_by(self, reducer: Reducer) -> jax.stages.Lowered:
+        """Returns the step with another reducer, as it is given to the compiler."""
+        return self._task_step.trace(self._step_record.choosing(reducer=reducer).anew()).lower()
 
     @functools.cached_property
     def compiled_agreement(self) -> jax.stages.Compiled:
         """The compiled program in which groups agree, state -> state; the state is donated. Only with a `sync` other than `every_step`."""
-        assert self.groups is not None
+        return self._compile(self.lowered_agreement)
 
-        def agreement(current: TrainState) -> TrainState:
-            assert self.groups is not None
-            return groups.agreed(self.groups, self._to_device(current))
-
-        jitted = jax.jit(agreement, out_shardings=self.state_sharding, donate_argnums=0)
-        return self._compile(jitted.lower(self.abstract_state))
+    @property
+    def lowered_agreement(self) -> jax.stages.Lowered:
+        """The program in which groups agree, as it is given to the compiler."""
+        return grouping.agreement(self.groups, self._to_device, self.state_sharding).lower(self.abstract_state)
 
     @functools.cached_property
     def _add_metrics(self) -> Any:

@@ -51,7 +51,7 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
         return
     jax.block_until_ready(state.step)
     with run.throughput.paused(), journal.during("evaluation"):
-        values = run.program.eval(state)
+        values = run.program.evaluator(state, run.together.setting_out)
     run.last_eval = (step, values)
     run.write({"step": step, "split": "eval", **values})
     run.due.tell("after_eval", run, step, values)

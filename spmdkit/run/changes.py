@@ -44,7 +44,7 @@ class Change(NamedTuple):
 def described(config: Config, task: Task) -> dict[str, Any]:
     """Returns what a checkpoint's record holds of a run, beside its config: digests of text and data, versions, variables."""
     data = {
-        name: _data(getattr(task, name), name)
+        name: _data(getattr(task, name), name, config.data.retries)
         for name in ("train_data", "eval_data")
         if getattr(task, name) is not None
     }
@@ -57,12 +57,12 @@ def described(config: Config, task: Task) -> dict[str, Any]:
     }
 
 
-def _data(given: Any, name: str) -> dict[str, Any]:
+def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
     """Returns what tells the data from others, as JSON: rows that are read one by one each by itself, since one of them may fail."""
     if isinstance(given, PerProcess) and given.lengths:  # the same on all processes, whose rows are others
         example = structure(open_source(given, name))
         return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}
-    found = fingerprint(open_source(given, name))
+    found = fingerprint(open_source(given, name), retries)
     digest = hashlib.sha256(json.dumps(found.rows, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "examples": found.examples,

@@ -30,6 +30,9 @@ class Due:
         self._now: list[Action] = []  # to be done after this step
         self._pending: list[Action] = []  # to be agreed on
         self._epoch = 0
+        self.keeps_errors = False  # what a hook raises is kept for `raise_kept`
+        self._kept: Exception | None = None
+        self._broken = set[str]()
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
@@ -50,17 +53,26 @@ class Due:
             if (call := getattr(hook, what)) is not None:
                 self._ask(hook, what, call, *args)
 
+    @property
+    def has_own(self) -> bool:
+        """Whether there are hooks of the user's."""
+        return any(hook.name not in self._ours for hook in self._hooks)
+
+    def raise_kept(self) -> None:
+        """Raises the first error of a hook that was kept, where it stops no process in the middle of what all do."""
+        if (error := self._kept) is not None:
+            self._kept = None
+            raise error
+
     def _ask(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> None:
         try:
-            if hook.name in self._ours:
-                action = call(*args)
-            else:
-                with journal.during(f"hook '{hook.name}'"):
-                    action = call(*args)
-        except (Exception, SystemExit, GeneratorExit) as error:
-            raised = error
-            user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")
-            raise
+            action = self._called(hook, what, call, *args)
+        except Exception as error:
+            if not self.keeps_errors or hook.name in self._ours:
+                raise
+            self._broken.add(hook.name)
+            self._kept = self._kept or error
+            return
         if action is None:
             return
         if not isinstance(action, get_args(Action)):
@@ -76,6 +88,19 @@ class Due:
             self._now.append(action)
         elif action not in self._pending:
             self._pending.append(action)
+
+    def _called(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> Any:
+        if hook.name in self._broken:
+            return None
+        try:
+            if hook.name in self._ours:
+                return call(*args)
+            with journal.during(f"hook '{hook.name}'"):
+                return call(*args)
+        except (Exception, SystemExit, GeneratorExit) as error:
+            raised = error
+            user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")
+            raise
 
     def _everywhere(self, hook: Hook, action: Replace) -> Replace:
         """Returns the action, once every process asks for it: a state cannot be told to others."""

@@ -155,10 +155,10 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     program, due, stop = run.program, run.due, None
     run.throughput.start()
     due.tell("begin", run, run.step, state)
+    due.keeps_errors = run.together.is_on
     try:
-        while stop is None and (taken := next(batches, None)) is not None:
+        while (taken := next_of_all(run, state, batches, stop)) is not None:
             step, batch, wait_s = taken
-            due.before_step(run, step, state)
             state, metrics = program.step(state, batch)
             run.dispatched(step, metrics, wait_s)
             due.after_step(run, step, state, metrics)
@@ -168,11 +168,35 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
             state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
     except Exception as error:
         keep_work(run, state, error)
+        run.together.part()
         raise
     finally:
+        due.keeps_errors = False
         batches.close()
     due.tell("end", run, run.step, state)
     return state, stop
+
+
+def next_of_all(
+    run: Run, state: TrainState, batches: DeviceBatches, stop: Stop | None
+) -> tuple[int, Any, float] | None:
+    """Returns (step, batch, seconds waited for it) when every process can begin that step; None where none begins another.
+
+    Raises:
+        UserCodeError, ConfigError: the data or a hook raised, here or (`OtherFailed`) in another process.
+    """
+    taken = None
+    with run.together.setting_out():
+        run.due.raise_kept()
+        if stop is None and (taken := next(batches, None)) is not None:
+            run.due.before_step(run, taken[0], state)
+            run.due.raise_kept()
+        elif stop is None and run.input_given_up:
+            run.together.stop()
+    if run.together.stops and stop is None:
+        run.input_given_up = True
+        return None
+    return taken
 
 
 def _introduce(run: Run, state: TrainState) -> None:
@@ -224,7 +248,8 @@ def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes
     """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
-    found = preflight.same_data(cluster, lambda: task_of(config) if task is None else with_hooks(task, config))
+    made = lambda: task_of(config) if task is None else with_hooks(task, config)
+    found = preflight.same_data(cluster, made, config.data.retries)
     return preflight.same_program(cluster, lambda: open_program(config, found, cluster.devices, limit_bytes, say))
 
 

@@ -2,7 +2,7 @@
 
     same_start      config, text of the task and of what it imports, spmdkit, versions, variables     right after the join
     same_data       length, structure and a sample of rows of both data sets                          before anything is traced
-    same_program    mesh, form, the lowered step, the lowered init                                    before anything is compiled
+    same_program    mesh, form, the lowered step and init, those of evaluation, warm-up and groups    before anything is compiled
     same_state      a checksum of each leaf after init or restore                                     before the first step
 
 Each is one comparison (cluster/comparison.py): a difference is 78 on every process, with whose and what. With one process nothing is done.
@@ -28,6 +28,7 @@ from spmdkit.data.fingerprint import Fingerprint, fingerprint
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics.environment import numeric_variables, package_versions
 from spmdkit.program.program import Program
+from spmdkit.reducers.sum import make as sum_of_gradients
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 
@@ -54,10 +55,13 @@ def start_facts(config: Config) -> dict[str, str]:
     return facts | versions | variables | project.texts(config) | package
 
 
-def same_data(cluster: Cluster, make: Callable[[], Task]) -> Task:
+def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
     """Returns the task that `make` gives, its data the same on all processes, or told to be others with the lengths of all.
 
     Arrays in memory are opened, once for all who read them.
+
+    Args:
+        retries: how often a row that raises is read again.
     """
     if cluster.num_processes == 1:
         return make()
@@ -68,7 +72,7 @@ def same_data(cluster: Cluster, make: Callable[[], Task]) -> Task:
         task = make()
         opened = {name: open_source(x, name) for name in DATA if (x := getattr(task, name)) is not None}
         made.append(dataclasses.replace(task, **{name: _opened(getattr(task, name), x) for name, x in opened.items()}))
-        prints.update({name: fingerprint(x) for name, x in opened.items()})
+        prints.update({name: fingerprint(x, retries) for name, x in opened.items()})
         kinds = {
             name: "of each process" if name in own(task) else str(found.examples) for name, found in prints.items()
         }
@@ -118,14 +122,21 @@ def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
 
 
 def program_facts(program: Program) -> dict[str, str]:
-    """Returns `{what: text}` of what is compiled."""
+    """Returns `{what: text}` of what is compiled, now or later in the run."""
+    later = dict[str, jax.stages.Lowered]()
+    if program.has_eval:
+        later["program of an evaluation"] = program.evaluator.lowered
+    if program.warmup:
+        later["program of a step while the reducer warms up"] = program.lowered_by(sum_of_gradients())
+    if program.groups is not None:
+        later["program in which groups agree"] = program.lowered_agreement
     return {
         "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
         "mesh": describe_mesh(program.sizes),
         "form": program.form,
         "init": program.jitted_init.lower(jax.random.key(program.config.seed)).as_text(),
         "program of a step": program.lowered.as_text(),
-    }
+    } | {name: lowered.as_text() for name, lowered in later.items()}
 
 
 def same_state(cluster: Cluster, step: int, state: TrainState) -> None:

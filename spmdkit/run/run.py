@@ -37,6 +37,7 @@ from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
 from spmdkit.run.saves import Saves
+from spmdkit.run.together import Together
 from spmdkit.step import keys
 from spmdkit.step.state import TrainState
 
@@ -141,6 +142,15 @@ class Run:
     def last_evaluation(self) -> dict[str, Any] | None:
         """The metrics of the last evaluation in this process, or None."""
         return self.last_eval[1] if self.last_eval else None
+
+    @functools.cached_property
+    def together(self) -> Together:
+        """The processes between their steps; first asked for by all of them at one place."""
+        options = self.config.checkpoint
+        saves = options is not None and options.on_error_s is not None
+        program = self.program
+        reads_rows = program.feed.reads_rows or (program.has_eval and program.evaluator.reads_rows)
+        return Together(self.cluster, saves and (reads_rows or self.due.has_own))
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ def newest_on_disk(run: Any) -> str:
 def outlive_input(run: Any, number: int) -> None:
     """After a request to stop, in a thread of its own: a source of data that gives nothing must not keep the run from its end.
 
-    Alone, the run saves what it has. One of several processes cannot: the others are inside the step that it misses.
+    The run saves what it has, also with several processes where they wait for each other between steps (together.py). Where they do not, the
+    others are inside the step that this one misses.
     """
     asked = time.monotonic()
     while (place := journal.place()).phase != "end":
@@ -49,7 +50,7 @@ def outlive_input(run: Any, number: int) -> None:
         waited_s = time.monotonic() - max(place.since, asked)
         if place.phase != "data" or waited_s < INPUT_GRACE_S:
             continue
-        if run.cluster.num_processes == 1:
+        if run.cluster.num_processes == 1 or run.together.is_on:
             run.input_given_up = True
             run.batches.interrupt()
             return

@@ -17,6 +17,8 @@ PEER_LOST = {"status": 75, "message": "lost contact with another process", "time
         ([{"status": -6}, USER], 1, 70),
         ([{"status": -9}, USER], 1, 70),
         ([{**USER, "time": 6.0}, USER], 1, 70),
+        # who says that it is another one's fault is not it, if he was faster
+        ([{**USER, "time": 4.0, "blamed": (1,)}, USER], 1, 70),
         # an error that only tells of a peer is weaker than that peer's death
         ([PEER_LOST, {"status": -9}], 1, 137),
         ([PEER_LOST, {"status": 1}], 1, 1),

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
 
 TASK = '''
 import os
+import time
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +44,21 @@ def flip_a_bit():
 
 if "FLIP" in os.environ:
     flip_a_bit()
+
+def note_when_data_agree():
+    """Writes down how long this process has worked, from its beginning until text, versions and data were compared: waits for a busy machine apart."""
+    from spmdkit.run import preflight
+    compare = preflight.same_program
+
+    def after_the_data(cluster, make):
+        with open(f"agreed-{cluster.process_index}", "w") as file:
+            file.write(str(time.process_time()))
+        return compare(cluster, make)
+
+    preflight.same_program = after_the_data
+
+if "TIMES" in os.environ:
+    note_when_data_agree()
 
 @sk.task
 def task():
@@ -112,6 +128,9 @@ def other_version(hosts: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{hosts / 'other'}:{REPOSITORY}"}
 
 
+AGREED_S = 2.0
+"""Text, versions and data are compared within so long after the last process has joined."""
+
 DIFFERENCES = {
     "other rows": ({"FACTOR_OF_ROW_40": "2"}, ["train_data", "row 40"]),
     "more rows": ({"ROWS": "65"}, ["train_data", "65", "64"]),
@@ -157,10 +176,12 @@ def test_other_folders_dumps_and_host_names_pass(forks, hosts):
         "XLA_FLAGS": f"{QUICK_XLA} --xla_dump_to={hosts / 'dump'} --xla_dump_hlo_as_text",
         "HOSTNAME": "other",
         "JAX_LOGGING_LEVEL": "ERROR",
+        "TIMES": "1",
     }
     ended = train(forks, hosts, dumps)
     assert [process.code for process in ended] == [0, 0], ended
     assert os.listdir(hosts / "dump"), "the flag was not seen"
+    assert 0 < float((hosts / "b" / "agreed-1").read_text()) < AGREED_S
 
 
 @pytest.mark.parametrize("who", [0, 1])
