@@ -230,7 +230,7 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(_raised(kind, f"{text}(...)", error)) from error
+        raise _not_to_its_end(kind, f"{text}(...)", error) from error
     if not isinstance(made, returns):
         raise ConfigError(
             f"{KEYS.get(kind, kind)}: {text}(...) returned {type(made).__name__}. It must return a spmdkit.{returns.__name__}. "
@@ -281,7 +281,7 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
                 ) from None
             raise ConfigError(_raised(kind, f"importing {target}", error)) from error
         except (Exception, SystemExit) as error:
-            raise ConfigError(_raised(kind, f"importing {target}", error)) from error
+            raise _not_to_its_end(kind, f"importing {target}", error) from error
     path = (folder / target).resolve()
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -303,8 +303,14 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(_raised(kind, f"importing {path}", error)) from error
+        raise _not_to_its_end(kind, f"importing {path}", error) from error
     return module
+
+
+def _not_to_its_end(kind: str, what: str, error: BaseException) -> SpmdkitError:
+    """Returns the error of a module or a task that did not run to its end: what asks the whole process to leave is 70 wherever it stands."""
+    said = _raised(kind, what, error)
+    return UserCodeError(said) if isinstance(error, SystemExit) else ConfigError(said)
 
 
 def _raised(kind: str, what: str, error: BaseException) -> str:
