@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from spmdkit.reducers.base import Reducer
     from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
     from spmdkit.run.loop import train
+    from spmdkit.step.across import all_gather, num_replicas, pmean, psum, replica_index
     from spmdkit.step.gradient import value_and_grad
-    from spmdkit.step.means import Mean, example_keys, example_mask, examples, mean
+    from spmdkit.step.means import Mean, Means, example_keys, example_mask, examples, mean, scalar
     from spmdkit.step.metric import Metric
-    from spmdkit.step.replica import pmean, psum
-    from spmdkit.step.scope import shard
+    from spmdkit.step.scope import rows, shard
     from spmdkit.step.state import TrainState, Variables
     from spmdkit.step.step import Batch
-    from spmdkit.step.totals import Counts, Max, Sum, counts, max, sum
+    from spmdkit.step.totals import Counts, Finished, Max, Sum, counts, finish, max, sum
     from spmdkit.sync.base import Sync
     from spmdkit.tasks import Task
     from spmdkit.user_code import hook, reducer, sink, synchronization, task
@@ -46,9 +46,11 @@ _HOME = {
     "Config": "config",
     "Counts": "step.totals",
     "Evaluate": "run.hooks.base",
+    "Finished": "step.totals",
     "Hook": "run.hooks.base",
     "Max": "step.totals",
     "Mean": "step.means",
+    "Means": "step.means",
     "Metric": "step.metric",
     "Program": "program.program",
     "Reducer": "reducers.base",
@@ -63,6 +65,7 @@ _HOME = {
     "Task": "tasks",
     "TrainState": "step.state",
     "Variables": "step.state",
+    "all_gather": "step.across",
     "attention": "ops.attention",
     "build": "program.opening",
     "column_row": "ops.tensor",
@@ -75,18 +78,23 @@ _HOME = {
     "example_keys": "step.means",
     "example_mask": "step.means",
     "examples": "step.means",
+    "finish": "step.totals",
     "hook": "user_code",
     "load_config": "config",
     "manual": "ops.manual",
     "max": "step.totals",
     "mean": "step.means",
     "moe": "ops.moe",
+    "num_replicas": "step.across",
     "per_process": "data.per_process",
     "pipeline": "ops.pipeline",
-    "pmean": "step.replica",
-    "psum": "step.replica",
+    "pmean": "step.across",
+    "psum": "step.across",
     "reducer": "user_code",
     "remat": "ops.remat",
+    "replica_index": "step.across",
+    "rows": "step.scope",
+    "scalar": "step.means",
     "shard": "step.scope",
     "sink": "user_code",
     "sum": "step.totals",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,60 @@ def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Returns the parts of all devices along `axes` one after the other along dim 0, typed as the same on each of them."""
     gathered: jax.Array = lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
     return gathered
+
+
+def map_gathers_over_several_axes() -> None:
+    """Gives `lax.all_gather` and `lax.psum_scatter` over a tuple of axes a rule for `vmap`: one axis after the other.
+
+    JAX (0.10.2) has none where a `vmap` binds one of them ("Please open a feature request!"); in a `shard_map` it needs none. What
+    has a rule keeps it. Called again, it changes nothing.
+    """
+    from jax._src.lax import parallel
+    from jax.interpreters import batching
+
+    rules = batching.fancy_primitive_batchers
+    for primitive, one_by_one in ((parallel.all_gather_p, _gathered), (parallel.reduce_scatter_p, _scattered)):
+        if getattr(rules.get(primitive), "func", None) not in (_gathered, _scattered):
+            rules[primitive] = functools.partial(one_by_one, rules[primitive])
+
+
+def _names(axis_data: Any, axis_name: Any) -> tuple[tuple[Any, int], ...] | None:
+    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; None where its own rule does."""
+    if not isinstance(axis_name, tuple) or len(axis_name) < 2 or axis_data.name not in axis_name:
+        return None
+    return tuple((name, axis_data.size if name == axis_data.name else lax.axis_size(name)) for name in axis_name)
+
+
+def _gathered(
+    rule: Any, axis_data: Any, operands: Any, dims: Any, *, all_gather_dimension: int, tiled: bool, **params: Any
+) -> Any:
+    names = _names(axis_data, params["axis_name"])
+    if names is None or params.get("axis_index_groups") is not None:
+        return rule(axis_data, operands, dims, all_gather_dimension=all_gather_dimension, tiled=tiled, **params)
+    for name, size in reversed(names):
+        one = params | {"axis_name": (name,), "axis_size": size}
+        out, d = rule(axis_data, operands, dims, all_gather_dimension=all_gather_dimension, tiled=False, **one)
+        operands, dims = (out,), (d,)
+    (x,), first = operands, all_gather_dimension
+    last = first + len(names) + tiled
+    return x.reshape(*x.shape[:first], -1, *x.shape[last:]), None
+
+
+def _scattered(
+    rule: Any, axis_data: Any, operands: Any, dims: Any, *, scatter_dimension: int, tiled: bool, **params: Any
+) -> Any:
+    names = _names(axis_data, params["axis_name"])
+    if names is None or params.get("axis_index_groups") is not None:
+        return rule(axis_data, operands, dims, scatter_dimension=scatter_dimension, tiled=tiled, **params)
+    for name, size in names:
+        one = params | {"axis_name": (name,), "axis_size": size}
+        out, d = rule(axis_data, operands, dims, scatter_dimension=scatter_dimension, tiled=True, **one)
+        operands, dims = (out,), (d,)
+    (x,), (d,) = operands, dims
+    if tiled:
+        return x, d
+    place = scatter_dimension + (d <= scatter_dimension)
+    return jnp.squeeze(x, place), d - (place < d)
 
 
 def current_trace() -> Any:

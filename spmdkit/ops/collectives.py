@@ -1,4 +1,4 @@
-"""Collectives inside `sk.manual`, by the logical name of what is cut. Over no axes each is the identity.
+"""Collectives inside `sk.manual`, by the logical name of what is cut. Over no axes each is the identity; outside of a part they are refused.
 
 N devices stand along the axes; `bytes` is what one device holds of the operand. Sent per device and call, with a ring:
 
@@ -13,7 +13,9 @@ Source: Austin et al., "How to Scale Your Model" (2025), part 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import jax
 from jax import lax
@@ -25,6 +27,18 @@ from spmdkit.step import scope
 from spmdkit.words import nearest
 
 Names = str | Sequence[str]
+
+_in_part: ContextVar[bool] = ContextVar("spmdkit_part", default=False)
+
+
+@contextlib.contextmanager
+def in_part() -> Iterator[None]:
+    """While the body traces, it is a part of `sk.manual`, also on a mesh that cuts nothing of it."""
+    before = _in_part.set(True)
+    try:
+        yield
+    finally:
+        _in_part.reset(before)
 
 
 def axes(*names: str) -> tuple[str, ...]:
@@ -58,7 +72,7 @@ def axis_size(names: Names) -> int:
 
 def axis_index(names: Names) -> jax.Array | int:
     """Returns this device's position along the axes behind `names`, int32[]; 0 over no axes. Only inside `sk.manual`."""
-    found = _axes(names)
+    found = _axes_in_part("axis_index", names)
     return lax.axis_index(found) if found else 0
 
 
@@ -68,7 +82,7 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     Raises:
         ConfigError: `x` is already the same along one of the axes, so the sum would be a factor of N.
     """
-    found = _axes(names)
+    found = _axes_in_part("all_reduce", names)
     if not found:
         return x
     if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
@@ -81,25 +95,25 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
 
 def all_gather(x: jax.Array, names: Names, dim: int) -> jax.Array:
     """Returns the shards along `names` joined on `dim`: [..., n, ...] -> [..., N n, ...]."""
-    found = _axes(names)
+    found = _axes_in_part("all_gather", names)
     return lax.all_gather(x, found, axis=dim, tiled=True) if found else x
 
 
 def reduce_scatter(x: jax.Array, names: Names, dim: int) -> jax.Array:
     """Returns this device's part, cut on `dim`, of the sum over `names`: [..., N n, ...] -> [..., n, ...]."""
-    found = _axes(names)
+    found = _axes_in_part("reduce_scatter", names)
     return lax.psum_scatter(x, found, scatter_dimension=dim, tiled=True) if found else x
 
 
 def all_to_all(x: jax.Array, names: Names, split_dim: int, join_dim: int) -> jax.Array:
     """Returns `x` cut on `split_dim` and joined on `join_dim`: the transpose of what is cut over the devices."""
-    found = _axes(names)
+    found = _axes_in_part("all_to_all", names)
     return lax.all_to_all(x, found, split_axis=split_dim, concat_axis=join_dim, tiled=True) if found else x
 
 
 def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
     """Returns the `x` of the device that stands `by` places before this one along the single axis behind `name`, as a ring."""
-    found = _axes(name)
+    found = _axes_in_part("ring_shift", name)
     if not found:
         return x
     if len(found) > 1:
@@ -110,3 +124,20 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
 
 def _axes(names: Names) -> tuple[str, ...]:
     return axes(*((names,) if isinstance(names, str) else names))
+
+
+def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
+    """Returns the mesh axes behind `names` for a collective.
+
+    Raises:
+        ConfigError: it stands outside of a part, on a mesh of several devices: arrays are no shards there, and nothing would be sent.
+    """
+    context = scope.current()
+    mesh = context.cuts.mesh
+    if not context.in_manual and not _in_part.get() and mesh is not None and mesh.size > 1:
+        raise ConfigError(
+            f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} devices. Outside of a part "
+            "an array is no shard, and nothing would be sent: the result would be another one on each mesh. Over replicas write sk.all_gather(x), "
+            "sk.psum(x) or sk.pmean(x) in the loss; over model axes put the lines into sk.manual(fn, in_dims, out_dims)."
+        )
+    return _axes(names)

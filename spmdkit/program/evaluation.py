@@ -152,7 +152,8 @@ def _values(metrics: dict[str, Metric]) -> dict[str, Any]:
 def _value(mean: Metric) -> Any:
     """Returns `mean.value` of numbers that are on the host: a float, or an array of counts."""
     if not isinstance(mean, Mean):
-        return np.asarray(mean.value) if np.ndim(mean.value) else float(mean.value)
+        value = np.asarray(mean.value)
+        return value if value.ndim else float(value)
     with np.errstate(divide="ignore", invalid="ignore"):
         counted = mean.count if mean.num is None else mean.num
         return float(np.divide(mean.sum, mean.count)) if counted else 0.0

@@ -55,7 +55,7 @@ class Program:
     """
 
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
-        self.config, self.task, self.notes = config, task, list[str]()
+        self.config, self.task = config, task
         self.probe_padding, self._probed = probe_padding, False
         self.compile_log, self.code = list[str](), None
         self._devices = devices
@@ -67,7 +67,7 @@ class Program:
         self.microbatches = config.microbatches
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
         self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), make_optimizer(config, task)
-        self._init, abstract_params, abstract_model_state = abstract_init(task, config)
+        self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
         self.zero = config.layout.zero

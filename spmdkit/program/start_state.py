@@ -11,6 +11,7 @@ import optax
 
 from spmdkit.config import Config, choose_optimizer
 from spmdkit.errors import ConfigError
+from spmdkit.step import scope
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.state import Variables
 from spmdkit.tasks import Task
@@ -19,11 +20,11 @@ from spmdkit.user_code import call_user
 from spmdkit.words import nearest
 
 
-def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any]:
-    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters and model state).
+def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
+    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters, model state; notes).
 
     Raises:
-        ConfigError: `init` returns no arrays, or 64-bit ones.
+        ConfigError: `init` returns no arrays, or some that cannot be trained or kept.
     """
 
     def init(key: jax.Array) -> Variables:
@@ -45,13 +46,48 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
     for path, leaf in named_leaves(shapes.params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        _check_parameter(path, leaf)
+    for path, leaf in named_leaves(shapes.state):
+        if leaf.dtype == jax.dtypes.float0:
             raise ConfigError(
-                f"init returned parameter '{path}' as {leaf.dtype}. Parameters are floating point, since they have a gradient. "
-                "Return other arrays as model state: sk.Variables(params, state)."
+                f"init returned model state '{path}' as float0, which is what JAX gives for the gradient of an integer: it holds nothing, and "
+                "cannot be saved. Leave it out."
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
-    return init_as_stored, stored.params, stored.state
+    return init_as_stored, stored.params, stored.state, _cast_notes(shapes.params, config.precision.params)
+
+
+def _check_parameter(path: str, leaf: Any) -> None:
+    """Raises ConfigError for a parameter that no optimizer can move."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        name = path.rpartition("/")[2]
+        raise ConfigError(
+            f"init returned parameter '{path}' as {leaf.dtype}. Parameters are real: Adam and others square the gradient, and precision casts "
+            f"by real dtypes. Keep two real leaves, {{'re': {name}.real, 'im': {name}.imag}}, and write jax.lax.complex({name}['re'], {name}['im']) "
+            "in the loss."
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ConfigError(
+            f"init returned parameter '{path}' as {leaf.dtype}. Parameters are floating point, since they have a gradient. "
+            "Return other arrays as model state: sk.Variables(params, state)."
+        )
+
+
+def _cast_notes(params: Any, dtype: str) -> list[str]:
+    """Returns a note about the parameters that are kept in another dtype than `init` gave them."""
+    cast: dict[str, list[str]] = {}
+    for path, leaf in named_leaves(params):
+        if leaf.dtype != dtype:
+            cast.setdefault(str(leaf.dtype), []).append(path)
+    said = [
+        f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''} ({found})"
+        for found, paths in cast.items()
+    ]
+    if not said:
+        return []
+    return [
+        f"these parameters are kept in {dtype} (precision.params), and were made in another dtype by init: {'; '.join(said)}."
+    ]
 
 
 def check_precision(config: Config) -> None:
@@ -102,6 +138,12 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
     )
-    if config.clip_norm is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-    return optax.with_extra_args_support(optimizer)
+    if config.clip_norm is None:
+        return optax.with_extra_args_support(optimizer)
+    clipped = optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer))
+
+    def update(*args: Any, **extra: Any) -> Any:
+        scope.current().noticed.called("optimizer")
+        return clipped.update(*args, **extra)
+
+    return optax.GradientTransformationExtraArgs(clipped.init, update)

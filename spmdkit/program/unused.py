@@ -23,9 +23,10 @@ def check_used(
 
     Raises:
         ConfigError: microbatches that nothing accumulates, short batches whose padding would count, an axis that cuts
-            nothing, or settings of an attention that is not there.
+            nothing, settings of an attention that is not there, or what a step of the user's own leaves out.
     """
     sizes = context.cuts.sizes
+    _check_own_step(config, context)
     if context.cuts.microbatches > 1 and not context.noticed.has_called("value_and_grad"):
         raise ConfigError(
             f"microbatches: {config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
@@ -57,4 +58,34 @@ def check_used(
         raise ConfigError(
             f"attention.{changed[0]} is {getattr(context.chosen.attention, changed[0])}, but {what} never calls sk.attention, so it has "
             "no effect. Use sk.attention in the model, or remove the section attention."
+        )
+
+
+def _check_own_step(config: Config, context: scope.Context) -> None:
+    """Refuses settings that reach a step through functions that it does not call.
+
+    Raises:
+        ConfigError: ema, clip_norm, precision or remat without effect.
+    """
+    called, precision = context.noticed.has_called, config.precision
+    if config.ema is not None and not called("ema"):
+        raise ConfigError(
+            f"ema: {config.ema} has no effect: train_step never calls state.apply_gradients, which is what averages, nor returns another "
+            "state.ema: it would stay what init gave, and with it eval.params: ema and an export of it. Update through "
+            "state.apply_gradients(grads), or remove ema."
+        )
+    if config.clip_norm is not None and not called("optimizer"):
+        raise ConfigError(
+            f"clip_norm: {config.clip_norm} has no effect: train_step calls neither state.apply_gradients nor state.optimizer.update, before "
+            "which the gradient is clipped. Use one, clip in the step (optax.clip_by_global_norm), or remove clip_norm."
+        )
+    if precision.compute != precision.params and not called("value_and_grad"):
+        raise ConfigError(
+            f"precision.compute: {precision.compute} has no effect: train_step never calls sk.value_and_grad, which is what computes in it. "
+            f"Use it, cast in the step, or set precision: {precision.params}."
+        )
+    if context.chosen.remat is not None and not called("value_and_grad", "remat"):
+        raise ConfigError(
+            f"remat: {config.remat} has no effect: train_step never calls sk.value_and_grad, around whose loss it goes, nor sk.remat. Wrap "
+            "the blocks of the model in sk.remat, use jax.checkpoint, or set remat: none."
         )

@@ -65,6 +65,10 @@ def _check_kind(path: str, dtype: Any, kind: str) -> None:
             f"Task.agree says mean for model state '{path}', which is {dtype}. Integers, booleans and keys are never averaged. Say "
             f"{'sum, max or same' if number else 'same'}."
         )
+    if kind == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ConfigError(
+            f"Task.agree says max for model state '{path}', which is {dtype}. Complex numbers have no order. Say mean, sum or same."
+        )
     if kind in ("sum", "max") and not number:
         raise ConfigError(
             f"Task.agree says {kind} for model state '{path}', which is {dtype}. Only numbers have one. Say same."

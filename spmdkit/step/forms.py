@@ -121,6 +121,7 @@ def _manual(
 def _mapped(
     context: scope.Context, local: Local, params: Any, state: Any, batch: Any, kinds: agree.Kinds, call: Call | None
 ) -> Any:
+    compat.map_gathers_over_several_axes()
     num_replica, num_data = context.cuts.size("replica"), context.cuts.size(*context.cuts.data_axes)
     own_state = context.cuts.state_groups is not None
 

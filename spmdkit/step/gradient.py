@@ -26,13 +26,14 @@ from jax.sharding import NamedSharding
 from spmdkit.errors import ConfigError
 from spmdkit.step import agree, keys, scope
 from spmdkit.step.forms import as_local, constrain, map_replicas
-from spmdkit.step.means import Mean
+from spmdkit.step.means import Mean, Means
 from spmdkit.step.metric import Metric, merged, nothing
 from spmdkit.step.reduction import Call
 from spmdkit.step.returned import checked_loss, checked_metrics
 from spmdkit.step.rows import RowOrder, split
+from spmdkit.step.several import of_microbatches, pulled
 from spmdkit.step.sums import Sums
-from spmdkit.step.totals import Counts
+from spmdkit.step.totals import Counts, Finished
 from spmdkit.tree import describe, first_difference, named_leaves, path_name
 
 Loss = Callable[..., Any]
@@ -44,8 +45,8 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     `sk.value_and_grad(loss_fn)(params, batch, key) -> ((loss, metrics), grads)`, or with model state
     `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Right on every mesh, for any number
     of microbatches and in both dialects: in a global `train_step` it sees global arrays, in a per-replica one the
-    replica's own; the result is the same, and already reduced. Metrics are numbers; `sk.counts` stay what they are, with `.value`, and
-    can be returned by the step.
+    replica's own; the result is the same, and already reduced. Metrics are numbers; those that are
+    arrays (`sk.counts`) stay what they are, with `.value`, and can be returned by the step.
 
     Raises:
         ConfigError: the loss does not return what `Task.loss_fn` must.
@@ -54,10 +55,17 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
     def value_and_gradient(params: Any, *args: Any) -> Any:
         (loss, metrics, *new_state), grads = compute(params, *args)
-        numbers = {name: m if isinstance(m, Counts) else m.value for name, m in metrics.items()}
+        numbers = {name: _number(m) for name, m in metrics.items()}
         return (loss.value, numbers, *new_state), grads
 
     return value_and_gradient
+
+
+def _number(metric: Metric) -> Any:
+    """Returns the value of a metric that is one number, and any other as it is."""
+    if isinstance(metric, Counts) or (isinstance(metric, Finished) and jnp.ndim(metric.value)):
+        return metric
+    return metric.value
 
 
 def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
@@ -144,17 +152,17 @@ def _local_gradient(
 
         def sum_and_count(*args: Any) -> Any:
             loss, metrics, new_state = one_microbatch(*args)
-            count = loss.count if isinstance(loss.count, np.floating) else _noting(loss.count, count_depends)
-            return (loss.sum, count), (loss, metrics, new_state)
+            noting = lambda count: count if isinstance(count, np.floating) else _noting(count, count_depends)
+            parts = [(part.sum, noting(part.count)) for part in (loss.parts if isinstance(loss, Means) else (loss,))]
+            return tuple(zip(*parts, strict=True)), (loss, metrics, new_state)
 
         body = jax.checkpoint(sum_and_count, policy=chosen.remat.of_block) if chosen.remat_whole else sum_and_count
 
-        def one(state: Any, rows: Any, mask: Any, micro: Any) -> Any:
+        def one(state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None) -> Any:
             loss_of = lambda params: body(params, state, rows, mask, index, micro)
-            (total, count), pull, (loss, metrics, new_state) = jax.vjp(loss_of, computed, has_aux=True)
-            of_sum = pull((jnp.ones_like(total), jnp.zeros_like(count)))[0]
-            of_count = pull((jnp.zeros_like(total), jnp.ones_like(count)))[0] if count_depends else None
-            reduced = [None if grads is None else _as_reduced(context, grads, params) for grads in (of_sum, of_count)]
+            (totals, counted), pull, (loss, metrics, new_state) = jax.vjp(loss_of, computed, has_aux=True)
+            parts = pulled(context, loss, whole, (totals, counted), pull, bool(count_depends))
+            reduced = [None if grads is None else _as_reduced(context, grads, params) for grads in parts]
             return Sums(loss, metrics, *reduced), new_state
 
         if context.cuts.microbatches == 1:
@@ -163,20 +171,29 @@ def _local_gradient(
 
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
-            sums, state = one(state, *xs)
+            rows, mask, micro = xs
+            sums, state = one(state, rows, mask, micro, whole)
             return as_local(context, (merged(total, sums), state)), None
 
         shapes = jax.eval_shape(one, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
-        zeros = nothing(shapes)
-        kept = [
-            None if tree is None else _constrain_gradient(context, tree)
-            for tree in (zeros.gradient, zeros.count_gradient)
-        ]
-        zeros = Sums(zeros.loss, zeros.metrics, *kept)
         micros = jnp.arange(context.cuts.microbatches, dtype=jnp.int32)
+        whole = None
+        if isinstance(of_one := counts["loss"], Means):
+            of_micro = lambda state, xs: sum_and_count(computed, state, *xs[:2], index, xs[2])[1]
+            whole = of_microbatches(context, of_one, of_micro, state, (cut_rows, cut_mask, micros), count_depends)
+        zeros = _zeros(context, shapes)
         return lax.scan(add, as_local(context, (zeros, state)), (cut_rows, cut_mask, micros))[0]
 
     return local
+
+
+def _zeros(context: scope.Context, shapes: Sums) -> Sums:
+    """Returns the sums of no microbatch, gradients cut as the parameters are."""
+    zeros = nothing(shapes)
+    kept = [
+        None if tree is None else _constrain_gradient(context, tree) for tree in (zeros.gradient, zeros.count_gradient)
+    ]
+    return Sums(zeros.loss, zeros.metrics, *kept)
 
 
 def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
@@ -256,6 +273,9 @@ def _known_count(context: scope.Context, total: Any, of_one: Any) -> Any:
     A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10 ms, mostly
     in the optimizer's fused loops, which read it (two CPU devices, jaxlib 0.10.2, 2026-11-20).
     """
+    if isinstance(total, Means):
+        parts = zip(total.parts, of_one.parts, strict=True)
+        return Means(tuple(_known_count(context, part, one) for part, one in parts))
     if not isinstance(total, Mean):
         return total
     times = context.cuts.microbatches * context.cuts.num_replicas
@@ -301,9 +321,8 @@ def whole_rows(context: scope.Context, examples: Any, mask: Any, key: Any, repli
     num = _num_rows(examples)
     own = context.cuts.num_shards * (context.cuts.num_replicas if replica is None else 1)
     order = _order(context, num // (own * context.cuts.microbatches))
-    return scope.Examples(
-        num, mask, order.of_shards(_first_shard(context, 0 if replica is None else replica), own), key
-    )
+    positions = order.of_shards(_first_shard(context, 0 if replica is None else replica), own)
+    return scope.Examples(num, mask, positions, key, whole=replica is None)
 
 
 def _cut_microbatches(context: scope.Context, x: jax.Array) -> jax.Array:

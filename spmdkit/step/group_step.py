@@ -30,7 +30,7 @@ from spmdkit.step.guard import guarded
 from spmdkit.step.means import Mean
 from spmdkit.step.metric import Metric, is_metric
 from spmdkit.step.state import FIELDS, TrainState
-from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked
+from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked, owned
 
 
 def group_step(
@@ -49,6 +49,7 @@ def group_step(
         rows = whole_rows(own, examples, mask, state.key)
         with scope.tracing(own), scope.over(rows):
             new_state, metrics = checked(state, train_step(state, examples))
+            new_state = owned(state, new_state, own)
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
             new_state, code = guarded(own, state, new_state, metrics, carried.seen)
             return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code

@@ -4,7 +4,8 @@
     |- fold STEPS - fold step                         `state.key`
     |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
     |     |- fold EXAMPLES - fold salt - fold place   `sk.example_keys(salt)`
-    |     `- fold REDUCER                             of a reducer that draws numbers
+    |     |- fold REDUCER                             of a reducer that draws numbers
+    |- fold UPDATE - the same below it                after an update within a step: a step that updates four times has four keys
     `- fold EVALUATION                                the same below it, with the number of the batch for the step
 
 With threefry `split(key, n)[i]` is `fold_in(key, i)`, so the branches hang below large tags: what a user splits off never meets them.
@@ -25,7 +26,8 @@ VERSION = 2
 """Of this tree, written with every checkpoint. 1: no tags; `init`, the steps and the evaluation drew from the same keys."""
 
 STEPS, EVALUATION, LOSS, EXAMPLES, REDUCER = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70, 0x72656475
-"""ASCII: step, eval, loss, exmp, redu."""
+UPDATE = 0x75706474
+"""ASCII: step, eval, loss, exmp, redu, updt."""
 
 THREEFRY = "threefry2x32"
 
@@ -48,6 +50,12 @@ def root_data(seed: int) -> jax.Array:
 def step_key(root: jax.Array, step: Any) -> jax.Array:
     """Returns the key of a step, of the default implementation: a function of (seed, step)."""
     return _as_impl(_fold(_of_data(root), STEPS, step), default_impl())
+
+
+def updated_root(root: jax.Array) -> jax.Array:
+    """Returns the root of the keys that follow an update within the same step: none of theirs is a key of another step."""
+    own = jax.random.key_data(_fold(_of_data(root), UPDATE))
+    return jnp.concatenate([own, root.reshape(-1)[2:]]).reshape(root.shape)
 
 
 def evaluation_key(seed: int) -> jax.Array:

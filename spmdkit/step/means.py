@@ -9,7 +9,9 @@ microbatches, replicas, hosts and the steps of an evaluation alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,8 @@ class Mean(Metric):
     """A weighted mean as the pair (sum, count), both float32 scalars (float64 where the values are).
 
     `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
-    on any number of replicas and microbatches. Two means do not add: their counts may differ, so write the terms into
-    one `sk.mean`, or use `.merge` to pool two parts of the same mean.
+    on any number of replicas and microbatches. `mean + other` is a `Means`, the sum of the two, each with its own count;
+    `.merge` pools two parts of the same mean.
 
     A count that follows from shapes alone is a numpy number, so that whoever adds it over replicas can multiply instead.
 
@@ -56,18 +58,26 @@ class Mean(Metric):
         num = None if self.num is None and other.num is None else own + others
         return Mean(self.sum + other.sum, self.count + other.count, num)
 
-    def __add__(self, other: ArrayLike) -> Mean:
-        if isinstance(other, Mean):
-            raise TypeError(
-                "sk.mean(a) + sk.mean(b): two means with counts of their own cannot become one pair (sum, count). "
-                "Add per example before the mean, sk.mean(a + b), or pool two parts of one mean with a.merge(b)."
-            )
+    @overload
+    def __add__(self, other: Mean | Means) -> Means: ...
+    @overload
+    def __add__(self, other: ArrayLike) -> Mean: ...
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, Mean | Means):
+            return Means((self,)) + other
         return self._with_sum(self.sum + _scalar(other) * self.count)
 
     __radd__ = __add__
 
-    def __sub__(self, other: ArrayLike) -> Mean:
-        return self + (-other)  # type: ignore[operator]
+    @overload
+    def __sub__(self, other: Mean | Means) -> Means: ...
+    @overload
+    def __sub__(self, other: ArrayLike) -> Mean: ...
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other)
+
+    def __rsub__(self, other: ArrayLike) -> Mean:
+        return -self + other
 
     def __mul__(self, factor: ArrayLike) -> Mean:
         return self._with_sum(self.sum * _scalar(factor))
@@ -84,9 +94,56 @@ class Mean(Metric):
         return dataclasses.replace(self, sum=total)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Means(Metric):
+    """A sum of means, each with a count of its own: `sk.mean(a) + 0.5 * sk.mean(b)`; detection, MLM with NSP, auxiliary losses.
+
+    Exact as a loss: each sum is divided by its own count over the whole batch, before its gradient is taken.
+
+    Wire: as a loss one more small all-reduce, of the counts, before the gradient; none where they follow from shapes alone. With
+    microbatches the counts of all are computed first (the rest of that pass is not, unless counts depend on the parameters).
+    """
+
+    parts: tuple[Mean, ...]
+
+    @property
+    def value(self) -> jax.Array:
+        """The sum of the means as a scalar."""
+        return functools.reduce(jnp.add, [part.value for part in self.parts])
+
+    def merge(self, other: Means) -> Means:
+        """Returns the sum of the means over both parts' elements."""
+        return Means(tuple(own.merge(part) for own, part in zip(self.parts, other.parts, strict=True)))
+
+    def __add__(self, other: Mean | Means | ArrayLike) -> Means:
+        if isinstance(other, Mean | Means):
+            return Means(self.parts + (other.parts if isinstance(other, Means) else (other,)))
+        return Means((self.parts[0] + other, *self.parts[1:]))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Mean | Means | ArrayLike) -> Means:
+        return self + (-other)  # type: ignore[operator]
+
+    def __rsub__(self, other: ArrayLike) -> Means:
+        return -self + other
+
+    def __mul__(self, factor: ArrayLike) -> Means:
+        return Means(tuple(part * factor for part in self.parts))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: ArrayLike) -> Means:
+        return Means(tuple(part / divisor for part in self.parts))
+
+    def __neg__(self) -> Means:
+        return Means(tuple(-part for part in self.parts))
+
+
 def _scalar(x: ArrayLike) -> jax.Array:
-    if isinstance(x, Mean) or jnp.ndim(x) != 0:
-        found = "another sk.mean" if isinstance(x, Mean) else f"an array of shape {jnp.shape(x)}"
+    if isinstance(x, Metric) or jnp.ndim(x) != 0:
+        found = "another metric" if isinstance(x, Metric) else f"an array of shape {jnp.shape(x)}"
         raise TypeError(
             f"a sk.mean is one number and combines with scalars only, found {found}. Put it inside the sk.mean(...)."
         )
@@ -125,6 +182,24 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     return Mean((values * counted).sum(), counted.sum(), num)
 
 
+def scalar(value: ArrayLike) -> Mean:
+    """Returns one number that is no mean of examples, as a metric or a term of a loss: a norm, a temperature, a penalty.
+
+    It counts once wherever it is given, whatever rows are padding. Of numbers that differ (between replicas, microbatches or batches of an
+    evaluation) the plain mean is told.
+
+    Raises:
+        ConfigError: `value` is no single number.
+    """
+    value = in_float(value)
+    if value.ndim:
+        raise ConfigError(
+            f"sk.scalar got an array of shape {value.shape}. It takes one number. Of examples write sk.mean(values), of others "
+            "sk.scalar(values.mean())."
+        )
+    return Mean(value, value.dtype.type(1))
+
+
 def in_float(values: ArrayLike) -> jax.Array:
     """Returns values in the dtype in which they are added: float32, or float64 where they are."""
     values = jnp.asarray(values)
@@ -150,7 +225,8 @@ def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Ar
             raise ConfigError(
                 f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
                 "The first dim must be the examples, so that padding rows can be left out. "
-                "Pass one value per example (or per example and token), or apply sk.example_mask() yourself."
+                "Pass one value per example (or per example and token), or apply sk.example_mask() yourself. A number that is no mean of "
+                "examples (a norm, a penalty) is a sk.scalar."
             )
     return None if included is None else jnp.broadcast_to(_left(included, values.ndim), values.shape)
 

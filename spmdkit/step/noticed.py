@@ -13,12 +13,15 @@ Function = Literal[
     "mean",
     "example_mask",
     "example_keys",
+    "all_gather",
+    "ema",
+    "optimizer",
     "remat",
     "attention",
     "context_order",
     "pipeline",
 ]
-"""Functions of spmdkit whose call is noticed; `mean` stands for every metric."""
+"""Functions of spmdkit whose call is noticed; `mean` stands for every metric, `ema` for a new average of the parameters, `optimizer` for its update."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from jax import lax
 
 from spmdkit.reducers.base import LeafState, Leaves, Over, Reducer
 from spmdkit.step import keys, scope
-from spmdkit.step.means import Mean
+from spmdkit.step.means import Mean, Means
 from spmdkit.step.metric import crossed
 from spmdkit.step.sums import Sums
 
@@ -30,7 +30,7 @@ class Call:
         key: of the step.
     """
 
-    total: Callable[[Mean], Mean]
+    total: Callable[[Mean | Means], Mean | Means]
     kept: Any = None
     key: jax.Array | None = None
 
@@ -61,7 +61,7 @@ def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
     return crossed(tree, lambda sums: reducer.add(sums, axes), lambda maxima: lax.pmax(maxima, axes))
 
 
-def _as_taken(reducer: Reducer, own: Sums, loss: Mean, call: Call) -> tuple[Any, Any]:
+def _as_taken(reducer: Reducer, own: Sums, loss: Mean | Means, call: Call) -> tuple[Any, Any]:
     """Returns (gradient, gradient of the count or None) of one replica as the reducer takes them."""
     if reducer.takes == "share":
         return own.mean_gradient(call.total(loss)), None

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 from spmdkit.errors import ConfigError
 from spmdkit.names import RESERVED_METRICS
-from spmdkit.step.means import Mean
+from spmdkit.step.means import Mean, Means
 from spmdkit.step.metric import Metric, is_metric
-from spmdkit.step.totals import Counts
+from spmdkit.step.totals import Counts, Finished
 from spmdkit.tree import describe
 
-RULE = "A metric is a sk.mean, sk.sum, sk.max or sk.counts"
+RULE = "A metric is a sk.mean, sk.sum, sk.max or sk.counts, a sk.finish of them"
 
 
-def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Metric], Any]:
+def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
     """Returns (loss, metrics, model state) of what a loss returned.
 
     Raises:
@@ -25,23 +25,24 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean, dict[str, Metric], Any
     """
     form = "(sk.mean(...), {name: sk.mean(...)}, new_state)" if stateful else "sk.mean(...) or (sk.mean(...), metrics)"
     if stateful:
-        if not isinstance(out, tuple) or isinstance(out, Mean) or len(out) != 3:
+        if not isinstance(out, tuple) or len(out) != 3:
             raise ConfigError(f"loss_fn of a task with model state returned {shape_of(out)}. It must return {form}.")
         loss, metrics, state = out
     else:
         loss, metrics, state = (*out, None) if isinstance(out, tuple) and len(out) == 2 else (out, {}, None)
-    if isinstance(loss, tuple) and loss and isinstance(loss[0], Mean):
+    if isinstance(loss, tuple) and loss and isinstance(loss[0], Mean | Means):
         raise ConfigError(
             f"loss_fn returned {shape_of(loss)}. It must return {form}. Only a task whose init returns sk.Variables(params, state) "
             "returns a model state too. Drop the third value, or give init a state."
         )
-    if not isinstance(loss, Mean):
+    if not isinstance(loss, Mean | Means):
         raise ConfigError(
             f"loss_fn returned {shape_of(loss)} as its loss. It must return {form}: a plain number cannot be averaged over "
             "uneven replicas. Return sk.mean(per_example_loss)."
         )
-    if jnp.ndim(loss.sum) != 0:
-        raise ConfigError(f"loss_fn returned a sk.mean of shape {jnp.shape(loss.sum)}. A loss is one number.")
+    for mean in loss.parts if isinstance(loss, Means) else (loss,):
+        if jnp.ndim(mean.sum) != 0:
+            raise ConfigError(f"loss_fn returned a sk.mean of shape {jnp.shape(mean.sum)}. A loss is one number.")
     if not isinstance(metrics, dict):
         raise ConfigError(f"loss_fn returned {shape_of(metrics)} as its metrics. Give a dict {{name: sk.mean(...)}}.")
     if "loss" in metrics:
@@ -63,7 +64,7 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
     for name, metric in metrics.items():
         if not is_metric(metric) or is_array(metric):
             raise ConfigError(
-                f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, so that it adds over replicas "
+                f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, or a sk.scalar, so that it adds over replicas "
                 f"and steps. Write '{name}': sk.mean(...)."
             )
     if who == "eval_fn" and not metrics:
@@ -85,7 +86,7 @@ def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
 
 def is_array(metric: Metric) -> bool:
     """Returns whether a metric that has to be one number is none."""
-    return not isinstance(metric, Counts) and any(jnp.ndim(x) for x in jax.tree.leaves(metric))
+    return not isinstance(metric, Counts | Finished) and any(jnp.ndim(x) for x in jax.tree.leaves(metric))
 
 
 def shape_of(x: Any) -> str:
@@ -94,6 +95,8 @@ def shape_of(x: Any) -> str:
         return "None"
     if isinstance(x, Mean):
         return f"a sk.mean of shape {jnp.shape(x.sum)}"
+    if isinstance(x, Means):
+        return f"a sum of {len(x.parts)} sk.mean"
     if isinstance(x, Metric):
         return f"a sk.{type(x).__name__.lower()} of shape {jnp.shape(jax.tree.leaves(x)[0])}"
     if isinstance(x, tuple):

@@ -245,12 +245,14 @@ class Examples:
         mask: bool[num] or None when no row is padding.
         positions: int32[num], positions in the global batch.
         key: the step's key, the same on every replica.
+        whole: they are the rows of all replicas: those of a `train_step` that sees global arrays.
     """
 
     num: int
     mask: jax.Array | None
     positions: jax.Array
     key: jax.Array | None
+    whole: bool = False
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
 
@@ -307,30 +309,54 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     weight. No-op on a mesh that cuts no array.
 
     Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`; `batch` means the axes that cut
-    one replica's examples.
+    one replica's examples. `rows` means all axes that cut a batch: in a global `train_step`, where arrays are whole, for what does not
+    come from the batch (collocation points, rollouts), which every replica would otherwise compute whole. In a loss it is `batch`.
 
     Raises:
         ValueError: not one name per dim, or a name that no table knows.
     """
-    context = current()
-    if context.cuts.form == "manual" or context.cuts.mesh is None or context.in_manual:
+    context, examples = current(), current_examples()
+    of_step = examples is not None and examples.whole and not context.inside
+    if (context.cuts.form == "manual" and not of_step) or context.cuts.mesh is None or context.in_manual:
         return x
     if len(dims) != x.ndim:
         raise ValueError(
             f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Give one name or None each."
         )
     spec: list[tuple[str, ...] | None] = []
+    rows = ("replica", *context.cuts.data_axes, *context.cuts.inner_axes) if of_step else context.cuts.inner_axes
+    special = {"rows": rows, "batch": context.cuts.inner_axes}
     for dim, length in zip(dims, x.shape, strict=True):
-        if dim is not None and dim not in context.chosen.logical_axes:
-            raise ValueError(
-                f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(context.chosen.logical_axes))}."
-            )
-        axes = context.cuts.inner_axes if dim == "batch" else context.chosen.logical_axes[dim] if dim else ()
+        if dim is not None and dim not in {**context.chosen.logical_axes, **special}:
+            known = ", ".join(sorted({**context.chosen.logical_axes, **special}))
+            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {known}.")
+        if dim == "rows" and of_step:
+            spec.append(_dividing(context, rows, length))
+            continue
+        axes = special[dim] if dim in special else context.chosen.logical_axes[dim] if dim else ()
         context.noticed.axis(*axes)
         axes = tuple(
             a for a in axes if context.cuts.size(a) > 1 and a not in (*context.cuts.data_axes, *context.mapped_axes)
         )
         spec.append(axes if axes and length % context.cuts.size(*axes) == 0 else None)
-    if not any(context.cuts.size(a) > 1 for a in MODEL_AXES if a not in context.cuts.data_axes):
+    has_model_axes = any(context.cuts.size(a) > 1 for a in MODEL_AXES if a not in context.cuts.data_axes)
+    if not has_model_axes and not any(axes for dim, axes in zip(dims, spec, strict=True) if dim == "rows"):
         return x
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(context.cuts.mesh, PartitionSpec(*spec)))
+
+
+def _dividing(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
+    """Returns those of `axes` that can cut `length` rows evenly: all that are larger than one, or as many from the first on."""
+    many = tuple(a for a in axes if context.cuts.size(a) > 1)
+    while many and length % context.cuts.size(*many):
+        many = many[:-1]
+    return many or None
+
+
+def rows(num: int) -> jax.Array:
+    """Returns int32[num], 0 to num - 1, cut over the axes that cut a batch: begin with it what a global `train_step` makes of nothing.
+
+    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.rows(4096))` are points that the replicas share
+    out. In a loss they are all of one replica.
+    """
+    return shard(jnp.arange(num, dtype=jnp.int32), "rows")

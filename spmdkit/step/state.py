@@ -66,12 +66,12 @@ class TrainState:
     """The state of training after `step` steps.
 
     Attributes:
-        step: int32[], completed steps.
+        step: int32[], completed steps, counted by the program whatever a step returns; within a step, updates are added.
         params: the user's pytree.
         opt_state: of the optax optimizer.
         model_state: mutable model state, or None.
         ema: exponential moving average of the parameters, in float32 at least, or None.
-        rng: uint32[2] (rbg: [4]), the data of the run's root key; never changes.
+        rng: uint32[2] (rbg: [4]), the data of the run's root key; the program's too, which never changes it.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
         reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in the order in which
@@ -110,7 +110,7 @@ class TrainState:
 
     @property
     def key(self) -> jax.Array:
-        """The random key of this step, the same on every replica: a function of (seed, step)."""
+        """The random key of this step, the same on every replica: a function of (seed, step), and of the updates within the step."""
         return keys.step_key(self.rng, self.step)
 
     def replace(self, **changes: Any) -> TrainState:
@@ -149,6 +149,8 @@ class TrainState:
         return self.replace(
             mirrored=None if self.mirrored is None else Mirrored(new_params, new_params, self.mirrored),
             step=self.step + 1,
+            # The program sets both back: so a second update within the step draws from another key, and from that of no other step.
+            rng=self.rng if scope.current_examples() is None else keys.updated_root(self.rng),
             params=new_params,
             opt_state=opt_state,
             ema=ema,

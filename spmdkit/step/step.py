@@ -89,7 +89,8 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
         return train_step
 
     def hooked(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        out = _checked(state, train_step(state, batch))
+        new_state, metrics = _checked(state, train_step(state, batch))
+        out = owned(state, new_state), metrics
         old = originals(state)
         for call in calls:
             out = _checked(old, call(old, originals(out[0]), out[1]))
@@ -115,7 +116,7 @@ def global_step(
         with scope.tracing(dataclasses.replace(context, mask=batch.mask, carried=carried)), scope.over(rows):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
-        new_state = new_state.replace(reducer=carried.collected())
+        new_state = owned(state, new_state, context).replace(reducer=carried.collected())
         new_state, code = guarded(context, state, new_state, metrics, carried.seen, batch.limit)
         return new_state, metrics, code
 
@@ -150,7 +151,7 @@ def replica_step(
         with scope.tracing(inner), scope.over(own_rows):
             handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
             new_state, metrics = _checked(state, train_step(handed, examples))
-        new_state = originals(new_state).replace(reducer=())
+        new_state = originals(owned(state, new_state, inner)).replace(reducer=())
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):
                 if axes := scope.differing_axes(inner, leaf):
@@ -173,6 +174,21 @@ def replica_step(
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step
+
+
+def owned(state: TrainState, new_state: TrainState, context: scope.Context | None = None) -> TrainState:
+    """Returns the new state with what is the program's and not the step's: the number of steps, and the root of all keys.
+
+    Whatever a step returns there, the next one has the next number and so another key; one that updates four times is one step.
+
+    Args:
+        context: notes whether the step has made another average of the parameters.
+    """
+    if context is not None:
+        averages = zip(jax.tree.leaves(state.ema), jax.tree.leaves(new_state.ema), strict=True)
+        if any(new is not old for old, new in averages):
+            context.noticed.called("ema")
+    return new_state.replace(step=state.step + 1, rng=state.rng)
 
 
 def _untype_trivial(x: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spmdkit.step.means import Mean
+from spmdkit.step.means import Mean, Means
 from spmdkit.step.metric import Metric
 
 
@@ -19,20 +19,22 @@ class Sums:
     Attributes:
         loss: the loss as (sum, count); None in an evaluation.
         metrics: by name; means, sums, maxima, counts.
-        gradient: of `loss.sum`, a tree like the parameters; None in an evaluation.
+        gradient: of `loss.sum`, a tree like the parameters; of a sum of means that of its value (several.py). None in an evaluation.
         count_gradient: of `loss.count`, where the count depends on the parameters; otherwise None.
     """
 
-    loss: Mean | None
+    loss: Mean | Means | None
     metrics: dict[str, Metric]
     gradient: Any = None
     count_gradient: Any = None
 
-    def mean_gradient(self, loss: Mean) -> Any:
+    def mean_gradient(self, loss: Mean | Means) -> Any:
         """Returns the gradient of `S / C` from those of its sum S and its count C, `G_s / C - S / C^2 G_c`; S and C are `loss`.
 
         One division here, not one per element and use: the optimizer's fused loops would each repeat it.
         """
+        if isinstance(loss, Means):
+            return self.gradient
         scale = 1 / loss.divisor
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), self.gradient)
         if self.count_gradient is None:

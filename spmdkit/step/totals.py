@@ -1,13 +1,14 @@
-"""`sk.sum`, `sk.max`, `sk.counts`: metrics besides the mean. None is ever a loss.
+"""`sk.sum`, `sk.max`, `sk.counts`, and `sk.finish` of any of them: metrics besides the mean. None is ever a loss.
 
 Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.counts` one of its integers; a sum goes with the means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike
 
 from spmdkit.errors import ConfigError
 from spmdkit.step.means import broadcast, in_float, included_in
-from spmdkit.step.metric import Metric
+from spmdkit.step.metric import Metric, is_metric, merged
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +67,58 @@ class Counts(Metric):
 
     def merge(self, other: Counts) -> Counts:
         return Counts(self.counts + other.counts)
+
+
+class _Finish:
+    """The function of a `Finished`. All are equal: a loss makes it anew in every trace, and the structure of its metrics must not change by that."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Finish)
+
+    def __hash__(self) -> int:
+        return hash(_Finish)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=("finish",))
+@dataclass(frozen=True)
+class Finished(Metric):
+    """A function of what metrics, or arrays that add, come to over everything."""
+
+    crosses: ClassVar[Literal["by part"]] = "by part"
+    parts: tuple[Any, ...]
+    finish: _Finish
+
+    @property
+    def value(self) -> Any:
+        """What the function gives: a number, or an array."""
+        return self.finish.fn(*(part.value if is_metric(part) else part for part in self.parts))
+
+    def merge(self, other: Finished) -> Finished:
+        return Finished(merged(self.parts, other.parts), self.finish)
+
+
+def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
+    """Returns the metric `fn(*parts)`, computed once, of what the parts come to over all rows, microbatches, replicas and batches.
+
+    Perplexity is `sk.finish(jnp.exp, sk.mean(losses))`, accuracy by class `sk.finish(lambda c: jnp.diag(c) / c.sum(1), sk.counts((labels,
+    predictions), (10, 10)))`.
+
+    Args:
+        fn: of the parts' values, to a number or an array. JAX or numpy.
+        parts: metrics, or pytrees of arrays that add up (those of clu's and nnx's metrics: totals and counts). Such arrays are made by
+            the caller, who leaves padding rows out (`sk.example_mask()`).
+
+    Raises:
+        ConfigError: there is no part.
+    """
+    if not parts or not jax.tree.leaves(parts):
+        raise ConfigError(
+            "sk.finish got a function and nothing that adds up. A metric is finished from parts that do. Write sk.finish(jnp.exp, sk.mean(losses))."
+        )
+    return Finished(tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in parts), _Finish(fn))
 
 
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:

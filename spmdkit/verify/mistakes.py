@@ -12,6 +12,7 @@ Each replaces one well-named function while a program is traced and run. Those o
     gradient: local_gradient           the user's loss on one replica
     gradient: cut_microbatches         the parts of a batch
     feed: place                        the mask of a short batch
+    across: gathered_mask              which of everybody's rows are padding
     optax.clip_by_global_norm          the clipping that `clip_norm` asks for
     checkpoint.leaves: pick            each leaf that a checkpoint gives back
     ops.vocab: axis_index              which part of the vocabulary a device holds
@@ -153,7 +154,7 @@ def over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...
 
 def mean_of_means(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Divides by each replica's own count, and then takes the plain mean of the replicas."""
-    if sums.loss is None:
+    if not isinstance(sums.loss, Mean):
         return reduce(sums, added, axes)
     factor = lax.psum(sums.loss.count, axes) / lax.axis_size(axes) / jnp.maximum(sums.loss.count, 1)
     return reduce(_on_gradient(lambda x: x * factor, sums), added, axes)
@@ -161,7 +162,7 @@ def mean_of_means(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...],
 
 def clipped_by_replica(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], setting: Setting) -> Any:
     """Clips each replica's own mean gradient, before it is added."""
-    if sums.loss is None:
+    if not isinstance(sums.loss, Mean):
         return reduce(sums, added, axes)
     assert setting.clip_norm is not None
     norm = optax.tree.norm(sums.gradient)
@@ -270,6 +271,10 @@ def folded_positions(positions: Any, context: Any, replica: Any, micro: Any, num
 
 def without_mask(place: Any, own: feed.Feed, local: Any) -> Any:
     return place(own, local._replace(mask=None))
+
+
+def all_real(gathered_mask: Any, axes: tuple[str, ...], num: int | None) -> jax.Array:
+    return jnp.ones_like(gathered_mask(axes, num))
 
 
 def first_microbatch_twice(cut_microbatches: Any, context: Any, x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import optax
 
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
-from spmdkit.step import gradient
+from spmdkit.step import across, gradient
 from spmdkit.verify import mistakes
 from spmdkit.verify.mistakes import Acting
 from spmdkit.verify.subject import Setting
@@ -76,6 +76,10 @@ def _two_replica_axes(known: Known) -> list[Setting] | str:
 
 def _with_example_keys(known: Known) -> list[Setting] | str:
     return _replicas()(known) if "example_keys" in known.uses else "the task draws nothing from sk.example_keys"
+
+
+def _with_gathered_rows(known: Known) -> list[Setting] | str:
+    return _replicas(short=True)(known) if "all_gather" in known.uses else "the loss gathers no rows by sk.all_gather"
 
 
 def _replicas_clipped(known: Known) -> list[Setting] | str:
@@ -167,6 +171,13 @@ MUTANTS = (
         "rows that fill up a short batch count",
         _replicas(short=True),
         mistakes.seam(feed, "place", mistakes.without_mask),
+    ),
+    Mutant(
+        "padding_gathered",
+        "rows that fill up a short batch are among everybody's, as negatives",
+        _with_gathered_rows,
+        mistakes.seam(across, "gathered_mask", mistakes.all_real),
+        unused="the loss asks for no mask of everybody's rows",
     ),
     Mutant(
         "batch_statistics_per_replica",

@@ -73,6 +73,18 @@ def test_digits_are_read_as_well_as_the_header_says(name, accuracy):
     assert program.eval(state)["accuracy"] > accuracy
 
 
+@pytest.mark.parametrize("loss", ["clip", "simclr"])
+def test_the_negatives_of_a_digit_are_everybodys_on_any_mesh(loss):
+    """Three steps, and an evaluation of 360 digits in batches of 128, of which 24 rows of the last one are padding."""
+    short = (f"task_args.loss={loss}", "steps=3", "eval.every_steps=3", "log.every_steps=1")
+    losses, program, state = run("contrastive", *short)
+    expected, on_one, of_one = run("contrastive", *short, "mesh={}")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    found, reference = program.eval(state), on_one.eval(of_one)
+    assert found == pytest.approx(reference, rel=1e-4)
+    assert found["loss"] < losses[0]
+
+
 @pytest.fixture(scope="module")
 def one_device():
     return run("one_device", *QUICK_GPT)

@@ -30,7 +30,34 @@ def measured(params, batch):
         "table": sk.counts((label, small), (BINS, 2)),
         "by_label": sk.counts(label, BINS, weights=error[:, 1]),
         "kept": sk.counts(label, BINS, where=batch["weight"] > 1),
+        "perplexity": sk.finish(jnp.exp, sk.mean(error[:, 0])),
+        "f1": sk.finish(f1, sk.counts((label // 3, small), (2, 2))),
+        "by_class": sk.finish(lambda c: c[:, 1] / jnp.maximum(c.sum(1), 1), sk.counts((label, small), (BINS, 2))),
+        "spread": sk.finish(lambda mean, most: most - mean, sk.mean(error[:, 0]), sk.max(error[:, 0])),
+        "own": sk.finish(Average.compute, Average.of(error[:, 1], sk.example_mask())),
+        "norm": sk.scalar(jnp.abs(params["w"]).sum()),
     }
+
+
+def f1(counts):
+    """Of a table [label, prediction]."""
+    return 2 * counts[1, 1] / (2 * counts[1, 1] + counts[0, 1] + counts[1, 0])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Average:
+    """A metric as clu's and nnx's are: arrays that add, and `compute`."""
+
+    total: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, values, mask):
+        return cls(jnp.where(mask, values, 0).sum(), mask.sum(dtype=jnp.float32))
+
+    def compute(self):
+        return self.total / self.count
 
 
 def by_hand(params, rows):
@@ -45,7 +72,17 @@ def by_hand(params, rows):
         "largest": (-1 - error.min(-1)).max(),
         "broken": np.nan if (rows["weight"] > 2.9).any() else -1,
     }
-    return largest | {"total": (-1 - error).sum(), "table": table, "by_label": by_label, "kept": kept}
+    table2 = np.zeros((2, 2))
+    np.add.at(table2, (label // 3, (error[:, 0] < 2).astype(int)), 1)
+    finished = {
+        "perplexity": np.exp(error[:, 0].mean()),
+        "f1": f1(table2),
+        "by_class": table[:, 1] / np.maximum(table.sum(1), 1),
+        "spread": error[:, 0].max() - error[:, 0].mean(),
+        "own": error[:, 1].mean(),
+        "norm": np.abs(params["w"]).sum(),
+    }
+    return largest | finished | {"total": (-1 - error).sum(), "table": table, "by_label": by_label, "kept": kept}
 
 
 def loss_fn(params, batch, key):

@@ -35,7 +35,7 @@ def examples_loss(params, batch, hidden=lambda h: h):
 
 
 def right(params, batch, key):
-    """A loss as it should be: dropout per example, statistics over the replicas, weights, a metric."""
+    """A loss as it should be: dropout per example, statistics over the replicas, negatives of all, weights, a metric."""
 
     def hidden(h):
         if key is not None:
@@ -45,7 +45,9 @@ def right(params, batch, key):
         count, total = lax.psum((mask.sum(), (h * mask).sum(0)), REPLICAS)
         return h - total / jnp.maximum(count, 1)
 
-    loss = examples_loss(params, batch, hidden)
+    own = jnp.tanh(batch["x"] @ params["w"])
+    everybody, is_real = sk.all_gather(own, with_mask=True)
+    loss = examples_loss(params, batch, hidden) + jax.nn.logsumexp(jnp.where(is_real, own @ everybody.T, -jnp.inf), -1)
     return sk.mean(loss, weights=batch["weight"]), {"worst": sk.mean(jnp.abs(loss))}
 
 

@@ -9,7 +9,7 @@ from spmdkit.checkpoint import leaves
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
-from spmdkit.step import agree, gradient, reduction, sums
+from spmdkit.step import across, agree, gradient, reduction, sums
 from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of
@@ -19,7 +19,7 @@ from tests.support.verify_tasks import judge
 
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
 
-TABLES = (agree, feed, gradient, reduction, sums, leaves, ring_attention, vocab, parts)
+TABLES = (across, agree, feed, gradient, reduction, sums, leaves, ring_attention, vocab, parts)
 """Modules with a table of seams."""
 
 OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
@@ -82,6 +82,7 @@ def test_a_model_with_ops_is_equal_to_one_device(axis):
     [
         ("key_shared_by_replicas", "sk.example_keys"),
         ("batch_statistics_per_replica", "no collective"),
+        ("padding_gathered", "gathers no rows by sk.all_gather"),
         ("constant_summed", "no derivative with respect to a constant"),
         ("count_without_gradient", "does not depend on the parameters"),
         ("state_averaged", "no counter, maximum or key"),

@@ -1,0 +1,210 @@
+"""`sk.all_gather`, `sk.psum`, `sk.pmean` and the place of a replica in a loss: one text, and one answer on every mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import spmdkit as sk
+from spmdkit import compat
+from spmdkit.errors import SpmdkitError
+from spmdkit.ops import collectives
+from tests.support.natural_runs import BATCH, STEPS, assert_same_run, by_hand, keep_gradient, program_of, train
+
+AXES = ("replica", "data")
+DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 2, 6)).astype(np.float32)
+MESHES = [
+    "one device",
+    "data 8",
+    "replica 2 x data 4",
+    "data 2 x fsdp 4",
+    "fsdp 8 zero 2",
+    "data 2 x fsdp 2 x tensor 2",
+]
+
+
+def init(key):
+    return {name: jax.random.normal(k, (6, 4)) / 2 for name, k in zip("ab", jax.random.split(key), strict=True)}
+
+
+def embed(w, rows):
+    z = jnp.tanh(rows @ w)
+    return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+
+def clip(own, everybody, mask, labels):
+    """Cross entropy of finding the own partner among everybody's."""
+    logits = jnp.where(mask, 5 * own @ everybody.T, -jnp.inf)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def by_sk(params, rows, key):
+    a, b = embed(params["a"], rows[:, 0]), embed(params["b"], rows[:, 1])
+    (all_a, all_b), mask = sk.all_gather((a, b), with_mask=True)
+    labels = sk.replica_index() * len(rows) + jnp.arange(len(rows), dtype=jnp.int32)
+    center = sk.psum(a.sum(0)) / (sk.num_replicas() * len(rows)) + sk.pmean(b.mean(0))
+    losses = clip(a, all_b, mask, labels) + clip(b, all_a, mask, labels) + ((a - center) ** 2).sum(-1)
+    return sk.mean(losses), {"center": sk.mean(jnp.sum(center**2)[None].repeat(len(rows)))}
+
+
+def by_lax(tiled):
+    def loss_fn(params, rows, key):
+        a, b = embed(params["a"], rows[:, 0]), embed(params["b"], rows[:, 1])
+        # What is gathered untiled is [replicas, rows, ...]: of both axes of names, one dim.
+        everybody = lambda x: lax.all_gather(x, AXES, tiled=tiled).reshape(-1, 4)
+        num = len(rows)
+        labels = lax.axis_index(AXES).astype(jnp.int32) * num + jnp.arange(num, dtype=jnp.int32)
+        total = lax.all_gather(
+            lax.psum_scatter(jnp.stack([a.sum(0)] * sk.num_replicas()), AXES, tiled=tiled), AXES, tiled=tiled
+        )
+        center = total.reshape(-1, 4)[0] / (lax.psum(1, AXES) * num) + lax.pmean(b.mean(0), AXES)
+        losses = clip(a, everybody(b), True, labels) + clip(b, everybody(a), True, labels) + ((a - center) ** 2).sum(-1)
+        return sk.mean(losses)
+
+    return loss_fn
+
+
+def plain(params, rows):
+    a, b, labels = embed(params["a"], rows[:, 0]), embed(params["b"], rows[:, 1]), jnp.arange(len(rows))
+    center = a.mean(0) + b.mean(0)
+    losses = clip(a, b, True, labels) + clip(b, a, True, labels) + ((a - center) ** 2).sum(-1)
+    return losses.mean(), {"center": jnp.sum(center**2)}
+
+
+def task_of(loss_fn, mesh="", **more):
+    rules = [("[ab]", [None, "mlp"])] if "tensor" in mesh else []
+    return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA, rules=rules, **more)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_loss_over_everybodys_rows_is_that_of_one_device(mesh):
+    _, run = train(task_of(by_sk, mesh), mesh)
+    assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tiled"),
+    [("one device", True), ("data 8", False), ("replica 2 x data 4", True), ("data 2 x fsdp 4", False)],
+)
+def test_laxs_own_collectives_over_a_tuple_of_axes_are_too(mesh, tiled):
+    _, run = train(task_of(by_lax(tiled)), mesh)
+    expected = by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1))
+    assert_same_run(run, expected._replace(metrics=[{"loss": x} for x in expected.losses]))
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mapped", [(0, 0), (1, 2), (None, 1)])
+def test_a_gather_and_a_scatter_over_two_axes_of_a_vmap_are_those_of_shard_map(tiled, dim, mapped):
+    """Wherever the mapped dims lie, and where one of them is not mapped at all."""
+    compat.map_gathers_over_several_axes()
+    outer, inner = mapped
+    whole = np.random.default_rng(1).normal(size=(2, 3, 6, 6)).astype(np.float32)
+    if outer is None:
+        whole = np.broadcast_to(whole[:1], whole.shape)
+
+    def body(x):
+        gathered = lax.all_gather(x, ("r", "d"), axis=dim, tiled=tiled)
+        return gathered, lax.psum_scatter(x, ("r", "d"), scatter_dimension=dim, tiled=tiled)
+
+    given = np.moveaxis(whole, 1, 1 + inner)
+    given = given[0] if outer is None else np.moveaxis(given, 0, outer)
+    found = jax.vmap(jax.vmap(body, inner, axis_name="d"), outer, axis_name="r", axis_size=2)(given)
+    parts = whole.reshape(6, 6, 6)
+    gathered = np.concatenate(parts, dim) if tiled else np.stack(parts, dim)
+    scattered = np.split(parts.sum(0), 6, dim)
+    for part in range(6):
+        np.testing.assert_array_equal(found[0].reshape(6, *gathered.shape)[part], gathered)
+        own = scattered[part] if tiled else scattered[part].squeeze(dim)
+        np.testing.assert_allclose(found[1].reshape(6, *own.shape)[part], own, atol=1e-5)
+
+
+# ---- padding ----------------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_not_among_everybodys_rows():
+    """40 rows in batches of 16: the last one has 8, in training and in the evaluation."""
+    task = sk.Task(init, by_sk, keep_gradient(optax.sgd(0.1)), train_data=DATA[:40], eval_data=DATA[:37])
+    short = {"data": {"shuffle": False, "remainder": "mask"}}
+    state, evaluated = {}, {}
+    for mesh in ("one device", "data 8", "data 2 x fsdp 4"):
+        program = program_of(without_center(task), mesh, **short)
+        current = program.init()
+        for _, batch in program.batches():
+            current, metrics = program.step(current, batch)
+        state[mesh], evaluated[mesh] = float(metrics["loss"]), program.eval(current)["loss"]
+    params = jax.device_get(current.params)
+    rows = [DATA[:16], DATA[16:32], DATA[32:37]]
+    by_rows = np.concatenate([np.full(len(x), losses_alone(params, x)) for x in rows])
+    np.testing.assert_allclose(list(state.values()), state["one device"], rtol=1e-5)
+    np.testing.assert_allclose(list(evaluated.values()), by_rows.mean(), rtol=1e-5)
+
+
+def negatives_alone(params, rows, key):
+    a, b = embed(params["a"], rows[:, 0]), embed(params["b"], rows[:, 1])
+    everybody, mask = sk.all_gather(b, with_mask=True)
+    labels = sk.replica_index() * len(rows) + jnp.arange(len(rows), dtype=jnp.int32)
+    return sk.mean(clip(a, everybody, mask, labels))
+
+
+def losses_alone(params, rows):
+    a, b = embed(params["a"], rows[:, 0]), embed(params["b"], rows[:, 1])
+    return clip(a, b, True, jnp.arange(len(rows))).mean()
+
+
+def without_center(task):
+    return dataclasses.replace(task, loss_fn=negatives_alone)
+
+
+def unmasked(params, rows, key):
+    return sk.mean(sk.all_gather(rows[:, 0, 0]).sum() * embed(params["a"], rows[:, 0]).sum(-1))
+
+
+def test_rows_that_are_gathered_without_their_mask_are_refused_where_batches_can_be_short():
+    with pytest.raises(SpmdkitError, match="with_mask=True"):
+        program_of(task_of(unmasked), "data 8", data={"remainder": "mask"}, batch_size=32)
+
+
+# ---- where nothing can cross -------------------------------------------------------------------------------------------
+
+
+def in_a_step(state, batch):
+    return state, {"loss": sk.all_gather(batch[:, 0, 0]).mean()}
+
+
+def of_parts(params, rows, key):
+    return sk.mean(collectives.all_gather(embed(params["a"], rows[:, 0]), "batch", dim=0).sum(-1))
+
+
+def of_a_scalar(params, rows, key):
+    return sk.mean(rows[:, 0, 0] * sk.all_gather(params["a"].sum())[0])
+
+
+@pytest.mark.parametrize(
+    ("task", "mesh", "said"),
+    [
+        (
+            sk.Task(init, train_step=in_a_step, optimizer=optax.sgd(0.1), train_data=DATA),
+            "data 8",
+            "In the global view",
+        ),
+        (task_of(of_parts), "data 8", "outside of sk.manual, on a mesh of 8 devices"),
+        (task_of(of_parts), "data 2 x fsdp 4", "outside of sk.manual, on a mesh of 8 devices"),
+        (task_of(of_a_scalar), "data 8", "x\\[None\\]"),
+    ],
+)
+def test_what_would_cross_nothing_is_refused(task, mesh, said):
+    with pytest.raises(SpmdkitError, match=said):
+        program_of(task, mesh)
+
+
+def test_a_loss_that_is_called_by_hand_is_alone():
+    with sk.examples(3):
+        rows, mask = sk.all_gather(jnp.arange(3), with_mask=True)
+        assert (sk.num_replicas(), int(sk.replica_index()), float(sk.psum(jnp.float32(2)))) == (1, 0, 2.0)
+    assert rows.tolist() == [0, 1, 2]
+    assert mask.tolist() == [True, True, True]
