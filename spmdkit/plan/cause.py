@@ -81,7 +81,7 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
         full = math.prod(p.shape)
         fsdp = program.sizes["fsdp"]
         sizes = {full // parts, full // (parts * fsdp), full, full // fsdp}
-        layers = {n // p.shape[0] for n in sizes if len(p.shape) > 1}
+        layers = {n // p.shape[0] for n in sizes if len(p.shape) > 1 and p.shape[0]}
         found.append(Leaf(p.path, frozenset((sizes | layers) - {0})))
     return tuple(found)
 

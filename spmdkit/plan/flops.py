@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,32 +60,43 @@ def count(jaxpr: Any) -> Arithmetic:
     return Arithmetic(products, total["elementwise"], int(total["unknown loops"]))
 
 
-def _add(jaxpr: Any, times: float, total: defaultdict[str, float]) -> None:
+def products_by_line(jaxpr: Any, line: Callable[[Any], str | None]) -> dict[str, float]:
+    """Returns the FLOPs of products of each line of the user's, `line(equation)`."""
+    total: defaultdict[str, float] = defaultdict(float)
+    _add(jaxprs.opened(jaxpr), 1.0, total, line)
+    return {k.removeprefix("line "): v for k, v in total.items() if k.startswith("line ")}
+
+
+def _add(
+    jaxpr: Any, times: float, total: defaultdict[str, float], line: Callable[[Any], str | None] | None = None
+) -> None:
     for eqn in jaxpr.eqns:
+        if line is not None and eqn.primitive.name in ("dot_general", "conv_general_dilated") and (at := line(eqn)):
+            total[f"line {at}"] += times * (_dot if eqn.primitive.name == "dot_general" else _convolution)(eqn)
         name = eqn.primitive.name
         if name == "dot_general":
             total[f"product {_dtype(eqn)}"] += times * _dot(eqn)
         elif name == "conv_general_dilated":
             total[f"product {_dtype(eqn)}"] += times * _convolution(eqn)
         elif name == "scan":
-            _add(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], total)
+            _add(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], total, line)
         elif name == "while":
             total["unknown loops"] += 1
-            _add(eqn.params["body_jaxpr"].jaxpr, times, total)
+            _add(eqn.params["body_jaxpr"].jaxpr, times, total, line)
         elif name == "cond":
-            _add(max((b.jaxpr for b in eqn.params["branches"]), key=_weight), times, total)
+            _add(max((b.jaxpr for b in eqn.params["branches"]), key=_weight), times, total, line)
         elif name == "shard_map":
-            _add(jaxprs.opened(eqn.params["jaxpr"]), times * _mapped_devices(eqn.params), total)
+            _add(jaxprs.opened(eqn.params["jaxpr"]), times * _mapped_devices(eqn.params), total, line)
         elif name == "spmdkit_manual":  # what sk.manual wraps: one shard_map
             shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-            _add(jax.make_jaxpr(eqn.params["part"].run)(*shapes).jaxpr, times, total)
+            _add(jax.make_jaxpr(eqn.params["part"].run)(*shapes).jaxpr, times, total, line)
         elif name == "spmdkit_kernel":
             total[f"product {_dtype(eqn)}"] += times * eqn.params["flops"]
         elif name == "pallas_call" and eqn.params.get("cost_estimate") is not None:
             total[f"product {_dtype(eqn)}"] += times * eqn.params["cost_estimate"].flops
         elif inner := list(jaxprs.inner(eqn)):
             for sub in inner:
-                _add(sub, times, total)
+                _add(sub, times, total, line)
         elif name not in _FREE:
             total["elementwise"] += times * max((_size(v.aval) for v in [*eqn.outvars, *_reduced(eqn)]), default=0)
 

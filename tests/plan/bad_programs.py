@@ -157,3 +157,32 @@ def padding_waste():
         return error(mixed.reshape(-1, 512) @ params["down"], batch)
 
     return task(loss, train_data=data(rows=65536)), {"mesh": {"data": 8}, "batch_size": 65536}
+
+
+def repeated_work():
+    """A rollout that does not come from the batch: each of 8 devices computes all of it."""
+
+    def train_step(state, batch):
+        def loss(params):
+            points = jax.random.normal(state.key, (512, 256))
+            return jnp.mean((points @ params["up"]) ** 2)  # bad: repeated-work
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads), {"loss": value}
+
+    return task(None, {"up": (256, 512)}, train_step=train_step), {"mesh": {"data": 8}, "batch_size": 512}
+
+
+def shared_work():
+    """The same, shared out."""
+
+    def train_step(state, batch):
+        def loss(params):
+            keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(sk.rows(512))
+            points = jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
+            return jnp.mean((points @ params["up"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads), {"loss": value}
+
+    return task(None, {"up": (256, 512)}, train_step=train_step), {"mesh": {"data": 4, "fsdp": 2}, "batch_size": 512}

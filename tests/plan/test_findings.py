@@ -36,6 +36,7 @@ IN_PROCESS = {
     "float32_on_the_wire": "float32-on-the-wire",
     "recompilation_risk": "recompilation-risk",
     "donation_not_used": "donation-not-used",
+    "repeated_work": "repeated-work",
     "axis_crosses_slow_links": "axis-crosses-slow-links",
 }
 
@@ -71,6 +72,10 @@ def test_a_good_program_has_no_findings(name):
     rules = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
     program = program_of(task(careful_loss, rules=rules), **GOOD[name])
     assert read_program(program, parse_target("gpu:h100:8")).findings == ()
+
+
+def test_work_that_replicas_share_out_is_no_finding():
+    assert not [f for f in findings_of("shared_work") if f.code == "repeated-work"]
 
 
 def careful_loss(params, batch, key):

@@ -1,0 +1,68 @@
+"""`repeated-work`: every replica computes the same, since what a line of the step is made of does not come from the batch.
+
+In a global `train_step` the partitioner shares out what is made from the batch, whose rows are cut. What is not (collocation points, rollouts,
+a loop over weights) is whole everywhere, and so is all that is computed from it, with its gradient. The mesh then makes nothing faster.
+
+    FLOPs of the line's products on one device  *  devices  >=  REPEATED * shards of the batch  *  FLOPs of the line in the step
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from spmdkit.mesh import BATCH_AXES
+from spmdkit.plan.costs import Costs
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.flops import products_by_line
+from spmdkit.plan.hlo import loops
+from spmdkit.plan.hlo.source import source_of
+from spmdkit.plan.jaxprs import line
+
+REPEATED = 0.9
+"""Of the shards of the batch: below it, something is shared out."""
+
+SHARE = 0.1
+"""Of what one device computes: below it, nothing is won."""
+
+
+def find(subject: CompiledStep) -> Iterator[Finding]:
+    """Yields at most one finding: the line that repeats most, and how many others do."""
+    program = subject.program
+    shards, num = program.batch_shards, program.mesh.size
+    if shards < 2:
+        return
+    asked = products_by_line(subject.jaxpr, line)
+    computed = _computed_by_line(subject)
+    whole = sum(computed.values())
+    repeated = {
+        at: flops
+        for at, flops in computed.items()
+        if not at.startswith("spmdkit/") and asked.get(at) and flops * num >= REPEATED * shards * asked[at]
+    }
+    total = sum(repeated.values())
+    if not repeated or total < SHARE * whole:
+        return
+    at = max(repeated, key=lambda at: repeated[at])
+    axes = " x ".join(f"{a} {program.sizes[a]}" for a in BATCH_AXES if program.sizes[a] > 1)
+    more = f", and so are those of {len(repeated) - 1} more lines" if len(repeated) > 1 else ""
+    yield Finding(
+        "warning",
+        "repeated-work",
+        f"the products of this line ({repeated[at]:.3g} FLOP a step{more}) are computed whole on each of the {shards} shards of the batch ({axes}): "
+        f"{total / whole:.0%} of what a device computes is what all others compute too, since it is not made from the batch",
+        at,
+        'Share it out by its first dim, where it is made: x = sk.shard(x, "rows", None), or begin with sk.rows(num), or put it into the batch '
+        "(the loss of sk.value_and_grad sees one replica's rows).",
+    )
+
+
+def _computed_by_line(subject: CompiledStep) -> dict[str, float]:
+    """Returns the FLOPs of products that one device computes, by the line of the user's."""
+    costs, found = Costs(subject.module), defaultdict[str, float](float)
+    for visit in loops.walk(subject.module, subject.scans):
+        i = visit.instruction
+        if i.opcode in ("dot", "convolution") and (at := source_of(subject.module, i)):
+            found[at] += visit.known_runs * sum(costs.flops(i).values())
+    return dict(found)
