@@ -7,6 +7,7 @@ done, and is told apart by them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import mmap
@@ -70,9 +71,28 @@ def last_step(path: Path) -> int | None:
 def step_of(content: bytes) -> int | None:
     """Returns the step that the content of a `StepMark` says, None where it says none."""
     try:
-        return int(content[:64])
+        return int(content[:64].partition(b"\n")[0])
     except ValueError:
         return None
+
+
+_DIRECTORY_AT = 64
+
+
+def tell_directory(path: Path, directory: Path) -> None:
+    """Writes where the run is behind a `StepMark`, for who reads its file (`launch`)."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, os.fsencode(directory) + b"\n", _DIRECTORY_AT)
+        finally:
+            os.close(descriptor)
+
+
+def directory_of(content: bytes) -> Path | None:
+    """Returns where the run is that has written `content`, None where it has not said so yet."""
+    told, ended, _ = content[_DIRECTORY_AT:].partition(b"\n")
+    return Path(os.fsdecode(told)) if ended and told else None
 
 
 @dataclasses.dataclass(frozen=True)

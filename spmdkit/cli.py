@@ -204,6 +204,7 @@ def launch(
     context: typer.Context,
     num: Annotated[int, typer.Option("-n", help="Processes on this machine.")],
     devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="How often all are started again after a failure.")] = 0,
 ) -> None:
     """Run a spmdkit command in several processes on this machine; the first failure ends all."""
     from spmdkit.launch import launch as run
@@ -212,7 +213,7 @@ def launch(
         raise ConfigError(
             "launch: nothing to run. The command follows two dashes. Try spmdkit launch -n 2 -- train CONFIG."
         )
-    code = run([sys.executable, "-m", "spmdkit", *context.args], num, devices_per_process)
+    code = run([sys.executable, "-m", "spmdkit", *context.args], num, devices_per_process, max_restarts=max_restarts)
     raise SystemExit(code)
 
 

@@ -1,11 +1,11 @@
 """`launch`: several processes of one command on this machine, as one: one output, one Ctrl-C, one exit code.
 
 Each concern is a file: how a process is started and ends with us (process.py), how its output comes out (output.py), when the others must end
-(supervise.py), who is to blame (cause.py). What is here is this machine's: addresses, environments, the last words. Hosts, schedulers and restarts are
-other ways to start and other policies over the same parts.
+(supervise.py), who is to blame (cause.py), whether all are started again (restarts.py), what is kept of their output (logs.py). What is here is this
+machine's: addresses, environments, the last words. Hosts and schedulers are other ways to start and other policies over the same parts.
 
 Guarantees: no child outlives the launcher, not even a `kill -9` of it (Linux); when a process fails, all are gone about two seconds later; everything
-listens on the loopback interface only; nothing is left on the disk.
+listens on the loopback interface only; nothing is left on the disk but the logs of a run, in its own directory.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from spmdkit.attempt import directory_of
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.keeper import Keeper, reserve_port
 from spmdkit.launch.cause import Exit, cause, coded, ended_by
+from spmdkit.launch.logs import Logs
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
-from spmdkit.launch.supervise import Child, Note, Supervisor, end, queued_signals
+from spmdkit.launch.restarts import Restarts
+from spmdkit.launch.supervise import POLL_S, Child, Note, Supervisor, end, queued_signals
 from spmdkit.names import (
     BEAT_FILE,
     COORDINATOR,
@@ -36,58 +43,142 @@ from spmdkit.names import (
 )
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is started: `num_processes` copies of `command`; see `launch`."""
+
+    command: list[str]
+    num_processes: int
+    devices_per_process: int | None
+    env: Mapping[str, str]
+    grace_s: float
+
+
+@dataclass
+class Outcome:
+    """How one start of all processes ended.
+
+    Attributes:
+        code: the exit code.
+        asked: the first signal that the launcher received meanwhile.
+        newest: the newest step that the run has committed.
+    """
+
+    code: int = 0
+    asked: int | None = None
+    newest: int | None = None
+
+
 def launch(
     command: list[str],
     num_processes: int,
     devices_per_process: int | None = None,
     env: Mapping[str, str] = os.environ,
     grace_s: float = 15.0,
+    max_restarts: int = 0,
 ) -> int:
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
-    signal kills them. To be called from the main thread.
+    signal kills them. `max_restarts`: how often all are started again after a failure (restarts.py); a launcher that was told to stop starts nothing.
+    To be called from the main thread.
     """
     if num_processes < 1:
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
     if devices_per_process is not None and devices_per_process < 1:
         raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device. Try 1.")
-    children: list[Child] = []
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
+    job = Job(command, num_processes, devices_per_process, env, grace_s)
+    restarts = Restarts(max_restarts)
     with queued_signals() as signals:
-        deaths = Note()
-        held = [reserve_port() for _ in range(2)]
-        coordinator, service = (f"127.0.0.1:{port}" for _, port in held)
-        keeper = Keeper(num_processes, -1, start) if num_processes > 1 else None
-        try:
-            if keeper is not None:
-                keeper.listen(service)
-            for process in range(num_processes):
-                errors, beats, step = notes = Note(), Note(), Note()
-                child_env = child_environment(
-                    env, coordinator, num_processes, process, devices_per_process, errors.path
-                )
-                child_env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: deaths.path, SERVICE: service}
-                popen = _start(command, child_env, pass_fds=[note.descriptor for note in (*notes, deaths)])
-                children.append(Child(process, popen, *notes))
-            lock = threading.Lock()
-            for child in children:
-                child.output = Output(child.process, child.popen, lock)
-            asked = Supervisor(children, signals, grace_s, deaths).run()
-        finally:
-            end(children)
-            if keeper is not None:
-                keeper.kill()
-            deaths.close()
-            for holder, _ in held:
-                holder.close()
+        while True:
+            attempt = _attempt(job, signals)
+            wait_s = None if attempt.asked is not None else restarts.after(attempt.code, attempt.newest)
+            if wait_s is None:
+                if restarts.why:
+                    _say(f"not started again: {restarts.why}")
+                return attempt.code
+            newest = (
+                "there is no checkpoint yet"
+                if attempt.newest is None
+                else f"the newest checkpoint is of step {attempt.newest}"
+            )
+            _say(
+                f"starting all processes again in {wait_s:g} s: {newest}; {restarts.left} of {max_restarts} restarts are left"
+            )
+            if _asked_within(wait_s, signals):
+                _say("not started again: the launcher was told to stop")
+                return int(ExitCode.PREEMPTED)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _asked_within(seconds: float, signals: deque[int]) -> bool:
+    """Waits, and returns whether the launcher was told to stop meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not signals and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return bool(signals)
+
+
+def _attempt(job: Job, signals: deque[int]) -> Outcome:
+    """Starts all processes, with ports and a coordination service of their own, and returns when all are gone."""
+    children: list[Child] = []
+    found, logs, deaths = Outcome(), Logs(), Note()
+    held = [reserve_port() for _ in range(2)]
+    coordinator, service = (f"127.0.0.1:{port}" for _, port in held)
+    keeper = Keeper(job.num_processes, -1, start) if job.num_processes > 1 else None
+    try:
+        if keeper is not None:
+            keeper.listen(service)
+        for process in range(job.num_processes):
+            errors, beats, step = notes = Note(), Note(), Note()
+            env = child_environment(
+                job.env, coordinator, job.num_processes, process, job.devices_per_process, errors.path
+            )
+            env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: deaths.path, SERVICE: service}
+            popen = _start(job.command, env, pass_fds=[note.descriptor for note in (*notes, deaths)])
+            children.append(Child(process, popen, *notes))
+        lock = threading.Lock()
+        for child in children:
+            child.output = Output(child.process, child.popen, lock, logs)
+        look = partial(_open_logs, logs, children)
+        found.asked = Supervisor(children, signals, job.grace_s, deaths, look).run()
+        look()
+    finally:
+        end(children)
+        logs.close()
+        if keeper is not None:
+            keeper.kill()
+        deaths.close()
+        for holder, _ in held:
+            holder.close()
+    found.newest = _newest(logs.folder)
     first = cause([child.exit for child in children if child.exit is not None])
-    if first is None:
-        return 0
-    if first.ended_by_us and asked is not None:
-        print(f"{num_processes} processes were killed after signal {asked}", file=sys.stderr, flush=True)
-        return 128 + asked
-    _explain(first, children[first.process])
-    return first.code
+    if first is not None:
+        found.code = first.code
+        if first.ended_by_us and found.asked is not None:
+            _say(f"{job.num_processes} processes were killed after signal {found.asked}")
+            found.code = 128 + found.asked
+        else:
+            _explain(first, children[first.process])
+    return found
+
+
+def _open_logs(logs: Logs, children: Sequence[Child]) -> None:
+    """Lets logs be written where the run is, once a process has said where."""
+    if logs.folder is None and (run_dir := directory_of(children[0].step.read())) is not None:
+        logs.open(run_dir, len(children))
+
+
+def _newest(folder: Path | None) -> int | None:
+    """Returns the newest committed step of the run that has this folder of logs."""
+    if folder is None:
+        return None
+    return max((int(p.name) for p in (folder.parents[1] / "checkpoints").glob("*") if p.name.isdigit()), default=None)
 
 
 def child_environment(

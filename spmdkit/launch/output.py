@@ -7,7 +7,11 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import IO, TextIO
+
+from spmdkit.launch.logs import Logs
 
 TAIL_LINES = 20
 
@@ -16,15 +20,20 @@ NOISE = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
 
 
 class Output:
-    """Two threads that copy one process's lines to ours. `tail` is the end of what it wrote to standard error."""
+    """Two threads that copy one process's lines to ours, and into its logs. `tail` is the end of what it wrote to standard error."""
 
-    def __init__(self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock):
+    def __init__(self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock, logs: Logs):
         assert popen.stdout is not None and popen.stderr is not None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         prefix = f"[{process}] "
         self._readers = [
-            threading.Thread(target=_copy, args=(popen.stdout, sys.stdout, prefix, lock, None), daemon=True),
-            threading.Thread(target=_copy, args=(popen.stderr, sys.stderr, prefix, lock, self.tail), daemon=True),
+            threading.Thread(
+                target=_copy, args=(source, target, prefix, lock, partial(logs.add, process, name), tail), daemon=True
+            )
+            for source, target, name, tail in (
+                (popen.stdout, sys.stdout, "stdout", None),
+                (popen.stderr, sys.stderr, "stderr", self.tail),
+            )
         ]
         for reader in self._readers:
             reader.start()
@@ -35,12 +44,20 @@ class Output:
             reader.join(timeout=1.0)
 
 
-def _copy(source: IO[bytes], target: TextIO, prefix: str, lock: threading.Lock, tail: deque[str] | None) -> None:
+def _copy(
+    source: IO[bytes],
+    target: TextIO,
+    prefix: str,
+    lock: threading.Lock,
+    log: Callable[[str], None],
+    tail: deque[str] | None,
+) -> None:
     readable = True
     for raw in iter(source.readline, b""):
         line = raw.decode(errors="replace").rstrip("\r\n")
         if NOISE.match(line):
             continue
+        log(line)
         if tail is not None:
             tail.append(line)
         if not readable:

@@ -112,11 +112,12 @@ class Supervisor:
         signals: deque[int],
         grace_s: float,
         deaths: Note | None = None,
+        each_turn: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._children, self._signals, self._grace_s = children, signals, grace_s
-        self._deaths = deaths
+        self._deaths, self._each_turn = deaths, each_turn
         self._dead: dict[int, dict[str, Any]] = {}
         self._clock, self._sleep = clock, sleep
         self._asked: int | None = None
@@ -127,6 +128,7 @@ class Supervisor:
     def run(self) -> int | None:
         """Returns when every child is dead: the first signal that the launcher received, or None."""
         while any(child.exit is None for child in self._children):
+            self._each_turn()
             self._take_signals()
             self._take_beats()
             self._take_exits()

@@ -25,4 +25,6 @@ def note_running(run: Any, step: int) -> attempt.StepMark:
         paths.append(Path(path))
     mark = attempt.StepMark(paths)
     mark.at(step)
+    if path:
+        attempt.tell_directory(Path(path), run.directory)
     return mark
