@@ -18,6 +18,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -93,6 +94,26 @@ def deadlines_by_a_steady_clock() -> None:
 
     steady = types.SimpleNamespace(**{**vars(time), "time": time.monotonic})
     future.time = signaling_client.time = steady  # type: ignore[attr-defined]
+    future.get_remaining_time = _remaining_s
+
+
+def _remaining_s(start_time: float, timeout_secs: float | None) -> float | None:
+    """Returns the seconds that are left of `timeout_secs`; `start_time` is of some clock of orbax's, so that it counts from when it is first asked about."""
+    if timeout_secs is None:
+        return None
+    now = time.monotonic()
+    with _lock:
+        elapsed_s = now - _begun.setdefault(start_time, now)
+        while len(_begun) > MOST_DEADLINES:
+            del _begun[next(iter(_begun))]
+    if elapsed_s >= timeout_secs:
+        raise TimeoutError(f"Timed out after {elapsed_s} seconds.")
+    return timeout_secs - elapsed_s
+
+
+MOST_DEADLINES = 64
+_begun: dict[float, float] = {}
+_lock = threading.Lock()
 
 
 def _no_bytes(*_: Any) -> int:

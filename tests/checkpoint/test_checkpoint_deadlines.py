@@ -1,0 +1,46 @@
+"""A clock that is set during a save ends it on no process: orbax's deadlines are ours, by a steady clock."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from spmdkit.checkpoint import Checkpoints, storage
+
+
+@pytest.mark.parametrize("shift_s", [86400, -86400])
+def test_a_clock_that_is_set_by_a_day_while_a_save_is_written_does_not_end_it(directory, monkeypatch, shift_s):
+    checkpoints, real, begun = Checkpoints(directory, timeout_s=60), time.time, []
+
+    def before_commit():
+        begun.append(real())
+
+    monkeypatch.setattr(checkpoints, "_add_record", lambda add=checkpoints._add_record: (before_commit(), add())[1])
+    asked = []
+
+    def set_clock():
+        asked.append(None)
+        return real() + (shift_s if len(asked) > 3 else 0)
+
+    monkeypatch.setattr(time, "time", set_clock)
+    checkpoints.save(1, {"w": jnp.arange(4.0)}, {})
+    checkpoints.wait()
+    monkeypatch.undo()
+    assert begun and len(asked) > 3, "the clock was not set during the save"
+    assert checkpoints.latest() == 1
+    checkpoints.close()
+
+
+def test_what_is_left_of_a_deadline_counts_from_the_first_question_and_ends(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now[0])
+    assert storage._remaining_s(1e9, None) is None
+    assert storage._remaining_s(1e9, 5.0) == 5.0
+    now[0] += 3
+    assert storage._remaining_s(1e9, 5.0) == 2.0
+    now[0] += 3
+    with pytest.raises(TimeoutError, match="after 6"):
+        storage._remaining_s(1e9, 5.0)
+    for start in range(200):
+        storage._remaining_s(float(start), 5.0)
+    assert len(storage._begun) == storage.MOST_DEADLINES
