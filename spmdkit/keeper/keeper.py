@@ -76,6 +76,10 @@ class Keeper:
         with suppress(OSError):
             self._popen.stdin.close()
 
+    def ended(self) -> int | None:
+        """Returns how its process ended, None while it runs."""
+        return self._popen.poll()
+
     def kill(self) -> None:
         """Ends it now."""
         self._popen.kill()

@@ -148,6 +148,8 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         look = partial(_open_logs, logs, children)
         found.asked = Supervisor(children, signals, job.grace_s, deaths, look).run()
         look()
+        if keeper is not None and (status := keeper.ended()) is not None:
+            _say(f"the process of the coordination service has ended with {status}, which ends all that use it")
     finally:
         end(children)
         logs.close()

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,18 @@ time.sleep(60)
     assert result.code == 7
     assert result.wall_s < 5
     assert result.err.splitlines()[-2:] == ["process 1 failed first with exit code 7:", "what went wrong"]
+
+
+def test_an_end_of_the_coordination_service_itself_is_said(start):
+    script = ME + "print('here'); time.sleep(60 if me else 1); os.abort()"
+    launched = start(script, 2)
+    launched.read_until("here", count=2)
+    children = Path(f"/proc/{launched.popen.pid}/task/{launched.popen.pid}/children").read_text().split()
+    (keeper,) = [pid for pid in children if "keeper/service.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(int(keeper), signal.SIGKILL)
+    result = launched.wait(timeout_s=20)
+    assert result.code == 134
+    assert "the process of the coordination service has ended with -9, which ends all that use it" in result.err
 
 
 def test_a_process_killed_by_a_signal_gives_128_plus_its_number(start):
@@ -146,9 +159,11 @@ def test_kill_9_of_the_launcher_leaves_no_process(start):
     script = ME + "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pid', os.getpid()); time.sleep(60)"
     launched = start(script, 3)
     pids = [int(line.split()[-1]) for line in launched.read_until("pid", count=3)]
-    assert all(alive(p) for p in pids)
+    children = Path(f"/proc/{launched.popen.pid}/task/{launched.popen.pid}/children").read_text()
+    keepers = {int(pid) for pid in children.split()} - set(pids)
+    assert all(alive(p) for p in pids) and len(keepers) == 1, "three processes, and one for the coordination service"
     os.kill(launched.popen.pid, signal.SIGKILL)
-    wait_until_dead(pids)
+    wait_until_dead([*pids, *keepers])
 
 
 def test_a_failure_also_ends_what_the_processes_started(start):
