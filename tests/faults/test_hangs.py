@@ -98,7 +98,7 @@ def test_an_error_or_a_kill_in_one_of_four_ends_all_within_a_second(job, kind, w
 
 def test_without_our_launcher_a_kill_of_process_0_ends_the_others_with_75_and_its_name(job):
     """Its death takes nothing away: the coordination service is in a process beside it, which says that it is gone, and then ends."""
-    first, *others = job.by_hand("batch_size=9", n=3, faults={0: ["hook kill", 7]})
+    first, *others = job.by_hand(faults={0: ["hook kill", 7]})
     for ended in map(job.end_of, others):
         assert (ended.code, bool(job.fired())) == (75, True), ended.output
         assert ended.output.rstrip().splitlines()[-2].startswith("process 0 is gone: it ended without a word")
