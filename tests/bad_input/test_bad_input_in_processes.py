@@ -8,15 +8,17 @@ import pytest
 
 from spmdkit.checkpoint import RunLock
 from tests.support.command_line import NEVER
+from tests.support.environment import environment_of_a_user
 
 pytestmark = pytest.mark.processes
 
 
 def run(folder, *arguments, limit="unlimited"):
     """Returns (exit code, standard output, standard error) of `spmdkit` in a folder; no file may pass `limit` blocks."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_"))}
     command = ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', sys.executable, "-m", "spmdkit", *arguments]
-    done = subprocess.run(command, cwd=folder.path, env=env, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        command, cwd=folder.path, env=environment_of_a_user(), capture_output=True, text=True, timeout=90
+    )
     for part in NEVER:
         assert part not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.returncode, done.stdout, done.stderr

@@ -1,5 +1,6 @@
 """Several real processes save one checkpoint together; another number of processes restores it."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -45,15 +46,23 @@ def run_processes(directory: Path, num_processes: int, command: str, timeout_s: 
     return outputs
 
 
-@pytest.mark.parametrize("num_readers", [1, 2, 3])
-def test_what_two_processes_saved_any_number_restores(directory, num_readers):
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+    """What two processes saved; each test gets a copy."""
+    directory = tmp_path_factory.mktemp("saved") / "checkpoints"
     run_processes(directory, 2, "save")
+    return directory
+
+
+@pytest.mark.parametrize("num_readers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_what_two_processes_saved_any_number_restores(saved_by_two, directory, num_readers):
+    shutil.copytree(saved_by_two, directory, dirs_exist_ok=True)
     assert inspect(directory)["num_processes"] == 2
     run_processes(directory, num_readers, "restore")
 
 
-def test_what_two_processes_saved_this_process_restores_on_eight_devices(directory):
-    run_processes(directory, 2, "save")
+def test_what_two_processes_saved_this_process_restores_on_eight_devices(saved_by_two, directory):
+    shutil.copytree(saved_by_two, directory, dirs_exist_ok=True)
     checkpoints = Checkpoints(directory)
     want = global_state(4)
     state, _ = checkpoints.restore(

@@ -56,6 +56,16 @@ KINDS = {
 }
 
 
+def of_all(forms, quick):
+    """Returns the cases of all forms and kinds; the slow ones join a form and a kind that the quick ones have apart."""
+    assert {kind for kinds in quick.values() for kind in kinds} == set(KINDS)
+    return [
+        pytest.param(form, kind, id=f"{form}-{kind}", marks=[] if kind in quick[form] else [pytest.mark.slow])
+        for form in forms
+        for kind in KINDS
+    ]
+
+
 def arrays():
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32) / 2
@@ -141,9 +151,21 @@ def weighted(op):
     return lambda *args: (op(*args) ** 2 * jnp.arange(1, 5, dtype=jnp.float32)).sum()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("asked, attention", FORMS.values(), ids=FORMS)
-def test_derivatives_through_attention_are_those_of_one_device(asked, attention, kind):
+@pytest.mark.parametrize(
+    "form, kind",
+    of_all(
+        FORMS,
+        {
+            "tensor 2": ("jvp", "reverse over reverse"),
+            "ring of 2": tuple(KINDS),
+            "all_to_all": ("forward over reverse", "reverse over reverse"),
+            "data 2 x tensor 2": ("forward over reverse", "reverse over forward"),
+            "one device": ("jvp", "reverse over reverse"),
+        },
+    ),
+)
+def test_derivatives_through_attention_are_those_of_one_device(form, kind):
+    asked, attention = FORMS[form]
     args, tangents = heads()
     expected = jax.jit(KINDS[kind](weighted(plain_attention)))(args, tangents)
     record = step(attention, **asked)
@@ -240,10 +262,20 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loss, plain, shapes, asked", OTHERS.values(), ids=OTHERS)
-def test_derivatives_through_other_ops_are_those_of_one_device(loss, plain, shapes, asked, kind):
+@pytest.mark.parametrize(
+    "op, kind",
+    of_all(
+        OTHERS,
+        {
+            "cross_entropy": tuple(KINDS),
+            "moe with capacity": ("jvp", "reverse over reverse"),
+            "moe": ("forward over reverse", "reverse over forward"),
+        },
+    ),
+)
+def test_derivatives_through_other_ops_are_those_of_one_device(op, kind):
     """Their parts have integer results, and sums and maxima over devices."""
+    loss, plain, shapes, asked = OTHERS[op]
     rng = np.random.default_rng(0)
     args, tangents = (tuple(rng.normal(size=s).astype(np.float32) / 2 for s in shapes) for _ in range(2))
     expected = jax.jit(KINDS[kind](plain))(args, tangents)

@@ -36,16 +36,17 @@ from tests.support.core_runs import (
     train,
 )
 
-IN_ONE_PIECE = ("data 8", "data 2 x fsdp 2 x tensor 2")
+IN_ONE_PIECE = {"gpt": ("data 2 x fsdp 2 x tensor 2",), "cnn": ("data 8",), "regression": tuple(MESHES)}
+ACCUMULATED = {name: tuple(MESHES) for name in MODELS} | {
+    "cnn": ("data 8", "fsdp 8 zero 2", "data 2 x fsdp 4", "data 2 x fsdp 2 x tensor 2")
+}
 MODEL_CASES = [
-    pytest.param(
-        model, mesh, n, marks=[pytest.mark.slow] * (model != "regression" and n == 1 and mesh not in IN_ONE_PIECE)
-    )
+    pytest.param(model, mesh, n, marks=[] if mesh in quick[model] else [pytest.mark.slow])
     for model in MODELS
     for mesh in MESHES
-    for n in (1, 4)
+    for n, quick in ((1, IN_ONE_PIECE), (4, ACCUMULATED))
 ]
-"""The larger models are accumulated on every mesh, and on two of them computed in one piece too; on the others that is slow."""
+"""The GPT is accumulated on every mesh, the CNN on each kind of mesh; in one piece each is computed on one. All others are slow."""
 
 
 @pytest.mark.parametrize(("model", "mesh", "microbatches"), MODEL_CASES)
@@ -62,7 +63,7 @@ def test_zero_2_beside_a_data_axis_is_one_device_too(microbatches):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatches"), [(mesh, n) for mesh in MESHES for n in (1, 4) if n == 4 or mesh in IN_ONE_PIECE]
+    ("mesh", "microbatches"), [(mesh, n) for mesh in MESHES for n in (1, 4) if n == 4 or mesh in IN_ONE_PIECE["gpt"]]
 )
 def test_the_gpt_reduces_its_gradient_over_the_replicas_once_and_never_in_the_loop(mesh, microbatches):
     settings = MESHES[mesh]
