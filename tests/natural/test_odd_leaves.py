@@ -1,0 +1,97 @@
+"""Leaves that are no plain float32: empty, half precision, complex, of no bytes. Carried rightly on every mesh, or refused at the start."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from spmdkit.plan.reading import read_program
+from tests.support import small_runs
+from tests.support.natural_runs import BATCH, MESHES, STEPS, keep_gradient, leaf_errors, program_of, train
+
+DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 8)).astype(np.float32)
+
+
+def init(key):
+    params = {
+        "w": jax.random.normal(key, (8, 4)) / 3,
+        "none": jnp.zeros((0, 3)),
+        "nothing": jnp.zeros((4, 0)),
+        "half": jnp.full(4, 0.1, jnp.float16),
+    }
+    state = {
+        "spectrum": jnp.zeros(8, jnp.complex64),
+        "half": jnp.zeros(4, jnp.float16),
+        "none": jnp.zeros((0, 2), jnp.int32),
+    }
+    return sk.Variables(params, state)
+
+
+def losses_of(params, rows):
+    hidden = jnp.tanh(rows @ params["w"]) + params["half"] + params["nothing"].sum(-1)
+    return (hidden**2).sum(-1) + params["none"].sum()
+
+
+def new_state(state, params, rows):
+    half = (0.5 * state["half"].astype(jnp.float32) + 0.5 * (rows @ params["w"]).mean(0)).astype(jnp.float16)
+    return {"spectrum": 0.5 * state["spectrum"] + 0.5 * jnp.fft.fft(rows).mean(0), "half": half, "none": state["none"]}
+
+
+def loss_fn(params, state, rows, key):
+    return sk.mean(losses_of(params, rows)), {}, new_state(state, params, rows)
+
+
+def by_hand():
+    params, state = init(jax.random.key(0))
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    for step in range(STEPS):
+        rows = DATA[step * BATCH : (step + 1) * BATCH]
+        grads = jax.grad(lambda p: losses_of(p, rows).mean())(params)  # noqa: B023 - used at once
+        state = new_state(state, params, rows)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return params, state
+
+
+@pytest.mark.parametrize("mesh", ["one device", "data 8", "data 2 x fsdp 4", "fsdp 8 zero 2"])
+def test_they_are_those_of_one_device(mesh):
+    program, run = train(sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA), mesh)
+    params, state = jax.device_get(by_hand())
+    assert max(leaf_errors(run.params, params).values()) < 1e-5
+    np.testing.assert_allclose(run.model_state["spectrum"], state["spectrum"], atol=1e-5)
+    np.testing.assert_allclose(run.model_state["half"], state["half"], atol=2e-3)  # of 11 bits
+    assert run.model_state["half"].dtype == np.float16 and run.model_state["spectrum"].dtype == np.complex64
+    assert run.params["none"].shape == (0, 3) and run.model_state["none"].shape == (0, 2)
+    assert any("half (float16)" in note and "kept in float32" in note for note in program.notes)
+    read_program(program)  # a plan of them is no error
+
+
+def test_they_are_saved_and_restored_on_another_mesh(tmp_path):
+    task = sk.Task(init, loss_fn, optax.sgd(0.1), train_data=DATA)
+    for steps, mesh in ((1, "data 2 x fsdp 4"), (STEPS, "data 8")):
+        changes = {"steps": steps, "mesh": MESHES[mesh]["mesh"], "batch_size": BATCH, "data": {"shuffle": False}}
+        state = small_runs.train(tmp_path, task, devices="cpu:8", checkpoint={"every_steps": 1}, **changes).state
+    params, expected = jax.device_get(by_hand())
+    assert max(leaf_errors(jax.device_get(state.params), params).values()) < 1e-5
+    np.testing.assert_allclose(state.model_state["spectrum"], expected["spectrum"], atol=1e-5)
+
+
+REFUSED = {
+    "complex": (
+        {"A": jnp.zeros(3, jnp.complex64)},
+        None,
+        r"parameter 'A' as complex64.*real.*jax.lax.complex\(A\['re'\]",
+    ),
+    "integers": ({"n": jnp.zeros(3, jnp.int32)}, None, r"parameter 'n' as int32.*sk.Variables"),
+    "float0": ({"w": jnp.zeros(3)}, {"g": np.zeros(3, jax.dtypes.float0)}, r"model state 'g' as float0.*Leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_or_kept_is_refused_at_the_start(name):
+    params, state, said = REFUSED[name]
+    made = (lambda key: params) if state is None else (lambda key: sk.Variables(params, state))
+    with pytest.raises(ConfigError, match=said):
+        program_of(sk.Task(made, lambda p, b, k: sk.mean(b[:, 0]), optax.sgd(0.1), train_data=DATA))
