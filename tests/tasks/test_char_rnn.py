@@ -12,14 +12,14 @@ from tests.support.tasks import QUICK, assert_same, batches, train
 # ---- shared ---------------------------------------------------------------------------------------------------------
 
 random = np.random.default_rng(0)
-DATA = random.integers(0, 9, (64, 7)).astype(np.int32)
+DATA = random.integers(0, 10, (64, 7)).astype(np.int32)
 
 
 class Model(nn.Module):
     @nn.compact
     def __call__(self, tokens):
-        x = nn.RNN(nn.OptimizedLSTMCell(16))(nn.Embed(9, 8)(tokens))
-        return nn.Dense(9)(x)
+        x = nn.RNN(nn.OptimizedLSTMCell(16))(nn.Embed(10, 8)(tokens))
+        return nn.Dense(10)(x)
 
 
 model = Model()

@@ -69,7 +69,7 @@ def loss_fn(params, batch, key):
     return sk.mean(losses_of(params, batch))
 
 
-task = sk.Task(init, loss_fn, optimizer, train_data=Windows(), rules=[("embed|head", ["mlp", None])])
+task = sk.Task(init, loss_fn, optimizer, train_data=Windows(), rules=[("embed", [None, "mlp"])])
 
 # ---- test -----------------------------------------------------------------------------------------------------------
 

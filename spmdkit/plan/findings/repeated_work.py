@@ -3,7 +3,10 @@
 In a global `train_step` the partitioner shares out what is made from the batch, whose rows are cut. What is not (collocation points, rollouts,
 a loop over weights) is whole everywhere, and so is all that is computed from it, with its gradient. The mesh then makes nothing faster.
 
-    FLOPs of the line's products on one device  *  devices  >=  REPEATED * shards of the batch  *  FLOPs of the line in the step
+    FLOPs of the line's products on one device  *  devices  >=  REPEATED  *  replicas  *  FLOPs of the line in the step
+
+Where fsdp cuts the weights it shares such products out, and the replicas beside it do not. What other axes (tensor, context) repeat is no matter
+of the batch: they count among the replicas here, so that a line is found where it is repeated along all of them.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from spmdkit.plan.flops import products_by_line
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.source import source_of
 from spmdkit.plan.jaxprs import line
+from spmdkit.step import scope
 
 REPEATED = 0.9
-"""Of the shards of the batch: below it, something is shared out."""
+"""Of the replicas: below it, something is shared out."""
 
 SHARE = 0.1
 """Of what one device computes: below it, nothing is won."""
@@ -33,13 +37,15 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
     shards, num = program.batch_shards, program.mesh.size
     if shards < 2:
         return
+    replicas = program.sizes["replica"] * program.sizes["data"]
+    times = (replicas if replicas > 1 else shards) * (num // shards)
     asked = products_by_line(subject.jaxpr, line)
     computed = _computed_by_line(subject)
     whole = sum(computed.values())
     repeated = {
         at: flops
         for at, flops in computed.items()
-        if not at.startswith("spmdkit/") and asked.get(at) and flops * num >= REPEATED * shards * asked[at]
+        if not at.startswith("spmdkit/") and asked.get(at) and flops * num >= REPEATED * times * asked[at]
     }
     total = sum(repeated.values())
     if not repeated or total < SHARE * whole:
@@ -47,11 +53,12 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
     at = max(repeated, key=lambda at: repeated[at])
     axes = " x ".join(f"{a} {program.sizes[a]}" for a in BATCH_AXES if program.sizes[a] > 1)
     more = f", and so are those of {len(repeated) - 1} more lines" if len(repeated) > 1 else ""
+    flops_ratio = repeated[at] * num / asked[at]
     yield Finding(
         "warning",
         "repeated-work",
-        f"the products of this line ({repeated[at]:.3g} FLOP a step{more}) are computed whole on each of the {shards} shards of the batch ({axes}): "
-        f"{total / whole:.0%} of what a device computes is what all others compute too, since it is not made from the batch",
+        f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {flops_ratio:.3g} times over on {axes}: "
+        f"{total / whole:.0%} of what a device computes is what others compute too, since it is not made from the batch",
         at,
         'Share it out by its first dim, where it is made: x = sk.shard(x, "rows", None), or begin with sk.rows(num), or put it into the batch '
         "(the loss of sk.value_and_grad sees one replica's rows).",
@@ -59,10 +66,12 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
 
 
 def _computed_by_line(subject: CompiledStep) -> dict[str, float]:
-    """Returns the FLOPs of products that one device computes, by the line of the user's."""
+    """Returns the FLOPs of products that one device computes, by the line of the user's; those of an optimizer left out (ZeRO shares them out)."""
     costs, found = Costs(subject.module), defaultdict[str, float](float)
     for visit in loops.walk(subject.module, subject.scans):
         i = visit.instruction
-        if i.opcode in ("dot", "convolution") and (at := source_of(subject.module, i)):
+        if i.opcode not in ("dot", "convolution") or scope.OPTIMIZER in i.op_name:
+            continue
+        if at := source_of(subject.module, i):
             found[at] += visit.known_runs * sum(costs.flops(i).values())
     return dict(found)
