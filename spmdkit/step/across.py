@@ -137,10 +137,12 @@ def _reduced(name: str, tree: Any) -> Any:
     if not axes:
         return tree
     reduce: Callable[[Any], Any] = lambda sums: lax.psum(sums, axes)
-    if not context.inside:  # a loss's own: what belongs to the step's reduction is told by that name
-        return crossed(tree, reduce, lambda maxima: lax.pmax(maxima, axes))
+    largest: Callable[[Any], Any] = lambda maxima: lax.pmax(maxima, axes)
+    examples = scope.current_examples()
+    if examples is None or not examples.of_step:  # a loss's own: that name is what a step reduces by
+        return crossed(tree, reduce, largest)
     with jax.named_scope(scope.REDUCE):
-        return crossed(tree, reduce, lambda maxima: lax.pmax(maxima, axes))
+        return crossed(tree, reduce, largest)
 
 
 def _axes(name: str) -> tuple[str, ...]:

@@ -322,7 +322,7 @@ def whole_rows(context: scope.Context, examples: Any, mask: Any, key: Any, repli
     own = context.cuts.num_shards * (context.cuts.num_replicas if replica is None else 1)
     order = _order(context, num // (own * context.cuts.microbatches))
     positions = order.of_shards(_first_shard(context, 0 if replica is None else replica), own)
-    return scope.Examples(num, mask, positions, key, whole=replica is None)
+    return scope.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
 
 
 def _cut_microbatches(context: scope.Context, x: jax.Array) -> jax.Array:

@@ -246,6 +246,7 @@ class Examples:
         positions: int32[num], positions in the global batch.
         key: the step's key, the same on every replica.
         whole: they are the rows of all replicas: those of a `train_step` that sees global arrays.
+        of_step: they are those of a whole `train_step`, not of a loss within it.
     """
 
     num: int
@@ -253,6 +254,7 @@ class Examples:
     positions: jax.Array
     key: jax.Array | None
     whole: bool = False
+    of_step: bool = False
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
 

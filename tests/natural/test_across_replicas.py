@@ -86,6 +86,22 @@ def test_a_loss_over_everybodys_rows_is_that_of_one_device(mesh):
     assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
 
 
+def test_in_a_per_replica_step_it_is_too():
+    def train_step(state, batch):
+        loss_fn = lambda params, rows, key: by_sk(params, rows, key)[0]
+        (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
+        everybody = sk.all_gather(batch[:, 0, 0])
+        own = jax.lax.dynamic_slice_in_dim(everybody, sk.replica_index() * len(batch), len(batch))
+        right = sk.pmean((own == batch[:, 0, 0]).all().astype(jnp.float32))
+        return state.apply_gradients(grads), {"loss": loss, "right": right}
+
+    task = dataclasses.replace(task_of(by_sk), loss_fn=None, train_step=train_step, view="replica")
+    _, run = train(task, "data 8")
+    expected = by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1))
+    assert_same_run(run, expected._replace(metrics=[{"loss": x} for x in expected.losses]))
+    assert all(metrics["right"] == 1 for metrics in run.metrics)
+
+
 @pytest.mark.parametrize(
     ("mesh", "tiled"),
     [("one device", True), ("data 8", False), ("replica 2 x data 4", True), ("data 2 x fsdp 4", False)],
