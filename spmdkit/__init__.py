@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spmdkit.version import __version__
 
 if TYPE_CHECKING:
-    from spmdkit import testing
+    from spmdkit import testing, verify
     from spmdkit.config import Config, load_config
     from spmdkit.data.per_process import per_process
     from spmdkit.errors import SpmdkitError
@@ -104,7 +104,7 @@ _HOME = {
     "value_and_grad": "step.gradient",
 }
 
-_MODULES = ("testing",)
+_MODULES = ("testing", "verify")
 
 __all__ = ["__version__", *sorted((*_HOME, *_MODULES))]  # noqa: PLE0604
 

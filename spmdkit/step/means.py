@@ -297,3 +297,7 @@ def _required(name: str) -> scope.Examples:
 def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None):
     """Returns a context in which a loss can be called by hand: `num` rows at positions 0..num-1."""
     return scope.over(scope.Examples(num=num, mask=mask, positions=jnp.arange(num, dtype=jnp.int32), key=key))
+
+
+SEAMS = {"required": _required}
+"""What `verify` replaces, to put a known mistake into a program (verify/mistakes.py)."""

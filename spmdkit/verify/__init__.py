@@ -1,13 +1,33 @@
 """`verify`: the proof that cutting a task over a mesh does not change what it computes.
 
 subject.py      the user's task, made ready to be compared, run on one mesh         -> Results
-compare.py      errors between two results, and how large they may be
+compare.py      errors between two results, and how large they may be;  noise.py  what is rounding alone
 finding.py      where two results part, in numbers;  diagnosis.py  what that means, and the repair
-mutants.py      programs with one known mistake, which have to be caught
+mutants.py      programs with one known mistake, which have to be caught;  mistakes.py, user_mistakes.py  the mistakes
 judge.py        a case or a mutant -> its outcome, in this process;  worker.py, pool.py  in others
 cases.py        which meshes;  proof.py  all of them -> a report;  table.py  for people;  certificate.py  for `train`;  command.py
+handmade.py     `sk.verify(make, meshes=[...])`: a step that uses nothing of spmdkit;  concrete.py  which devices it holds
+
+The package itself is what a user calls: `sk.verify(make, meshes=[...])`.
 """
+
+import sys
+import types
+from typing import Any
 
 from spmdkit.verify.proof import VerifyOptions, verify
 
 __all__ = ["VerifyOptions", "verify"]
+
+
+class _Package(types.ModuleType):
+    """This package as a function: one name for the folder and for what is called."""
+
+    def __call__(self, make: Any, **options: Any) -> Any:
+        """Compares a hand-written step on meshes with one device: `spmdkit.verify.handmade.verify_step`."""
+        from spmdkit.verify.handmade import verify_step
+
+        return verify_step(make, **options)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from spmdkit.verify.compare import Errors, leaf_errors
+from spmdkit.verify.compare import Errors
+from spmdkit.verify.noise import Noise, parts
 from spmdkit.verify.subject import Results, Tree
 
 FIT = 0.02
@@ -29,6 +30,7 @@ class Deviation:
         factor: the leaves that differ are this multiple of the right ones, None where they are no multiple.
         counts: (here, on one device) what the loss has counted, None where it is the same.
         only_short: the full batch agrees, and the short one does not.
+        batch: which of the batches it is first seen in.
         boundary: (dim, index): the leaf is right below this index of a dim and wrong from there on, or the other way round.
     """
 
@@ -41,24 +43,37 @@ class Deviation:
     counts: tuple[float, float] | None = None
     only_short: bool = False
     boundary: tuple[int, int] | None = None
+    batch: int = 0
 
 
-def find(found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], short: bool) -> Deviation:
+def find(
+    found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], noise: Noise, short: bool
+) -> Deviation:
     """Returns how `found` differs, for a case that failed.
 
     Args:
+        noise: what is not compared.
         short: the second batch is a short one.
     """
     failed = errors.failed(tolerance)
     quantity = "gradient" if "gradient" in failed else failed[0]
+    if quantity == "loss" and "update" in failed and errors.leaf["loss"].startswith("step"):
+        quantity = "update"  # a later step's loss differs since a step before it was another one
     if quantity not in ("gradient", "update", "parameter", "state"):
         value, leaf = errors.worst[quantity], errors.leaf[quantity]
         only_short = quantity == "loss" and short and leaf == "batch 2"
-        return Deviation(quantity, leaf, float(value or 0.0), counts=_counts(found, expected), only_short=only_short)
-    parts = _trees(quantity, found, expected)
-    wrong = [_wrong(f, e, tolerance[quantity]) for f, e in parts]
+        return Deviation(
+            quantity,
+            leaf,
+            float(value or 0.0),
+            counts=_counts(found, expected),
+            only_short=only_short,
+            batch=int(only_short),
+        )
+    trees = parts(quantity, found, expected)
+    wrong = [{path: e for path, e in noise.errors(part).items() if not e <= tolerance[quantity]} for part in trees]
     which = next(i for i, by_leaf in enumerate(wrong) if by_leaf)
-    (mine, right), by_leaf = parts[which], wrong[which]
+    (_, mine, right), by_leaf = trees[which], wrong[which]
     leaf = next(path for path in right if path in by_leaf)
     return Deviation(
         quantity,
@@ -66,26 +81,12 @@ def find(found: Results, expected: Results, errors: Errors, tolerance: Mapping[s
         by_leaf[leaf],
         num_wrong=len(by_leaf),
         num_leaves=len(right),
-        factor=_factor(mine, right, list(by_leaf)),
+        factor=factor_of(mine, right, list(by_leaf)),
         counts=_counts(found, expected),
         only_short=quantity == "gradient" and short and which == 1,
-        boundary=_boundary(mine[leaf], right[leaf], by_leaf[leaf]) if leaf in mine else None,
+        batch=which if quantity == "gradient" else 0,
+        boundary=boundary_of(mine[leaf], right[leaf]) if leaf in mine else None,
     )
-
-
-def _trees(quantity: str, found: Results, expected: Results) -> list[tuple[Tree, Tree]]:
-    pairs = list(zip(found.batches, expected.batches, strict=True))
-    if quantity == "gradient":
-        return [(f.gradient, e.gradient) for f, e in pairs]
-    if quantity == "update":
-        return [(f.update, e.update) for f, e in pairs] + [(f.optimizer, e.optimizer) for f, e in pairs]
-    if quantity == "parameter":
-        return [(found.params, expected.params)]
-    return [(found.model_state, expected.model_state)]
-
-
-def _wrong(found: Tree, expected: Tree, tolerance: float) -> dict[str, float]:
-    return {path: e for path, e in leaf_errors(found, expected).items() if not e <= tolerance}
 
 
 def _counts(found: Results, expected: Results) -> tuple[float, float] | None:
@@ -95,7 +96,7 @@ def _counts(found: Results, expected: Results) -> tuple[float, float] | None:
     return None
 
 
-def _factor(found: Tree, expected: Tree, paths: list[str]) -> float | None:
+def factor_of(found: Tree, expected: Tree, paths: list[str]) -> float | None:
     """Returns the one factor between the leaves `paths`, None where there is none."""
     mine, right = (
         np.concatenate([np.asarray(t[p], np.float64).ravel() for p in paths if p in found]) for t in (found, expected)
@@ -107,7 +108,7 @@ def _factor(found: Tree, expected: Tree, paths: list[str]) -> float | None:
     return factor if rest < FIT and abs(factor) > 1e-6 else None
 
 
-def _boundary(found: np.ndarray, expected: np.ndarray, error: float) -> tuple[int, int] | None:
+def boundary_of(found: np.ndarray, expected: np.ndarray) -> tuple[int, int] | None:
     """Returns (dim, index) where right turns into wrong or wrong into right, for the dim where that happens once."""
     for dim, length in enumerate(expected.shape):
         if length < 2:

@@ -18,7 +18,9 @@ import optax
 from spmdkit.jaxprs import equations
 from spmdkit.program.program import Program
 from spmdkit.step.means import Mean
+from spmdkit.step.state import TrainState, Variables
 from spmdkit.tasks import Task
+from spmdkit.tree import is_key
 from spmdkit.user_code import call_user
 from spmdkit.verify.unpadded import Unpadded
 
@@ -63,11 +65,52 @@ def counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def with_constants(task: Task, seed: int) -> Task:
-    """Returns the task with the arrays of `init` as constants."""
+def with_constants(task: Task, seed: int, dtype: str = "float32") -> Task:
+    """Returns the task with the arrays of `init` as constants, the model state in 64 bits where that is asked for.
+
+    A model whose own code casts (flax's `BatchNorm` computes in the wider of its input's type and float32) gives back its state in another
+    type than `init` has made it in; here it is the same in every step.
+    """
     with jax.default_device(jax.devices()[0]):
         made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
+    if dtype == "float64":
+        task = _with_wide_state(task)
+        if isinstance(made, Variables):
+            made = made._replace(state=jax.tree.map(_widened, made.state))
     return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, made))
+
+
+def _widened(x: Any) -> Any:
+    return x.astype(np.float64) if not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _with_wide_state(task: Task) -> Task:
+    """Returns the task whose functions give the model state back with its floating point arrays in 64 bits."""
+
+    def of_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(loss_fn)
+        def wide(*args: Any) -> Any:
+            out = loss_fn(*args)
+            if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 3:
+                return (*out[:2], jax.tree.map(_widened, out[2]))
+            return out
+
+        return wide
+
+    def of_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(train_step)
+        def wide(*args: Any) -> Any:
+            out = train_step(*args)
+            if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], TrainState):
+                return out[0].replace(model_state=jax.tree.map(_widened, out[0].model_state)), out[1]
+            return out
+
+        return wide
+
+    loss_fn, train_step = task.loss_fn, task.train_step
+    return dataclasses.replace(
+        task, loss_fn=loss_fn and of_loss(loss_fn), train_step=train_step and of_step(train_step)
+    )
 
 
 def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[Any], Any]:

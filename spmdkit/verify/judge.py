@@ -24,17 +24,19 @@ from spmdkit.verify.cases import provable
 from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import find
 from spmdkit.verify.instruments import one_ulp, working_dtype
+from spmdkit.verify.noise import Noise, leaf_errors
 from spmdkit.verify.plain import plain
 from spmdkit.verify.subject import Results, Setting, Subject
 from spmdkit.verify.unpadded import Unpadded
 
 
 class Reference(NamedTuple):
-    """One device: its results, how far it may be missed, how far one ulp in the input moves it, and the type of that ulp."""
+    """One device: its results, how far it may be missed, how far one ulp in the input moves it, what is noise, and the type of that ulp."""
 
     results: Results
     tolerance: dict[str, float]
     moved: dict[str, float]
+    noise: Noise
     dtype: str
 
 
@@ -84,7 +86,8 @@ class Judge:
             return subject.run(program, evaluate=True, moved=one_ulp(np.random.default_rng(i), dtype))
 
         dtype = working_dtype(program) if subject.dtype == "float64" else subject.dtype
-        made = Reference(results, *compare.tolerances(results, probe, float(np.finfo(dtype).eps)), dtype)
+        probes = [probe(i) for i in range(compare.NUM_PROBES)]
+        made = Reference(results, *compare.tolerances(results, probes, float(np.finfo(dtype).eps)), dtype)
         path = self._path(setting)
         if path is not None:
             files.replace(path, pickle.dumps(made))
@@ -112,7 +115,7 @@ class Judge:
         program = self.subject.program(setting)
         (_, batch), *_ = program.batches(stop=1)
         right, taken = plain(program, loss_fn, program.init(), batch), reference.results.batches[0]
-        errors = compare.leaf_errors(taken.gradient, right.gradient)
+        errors = leaf_errors(taken.gradient, right.gradient)
         worst = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=np.inf))
         found = {"loss_error": compare.number_error(taken.loss, right.loss), "gradient_error": errors[worst]}
         passed = all(found[f"{q}_error"] <= reference.tolerance[q] for q in ("loss", "gradient"))
@@ -144,12 +147,12 @@ class Judge:
         found = self.subject.run(program, evaluate=whole, restore=whole)
         del program
         jax.clear_caches()
-        errors = compare.compare(found, reference.results)
+        errors = compare.compare(found, reference.results, reference.noise)
         failed = errors.failed(reference.tolerance)
         outcome = name | compare.as_numbers(errors)
         outcome |= {"worst_leaf": errors.leaf.get("gradient", ""), "form": found.form, "passed": not failed}
         if failed:
-            finding = find(found, reference.results, errors, reference.tolerance, setting.short)
+            finding = find(found, reference.results, errors, reference.tolerance, reference.noise, setting.short)
             seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
             outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
@@ -189,7 +192,7 @@ class Judge:
         except SpmdkitError:
             return False
         found.batches, results = found.batches[:1], expected.results
-        errors = compare.leaf_errors(found.batches[0].gradient, results.batches[0].gradient)
+        errors = leaf_errors(found.batches[0].gradient, results.batches[0].gradient)
         return any(not e <= expected.tolerance["gradient"] for e in errors.values())
 
     # ---- mutants -----------------------------------------------------------------------------------------------------
@@ -217,35 +220,42 @@ class Judge:
         return mutants.Known(num_devices, results.uses, float(np.sqrt(sum(squares))))
 
     def _try(self, mutant: mutants.Mutant, setting: Setting) -> dict[str, Any]:
-        try:
-            self.subject.program(setting)
-        except ConfigError as error:
-            return {"not_applicable": _first_line(error)}
         short = setting.short or self.subject.short
-        setting = Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
-        reference = self.reference(setting)
-        jax.clear_caches()
+        asked, setting = setting, Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
         try:
             with mutant.apply(setting) as acted:
-                found = self.subject.run(self.subject.program(setting), restore=mutant.restore)
+                program = self.subject.program(setting, evaluated=False)
+                if mutant.traced and not acted:
+                    return {"not_applicable": mutant.unused}
+                found = self.subject.run(program, restore=mutant.restore)
         except ConfigError as error:
-            return (
-                {"caught": True, "by": f"refused: {_first_line(error)}"}
-                if acted
-                else {"not_applicable": _first_line(error)}
-            )
+            return self._refused(asked, acted, _first_line(error))
         finally:
             jax.clear_caches()
         if not acted:
             return {"not_applicable": mutant.unused}
-        errors = compare.compare(found, reference.results)
+        reference = self.reference(setting)
+        errors = compare.compare(found, reference.results, reference.noise)
         failed = errors.failed(reference.tolerance)
         if not failed:
+            changed = errors.failed(
+                dict.fromkeys(compare.QUANTITIES, compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps))
+            )
+            if mutant.idle and not changed:
+                return {"not_applicable": mutant.idle}
             return {"caught": False, "by": "nothing"}
-        finding = find(found, reference.results, errors, reference.tolerance, short)
+        finding = find(found, reference.results, errors, reference.tolerance, reference.noise, short)
         seen = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
         by = "gradient" if "gradient" in failed else failed[0]
         return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict()}
+
+    def _refused(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
+        """Returns the outcome of a mutant that was refused: caught, where the program without it is legal."""
+        try:
+            self.subject.program(setting)
+        except ConfigError as error:
+            return {"not_applicable": _first_line(error)}
+        return {"caught": True, "by": f"refused: {why}"} if acted else {"not_applicable": why}
 
 
 def _first_line(error: BaseException) -> str:

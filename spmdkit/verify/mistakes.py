@@ -11,6 +11,7 @@ Each replaces one well-named function while a program is traced and run. Those o
     gradient: positions                places of a replica's examples in the global batch, from which example keys are made
     gradient: local_gradient           the user's loss on one replica
     gradient: cut_microbatches         the parts of a batch
+    means: required                    the mask and the keys of examples that the user asks for
     feed: place                        the mask of a short batch
     across: gathered_mask              which of everybody's rows are padding
     optax.clip_by_global_norm          the clipping that `clip_norm` asks for
@@ -38,7 +39,7 @@ from spmdkit.checkpoint import leaves
 from spmdkit.data import feed
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.ops.pipeline import parts
-from spmdkit.step import agree, gradient, reduction, scope
+from spmdkit.step import agree, reduction, scope
 from spmdkit.step import sums as sums_module
 from spmdkit.step.means import Mean
 from spmdkit.step.summed import summed_by_types
@@ -280,35 +281,6 @@ def all_real(gathered_mask: Any, axes: tuple[str, ...], num: int | None) -> jax.
 def first_microbatch_twice(cut_microbatches: Any, context: Any, x: jax.Array) -> jax.Array:
     parts = cut_microbatches(context, x)
     return jnp.concatenate([parts[:-1], parts[:1]])
-
-
-@contextlib.contextmanager
-def local_statistics(setting: Setting) -> Iterator[list[Any]]:
-    """Sums and means over replicas that the user's loss asks for give the replica's own value."""
-    acted: list[Any] = []
-
-    def alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(x: Any, axis_name: Any, **kwargs: Any) -> Any:
-            names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-            if not set(names) <= set(REPLICA_AXES):
-                return collective(x, axis_name, **kwargs)
-            acted.append(names)
-            return x
-
-        return instead
-
-    def make(local_gradient: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(loss_fn: Callable[..., Any], *rest: Any) -> Any:
-            def loss(*args: Any) -> Any:
-                with patched(lax, "psum", alone), patched(lax, "pmean", alone):
-                    return loss_fn(*args)
-
-            return local_gradient(loss, *rest)
-
-        return instead
-
-    with patched(gradient, "local_gradient", make):
-        yield acted
 
 
 # ---- optimizer and checkpoint -----------------------------------------------------------------------------------------

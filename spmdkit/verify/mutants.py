@@ -13,8 +13,8 @@ import optax
 
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
-from spmdkit.step import across, gradient
-from spmdkit.verify import mistakes
+from spmdkit.step import across, gradient, means
+from spmdkit.verify import mistakes, user_mistakes
 from spmdkit.verify.mistakes import Acting
 from spmdkit.verify.subject import Setting
 
@@ -48,7 +48,9 @@ class Mutant:
         apply: a context in which the mistake is in the program of a setting. Yields a list that holds something once the
             seam was used.
         unused: why it is not applicable where the seam was not used.
+        idle: why it is not applicable where it is in the program and changes no number beyond rounding; empty: it always does.
         restore: it acts where the state goes through a checkpoint.
+        traced: its seam is used while a program is traced, so that one in which it is not need not be run.
     """
 
     name: str
@@ -56,7 +58,9 @@ class Mutant:
     settings: Settings
     apply: Callable[[Setting], Acting]
     unused: str = "the task's own step reduces by itself"
+    idle: str = ""
     restore: bool = False
+    traced: bool = True
 
 
 # ---- where ------------------------------------------------------------------------------------------------------------
@@ -80,6 +84,10 @@ def _with_example_keys(known: Known) -> list[Setting] | str:
 
 def _with_gathered_rows(known: Known) -> list[Setting] | str:
     return _replicas(short=True)(known) if "all_gather" in known.uses else "the loss gathers no rows by sk.all_gather"
+
+
+def _with_example_mask(known: Known) -> list[Setting] | str:
+    return _replicas(short=True)(known) if "example_mask" in known.uses else "the task does not use sk.example_mask"
 
 
 def _replicas_clipped(known: Known) -> list[Setting] | str:
@@ -139,6 +147,7 @@ MUTANTS = (
         _replicas(),
         mistakes.typed_replicas,
         unused="the loss takes no derivative with respect to a constant",
+        idle="what is added up in the loss's derivatives with respect to constants is zero, or the same without",
     ),
     Mutant(
         "count_without_gradient",
@@ -171,6 +180,7 @@ MUTANTS = (
         "rows that fill up a short batch count",
         _replicas(short=True),
         mistakes.seam(feed, "place", mistakes.without_mask),
+        traced=False,
     ),
     Mutant(
         "padding_gathered",
@@ -183,8 +193,34 @@ MUTANTS = (
         "batch_statistics_per_replica",
         "sums over replicas inside the loss are left out",
         _replicas(),
-        mistakes.local_statistics,
+        user_mistakes.local_statistics,
         unused="the loss has no collective over replicas",
+    ),
+    Mutant(
+        "statistics_of_first_replica",
+        "sums over replicas inside the loss are the first replica's",
+        _replicas(),
+        user_mistakes.first_statistics,
+        unused="the loss has no collective over replicas",
+    ),
+    Mutant(
+        "mean_over_shard",
+        "the loss is a mean that each replica has taken already",
+        _replicas(short=True),
+        user_mistakes.in_loss(user_mistakes.shard_mean),
+        unused="the loss is no sk.mean",
+    ),
+    Mutant(
+        "example_keys_forgotten",
+        "examples draw from the loss's plain key",
+        _with_example_keys,
+        user_mistakes.in_loss(user_mistakes.forgotten_key),
+    ),
+    Mutant(
+        "padding_among_examples",
+        "the task's own mask has padding rows in it",
+        _with_example_mask,
+        mistakes.seam(means, "required", user_mistakes.unmasked),
     ),
     Mutant(
         "microbatch_twice",
@@ -231,6 +267,7 @@ MUTANTS = (
         lambda known: [Setting({"data": known.num_devices})],
         mistakes.losing_a_leaf,
         restore=True,
+        traced=False,
     ),
 )
 """Every mutant, in the order of the table."""

@@ -16,6 +16,8 @@ from spmdkit.verify import cases, certificate
 from spmdkit.verify.diagnosis import pattern
 from spmdkit.verify.pool import Pool
 
+SHOWN_NOISY = 4
+
 Report = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -207,6 +209,8 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         notes.append(
             f"the task rounds to {known['dtype']} by itself (an astype, jnp.float32), so the tolerance is that of {known['dtype']}"
         )
+    if noisy := known["below_noise"]:
+        notes.append(_noise(noisy))
     reducer, sync = (spec["config"][key] for key in ("reducer", "sync"))
     if sync != "every_step":
         notes.append(
@@ -226,6 +230,7 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         "tolerance": known["tolerances"]["gradient"],
         "tolerances": known["tolerances"],
         "one_ulp_moves": known["moved"],
+        "below_noise": sorted(known["below_noise"]),
         "cases": ran,
         "skipped": [
             {"mesh": o["mesh"], "microbatches": o["microbatches"], "reason": o["skipped"]}
@@ -243,6 +248,16 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         "steps": spec["steps"],
         "dtype": spec["dtype"],
     }
+
+
+def _noise(noisy: dict[str, tuple[int, int]]) -> str:
+    """Returns the remark on the parameters of whose gradient the optimizer makes steps of noise."""
+    named = [f"'{path}'" if num == of else f"'{path}' ({num} of {of} numbers)" for path, (num, of) in noisy.items()]
+    more = f" and {len(named) - SHOWN_NOISY} more" if len(named) > SHOWN_NOISY else ""
+    return (
+        f"below noise: the gradient of {', '.join(named[:SHOWN_NOISY])}{more} is what rounding leaves (a bias that cancels, most often), and the "
+        "optimizer makes steps of it, with other signs on every mesh. The gradient is compared; the steps are held to their size alone"
+    )
 
 
 def _raised(error: dict[str, Any]) -> SpmdkitError:

@@ -47,6 +47,7 @@ class Taken:
     gradient: Tree
     update: Tree
     optimizer: Tree
+    state: Tree
 
 
 @dataclasses.dataclass
@@ -105,7 +106,7 @@ class Subject:
 
     def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
         self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
-        self._task = with_constants(task, config.seed)
+        self._task = with_constants(task, config.seed, dtype)
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
 
@@ -119,18 +120,19 @@ class Subject:
         """Whether the config itself has short batches."""
         return self.config.data.remainder == "mask"
 
-    def program(self, setting: Setting, probe: bool = False) -> Program:
+    def program(self, setting: Setting, probe: bool = False, evaluated: bool = True) -> Program:
         """Returns the program of a setting on fake devices.
 
         Args:
             probe: whether it refuses padding rows that count. The reference does so for all.
+            evaluated: whether it has the task's evaluation, which costs a trace.
 
         Raises:
             ConfigError: the setting is not legal for this task.
         """
         num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
         devices = jax.devices()[:num_devices]
-        return Program(self._config(setting, num_devices), self._instrumented(setting), devices, probe)
+        return Program(self._config(setting, num_devices), self._instrumented(setting, evaluated), devices, probe)
 
     def _config(self, setting: Setting, num_devices: int) -> Config:
         changes: dict[str, Any] = {
@@ -162,7 +164,7 @@ class Subject:
             changes |= {"model_state": "global"}
         return replace_keys(self.config, changes)
 
-    def _instrumented(self, setting: Setting) -> Task:
+    def _instrumented(self, setting: Setting, evaluated: bool) -> Task:
         config = self.config
         if setting.clip_norm is not None:
             config = replace_keys(config, {"clip_norm": setting.clip_norm})
@@ -170,7 +172,7 @@ class Subject:
             self._task,
             optimizer=keeping(make_optimizer(config, self._task)),
             train_data=self._rows("train_data", self._num_train(setting)),
-            eval_data=self._rows("eval_data", self._num_eval()),
+            eval_data=self._rows("eval_data", self._num_eval()) if evaluated else None,
         )
         return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=counting(task.loss_fn))
 
@@ -237,7 +239,7 @@ class Subject:
         taken = []
         for batch in batches[:NUM_BATCHES]:
             state, metrics = program.step(begin(), batch)
-            taken.append(_taken(state, jax.device_get(metrics)))
+            taken.append(_taken(state, jax.device_get(metrics), _of_all_groups(state.model_state, program)))
         state, losses, last = begin(), list[float](), dict[str, Any]()
         for batch in batches[: self.steps]:
             state, last = program.step(state, batch)
@@ -311,7 +313,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:
+def _taken(state: TrainState, metrics: Mapping[str, Any], model_state: Any) -> Taken:
     kept: Watched = state.opt_state
     return Taken(
         loss=float(metrics.get("loss", np.nan)),
@@ -319,6 +321,7 @@ def _taken(state: TrainState, metrics: Mapping[str, Any]) -> Taken:
         gradient=flat(kept.gradient),
         update=flat(kept.update),
         optimizer=flat(kept.inner),
+        state=flat(model_state),
     )
 
 

@@ -111,7 +111,8 @@ def _mutants(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def _tolerance(report: Mapping[str, Any]) -> str:
-    from spmdkit.verify.compare import FLOOR_ULPS, MULTIPLE
+    from spmdkit.verify.compare import FLOOR_ULPS
+    from spmdkit.verify.noise import MULTIPLE
 
     return (
         f"Tolerance: gradient {report['tolerances']['gradient']:.1e}, loss {report['tolerances']['loss']:.1e}, relative 2-norm per leaf, "

@@ -62,7 +62,13 @@ def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, 
     if job["kind"] == "reference":
         reference = judge.reference(Setting({}, short=judge.subject.short))
         plain = judge.against_plain_jax()
-        return {"tolerances": reference.tolerance, "moved": reference.moved, "dtype": reference.dtype, "plain": plain}
+        outcome = {
+            "tolerances": reference.tolerance,
+            "moved": reference.moved,
+            "dtype": reference.dtype,
+            "plain": plain,
+        }
+        return outcome | {"below_noise": reference.noise.leaves}
     if job["kind"] == "mutant":
         return judge.mutant(job["name"], spec["devices"])
     return judge.case(job["mesh"], job["microbatches"], job["whole"])

@@ -11,6 +11,7 @@ from spmdkit.verify import compare, room
 from spmdkit.verify.diagnosis import diagnose, pattern
 from spmdkit.verify.finding import Deviation
 from spmdkit.verify.instruments import one_ulp
+from spmdkit.verify.noise import leaf_errors
 from spmdkit.verify.subject import Setting
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import judge
@@ -106,9 +107,9 @@ def test_a_task_too_large_for_this_machines_memory_is_refused_with_the_numbers(t
 def test_the_error_of_a_leaf_is_relative_to_its_norm_or_to_a_thousandth_of_the_trees():
     expected = {"large": np.full(4, 500.0), "zero": np.zeros(2), "count": np.array(3)}
     found = {"large": np.full(4, 500.5), "zero": np.array([0.1, 0.0]), "count": np.array(4)}
-    errors = compare.leaf_errors(found, expected)
+    errors = leaf_errors(found, expected)
     assert errors == {"large": pytest.approx(1e-3), "zero": pytest.approx(0.1), "count": 1.0}
-    assert compare.leaf_errors({}, {"a": np.ones(2)}) == {"a": np.inf}
+    assert leaf_errors({}, {"a": np.ones(2)}) == {"a": np.inf}
     nan = compare.Errors({"gradient": float("nan")}, {})
     assert nan.failed({"gradient": 1e-5}) == ["gradient"]
 
@@ -124,7 +125,7 @@ def test_the_tolerance_grows_with_what_one_ulp_does_and_has_a_floor_and_a_ceilin
     reference = judge(tasks.right).reference(Setting({}))
     results = reference.results
     floor = compare.FLOOR_ULPS * np.finfo(np.float32).eps
-    still, _ = compare.tolerances(results, lambda i: results, np.finfo(np.float32).eps)
+    still, _, _ = compare.tolerances(results, [results], np.finfo(np.float32).eps)
     assert still["gradient"] == pytest.approx(floor) and still["restore"] == 0
     assert floor <= reference.tolerance["gradient"] < 1e-4
 

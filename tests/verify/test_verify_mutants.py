@@ -9,7 +9,7 @@ from spmdkit.checkpoint import leaves
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
-from spmdkit.step import across, agree, gradient, reduction, sums
+from spmdkit.step import across, agree, gradient, means, reduction, sums
 from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of
@@ -19,7 +19,7 @@ from tests.support.verify_tasks import judge
 
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
 
-TABLES = (across, agree, feed, gradient, reduction, sums, leaves, ring_attention, vocab, parts)
+TABLES = (across, agree, feed, gradient, means, reduction, sums, leaves, ring_attention, vocab, parts)
 """Modules with a table of seams."""
 
 OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
@@ -83,6 +83,9 @@ def test_a_model_with_ops_is_equal_to_one_device(axis):
         ("key_shared_by_replicas", "sk.example_keys"),
         ("batch_statistics_per_replica", "no collective"),
         ("padding_gathered", "gathers no rows by sk.all_gather"),
+        ("statistics_of_first_replica", "no collective"),
+        ("padding_among_examples", "sk.example_mask"),
+        ("example_keys_forgotten", "sk.example_keys"),
         ("constant_summed", "no derivative with respect to a constant"),
         ("count_without_gradient", "does not depend on the parameters"),
         ("state_averaged", "no counter, maximum or key"),
@@ -99,6 +102,17 @@ def test_a_mutant_that_cannot_act_says_why(name, reason):
 def test_a_blunt_comparison_lets_a_mutant_through_and_says_so(monkeypatch):
     monkeypatch.setattr("spmdkit.verify.compare.Errors.failed", lambda *_: [])
     assert judge(tasks.right, "mask").mutant("reduction_doubled", 4)["caught"] is False
+
+
+def test_there_are_twenty_kinds_of_mistakes_those_of_users_too():
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names) >= 20
+    assert {
+        "mean_over_shard",
+        "example_keys_forgotten",
+        "padding_among_examples",
+        "statistics_of_first_replica",
+    } <= set(names)
 
 
 def test_a_mutant_leaves_the_package_as_it_was():

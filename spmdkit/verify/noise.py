@@ -1,0 +1,183 @@
+"""`Noise`: which numbers of a result are rounding noise, so that a comparison can say no more of them than how large they are.
+
+A key's bias cancels in the softmax, a bias before a batch norm in the norm: the true gradient is zero, what is computed is what rounding
+leaves. An optimizer that divides by the gradient's own size (Adam, Lion, LAMB) makes whole steps of it, with other signs on every mesh.
+
+Both are measured with the same probes as the tolerance, inputs moved by one ulp, through the user's own optimizer on one device:
+
+    element of a gradient below noise    |g| <= MULTIPLE * largest move of its leaf; its update, and the parameter after it, are bounded,
+                                         BOUND times as large as on one device and in the probes
+    leaf that noise moves                MULTIPLE * its error in a probe > LARGEST, beside such elements; it may differ by BOUND times that
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spmdkit.verify.subject import Results, Tree
+
+SMALL_LEAF = 1e-3
+"""Fraction of the tree's norm below which a leaf's norm is no measure: its true value may be zero."""
+
+MULTIPLE = 32
+"""Times the effect of one ulp in the input. A step adds in another order at every product and every sum; seen: at most 12 times."""
+
+LARGEST = 1e-2
+"""A tolerance is never larger: a function that turns one ulp into 3e-4 cannot be verified, and that is said."""
+
+BOUND = 4.0
+"""Times what noise does on one device, that it may do on a mesh: Adam's steps of it have one size and any sign, so that two differ by 2."""
+
+Part = tuple[str, Tree, Tree]
+"""(Which tree of a result, found, expected); `gradient 0` is that of the first batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """What is below noise, by the name of the tree and path of the leaf.
+
+    Attributes:
+        elements: bool arrays, True where a number is noise.
+        bounds: how much these may differ, as a 2-norm.
+        loose: how much a leaf that noise moves as a whole may differ, as an error.
+    """
+
+    elements: Mapping[str, Mapping[str, np.ndarray]] = dataclasses.field(default_factory=dict)
+    bounds: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    loose: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+
+    def errors(self, part: Part) -> dict[str, float]:
+        """Returns path -> error of the leaves of a tree that can be compared."""
+        name, found, expected = part
+        errors = leaf_errors(found, expected, self.elements.get(name, {}), self.bounds.get(name, {}))
+        loose = self.loose.get(name, {})
+        return {path: e for path, e in errors.items() if not e <= loose.get(path, 0.0)} if loose else errors
+
+    @property
+    def leaves(self) -> dict[str, tuple[int, int]]:
+        """Path -> (numbers below noise, numbers) of the parameters of which the optimizer makes steps of noise."""
+        found: dict[str, tuple[int, int]] = {}
+        for by_path in self.elements.values():
+            for path, mask in by_path.items():
+                found[path] = max(found.get(path, (0, mask.size)), (int(mask.sum()), mask.size))
+        return found
+
+
+def parts(quantity: str, found: Results, expected: Results) -> list[Part]:
+    """Returns the trees of a quantity, those of single steps first; none for a quantity of numbers."""
+    pairs = list(enumerate(zip(found.batches, expected.batches, strict=True)))
+    if quantity == "gradient":
+        return [(f"gradient {i}", f.gradient, e.gradient) for i, (f, e) in pairs]
+    if quantity == "update":
+        updates = [(f"update {i}", f.update, e.update) for i, (f, e) in pairs]
+        return updates + [(f"optimizer {i}", f.optimizer, e.optimizer) for i, (f, e) in pairs]
+    if quantity == "parameter":
+        return [("parameter", found.params, expected.params)]
+    if quantity == "state":
+        states = [(f"state {i}", f.state, e.state) for i, (f, e) in pairs]
+        return [*states, ("state", found.model_state, expected.model_state)]
+    return []
+
+
+def leaf_errors(
+    found: Tree,
+    expected: Tree,
+    noise: Mapping[str, np.ndarray] | None = None,
+    bounds: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Returns path -> error of each floating point leaf; another number of an integer leaf is an error of one.
+
+    Args:
+        noise: elements that are left out, but where they differ by more than the leaf's bound.
+    """
+    wide = {p: np.asarray(x, np.float64) for p, x in expected.items()}
+    floating = {p: x for p, x in wide.items() if _is_floating(expected[p])}
+    whole = np.sqrt(sum(float(np.sum(x**2)) for x in floating.values()))
+    errors = {}
+    for path, x in wide.items():
+        if path not in found or found[path].shape != x.shape:
+            errors[path] = float("inf")
+        elif path in floating:
+            norm = max(float(np.linalg.norm(x)), SMALL_LEAF * whole, 1e-30)
+            difference = np.asarray(found[path], np.float64) - x
+            mask = (noise or {}).get(path)
+            if mask is not None and np.linalg.norm(difference[mask]) <= (bounds or {})[path]:
+                difference = difference[~mask]
+            errors[path] = float(np.linalg.norm(difference)) / norm
+        else:
+            errors[path] = float(not np.array_equal(found[path], expected[path]))
+    return errors
+
+
+def _is_floating(x: np.ndarray) -> bool:
+    return x.dtype.kind == "f" or x.dtype.name.startswith(("bfloat16", "float"))
+
+
+def measure(reference: Results, probes: Sequence[Results]) -> Noise:
+    """Returns what is below noise on one device.
+
+    Args:
+        probes: of the same program, with the input moved by one ulp.
+    """
+    masks = [_below(i, reference, probes) for i in range(len(reference.batches))]
+    every = {path: np.any([mask[path] for mask in masks if path in mask], 0) for mask in masks for path in mask}
+    elements = {f"update {i}": mask for i, mask in enumerate(masks)} | {"parameter": every}
+    bounds: dict[str, dict[str, float]] = {}
+    for quantity, steps in (("update", 1), ("parameter", len(reference.losses))):
+        for name, _, right in parts(quantity, reference, reference):
+            for path, mask in elements.get(name, {}).items():
+                moved = max(float(np.linalg.norm((t[path] - right[path])[mask])) for t in _same(quantity, name, probes))
+                size = max(float(np.linalg.norm(b.update[path][mask])) for b in reference.batches)
+                bounds.setdefault(name, {})[path] = BOUND * (moved + steps * size)
+    noise = Noise(elements, bounds)
+    return dataclasses.replace(noise, loose=_loose(noise, reference, probes)) if every else noise
+
+
+def _same(quantity: str, name: str, results: Sequence[Results]) -> list[Tree]:
+    """Returns the tree of that name of each result."""
+    return [found for r in results for part, found, _ in parts(quantity, r, r) if part == name]
+
+
+def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[str, np.ndarray]:
+    """Returns the elements of a batch's gradient that are no larger than what rounding makes, where a step is made of them.
+
+    Only of leaves whose update noise moves by more than any tolerance.
+    """
+    right = reference.batches[index]
+    moved = [
+        leaf_errors(p.batches[index].update, right.update)
+        for p in probes
+        if p.batches[index].update.keys() == right.update.keys()
+    ]
+    below = {}
+    for path, x in right.gradient.items():
+        if path not in right.update or right.update[path].shape != x.shape or not _is_floating(x):
+            continue
+        gradient = np.asarray(x, np.float64)
+        moves = [np.abs(np.asarray(p.batches[index].gradient[path], np.float64) - gradient) for p in probes]
+        largest = np.max(moves, 0)
+        mask = (np.abs(gradient) <= MULTIPLE * largest.max(initial=0.0)) & ((gradient != 0) | (largest > 0))
+        if mask.all() or any(MULTIPLE * errors.get(path, 0.0) > LARGEST for errors in moved):
+            below[path] = mask
+    return {path: mask for path, mask in below.items() if mask.any()}
+
+
+def _loose(noise: Noise, reference: Results, probes: Sequence[Results]) -> dict[str, dict[str, float]]:
+    """Returns the errors that leaves may have which follow from steps of noise: of optimizer state, parameters and model state."""
+    loose: dict[str, dict[str, float]] = {}
+    for quantity in ("update", "parameter", "state"):
+        for probe in probes:
+            for part in parts(quantity, probe, reference):
+                for path, error in noise.errors(part).items():
+                    if MULTIPLE * error > LARGEST and _follows(part[0]):
+                        own = loose.setdefault(part[0], {})
+                        own[path] = max(own.get(path, LARGEST), BOUND * error)
+    return loose
+
+
+def _follows(name: str) -> bool:
+    """Returns whether a tree is what the optimizer made: the model state after a single step is not."""
+    return not name.startswith("state ")

@@ -1,0 +1,97 @@
+"""The mistakes of users that mutants make: in the loss itself, whatever the toolkit does with it.
+
+Each is a wrapper around the user's loss, put in at the seam `gradient: local_gradient` (mistakes.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit.mesh import REPLICA_AXES
+from spmdkit.step import gradient, scope
+from spmdkit.step.means import Mean
+from spmdkit.verify.mistakes import Acting, patched
+from spmdkit.verify.subject import Setting
+
+
+def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
+    """Returns a mutant's `apply`: `wrong(acted, loss_fn, *arguments)` instead of the user's `loss_fn(*arguments)`."""
+
+    @contextlib.contextmanager
+    def apply(setting: Setting) -> Iterator[list[Any]]:
+        acted: list[Any] = []
+
+        def make(local_gradient: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda loss_fn, *rest: local_gradient(functools.partial(wrong, acted, loss_fn), *rest)
+
+        with patched(gradient, "local_gradient", make):
+            yield acted
+
+    return apply
+
+
+def _instead_of_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], Acting]:
+    """Returns a mutant's `apply`: `of_replica(psum, x, names)` instead of the sums and means over replicas that the user's loss asks for."""
+
+    def wrong(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
+        psum = lax.psum
+
+        def make(collective: Callable[..., Any]) -> Callable[..., Any]:
+            def instead(x: Any, axis_name: Any, **kwargs: Any) -> Any:
+                names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+                if not set(names) <= set(REPLICA_AXES):
+                    return collective(x, axis_name, **kwargs)
+                acted.append(names)
+                return jax.tree.map(lambda leaf: of_replica(psum, leaf, names), x)
+
+            return instead
+
+        with patched(lax, "psum", make), patched(lax, "pmean", make):
+            return loss_fn(*args)
+
+    return in_loss(wrong)
+
+
+local_statistics = _instead_of_sums(lambda psum, x, names: x)
+"""Sums and means over replicas give the replica's own value."""
+
+first_statistics = _instead_of_sums(
+    lambda psum, x, names: psum(jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x)), names)
+)
+"""Sums and means over replicas give the first replica's value, on all of them."""
+
+
+def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
+    """The loss is the mean over the replica's own examples, as one value."""
+    out = loss_fn(*args)
+    loss, *rest = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out,)
+    if not isinstance(loss, Mean):
+        return out
+    acted.append(loss)
+    own = Mean(loss.value, loss.sum.dtype.type(1))
+    return (own, *rest) if rest else own
+
+
+def forgotten_key(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
+    """Example keys are made from the loss's plain key and the place among the replica's own examples."""
+    examples, key = scope.current_examples(), args[-1]
+    if examples is None or key is None:
+        return loss_fn(*args)
+    acted.append(key)
+    places = jnp.arange(examples.num, dtype=jnp.int32)
+    with scope.over(dataclasses.replace(examples, positions=places, key=key)):
+        return loss_fn(*args)
+
+
+def unmasked(required: Any, name: str) -> Any:
+    """`sk.example_mask()` is True on padding rows too, while `sk.mean` leaves them out."""
+    examples = required(name)
+    return dataclasses.replace(examples, mask=None) if "example_mask" in name else examples

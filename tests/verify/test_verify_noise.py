@@ -1,0 +1,108 @@
+"""What is rounding noise is no alarm: parameters without a gradient under optimizers that divide by its size; a fault beside them is seen."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from spmdkit.verify import noise
+from spmdkit.verify.subject import Setting
+from tests.support import verify_models as models
+
+pytestmark = pytest.mark.promotes("flax, equinox and optax promote, as users' models do")
+
+BELOW = {
+    "gpt2": {"layer0/qkv_bias": (8, 24)},
+    "flax_cnn": {"Conv_0/bias": (4, 4), "Conv_1/bias": (8, 8)},
+    "equinox": {"attention/key_proj/bias": (8, 8)},
+}
+"""Parameters whose true gradient is zero, with (numbers, of how many) that are."""
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_a_model_with_parameters_that_have_no_gradient_is_equal_to_one_device_and_they_are_named(model):
+    judge = models.judge(model)
+    found = judge.case({"data": 4}, 1, whole=True)
+    assert found["passed"], found
+    reference = judge.reference(Setting({}))
+    assert reference.noise.leaves == BELOW[model]
+    assert reference.tolerance["parameter"] < 1e-4  # of all others as sharp as ever
+    assert found["update_error"] < 1e-3 and found["parameter_error"] < 1e-5
+
+
+def test_sgd_makes_no_steps_of_noise_and_everything_is_compared():
+    judge = models.judge("gpt2", "sgd", 0.1)
+    assert judge.case({"data": 2, "fsdp": 2}, 1, whole=False)["passed"]
+    noisy = judge.reference(Setting({})).noise
+    assert noisy.leaves == {}
+
+
+def wrong_rate(optimizer, leaf):
+    """Returns the optimizer with a fault that is there on several devices only: one leaf's update is 1.1 times as large."""
+
+    def update(grads, state, params=None):
+        updates, state = optimizer.update(grads, state, params)
+        factor = 1.0 if len(params_devices) == 1 else 1.1
+        changed = lambda path, x: x * factor if jax.tree_util.keystr(path, simple=True, separator="/") == leaf else x
+        return jax.tree_util.tree_map_with_path(changed, updates), state
+
+    params_devices = [0]
+    return optax.GradientTransformation(optimizer.init, update), params_devices
+
+
+@pytest.mark.parametrize("leaf", ["layer0/out", "layer0/qkv_bias"])
+def test_a_fault_of_the_optimizer_beside_noise_and_in_the_same_leaf_is_seen(leaf):
+    optimizer, devices = wrong_rate(optax.adam(1e-3), leaf)
+    judge = models.new_judge(models.gpt2(optimizer))
+    judge.reference(Setting({}))
+    devices.append(1)
+    found = judge.case({"data": 2}, 1, whole=False)
+    assert not found["passed"] and "gradient" not in found["failed"]
+    assert found["worst_leaf"] == leaf and found["diagnosis"]["kind"] == "optimizer"
+
+
+def test_a_wrong_gradient_of_a_leaf_that_has_none_is_seen():
+    """On two devices the bias of the keys gets a gradient."""
+    right = models.gpt2(optax.adam(1e-3))
+
+    def loss_fn(params, batch, key):
+        replica = lax.axis_index("data")  # 0 on one device
+        return right.loss_fn(params, batch, key) * (1 + replica * jnp.sum(params["layer0"]["qkv_bias"][8:16]))
+
+    found = models.new_judge(dataclasses.replace(right, loss_fn=loss_fn)).case({"data": 2}, 1, whole=False)
+    assert not found["passed"] and "gradient" in found["failed"] and found["worst_leaf"] == "layer0/qkv_bias"
+
+
+def test_mutants_are_caught_with_parameters_that_have_no_gradient():
+    judge = models.judge("gpt2")
+    for name in ("reduction_doubled", "clip_by_replica_norm"):
+        found = judge.mutant(name, 2)
+        assert found.get("caught"), found
+
+
+def test_steps_of_noise_are_bounded_by_their_size():
+    expected = {"b": np.array([1e-3, -1e-3, 5.0])}
+    mask, bounds = {"b": np.array([True, True, False])}, {"b": 4e-3}
+    flipped, ten_times = {"b": np.array([-1e-3, 1e-3, 5.0])}, {"b": np.array([1e-2, 1e-2, 5.0])}
+    assert noise.leaf_errors(flipped, expected, mask, bounds) == {"b": 0.0}
+    assert noise.leaf_errors(ten_times, expected, mask, bounds)["b"] > 1e-3
+    assert noise.leaf_errors(flipped, expected)["b"] > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32], ids=["promoting", "casting"])
+def test_in_64_bits_a_model_whose_own_code_casts_is_verified(dtype):
+    """flax's batch norm computes its statistics in float32 at least, whatever its state was made in."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        judge = models.new_judge(models.cnn(optax.sgd(0.1), dtype), "float64")
+        found = judge.case({"data": 2}, 1, whole=False)
+        reference = judge.reference(Setting({}))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert found["passed"], found
+    assert reference.dtype == ("float64" if dtype is None else "float32")
+    assert (found["gradient_error"] < 1e-9) == (dtype is None)
