@@ -72,7 +72,11 @@ def save(run: Run, step: int, state: TrainState) -> None:
         if bad is not None:
             text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {run.newest()}"
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps:
-                raise NonFiniteError(f"{text} Lower the learning rate or set clip_norm, and start again from there.")
+                # Of several processes the one whose devices have seen the gradient knows the batch; that is agreed on later than now.
+                raise NonFiniteError(
+                    run.due.why_stopping()
+                    or f"{text} Lower the learning rate or set clip_norm, and start again from there."
+                )
             run.message(text)
             return
         run.sinks.flush()

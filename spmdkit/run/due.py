@@ -10,7 +10,7 @@ from spmdkit import journal, user_code
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 from spmdkit.run.hooks import names
-from spmdkit.run.hooks.base import Action, Decision, Hook, Replace, decide, from_json, to_json
+from spmdkit.run.hooks.base import Action, Decision, Hook, Replace, Stop, decide, from_json, to_json
 
 
 class Due:
@@ -128,6 +128,11 @@ class Due:
             return NOTHING
         asked, self._now = self._now, []
         return decide(asked)
+
+    def why_stopping(self) -> str:
+        """Returns why some process asks to stop, the same on all, or an empty text. To be called by all of them at one place."""
+        whys = [action.why for action in (*self._now, *self._pending) if isinstance(action, Stop)]
+        return next(filter(None, self._cluster.gather("why", next(iter(whys), ""))), "")
 
     def _everybodys(self, step: int) -> list[Action]:
         """Returns the actions that any process waits for, in the order of the processes."""
