@@ -79,6 +79,13 @@ class ExampleSource:
                 out[row] = leaf
         return self._treedef.unflatten(rows)
 
+    def left_out(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
+        """Returns bool[len(indices)] of those in whose place `gather` has given another one, None where none may be left out."""
+        ledger = self._access.ledger
+        if ledger is None or not ledger.limit:
+            return None
+        return np.array([ledger.has(batch, index) for index in indices.tolist()], bool)
+
     def _readable(self, index: int, epoch: int, batch: int | None) -> list[np.ndarray]:
         """Returns the leaves of example `index`, or of the next one that can be read where some may be left out."""
         ledger = self._access.ledger

@@ -21,7 +21,10 @@ class HostBatch(NamedTuple):
 def read_step(
     source: Source, schedule: Schedule, positions: np.ndarray | None, step: int
 ) -> tuple[Any, np.ndarray | None]:
-    """Returns `(examples, mask | None)` of `step`: the rows of the global batch at `positions`."""
+    """Returns `(examples, mask | None)` of `step`: the rows of the global batch at `positions`.
+
+    Where batches can be short anyhow, a row that was left out is padding.
+    """
     indices, mask = schedule.batch(step)
     if positions is not None:
         indices, mask = indices[positions], mask[positions]
@@ -29,4 +32,7 @@ def read_step(
         examples = source.gather(indices, schedule.epoch(step), schedule.number(step))
     except (ConfigError, UserCodeError) as error:
         raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
-    return examples, (None if schedule.always_full else mask)
+    if schedule.always_full:
+        return examples, None
+    left_out = source.left_out(indices, schedule.number(step))
+    return examples, mask if left_out is None else mask & ~left_out

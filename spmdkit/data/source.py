@@ -44,6 +44,9 @@ class Source(Protocol):
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
         """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len), of the batch of that number."""
 
+    def left_out(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
+        """Returns bool[len(indices)] of those that `gather` has left out of the batch of that number, None where none may be."""
+
     def element(self) -> Any:
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
 
@@ -132,6 +135,9 @@ class ArraySource:
         if self._narrow:
             rows = [narrow(*args) for args in zip(self._where, rows, self._dtypes, strict=True)]
         return self._treedef.unflatten(rows)
+
+    def left_out(self, indices: np.ndarray, batch: int) -> None:
+        """Returns None: every row of an array can be read."""
 
     def element(self) -> Any:
         """Returns the shape and dtype of one example."""

@@ -152,10 +152,10 @@ def _say_finished(run: Run) -> None:
 
 def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
     """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped it."""
-    program, due, stop = run.program, run.due, None
+    program, due, together, stop = run.program, run.due, run.together, None
     run.throughput.start()
     due.tell("begin", run, run.step, state)
-    due.keeps_errors = run.together.is_on
+    due.keeps_errors = together.is_on
     try:
         while (taken := next_of_all(run, state, batches, stop)) is not None:
             step, batch, wait_s = taken
@@ -168,7 +168,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
             state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
     except Exception as error:
         keep_work(run, state, error)
-        run.together.part()
+        together.part()
         raise
     finally:
         due.keeps_errors = False
