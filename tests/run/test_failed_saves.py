@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,19 +24,19 @@ from tests.support.small_runs import events, line_task, steps, train
 @pytest.fixture
 def disk(monkeypatch):
     """A disk that is full at the steps in the list, as often as they stand there; `fired` counts."""
-    real, full, fired = records.write_record, [], []
+    real, fired = records.write_record, []
 
     def write(folder, record):
-        if record.step in full:
-            full.remove(record.step)
+        if record.step in disk.full:
+            disk.full.remove(record.step)
             fired.append(record.step)
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(disk.number, os.strerror(disk.number))
         real(folder, record)
 
     monkeypatch.setattr(records, "write_record", write)
     monkeypatch.setattr(saves, "PAUSE_S", 0.0)
-    full_disk = type("Disk", (), {"full": full, "fired": fired})
-    yield full_disk
+    disk = SimpleNamespace(full=[], fired=fired, number=errno.ENOSPC)
+    yield disk
     assert fired, "the injection did not fire"
 
 
@@ -44,18 +46,15 @@ def saved(folder):
     return [row["step"] for row in ls(folder / "run/checkpoints")]
 
 
-def test_a_save_that_fails_is_told_and_made_up_for_at_the_next_interval(tmp_path, disk, capsys):
-    disk.full += [10]
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_a_save_that_fails_is_told_and_made_up_for_at_the_next_interval(tmp_path, disk, capsys, number):
+    """tests/system/test_disk_trouble.py has file systems that answer so."""
+    disk.full, disk.number = [10], number
     result = train(tmp_path, checkpoint={"every_steps": 5, "keep": 9})
     out = capsys.readouterr().out
-    assert (
-        "WARNING: saving step 10" in out
-        and "No space left on device" in out
-        and "1 of checkpoint.max_failures 3" in out
-    )
+    assert "WARNING: saving step 10" in out and os.strerror(number) in out and "1 of checkpoint.max_failures 3" in out
     assert saved(tmp_path) == [5, 15, 20] and steps(tmp_path) == [1, 5, 10, 15, 20]
     assert [(e["step"], e["failures"]) for e in events(tmp_path, "save failed")] == [(10, 1)]
-    disk.full += [10]
     undisturbed = train(tmp_path / "other", checkpoint=None)
     assert np.array_equal(result.state.params["w"], undisturbed.state.params["w"])
 
