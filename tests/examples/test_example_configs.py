@@ -119,9 +119,15 @@ def recurrent_on_one_device():
 @pytest.mark.parametrize(
     "mesh",
     [
-        "fsdp: 2, context: 2, tensor: 2",
-        "data: 2, context: 2, pipeline: 2",
-        pytest.param("replica: 2, expert: 2, tensor: 2", marks=pytest.mark.slow),
+        "context: 2, tensor: 2, pipeline: 2",
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in (
+                "fsdp: 2, context: 2, tensor: 2",
+                "data: 2, context: 2, pipeline: 2",
+                "replica: 2, expert: 2, tensor: 2",
+            )
+        ),
     ],
 )
 def test_the_mesh_changes_nothing_but_where_the_recurrent_model_lives(mesh, recurrent_on_one_device):
@@ -129,6 +135,7 @@ def test_the_mesh_changes_nothing_but_where_the_recurrent_model_lives(mesh, recu
     np.testing.assert_allclose(losses, recurrent_on_one_device[0], rtol=1e-4)
 
 
+@pytest.mark.slow  # of the same GPT in `tests/step/test_equal_to_one_device.py`
 def test_bfloat16_stays_close_to_float32(one_device):
     losses, _, state = run("bfloat16", *QUICK_GPT)
     np.testing.assert_allclose(losses, one_device[0], rtol=0.02)

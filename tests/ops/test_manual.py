@@ -73,8 +73,13 @@ def one_device():
     return train(program_of(task()), evaluate=False)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"),
+    [
+        *((mesh, 2) for mesh in MESHES),
+        *(pytest.param(mesh, 1, marks=[pytest.mark.slow] * (mesh != "data 2 x fsdp 2 x tensor 2")) for mesh in MESHES),
+    ],
+)
 def test_a_written_out_layer_is_that_of_one_device(mesh, microbatches, one_device):
     program = program_of(task(remat=microbatches == 2), microbatches=microbatches, **MESHES[mesh])
     assert_same_run(train(program, evaluate=False), one_device)
