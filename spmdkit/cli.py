@@ -205,6 +205,7 @@ def launch(
     num: Annotated[int, typer.Option("-n", help="Processes on this machine.")],
     devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
     max_restarts: Annotated[int, typer.Option(help="How often all are started again after a failure.")] = 0,
+    grace_s: Annotated[float, typer.Option(help="Seconds to save and leave after a signal.")] = 15.0,
 ) -> None:
     """Run a spmdkit command in several processes on this machine; the first failure ends all."""
     from spmdkit.launch import launch as run
@@ -213,7 +214,13 @@ def launch(
         raise ConfigError(
             "launch: nothing to run. The command follows two dashes. Try spmdkit launch -n 2 -- train CONFIG."
         )
-    code = run([sys.executable, "-m", "spmdkit", *context.args], num, devices_per_process, max_restarts=max_restarts)
+    code = run(
+        [sys.executable, "-m", "spmdkit", *context.args],
+        num,
+        devices_per_process,
+        grace_s=grace_s,
+        max_restarts=max_restarts,
+    )
     raise SystemExit(code)
 
 

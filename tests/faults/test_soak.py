@@ -10,8 +10,8 @@ import pytest
 pytestmark = pytest.mark.processes
 
 SOAK_S = float(os.environ.get("SOAK_S", "3600"))
-SLOW_S, SAVE_S = 20.0, 5.0
-"""What compiling and an evaluation take, and the commit of a save: shorter than the time that launch leaves for the last one."""
+SLOW_S, SAVE_S = 20.0, 2.0
+"""What compiling and an evaluation take, and each of the two renames of a save: two saves take less than the time that launch leaves for the last one."""
 
 
 def events_of(job, kind):
