@@ -87,6 +87,8 @@ def launch(
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
     if devices_per_process is not None and devices_per_process < 1:
         raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device. Try 1.")
+    if not 0 <= grace_s < 86400:
+        raise ConfigError(f"--grace-s {grace_s:g}: seconds, from 0 to less than a day. Try 60.")
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
     job = Job(command, num_processes, devices_per_process, env, grace_s)

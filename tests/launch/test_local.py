@@ -189,6 +189,13 @@ def test_counts_below_one_are_refused(count, devices):
         launch([sys.executable, "-c", ""], count, devices)
 
 
+@pytest.mark.parametrize("options", [{"max_restarts": -1}, {"grace_s": -1.0}, {"grace_s": float("nan")}])
+def test_restarts_and_seconds_that_cannot_be_are_refused(options):
+    name = "--" + next(iter(options)).replace("_", "-")
+    with pytest.raises(ConfigError, match=name):
+        launch([sys.executable, "-c", ""], 1, **options)
+
+
 def test_the_processes_are_told_their_place_and_keep_the_rest(tmp_path):
     env = child_environment({"HOME": "/h", "http_proxy": "p", "no_proxy": "x"}, "127.0.0.1:9", 4, 2, 3, tmp_path / "e")
     assert env["HOME"] == "/h"
