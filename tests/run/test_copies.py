@@ -14,6 +14,7 @@ from spmdkit.errors import NonFiniteError
 from spmdkit.program.copies import Copies
 from tests.support.core_models import regression
 from tests.support.core_runs import program_of
+from tests.support.small_runs import config_of
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 
@@ -94,9 +95,7 @@ def train(tmp_path, flip_at=None, device=2, **changes):
             return sk.Replace(state.replace(params={"w": flipped(state.params["w"], device)}))
 
     fired = []
-    values = {
-        "task": "inline.py:task",
-        "run_dir": str(tmp_path / "run"),
+    four_devices = {
         "steps": 9,
         "batch_size": 8,
         "devices": "cpu:4",
@@ -105,7 +104,7 @@ def train(tmp_path, flip_at=None, device=2, **changes):
         "checkpoint": {"every_steps": 3, "keep": 9},
         "check_copies": {"every_steps": 3},
     }
-    config = sk.Config(**values | changes)
+    config = config_of(tmp_path, **four_devices | changes)
     hooks = [sk.Hook("corrupt", order=1, after_step=corrupt)] if flip_at else []
     task = sk.Task(
         lambda key: {"w": jnp.ones(4)},
