@@ -1,4 +1,4 @@
-# make demo | test | quick | extras | thorough | verify | tpu | lint | fuzz | bench | constraints. Everything runs in .venv, made from constraints.txt on
+# make demo | test | quick | extras | thorough | verify | tpu | lint | fuzz | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
 # first use; what needs a package of more than 100 MB (the TPU compiler) in .venv-extras.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test quick extras thorough verify tpu lint types fuzz bench constraints versions browser clean
+.PHONY: demo test quick extras thorough verify tpu lint types fuzz bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -54,6 +54,10 @@ bench: $(VENV)/.test
 versions: $(VENV)/.test
 	@TPU_SKIP_MDS_QUERY=1 TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost \
 		TPU_WORKER_ID=0 $(BIN)/python -m spmdkit doctor
+
+# What `make quick` runs, on each pair of Python and jax that is supported, in environments of their own. `make versions-matrix ONLY=3.13-0.12`.
+versions-matrix:
+	$(BOUND) 21600 $(PYTHON) benchmarks/versions_matrix.py $(if $(ONLY),--only $(ONLY))
 
 # Pages are looked at in headless Chromium. Where it cannot be installed, that one test is skipped and says why.
 browser:

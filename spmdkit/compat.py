@@ -1,4 +1,4 @@
-"""The names of JAX that move between versions, for `jax>=0.10.2,<0.12`. Nothing else in the package tests a version."""
+"""The names of JAX that move between versions, for `jax>=0.10.2,<0.13`. Nothing else in the package tests a version."""
 
 from __future__ import annotations
 
