@@ -175,6 +175,9 @@ def verify(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     certificate: Annotated[Path | None, typer.Option(help="File to write, which train can require.")] = None,
     resume: Annotated[Path | None, typer.Option(help="File of finished cases: they are not run again.")] = None,
+    locate: Annotated[
+        bool, typer.Option("--locate", help="Say of mutants, too, which line is the first to differ.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """Prove that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
@@ -192,6 +195,7 @@ def verify(
         mutants=mutants,
         batch_size_given=gives_batch_size(overrides or []),
         resume=resume,
+        locate=locate,
     )
     raise SystemExit(run_verify(_load(config, overrides), options, certificate=certificate, as_json=json_))
 

@@ -5,12 +5,13 @@ References are made once. With a folder they are shared with other processes, wh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import pickle
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -22,8 +23,9 @@ from spmdkit.step import gradient
 from spmdkit.verify import compare, mistakes, mutants
 from spmdkit.verify.cases import provable
 from spmdkit.verify.diagnosis import diagnose
-from spmdkit.verify.finding import find
+from spmdkit.verify.finding import Deviation, find
 from spmdkit.verify.instruments import one_ulp, working_dtype
+from spmdkit.verify.locate import Right, locate_in, right
 from spmdkit.verify.noise import Noise, leaf_errors
 from spmdkit.verify.plain import plain
 from spmdkit.verify.subject import Results, Setting, Subject
@@ -41,11 +43,17 @@ class Reference(NamedTuple):
 
 
 class Judge:
-    """Compares settings of a subject with one device."""
+    """Compares settings of a subject with one device.
 
-    def __init__(self, subject: Subject, folder: Path | None = None):
-        self.subject, self._folder = subject, folder
+    Args:
+        folder: where references are shared with other processes.
+        locate: `cases` that differ are located, or `all`: mutants too.
+    """
+
+    def __init__(self, subject: Subject, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
+        self.subject, self._folder, self.locate = subject, folder, locate
         self._references: dict[str, Reference] = {}
+        self._rights: dict[str, Right] = {}
 
     # ---- references --------------------------------------------------------------------------------------------------
 
@@ -145,8 +153,6 @@ class Judge:
         except ConfigError as error:
             return name | {"skipped": _first_line(error)}
         found = self.subject.run(program, evaluate=whole, restore=whole)
-        del program
-        jax.clear_caches()
         errors = compare.compare(found, reference.results, reference.noise)
         failed = errors.failed(reference.tolerance)
         outcome = name | compare.as_numbers(errors)
@@ -155,7 +161,24 @@ class Judge:
             finding = find(found, reference.results, errors, reference.tolerance, reference.noise, setting.short)
             seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
             outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
+            outcome |= self._located(setting, program, finding) if self.locate else {}
+        del program
+        jax.clear_caches()
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
+
+    def _located(self, setting: Setting, program: Program, finding: Deviation) -> dict[str, Any]:
+        """Returns `located`: the first value of the step that differs, or the reason why there is no single line to tell."""
+        try:
+            one = dataclasses.replace(setting, mesh={})
+            key = f"{one} {finding.batch}"
+            if key not in self._rights:
+                self._rights = {key: right(self.subject, one, finding.batch)}  # of one setting: they are large
+            found = locate_in(self._rights[key], setting, program, finding.quantity, finding.batch)
+        except Exception as error:  # noqa: BLE001 - the case has failed anyway; where it differs is one more thing to know
+            return {"located": None, "not_located": f"{type(error).__name__}: {_first_line(error)}"}
+        if found is None:
+            return {"located": None, "not_located": "no single line is the first to differ"}
+        return {"located": {**found._asdict(), "text": found.text}}
 
     def _name(self, setting: Setting) -> dict[str, Any]:
         config = self.subject.config
@@ -247,7 +270,8 @@ class Judge:
         finding = find(found, reference.results, errors, reference.tolerance, reference.noise, short)
         seen = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
         by = "gradient" if "gradient" in failed else failed[0]
-        return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict()}
+        located = self._located(setting, program, finding) if self.locate == "all" else {}
+        return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict(), **located}
 
     def _refused(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
         """Returns the outcome of a mutant that was refused: caught, where the program without it is legal."""

@@ -36,6 +36,7 @@ class VerifyOptions:
         jobs: worker processes.
         mutants: also prove that mistakes are seen.
         batch_size_given: the config's batch size was asked for; else a small one is chosen.
+        locate: also say of each mutant where it first differs; of cases that differ it is always said.
         resume: file of finished cases, which are not run again; new ones are added.
     """
 
@@ -49,6 +50,7 @@ class VerifyOptions:
     mutants: bool = True
     batch_size_given: bool = False
     resume: Path | None = None
+    locate: bool = False
 
 
 def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None) -> Report:
@@ -83,6 +85,7 @@ def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None)
         "steps": options.steps,
         "dtype": "float64" if options.float64 else "float32",
         "devices": num_devices,
+        "locate": "all" if options.locate else "cases",
     }
     jobs = _case_jobs(meshes, microbatches)
     if options.mutants and num_devices > 1:

@@ -26,6 +26,10 @@ def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None
             seen = case["diagnosis"]
             console.print(f"[bold red]{describe_case(case['mesh'], case['microbatches'])}[/]: {seen['kind']}")
             console.print(f"  {escape(seen['found'])}")
+            if located := case.get("located"):
+                console.print(f"  [bold]first[/] {escape(located['text'])}")
+            elif reason := case.get("not_located"):
+                console.print(f"  [dim]not located: {escape(reason)}[/]")
             console.print(f"  [bold]repair[/] {escape(seen['repair'])}")
     _plain(console, report.get("plain_jax", {}))
     if report["pattern"]:
@@ -106,6 +110,9 @@ def _mutants(console: Console, report: Mapping[str, Any]) -> None:
         table.add_row(mutant["name"], mutant.get("does", ""), mesh, by)
     if report["mutants"]:
         console.print(table)
+    for mutant in report["mutants"]:
+        if located := mutant.get("located"):
+            console.print(f"  {mutant['name']}: {escape(located['text'])}")
     for mutant in report["not_applicable"]:
         console.print(f"  {mutant['name']}: [dim]not applicable, {escape(mutant['reason'])}[/]")
 

@@ -76,7 +76,7 @@ def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any
     if not isinstance(loss, Mean):
         return out
     acted.append(loss)
-    own = Mean(loss.value, loss.sum.dtype.type(1))
+    own = Mean(loss.sum / jnp.maximum(loss.count, 1), loss.sum.dtype.type(1))
     return (own, *rest) if rest else own
 
 

@@ -53,7 +53,7 @@ def _open(spec: dict[str, Any]) -> Any:
     task = load_task(target, name, config.folder, config.task_args)
     check_room(task, spec["devices"], spec["jobs"])
     subject = Subject(config, task, spec["batch_size"], spec["steps"], spec["dtype"])
-    return Judge(subject, Path(spec["folder"]))
+    return Judge(subject, Path(spec["folder"]), spec["locate"])
 
 
 def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:

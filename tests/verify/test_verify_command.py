@@ -1,6 +1,7 @@
 """`spmdkit verify` as a user runs it: exit codes, JSON, table, certificates, and workers that die."""
 
 import json
+import re
 
 import pytest
 
@@ -111,6 +112,7 @@ def test_a_wrong_task_gives_1_a_table_of_at_most_100_columns_and_a_certificate_t
     assert run(*FEW, "--certificate", "proof.json", "task_args.wrong=true") == 1
     table = capfd.readouterr().out
     assert "reduced twice" in table and "DIFFERS" in table and "failed: 0 of 1 cases" in table
+    assert re.search(r"first .*task.py:\d+", table.replace("\n", "")), table
     assert max(map(len, table.splitlines())) <= 100
     with pytest.raises(ConfigError, match="did not pass"):
         train(config(certificate="proof.json", **{"task_args.wrong": "true"}))

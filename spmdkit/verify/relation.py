@@ -1,0 +1,146 @@
+"""How a value on a mesh is made of the same value on one device, by trying: whole, cut, repeated, a part of a sum or of a mean, or another one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdkit.verify.noise import MULTIPLE
+
+FLOOR = 1e-5
+"""Relative 2-norm below which two values are the same, where an ulp in the input moves less."""
+
+FAR = 1e-3
+"""Relative 2-norm above which they are not; what is between is left open, and no line is told for it."""
+
+NEAR = 0.01
+"""Relative distance at which a factor is taken for a whole number."""
+
+
+class Relation(NamedTuple):
+    """How a value of a mesh is made of that of one device: `same`, `sum`, `mean` over axes, `differs`, or `open`."""
+
+    kind: str
+    axes: str = ""
+
+
+def related(
+    found: np.ndarray,
+    right: np.ndarray,
+    stacked: Mapping[str, int],
+    axes: Mapping[str, int],
+    noise: Callable[[float], float],
+) -> Relation:
+    """Returns how `found`, stacked over devices or global, is made of `right`."""
+    if found.dtype.kind == "b" or found.dtype.kind in "iu":
+        found, right = found.astype(np.float64), right.astype(np.float64)
+    near, far = noise(FLOOR), noise(FAR)
+    best = math.inf
+    by_axis = found.reshape(*stacked.values(), *found.shape[1:]) if stacked else found
+    names = [*stacked, *[""] * (by_axis.ndim - len(stacked))]
+    for kind, over, candidate in _candidates(by_axis, names, right.size):
+        apart = distance_in_any_order(candidate, right)
+        if apart <= near:
+            return Relation(
+                kind, " x ".join(n for n in over if n) or _size_named(by_axis.size // max(right.size, 1), axes)
+            )
+        best = min(best, apart)
+    return Relation("differs" if best > far else "open")
+
+
+def _candidates(x: np.ndarray, names: Sequence[str], size: int) -> Iterator[tuple[str, list[str], np.ndarray]]:
+    """Yields (kind, names of the dims, values) of what a value of that size on one device can be in `x`."""
+    if x.size == size:
+        yield "same", [], x
+    if not size or x.size % size or (x.size == size and size > 1 and not any(names)):
+        return
+    times = x.size // size
+    for num in range(min(3, x.ndim) + 1):
+        for dims in itertools.combinations(range(x.ndim), num):
+            count = math.prod(x.shape[d] for d in dims)
+            if count == 1:
+                continue
+            if count == times:
+                yield from _over(x, dims, names)
+
+
+def _over(x: np.ndarray, dims: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, list[str], np.ndarray]]:
+    """Yields what is left of `x` where it is the same along some of `dims`, and a part of a sum along the others."""
+    scale = float(np.abs(x).max(initial=0)) if np.isfinite(x).all() else 0.0
+    for num in range(len(dims), -1, -1):
+        for same in itertools.combinations(dims, num):
+            first = x
+            for d in same:
+                first = np.take(first, [0], axis=d)
+            if not np.allclose(x, first, rtol=1e-4, atol=1e-5 * scale, equal_nan=True):
+                continue
+            rest = tuple(d for d in dims if d not in same)
+            if not rest:
+                yield "same", [names[d] for d in same], first
+                return
+            over = [names[d] for d in rest]
+            yield "sum", over, first.sum(rest)
+            yield "mean", over, first.mean(rest)
+
+
+def _size_named(size: int, axes: Mapping[str, int]) -> str:
+    for num in range(1, len(axes) + 1):
+        for names in itertools.combinations(axes, num):
+            if math.prod(axes[n] for n in names) == size:
+                return " x ".join(names)
+    return ""
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> float:
+    x, y = np.asarray(x, np.float64).ravel(), np.asarray(y, np.float64).ravel()
+    if x.size != y.size:
+        return math.inf
+    apart = float(np.linalg.norm(x - y))
+    return apart if math.isfinite(apart) else 0.0 if np.array_equal(x, y, equal_nan=True) else math.inf
+
+
+def distance_in_any_order(x: np.ndarray, y: np.ndarray) -> float:
+    apart = distance(x, y)
+    return min(apart, distance(np.sort(x, axis=None), np.sort(y, axis=None)))
+
+
+def noise_of(right: np.ndarray, ulps: Sequence[np.ndarray], least: float) -> float:
+    """Returns the distance from `right` that is nothing: `least` of its norm, or what one ulp in the input makes of it."""
+    norm = float(np.linalg.norm(np.asarray(right, np.float64)))
+    moved = max((distance(x, right) for x in ulps), default=0.0)
+    return max(least * norm, MULTIPLE * moved if math.isfinite(moved) else 0.0, 1e-30)
+
+
+def difference(
+    found: np.ndarray, right: np.ndarray, stacked: Mapping[str, int], axes: Mapping[str, int]
+) -> tuple[str, str] | None:
+    """Returns (how a value differs, over which axes) in words, None where it has no simple relation."""
+    x, y = np.asarray(found, np.float64), np.asarray(right, np.float64)
+    every = " x ".join(axes)
+    by_axis = x.reshape(*stacked.values(), *x.shape[1:]) if stacked else x
+    names = [*stacked, *[""] * (by_axis.ndim - len(stacked))]
+    for _, _, candidate in _candidates(by_axis, names, y.size):
+        flat, whole = candidate.ravel(), y.ravel()
+        factor = float(flat @ whole / max(float(whole @ whole), 1e-300))
+        if factor and np.linalg.norm(flat - factor * whole) <= FAR * float(np.linalg.norm(flat)):
+            times = max(abs(factor), 1 / abs(factor))
+            of = _size_named(round(times), axes) if abs(times / round(times) - 1) < NEAR else ""
+            if y.size == 1 and not of:
+                continue  # any number is a multiple of another
+            word = f"is {factor:.4g} times" if abs(factor) > 1 else f"is 1/{1 / factor:.4g} of"
+            return f"{word} that of one device{f': the size of {of}' if of else ''}", of or every
+    if x.ndim and y.ndim and x.size == y.size and x.size:
+        rows = [np.sort(z.reshape(-1, y.shape[-1]).sum(-1)) for z in (x, y)]
+        if rows[0].shape == rows[1].shape and np.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-6):
+            return "has the rows of one device in another order", every
+    if stacked and x.shape[1:] == y.shape:
+        over = " x ".join(axis for axis, size in stacked.items() if size > 1)
+        return f"is of one shard alone, another on each ({over})", over
+    if x.size == y.size:
+        error = np.linalg.norm(x.ravel() - y.ravel()) / max(float(np.linalg.norm(y)), 1e-30)
+        return f"is another value ({error:.1e})", every
+    return None

@@ -1,0 +1,111 @@
+"""`locate`: the first value that differs between one device and a mesh, with its line; no line where more than one would do."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from spmdkit.verify import locate, mistakes
+from spmdkit.verify.relation import FAR, FLOOR, difference, related
+from spmdkit.verify.subject import Setting
+from tests.support import verify_tasks as tasks
+
+pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
+
+SETTING = Setting({"data": 4})
+AXES = {"data": 4}
+
+
+def located(loss_fn):
+    """Returns what `verify` tells of a user's loss on data 4."""
+    subject = tasks.judge(loss_fn).subject
+    program = subject.program(SETTING)
+    return locate.locate_in(locate.right(subject, SETTING, 0), SETTING, program, "gradient", 0)
+
+
+def is_in(line, function):
+    """Returns whether `file.py:12 (name)` is a line of a function's text."""
+    file, _, number = line.partition(" ")[0].rpartition(":")
+    lines, first = inspect.getsourcelines(function)
+    return inspect.getsourcefile(function).endswith(file) and first <= int(number) < first + len(lines)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        (tasks.own_statistics, "each shard's own mean over data"),
+        (tasks.mean_of_means, "of one shard alone, another on each"),
+        (tasks.divided_twice, "is 1/4 of that of one device: the size of data"),
+        (tasks.summed_twice, "is 4 times that of one device: the size of data"),
+        (tasks.plain_key, "random_bits"),
+        (tasks.one_leaf, "axis_index"),
+        (tasks.cut_off, ""),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_mistake_of_the_users_is_told_with_its_line(loss_fn, says):
+    found = located(loss_fn)
+    assert found is not None and is_in(found.line, loss_fn), found
+    assert says in found.text and found.axis == "data"
+
+
+def test_a_right_task_has_no_line():
+    assert located(tasks.right) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("reduction_dropped", mistakes._first_only), ("reduction_doubled", mistakes.doubled)]
+)
+def test_a_mistake_of_the_toolkit_is_told_with_its_line(name, function, monkeypatch):
+    judge = tasks.judge(tasks.metric_of_a_replica)
+    monkeypatch.setattr(judge, "locate", "all")
+    found = judge.mutant(name, 4)
+    assert found["caught"] and is_in(found["located"]["line"], function), found
+
+
+# ---- how a value is made of that of one device ------------------------------------------------------------------------
+
+RIGHT = np.random.default_rng(0).normal(size=(8, 3))
+PARTS = np.random.default_rng(1).normal(size=(4, 3))
+
+
+def relation(found, right, stacked=AXES):
+    return related(found, right, stacked, AXES, lambda least: least * float(np.linalg.norm(right)))
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "kind", "axes"),
+    [
+        (RIGHT.reshape(4, 2, 3), RIGHT, "same", ""),
+        (np.stack([RIGHT] * 4), RIGHT, "same", "data"),
+        (RIGHT[::-1].reshape(4, 2, 3), RIGHT, "same", ""),
+        (PARTS, PARTS.sum(0), "sum", "data"),
+        (PARTS, PARTS.mean(0), "mean", "data"),
+        (PARTS, PARTS[0], "differs", ""),
+        (RIGHT.reshape(4, 2, 3) * (1 + 1e-4), RIGHT, "open", ""),
+        (np.stack([PARTS * 2] * 4), PARTS, "differs", ""),
+    ],
+)
+def test_what_devices_hold_is_the_value_a_part_of_it_or_another_one(found, right, kind, axes):
+    assert FLOOR < 1e-4 < FAR
+    assert tuple(relation(found, right))[: 1 if not axes else 2] == ((kind, axes) if axes else (kind,))
+
+
+def test_a_sum_over_one_axis_of_two_is_a_part():
+    stacked = {"replica": 2, "data": 2}
+    parts = np.repeat(PARTS[:2], 2, axis=0)
+    assert related(parts, PARTS[:2].sum(0), stacked, stacked, lambda least: least) == ("sum", "replica")
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (np.stack([RIGHT * 4] * 4), "4 times that of one device: the size of data"),
+        (np.stack([RIGHT / 4] * 4), "1/4 of that of one device: the size of data"),
+        (np.random.default_rng(2).normal(size=(4, 8, 3)), "of one shard alone, another on each (data)"),
+        (np.random.default_rng(2).normal(size=(4, 2, 3)), "another value"),
+    ],
+)
+def test_a_difference_is_said_in_words(found, says):
+    how, axis = difference(found, RIGHT, AXES, AXES)
+    assert says in how and axis == "data"
