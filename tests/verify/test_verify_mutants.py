@@ -1,5 +1,7 @@
 """Every mutant is caught on a small task, and where it cannot act the reason is said."""
 
+import contextlib
+
 import jax
 import optax
 import pytest
@@ -13,7 +15,8 @@ from spmdkit.step import across, agree, gradient, means, reduction, sums
 from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of
-from spmdkit.verify.mutants import MUTANTS
+from spmdkit.verify.mutants import MUTANTS, Mutant
+from spmdkit.verify.subject import Setting
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import judge
 
@@ -113,6 +116,17 @@ def test_there_are_twenty_kinds_of_mistakes_those_of_users_too():
         "padding_among_examples",
         "statistics_of_first_replica",
     } <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("idle", "outcome"), [("it is zero here", {"not_applicable": "it is zero here"}), ("", {"caught": False})]
+)
+def test_a_mutant_that_changes_no_number_is_not_applicable_where_that_can_be(idle, outcome, monkeypatch):
+    apply = lambda setting: contextlib.nullcontext(["acted"])
+    mutant = Mutant("idle", "nothing", lambda known: [Setting({"data": 2})], apply, idle=idle)
+    monkeypatch.setattr("spmdkit.verify.mutants.by_name", lambda name: mutant)
+    found = judge(tasks.right).mutant("idle", 2)
+    assert outcome.items() <= found.items()
 
 
 def test_a_mutant_leaves_the_package_as_it_was():
