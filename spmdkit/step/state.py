@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,9 +97,13 @@ class TrainState:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
         """Returns the fields with arrays, by name; of `mirrored` only what the parameters are a copy of."""
-        arrays = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in FIELDS]
+        arrays, static = self.tree_flatten()
+        return list(zip(_KEYS, arrays, strict=True)), static
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+        """Returns the same without names, for JAX, which asks for them at every step."""
         whole = None if self.mirrored is None else self.mirrored.of(self.params)
-        return [*arrays, (jax.tree_util.GetAttrKey("mirrored"), whole)], (self.optimizer, self.ema_decay)
+        return (*_arrays(self), whole), (self.optimizer, self.ema_decay)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, Any], arrays: Sequence[Any]) -> TrainState:
@@ -160,6 +165,9 @@ class TrainState:
 
 FIELDS = ("step", "params", "opt_state", "model_state", "ema", "rng", "reducer", "sync")
 """The fields of a train state that are placed, saved and restored, in flattening order."""
+
+_arrays = operator.attrgetter(*FIELDS)
+_KEYS = tuple(map(jax.tree_util.GetAttrKey, (*FIELDS, "mirrored")))
 
 
 def create(

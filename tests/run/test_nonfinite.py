@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import spmdkit as sk
 from spmdkit import checkpoint
 from spmdkit.cluster import environment, join
 from spmdkit.errors import ConfigError, NonFiniteError
+from spmdkit.run.hooks import finite
 
 ROWS, BATCH = 96, 16
 CLEAN = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
@@ -102,6 +104,20 @@ def test_the_command_eval_ends_with_77_after_it_has_printed(tmp_path, monkeypatc
         found = CliRunner().invoke(cli.app, ["eval", "unused.yaml"])
         assert "step 4 eval  loss nan" in found.output
         assert isinstance(found.exception, NonFiniteError) == (policy == "stop"), found.exception
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("num", [1, 2, 3, 16, 37])
+def test_of_the_codes_of_many_steps_every_one_that_says_something_is_found(cut, num):
+    """On eight devices, of which one alone may know; joined before they are read, and the last part of them is short."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    placed = NamedSharding(mesh, PartitionSpec("fsdp") if cut else PartitionSpec())
+    bits = {1: 2, 16: 8, 17: 1, 33: 4, num: 3}
+    codes = [
+        (step, jax.device_put(np.int32([0] * 5 + [bits.get(step, 0)] + [0] * 2), placed)) for step in range(1, num + 1)
+    ]
+    assert finite._bits(codes) == sorted((step, bit) for step, bit in bits.items() if step <= num)
+    assert finite._bits([(step, jnp.zeros((), jnp.int32)) for step, _ in codes]) == []
 
 
 # ---- skip and rollback -------------------------------------------------------------------------------------------------

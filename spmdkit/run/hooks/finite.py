@@ -10,6 +10,7 @@ Now and then every leaf of the state is looked at too, by a small program of its
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ MOST_CODES = 512
 """So many codes wait on the devices, where log steps are far apart; then they are read, but for the newest, which may not be there yet."""
 
 STEPS_IN_FLIGHT = 32
+
+TOGETHER = 16
+"""Codes that the devices join before the host reads them."""
 
 
 def make(config: Any) -> Hook:
@@ -78,17 +82,45 @@ def make(config: Any) -> Hook:
 
 
 def _bits(codes: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-    """Returns (step, bits) of the steps in which something was not finite, as this process sees it. Waits for the devices."""
-    here = [_own(code) for _, code in codes]
-    read = [int(np.bitwise_or.reduce(np.ravel(x))) for x in jax.device_get(here)]
-    return [(step, bits) for (step, _), bits in zip(codes, read, strict=True) if bits]
+    """Returns (step, bits) of the steps in which something was not finite, as this process sees it. Waits for the devices.
+
+    Of several steps the devices first make one: to read a code on 8 CPU devices took 83 us, on two 25 and on one 9; joined, 9, 3 and 2 us a step
+    (two cores, jax 0.10.2, 2026-11-23).
+    """
+    found = []
+    for start in range(0, len(codes), TOGETHER):
+        some = codes[start : start + TOGETHER]
+        parts = [_own(code) for _, code in some]
+        if len(some) > 2:
+            padded = parts + parts[-1:] * (TOGETHER - len(some))  # the same program for any number
+            if not any(map(_read, (_joined(*alike) for alike in zip(*padded, strict=True)))):
+                continue
+        read = (
+            (step, functools.reduce(operator.or_, map(_read, own))) for (step, _), own in zip(some, parts, strict=True)
+        )
+        found += [(step, bits) for step, bits in read if bits]
+    return found
 
 
-def _own(code: jax.Array) -> Any:
-    """Returns what of a code is on this process's devices."""
-    if code.is_fully_addressable or code.is_fully_replicated:
-        return code
-    return np.concatenate([np.ravel(shard.data) for shard in code.addressable_shards])
+@jax.jit
+def _joined(*codes: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.bitwise_or, codes)
+
+
+def _read(code: jax.Array) -> int:
+    """Returns the bits of an array of this process's devices. Part by part, which `jax.device_get` puts together first."""
+    num = 1 if code.is_fully_replicated else len(code.sharding.addressable_devices)
+    return int(
+        functools.reduce(operator.or_, (np.bitwise_or.reduce(np.ravel(code.addressable_data(i))) for i in range(num)))
+    )
+
+
+def _own(code: jax.Array) -> list[jax.Array]:
+    """Returns what of a code is on this process's devices, as arrays of them alone."""
+    if code.is_fully_addressable:
+        return [code]
+    num = 1 if code.is_fully_replicated else len(code.sharding.addressable_devices)
+    return [code.addressable_data(i) for i in range(num)]
 
 
 class Answers:
