@@ -10,16 +10,17 @@ import pytest
 import spmdkit as sk
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import MESHES, program_of
+from tests.support.environment import QUICK_XLA
 
 pytestmark = pytest.mark.optimized
 
 QUICK = {
-    "xla_cpu_use_fusion_emitters": False,
+    **({"xla_cpu_use_fusion_emitters": False} if QUICK_XLA else {}),  # of jax 0.10 alone
     "xla_cpu_parallel_codegen_split_count": 1,
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-AS_USERS = {"xla_cpu_use_fusion_emitters": True, "xla_cpu_parallel_codegen_split_count": 32}
+AS_USERS = {**({"xla_cpu_use_fusion_emitters": True} if QUICK_XLA else {}), "xla_cpu_parallel_codegen_split_count": 32}
 
 
 def two_layers():
