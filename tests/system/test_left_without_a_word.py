@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from spmdkit.attempt import unfinished
+from spmdkit.attempt import last_step, unfinished
 
 pytestmark = pytest.mark.processes
 
@@ -123,7 +123,7 @@ def test_a_run_that_is_going_on_is_not_said_to_have_left_and_one_that_was_killed
     child = folder.start("train", "run.yaml", "task_args={pause_s: 0.005}", "steps=100000")
     try:
         helpers.wait_until(lambda: (folder.path / "run/last_step").exists(), 60)
-        helpers.wait_until(lambda: int((folder.path / "run/last_step").read_text()) > 2, 60)
+        helpers.wait_until(lambda: (last_step(folder.path / "run/last_step") or 0) > 2, 60)
         found = unfinished(folder.path / "run")
         assert found is not None and found.alive and "going on" in found.told()
     finally:
