@@ -21,7 +21,7 @@ def stop(pids, number):
 
 
 def test_a_hang_in_the_data_of_one_of_three_is_76_in_time_with_who_stands_where_and_stacks(job):
-    ended = job.end_of(job.train("watchdog.step_s=3", "batch_size=12", n=3, faults={1: ["data sleep", 60]}))
+    ended = job.end_of(job.train("watchdog.step_s=3", "batch_size=12", n=3, faults={1: ["data sleep", 30]}))
     assert job.fired(), ended.output
     assert ended.code == 76, ended.output
     assert 3 <= ended.after_s < 3 + 1 + BUSY_S

@@ -94,7 +94,7 @@ def test_ctrl_c_in_the_first_half_second_shows_no_traceback(job):
 
 
 def test_sigterm_to_a_run_whose_source_hangs_saves_what_it_has_and_leaves(job):
-    child = job.train(faults={0: ["data sleep", 20]})  # 64 rows are read before, to be compared
+    child = job.train(faults={0: ["data sleep", 12]})
     job.wait_for(job.fired)
     job.wait_for(lambda: len(job.steps()) > 1)
     time.sleep(0.5)
