@@ -6,6 +6,7 @@ well-known services, a private key). What a name has told is remembered, so that
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -39,8 +40,9 @@ _known: set[str] = set()
 """Values that a name has told. Texts are searched for them."""
 
 
+@functools.lru_cache(maxsize=4096)
 def named(name: str) -> bool:
-    """Returns whether a value of this name is a secret."""
+    """Returns whether a value of this name is a secret. Kept: each text that is written asks for all variables of the environment."""
     words = {word.lower() for word in _SPLIT.split(name) if word}
     if words & {"token", "tokens"} and words & _OF_TEXT:
         return False
