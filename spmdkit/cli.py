@@ -108,9 +108,9 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show where each leaf of the train state lives, what was applied to the step, and why. Allocates nothing."""
     from spmdkit.layout import table
     from spmdkit.mesh import describe_mesh
-    from spmdkit.run.loop import load
+    from spmdkit.run.loop import open_on_all_processes
 
-    program = load(*_join(config, overrides))
+    program = open_on_all_processes(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")
     say(table(program.layout))
     say(f"\n{program.explain()}")

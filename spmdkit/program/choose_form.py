@@ -17,7 +17,7 @@ from spmdkit.errors import SpmdkitError
 from spmdkit.ops.remat import check_names
 from spmdkit.program import grouping, padding
 from spmdkit.program.state_layout import StateLayout, laid_out
-from spmdkit.program.step_record import forms_of
+from spmdkit.program.step_context import forms_of
 from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused import check_used
 from spmdkit.program.xla_defects import check_pools

@@ -1,6 +1,6 @@
 """What was applied to a step, in the order in which a gradient meets it, and why: a line each, of `program.explain()` and `spmdkit layout`.
 
-Read from the record of the step and the layout; nothing is compiled.
+Read from the context of the step and the layout; nothing is compiled.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
 from spmdkit.program.start_state import abstract_init, check_precision, input_notes, make_optimizer
 from spmdkit.program.state_layout import StateLayout, place_state, state_groups, to_device
-from spmdkit.program.step_record import step_record
+from spmdkit.program.step_context import step_context
 from spmdkit.program.task_step import TaskStep
 from spmdkit.reducers.base import Reducer
 from spmdkit.reducers.sum import make as plain_sum
@@ -87,7 +87,7 @@ class Program:
         self._placed = placed  # before the reducer gets its place
         self._open_data()
         self._choose_form()
-        trained = [self.abstract_batch] if self._step_record.noticed.has_called("value_and_grad") else []
+        trained = [self.abstract_batch] if self._step_context.noticed.has_called("value_and_grad") else []
         evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
         if self.has_eval:
@@ -103,7 +103,7 @@ class Program:
     @property
     def reducer(self) -> Reducer:
         """How gradients are added over replicas."""
-        return self._step_record.chosen.reducer
+        return self._step_context.chosen.reducer
 
     @property
     def said_of_state(self) -> agree.Kinds:
@@ -141,8 +141,8 @@ class Program:
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def _choose_form(self) -> None:
-        """Sets the record of the step, its form, and the place of what the reducer keeps in the train state."""
-        record = step_record(
+        """Sets the context of the step, its form, and the place of what the reducer keeps in the train state."""
+        context = step_context(
             self.config,
             self.mesh,
             self.sizes,
@@ -152,8 +152,8 @@ class Program:
             agree=self._agree,
         )
         self._place(self._placed)
-        chosen = choose_form(self._task_step, record, self.num_replicas, self.probe_padding)
-        self._step_record, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
+        chosen = choose_form(self._task_step, context, self.num_replicas, self.probe_padding)
+        self._step_context, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
         self.form, self._kept_by_reducer = chosen.context.cuts.form, chosen.kept
         self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
         self._place(chosen.state)
@@ -178,7 +178,7 @@ class Program:
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
         """The step traced on its shardings: its jaxpr, and what is compiled."""
-        return self._task_step.trace(self._step_record) if self._traced is None else self._traced
+        return self._task_step.trace(self._step_context) if self._traced is None else self._traced
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -224,15 +224,15 @@ class Program:
 
     def traced_once(self) -> jax.stages.Traced:
         """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together on one device."""
-        record = self._step_record.choosing(remat=None, remat_whole=False).anew()
+        context = self._step_context.choosing(remat=None, remat_whole=False).anew()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
-            record = record.cutting(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
-        return jax.jit(self._task_step.function(record)).trace(self._abstract_state, self.abstract_batch)
+            context = context.cutting(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
+        return jax.jit(self._task_step.function(context)).trace(self._abstract_state, self.abstract_batch)
 
     def explain(self) -> str:
         """Returns what was applied to the step, in order, and why: a line each. Compiles nothing."""
-        return explain(self._task_step, self._step_record, self.refused_forms, self.notes)
+        return explain(self._task_step, self._step_context, self.refused_forms, self.notes)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
@@ -263,7 +263,7 @@ class Program:
     @property
     def warmup(self) -> int:
         """The number of the last step in which gradients are added by `sum`, whatever the reducer; 0 where nothing is added."""
-        return self.reducer.warmup if self._step_record.cuts.num_replicas > 1 else 0
+        return self.reducer.warmup if self._step_context.cuts.num_replicas > 1 else 0
 
     @functools.cached_property
     def compiled_warmup(self) -> jax.stages.Compiled:
@@ -276,7 +276,7 @@ class Program:
 
     def lowered_by(self, reducer: Reducer) -> jax.stages.Lowered:
         """Returns the step with another reducer, as it is given to the compiler."""
-        return self._task_step.trace(self._step_record.choosing(reducer=reducer).anew()).lower()
+        return self._task_step.trace(self._step_context.choosing(reducer=reducer).anew()).lower()
 
     @functools.cached_property
     def compiled_agreement(self) -> jax.stages.Compiled:
@@ -365,7 +365,7 @@ class Program:
         return Evaluator(
             self.task,
             self._eval_feed,
-            self._eval_record(),
+            self._eval_context(),
             self.abstract_state,
             which=self.config.eval.params,
             seed=self.config.seed,
@@ -374,11 +374,11 @@ class Program:
             probe_padding=self.probe_padding,
         )
 
-    def _eval_record(self) -> scope.Context:
-        """Returns the record of an evaluation: over all replicas, in the form that binds the names of their axes."""
+    def _eval_context(self) -> scope.Context:
+        """Returns the context of an evaluation: over all replicas, in the form that binds the names of their axes."""
         if self.groups is None:
-            return self._step_record
-        return self._step_record.cutting(sizes=self.sizes, form="mapped")
+            return self._step_context
+        return self._step_context.cutting(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
         """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.counts` arrays. Waits for the device."""

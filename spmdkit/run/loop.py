@@ -105,7 +105,7 @@ def _trained(
     with signals.nothing_to_save(report_and_leave), journal.during("import"):
         preflight.same_start(cluster, config)
         limit_bytes = common_limit(cluster)
-        program = load(config, cluster, task, limit_bytes)
+        program = open_on_all_processes(config, cluster, task, limit_bytes)
         config = program.config  # with auto settled
         check_state(program, cluster, limit_bytes)
         certificate.require(config, program.sizes)
@@ -120,7 +120,7 @@ def _trained(
         _introduce(run, state)
         # Opened first, so that the data is read while the step compiles.
         with program.stream(run.step + 1) as run.batches:
-            with run.face.compiling(), journal.during("compile"):
+            with run.progress.compiling(), journal.during("compile"):
                 check_start(program, cluster, run.directory, limit_bytes)
             if one_arena and cluster.devices[0].platform == "cpu":
                 allocator.keep_memory()
@@ -200,20 +200,20 @@ def next_of_all(
 
 
 def _introduce(run: Run, state: TrainState) -> None:
-    program, config, face = run.program, run.config, run.face
+    program, config, progress = run.program, run.config, run.progress
     devices = run.cluster.devices
     copies = 1 if program.groups is None else program.groups.num
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params)) // copies
     used = 1 if not config.mesh.sizes() else len(devices)
-    face.message(
+    progress.message(
         f"{num_params:,} parameters ({tree_bytes(state.params) / copies / 2**20:.1f} MiB) on {used} of {len(devices)} {devices[0].platform} "
         f"device{'s' * (len(devices) > 1)}, mesh {describe_mesh(program.sizes)}, {run.cluster.num_processes} process"
         f"{'es' * (run.cluster.num_processes > 1)}"
     )
-    face.message(f"run directory {run.directory}")
+    progress.message(f"run directory {run.directory}")
     for note in (*run.cluster.notes, *program.notes):
-        face.message(f"note: {note}")
-    face.start()
+        progress.message(f"note: {note}")
+    progress.start()
 
 
 def _conclude(run: Run) -> None:
@@ -244,7 +244,9 @@ def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog
     return watching(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
 
 
-def load(config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None) -> Program:
+def open_on_all_processes(
+    config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None
+) -> Program:
     """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
@@ -266,7 +268,7 @@ def evaluate(
     with watched(config, cluster):
         with journal.during("import"):
             preflight.same_start(cluster, config)
-            program = load(config, cluster, task)
+            program = open_on_all_processes(config, cluster, task)
         directory = config.resolved_run_dir() / "checkpoints"
         checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
         with coming_back.chosen_for_all(cluster, checkpoints, step, best) as chosen:

@@ -261,8 +261,8 @@ class Run:
     def _open_records(self, step: int) -> None:
         config = self.config
         mode = config.log.progress if self.cluster.is_main else "off"
-        self.face = metrics.Progress(config.steps, step + 1, mode, examples_unit=self.program.task.unit)
-        self._stack.callback(self.face.close)
+        self.progress = metrics.Progress(config.steps, step + 1, mode, examples_unit=self.program.task.unit)
+        self._stack.callback(self.progress.close)
         self.throughput = metrics.Throughput(config.batch_size, self.clock)
         self.sinks = sinks.Sinks(self.message)
         self._hooks_at_start = self.due.state()
@@ -291,7 +291,7 @@ class Run:
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
         with journal.during("printing"):  # a reader may have stopped (a pager, Ctrl-S), which is no hang
-            self.face.message(text)
+            self.progress.message(text)
 
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too.
@@ -308,7 +308,7 @@ class Run:
         scalars = {name: x for name, x in record.items() if name not in arrays}
         self.sinks.write(scalars)
         with journal.during("printing"):
-            self.face.write(scalars)
+            self.progress.write(scalars)
         if arrays:
             self.sinks.write({name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram")
 
@@ -382,7 +382,7 @@ class Run:
         self.events.write(event, step=self.step, **fields)
         if self.cluster.is_main:
             self.sinks.close()
-            self.face.close()
+            self.progress.close()
             write_report(self.directory)
 
 

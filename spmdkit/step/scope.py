@@ -204,7 +204,7 @@ class Context:
         in_manual: True inside of `sk.manual`, where arrays are shards.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
         noticed: what this trace has noticed of the user's code.
-        token: a number of its own for each record.
+        token: a number of its own for each context.
     """
 
     cuts: Cuts = field(default_factory=Cuts)

@@ -11,7 +11,7 @@ from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import AXES, resolve
 from spmdkit.names import fake_devices
-from spmdkit.program.step_record import reducer_of
+from spmdkit.program.step_context import reducer_of
 
 ROWS = 2
 """Rows on each device and microbatch. One is not enough for convolutions on meshes with replica and model axes (docs/guide.md)."""

@@ -257,7 +257,7 @@ class Subject:
             self._through_checkpoint(state) if restore else None,
             _apart(state),
             program.form,
-            frozenset(program._step_record.noticed.functions),
+            frozenset(program._step_context.noticed.functions),
         )
 
     def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:
@@ -300,7 +300,7 @@ def _of_all_groups(model_state: Any, program: Program | Unpadded) -> Any:
     """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
     if program.config.model_state == "global":
         return model_state
-    return agree.of_groups(program._step_record.chosen.agree, model_state)
+    return agree.of_groups(program._step_context.chosen.agree, model_state)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import target_of
 from spmdkit.program.restoring import restored
-from spmdkit.program.step_record import reducer_of
+from spmdkit.program.step_context import reducer_of
 from spmdkit.verify.cases import provable
 from tests.support.reducer_runs import loss_fn, program, task, train
 

@@ -12,7 +12,7 @@ def make(config: Any) -> Hook:
 
     def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
         if not run.is_log_step(step):
-            run.face.advance(step)
+            run.progress.advance(step)
             return
         numbers = run.numbers(step, metrics)
         run.note_commits()

@@ -1,4 +1,4 @@
-"""What the config says about one step, as the record that functions see while they are traced; and the forms that a mesh allows."""
+"""What the config says about one step, as the context that functions see while they are traced; and the forms that a mesh allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmdkit.reducers.base import Reducer
 from spmdkit.step import guard, scope
 
 
-def step_record(
+def step_context(
     config: Config,
     mesh: Mesh,
     sizes: Mapping[str, int],
@@ -28,7 +28,7 @@ def step_record(
     state_groups: int | None,
     agree: Mapping[str, Any],
 ) -> scope.Context:
-    """Returns the record of the step of a config, whose microbatches are a number; its form is still to be chosen."""
+    """Returns the context of the step of a config, whose microbatches are a number; its form is still to be chosen."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
     chosen = scope.Choices(
