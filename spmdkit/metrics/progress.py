@@ -42,7 +42,6 @@ class Progress:
         examples_unit: str = "examples",
         *,
         clock: Callable[[], float] = time.monotonic,
-        console: Any = None,
     ) -> None:
         self._total, self._first, self._unit, self._clock = total_steps, start_step, examples_unit, clock
         self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT_RECORDS)  # (step, time) of recent records
@@ -54,7 +53,7 @@ class Progress:
         if not dumb and (mode == "rich" or (mode == "auto" and self._out.isatty())):
             from spmdkit.metrics.progress_bar import Bar  # rich takes 40 ms to import
 
-            self._bar = Bar(console or self._out, total_steps)
+            self._bar = Bar(self._out, total_steps)
 
     def start(self) -> None:
         """Shows the first line, at once; call it before anything slow."""
@@ -122,7 +121,6 @@ class Progress:
             return
         self._unfinished = not end
         self._out.write(text + end)
-        self._out.flush()
 
     def _mark(self, step: int) -> None:
         self._marks.append((step, self._clock()))
@@ -150,11 +148,11 @@ class QuietStream:
     def write(self, text: str) -> int:
         with contextlib.suppress(*GONE):
             self._stream.write(text.encode(self.encoding, errors="replace").decode(self.encoding))
+            self._stream.flush()
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(*GONE):
-            self._stream.flush()
+        """Does nothing: what was written is there."""
 
     def isatty(self) -> bool:
         with contextlib.suppress(*GONE):

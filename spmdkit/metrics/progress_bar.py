@@ -27,7 +27,7 @@ class Bar:
     """Drawn anew by a thread of rich's, between `start` and `stop`, from what stands in `step` and `words`."""
 
     def __init__(self, out: Any, total_steps: int) -> None:
-        self.console = out if isinstance(out, Console) else Console(file=out, force_terminal=True)
+        self.console = Console(file=out, force_terminal=True)
         self.columns = min(self.console.width, MAX_COLUMNS) - 1  # the last column makes some terminals wrap
         self.step, self.words, self._total = 0, "", total_steps
         self._busy: RenderableType | None = None

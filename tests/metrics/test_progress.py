@@ -4,7 +4,6 @@ import io
 import re
 
 import pytest
-from rich.console import Console
 
 from spmdkit.metrics import Progress
 from spmdkit.words import format_duration, format_rate, format_seconds, format_value
@@ -154,9 +153,11 @@ def bare(text):
 
 def terminal_output(width, **extra):
     stream, clock = io.StringIO(), Clock()
-    console = Console(file=stream, force_terminal=True, width=width, legacy_windows=False, _environ={})
-    shown = progress(stream, clock, mode="rich", console=console)
-    shown.start()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TERM", "xterm-256color")
+        environment.setenv("COLUMNS", str(width))
+        shown = progress(stream, clock, mode="rich")
+        shown.start()
     with shown.compiling():
         clock.now += 3.2
     clock.now += 12
