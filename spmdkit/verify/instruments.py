@@ -35,6 +35,14 @@ class Watched(NamedTuple):
     inner: Any
     update: Any
 
+    def __getitem__(self, key: Any) -> Any:
+        """Refuses: what a step takes by a number would be another thing than in its own run.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"the optimizer's state is watched by verify and has no item {key!r}")
+
 
 def keeping(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with its last gradient and its last update kept in the state."""

@@ -214,6 +214,11 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         )
     if noisy := known["below_noise"]:
         notes.append(_noise(noisy))
+    if not known["watched"]:
+        notes.append(
+            "the step reads its optimizer's state itself, so that nothing stands between: what is compared as gradient and as update is how "
+            "far the parameters move"
+        )
     reducer, sync = (spec["config"][key] for key in ("reducer", "sync"))
     if sync != "every_step":
         notes.append(

@@ -21,6 +21,7 @@ from spmdkit import data
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.config import Config, replace_keys
 from spmdkit.data.source import ArraySource
+from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.mesh import count
 from spmdkit.program.program import Program
 from spmdkit.program.start_state import make_optimizer
@@ -107,6 +108,7 @@ class Subject:
     def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
         self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
         self._task = with_constants(task, config.seed, dtype)
+        self._watched = True if task.train_step is None else None  # a step of one's own may read its optimizer's state
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
 
@@ -114,6 +116,11 @@ class Subject:
     def loss_fn(self) -> Callable[..., Any] | None:
         """The user's loss, where the default step differentiates it."""
         return None if self._task.train_step is not None else self._task.loss_fn
+
+    @property
+    def watched(self) -> bool:
+        """Whether the optimizer is watched; False for a step that reads its state: gradient and update are then both what the parameters move by."""
+        return self._watched is not False
 
     @property
     def short(self) -> bool:
@@ -131,8 +138,18 @@ class Subject:
             ConfigError: the setting is not legal for this task.
         """
         num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
-        devices = jax.devices()[:num_devices]
-        return Program(self._config(setting, num_devices), self._instrumented(setting, evaluated), devices, probe)
+        config, devices = self._config(setting, num_devices), jax.devices()[:num_devices]
+        made = lambda watched: Program(config, self._instrumented(setting, evaluated, watched), devices, probe)
+        if self._watched is None:
+            if setting.clip_norm is not None:  # which wraps the state, too
+                self.program(dataclasses.replace(setting, clip_norm=None), evaluated=evaluated)
+                return self.program(setting, probe, evaluated)
+            try:
+                program, self._watched = made(True), True
+            except SpmdkitError:
+                program, self._watched = made(False), False
+            return program
+        return made(self._watched)
 
     def _config(self, setting: Setting, num_devices: int) -> Config:
         changes: dict[str, Any] = {
@@ -164,13 +181,16 @@ class Subject:
             changes |= {"model_state": "global"}
         return replace_keys(self.config, changes)
 
-    def _instrumented(self, setting: Setting, evaluated: bool) -> Task:
+    def _instrumented(self, setting: Setting, evaluated: bool, watched: bool) -> Task:
         config = self.config
         if setting.clip_norm is not None:
+            if not watched:
+                raise ConfigError("the step reads its optimizer's state, which clip_norm would wrap")
             config = replace_keys(config, {"clip_norm": setting.clip_norm})
+        optimizer = make_optimizer(config, self._task)
         task = dataclasses.replace(
             self._task,
-            optimizer=keeping(make_optimizer(config, self._task)),
+            optimizer=keeping(optimizer) if watched else optimizer,
             train_data=self._rows("train_data", self._num_train(setting)),
             eval_data=self._rows("eval_data", self._num_eval()) if evaluated else None,
         )
@@ -239,7 +259,8 @@ class Subject:
         taken = []
         for batch in batches[:NUM_BATCHES]:
             state, metrics = program.step(begin(), batch)
-            taken.append(_taken(state, jax.device_get(metrics), _of_all_groups(state.model_state, program)))
+            of_groups = _of_all_groups(state.model_state, program)
+            taken.append(_taken(state, jax.device_get(metrics), of_groups, start.params))
         state, losses, last = begin(), list[float](), dict[str, Any]()
         for batch in batches[: self.steps]:
             state, last = program.step(state, batch)
@@ -313,8 +334,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _taken(state: TrainState, metrics: Mapping[str, Any], model_state: Any) -> Taken:
-    kept: Watched = state.opt_state
+def _taken(state: TrainState, metrics: Mapping[str, Any], model_state: Any, before: Any) -> Taken:
+    kept = state.opt_state
+    if not isinstance(kept, Watched):
+        moved = jax.tree.map(lambda x, y: x - y, jax.device_get(state.params), before)
+        kept = Watched(moved, kept, moved)
     return Taken(
         loss=float(metrics.get("loss", np.nan)),
         count=float(metrics[COUNT]) if COUNT in metrics else None,

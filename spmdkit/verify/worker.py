@@ -67,6 +67,7 @@ def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, 
             "moved": reference.moved,
             "dtype": reference.dtype,
             "plain": plain,
+            "watched": judge.subject.watched,
         }
         return outcome | {"below_noise": reference.noise.leaves}
     if job["kind"] == "mutant":
