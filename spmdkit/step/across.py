@@ -171,7 +171,7 @@ def reduced_twice(name: str, what: str) -> str:
     """Returns the message about a sum over replicas of what is already the same on all of them."""
     return (
         f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N times too "
-        "large. Remove one of the two reductions (sk.value_and_grad has already reduced). If it is a derivative with respect to a constant, "
+        "large. Remove one of the two reductions (sk.value_and_grad has already reduced; one number of all is a sk.scalar). If it is a derivative with respect to a constant, "
         "JAX has added it up: differentiate with respect to something of the replica's own, `x * 0` instead of `jnp.zeros(...)`."
     )
 

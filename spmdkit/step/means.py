@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import keys, scope
 from spmdkit.step.metric import Metric
 from spmdkit.tree import common_dtype
@@ -175,11 +177,26 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
         counted = jnp.where(included, counted, 0)
         values = jnp.where(included, values, 0)
     if weights is None and included is None:
-        return Mean(values.sum(), values.dtype.type(values.size))
+        return Mean(_own_sum(values), values.dtype.type(values.size))
     if weights is None:
-        return Mean(values.sum(), counted.sum())
+        return Mean(_own_sum(values), counted.sum())
     num = values.dtype.type(values.size) if included is None else included.sum(dtype=values.dtype)
-    return Mean((values * counted).sum(), counted.sum(), num)
+    return Mean(_own_sum(values * counted), _own_sum(counted), num)
+
+
+def _own_sum(values: jax.Array) -> jax.Array:
+    """Returns the sum of a replica's values.
+
+    In the loss of a per-replica step those that are the same on every replica (made of `sk.psum`) are each replica's own, too: their mean is
+    what they are. Not so where they are of examples: examples that were added over replicas are N times too large
+    (replica.check_reductions).
+    """
+    context, examples = scope.current(), scope.current_examples()
+    in_loss = context.inside and not context.in_manual and examples is not None and not examples.of_step
+    of_examples = examples is not None and values.ndim > 0 and values.shape[0] == examples.num
+    if in_loss and not of_examples and compat.axes_are_typed():
+        values = compat.as_varying(jnp.atleast_1d(values), REPLICA_AXES)
+    return values.sum()
 
 
 def scalar(value: ArrayLike) -> Mean:
@@ -197,7 +214,7 @@ def scalar(value: ArrayLike) -> Mean:
             f"sk.scalar got an array of shape {value.shape}. It takes one number. Of examples write sk.mean(values), of others "
             "sk.scalar(values.mean())."
         )
-    return Mean(value, value.dtype.type(1))
+    return Mean(_own_sum(value), value.dtype.type(1))
 
 
 def in_float(values: ArrayLike) -> jax.Array:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmdkit import compat
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import scope
 from spmdkit.step.forms import as_local
@@ -115,8 +116,10 @@ def pulled(
 def _shares(whole: Means, primals: Any, depends: bool) -> Any:
     """Returns the cotangents of the sums and counts of one microbatch: what each counts for in the sum of means over everything."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
-    of_sums = tuple(s.astype(x.dtype) for s, x in zip(scales, totals, strict=True))
+    # In a per-replica step what is of all replicas is typed so, and each replica's own sum takes its own.
+    like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))
+    of_sums = tuple(like(s, x) for s, x in zip(scales, totals, strict=True))
     if not depends:
         return of_sums, jax.tree.map(jnp.zeros_like, counted)
     ratios = [-part.value * s for part, s in zip(whole.parts, scales, strict=True)]
-    return of_sums, tuple(r.astype(jnp.result_type(c)) for r, c in zip(ratios, counted, strict=True))
+    return of_sums, tuple(like(r, c) for r, c in zip(ratios, counted, strict=True))

@@ -1,0 +1,93 @@
+"""What is the same on every replica (made of `sk.psum`) in the loss of a per-replica step: one number, told and differentiated once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from tests.support.tasks import batches, program_of
+
+DATA = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+START = np.linspace(0.5, 1.5, 8).astype(np.float32)
+total = lambda p, x: sk.psum(jnp.tanh(x @ p["w"]).sum())
+
+
+def run(loss_fn, **settings):
+    """Returns the first step's metrics, and the gradient, of a per-replica step on four devices."""
+
+    def train_step(state, x):
+        (loss, metrics), grads = sk.value_and_grad(loss_fn)(state.params, x, state.key)
+        return state.apply_gradients(grads), {"loss": loss, **metrics}
+
+    init = lambda key: {"w": jnp.asarray(START)}
+    task = sk.Task(init, train_step=train_step, optimizer=optax.sgd(1.0), train_data=DATA, view="replica")
+    program = program_of(task, "data 4", **settings)
+    (_, batch), *_ = program.batches(stop=1)
+    state, metrics = program.step(program.init(), batch)
+    return jax.device_get(metrics), START - np.asarray(state.params["w"])
+
+
+def expected(loss):
+    """Returns (loss, gradient) of plain JAX over the whole batch."""
+    return jax.value_and_grad(lambda w: loss(w, batches(DATA)[0]))(START)
+
+
+square = lambda w, x: (x @ w) ** 2
+WHOLE = np.tanh(batches(DATA)[0] @ START).sum()
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [
+        (lambda s, x: sk.scalar(s), WHOLE),
+        (lambda s, x: sk.mean(jnp.stack([s, 3 * s]), weights=jnp.stack([s, s])), 2 * WHOLE),
+        (lambda s, x: sk.finish(jnp.exp, sk.scalar(s / 10)), np.exp(WHOLE / 10)),
+        (lambda s, x: sk.scalar(s) + sk.mean(x[:, 0]), WHOLE + batches(DATA)[0][:, 0].mean()),
+    ],
+    ids=["scalar", "weighted mean", "finished", "sum of means"],
+)  # fmt: skip
+def test_a_metric_that_is_the_same_on_every_replica_is_told_once(metric, value):
+    metrics, _ = run(lambda p, x, key: (sk.mean(square(p["w"], x)), {"m": metric(total(p, x), x)}))
+    np.testing.assert_allclose(metrics["m"], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a mean of examples"])
+def test_a_loss_that_is_the_same_on_every_replica_has_its_gradient_once(beside, microbatches):
+    if (
+        microbatches == 2
+    ):  # what crosses replicas is of one microbatch: not a sum of all rows, but one that is linear in them
+        over = lambda p, x: sk.psum((x @ p["w"]).sum()) * 2
+    else:
+        over = lambda p, x: total(p, x) ** 2
+
+    def loss_fn(p, x, key):
+        alone = sk.scalar(over(p, x))
+        return alone + sk.mean(square(p["w"], x), weights=jnp.abs(x[:, 0])) if beside else alone
+
+    def plain(w, x):
+        alone = (x @ w).sum() if microbatches == 2 else jnp.tanh(x @ w).sum() ** 2
+        weights = jnp.abs(x[:, 0])
+        return alone + (square(w, x) * weights).sum() / weights.sum() if beside else alone
+
+    loss, gradient = expected(plain)
+    metrics, found = run(loss_fn, microbatches=microbatches)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda p, x: sk.mean(sk.psum(square(p["w"], x))),
+        lambda p, x: sk.sum(total(p, x)[None]),
+        lambda p, x: sk.Mean(total(p, x), np.float32(len(x))),
+    ],
+    ids=["examples", "a sum", "by hand"],
+)
+def test_what_another_sum_makes_too_large_is_refused(metric):
+    with pytest.raises(ConfigError, match=r"reduced twice.*one number of all is a sk\.scalar"):
+        run(lambda p, x, key: (sk.mean(square(p["w"], x)), {"m": metric(p, x)}))
