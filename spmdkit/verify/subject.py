@@ -294,7 +294,8 @@ class Subject:
         before, after = flat(state), flat(restored)
         worst = (0.0, "")
         for path, x in before.items():
-            error = float(np.linalg.norm(after[path] - x) / max(float(np.linalg.norm(x)), 1e-30))
+            difference = after[path] != x if x.dtype == bool else after[path] - x
+            error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(x)), 1e-30))
             worst = max(worst, (error, path)) if error > 0 or not worst[1] else worst
         return worst
 
