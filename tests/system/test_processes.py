@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_equal_one(folder, undisturbed, processes):
     code, output = folder.train(processes=processes)
     assert code == 0, output
@@ -20,6 +20,7 @@ def test_several_processes_equal_one(folder, undisturbed, processes):
         assert ours_line["loss"] == pytest.approx(their_line["loss"], rel=1e-5)
 
 
+@pytest.mark.slow  # what is restored onto other numbers of processes: tests/checkpoint/test_checkpoint_processes.py
 def test_a_run_of_one_process_continues_in_two(folder, undisturbed):
     code, output = folder.train("steps=60")
     assert code == 0, output
