@@ -102,7 +102,7 @@ def keys_of_a_run(seed):
     return found, per_example
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [IMPLS[0], *(pytest.param(impl, marks=pytest.mark.slow) for impl in IMPLS[1:])])
 def test_no_two_keys_of_a_run_are_equal(impl):
     with jax.default_prng_impl(impl):
         found, per_example = jax.device_get(jax.jit(keys_of_a_run, static_argnums=0)(7))
