@@ -251,7 +251,9 @@ def test_the_moving_average_follows_its_formula_and_is_what_the_evaluation_uses(
     np.testing.assert_allclose(program.eval(state)["loss"], loss, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch", {"save": ["hidden"]}], ids=str)
+@pytest.mark.parametrize(
+    "remat", ["full", "dots", pytest.param("dots_no_batch", marks=pytest.mark.slow), {"save": ["hidden"]}], ids=str
+)
 @pytest.mark.parametrize("wraps", [True, False], ids=["sk.remat", "the whole loss"])
 def test_rematerialisation_changes_memory_and_no_number(wraps, remat):
     def layer(h, w):
