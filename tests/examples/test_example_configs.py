@@ -9,12 +9,22 @@ import pytest
 import spmdkit as sk
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-QUICK = ["central_storage", "data_fsdp_tensor", "pipeline"]
+QUICK = ["data_fsdp_tensor", "pipeline"]
 GPT_CONFIGS = [
     *QUICK,
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("accumulation", "context", "fsdp", "hsdp", "mirrored", "tensor", "zero1", "zero2")
+        for name in (
+            "accumulation",
+            "central_storage",
+            "context",
+            "fsdp",
+            "hsdp",
+            "mirrored",
+            "tensor",
+            "zero1",
+            "zero2",
+        )
     ),
 ]
 """The slow ones differ from the quick ones by what `tests/step/test_equal_to_one_device.py` compares, with the same GPT on the same meshes."""
