@@ -1,14 +1,15 @@
-# make demo | test | quick | extras | thorough | verify | tpu | lint | fuzz | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
+# make demo | test | quick | extras | slurm | engines | thorough | verify | tpu | reference | lint | fuzz | soak | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
 # first use; what needs a package of more than 100 MB (the TPU compiler) in .venv-extras.
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= .venv-extras
+REFERENCE ?= .venv-reference
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test quick extras thorough verify tpu lint types fuzz bench constraints versions versions-matrix browser clean
+.PHONY: demo test quick extras slurm engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -22,7 +23,15 @@ quick: $(VENV)/.test lint types
 
 # The tests that `make test` skips for want of a large package.
 extras: $(EXTRAS)/.test
-	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m 'tpu and not slow' --numprocesses 2 --dist loadfile
+	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or storage or ray) and not slow' --numprocesses 2 --dist loadfile
+	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m engines -k numbers_of_a_local_run -rs
+
+# What is rendered for clusters, run: a Slurm of two nodes, and hosts as network namespaces. Root; packages slurm-wlm, munge, iproute2.
+slurm: $(VENV)/.test
+	$(BOUND) 900 $(BIN)/python -m pytest -m engines tests/engines/test_slurm.py
+
+engines: $(VENV)/.test
+	$(BOUND) 1800 $(BIN)/python -m pytest -m engines
 
 # What the default suite leaves out: the long forms of its tests.
 thorough: $(EXTRAS)/.test
@@ -36,6 +45,13 @@ verify: $(VENV)/.test
 tpu: $(EXTRAS)/.test
 	$(BOUND) 3600 $(EXTRAS)/bin/python tests/plan/golden_collectives.py $(WRITE)
 
+# TensorFlow's own strategies on the linear regression, against the golden file that the tests compare with: 1.6 GB in an environment of its own.
+# `make reference WRITE=--write` keeps what is found.
+reference:
+	test -x $(REFERENCE)/bin/python || $(PYTHON) -m venv $(REFERENCE)
+	$(REFERENCE)/bin/python -m pip --disable-pip-version-check --no-input install --quiet tensorflow-cpu==2.21.0
+	$(BOUND) 900 $(REFERENCE)/bin/python tests/reference/tensorflow_numbers.py $(WRITE)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
@@ -46,6 +62,10 @@ types: $(VENV)/.test
 # Configs, files and damages made from a seed: the right code, no traceback, 25 lines, 3 seconds. `make fuzz SEED=7 COUNT=30000`.
 fuzz: $(VENV)/.test
 	$(BOUND) 3600 $(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),0) --count $(or $(COUNT),3000)
+
+# A hundred SIGKILLs of any of four processes, in any phase, with restarts: the same bits in the end. `make soak KILLS=20`; its figures are in docs/reliability.md.
+soak: $(VENV)/.test
+	KILLS=$(or $(KILLS),100) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/drill/test_kills.py
 
 bench: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py

@@ -1,6 +1,6 @@
 """What the toolkit costs over a hand-written JAX loop of the same model and data, paired in one process.
 
-    python benchmarks/overhead.py [--sittings N] [--sizes "2 ms" "10 ms" "50 ms"] [--json FILE]
+    python benchmarks/overhead.py [--sittings N] [--sizes "2 ms" "10 ms" "50 ms"] [--looks shipped|both|neither] [--json FILE]
 
 Both loops: mirrored over two CPU devices, shuffled batches from arrays in memory, loss fetched and written as a JSON line every
 ten steps. The hand-written one is what a careful user writes: a jitted shard_map with one psum, donated state, numpy
@@ -9,6 +9,9 @@ a ratio is of two neighbouring blocks, since absolute times on a shared machine 
 ratios with its 95 % interval from order statistics, which assumes no distribution. Several sittings, each a process of its own that
 builds both anew and chooses the model's width for the step time, show what one process cannot: how far medians of equal programs
 lie apart.
+
+Who looks whether the gradient is finite: the toolkit alone, as it is shipped and as the hand-written script usually does not; both, each in its own
+way; or neither. The last two tell what the loop costs for the same work.
 
 Reported: ratio of wall time and of CPU time for steps of about 2, 10 and 50 ms; ratio of device memory (arguments + temporaries +
 outputs - aliased, as compiled); seconds from command to first step, more than the hand-written script; seconds that `import
@@ -33,6 +36,7 @@ from typing import NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
@@ -107,7 +111,7 @@ class Spent(NamedTuple):
 class ByHand:
     """The hand-written loop."""
 
-    def __init__(self, data: dict[str, np.ndarray], width: int, out: Path):
+    def __init__(self, data: dict[str, np.ndarray], width: int, out: Path, looks: bool = False):
         self.data, self.file = data, out.open("a")
         self.rng, self.order, self.step = np.random.default_rng(0), np.empty(0, np.int64), 0
         mesh = compat.auto_mesh(np.array(jax.devices()[:2]), ("data",))
@@ -126,6 +130,9 @@ class ByHand:
 
         def step(params, opt_state, batch):
             loss, grads = gradient(params, batch)
+            if looks:
+                finite = jnp.array([jnp.isfinite(x).all() for x in (loss, *jax.tree.leaves(grads))]).all()
+                loss = jnp.where(finite, loss, jnp.nan)  # read, with the loss, every ten steps
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
@@ -160,7 +167,7 @@ class ByHand:
 class ByToolkit:
     """The toolkit's own loop, whole: logging, hooks, agreement, prefetch. A context manager: one run that is open throughout."""
 
-    def __init__(self, data: dict[str, np.ndarray], width: int, most_steps: int, folder: Path):
+    def __init__(self, data: dict[str, np.ndarray], width: int, most_steps: int, folder: Path, looks: bool = True):
         def loss_fn(params, batch, key):
             return sk.mean(losses(params, batch))
 
@@ -173,6 +180,7 @@ class ByToolkit:
             devices="cpu:2",
             mesh={"data": 2},
             checkpoint=None,
+            on_nonfinite="stop" if looks else "continue",
             log={"every_steps": LOG_EVERY, "progress": "off"},
         )
         cluster = join(environment({}), "cpu:2")
@@ -207,12 +215,12 @@ def memory(compiled: jax.stages.Compiled) -> int:
     return m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
 
 
-def sitting(size: Size, pairs: int) -> dict[str, object]:
+def sitting(size: Size, pairs: int, looks: str) -> dict[str, object]:
     """Returns the ratios of all pairs of blocks of one size, measured in this process."""
     data, steps = make_data(), size.steps
     with tempfile.TemporaryDirectory() as name:
-        hand, width = _fitting(data, size.step_s, Path(name) / "hand.jsonl")
-        with ByToolkit(data, width, (pairs + 1) * steps, Path(name) / "run") as kit:
+        hand, width = _fitting(data, size.step_s, Path(name) / "hand.jsonl", looks == "both")
+        with ByToolkit(data, width, (pairs + 1) * steps, Path(name) / "run", looks != "neither") as kit:
             hand.run(steps), kit.run(steps)
             found: list[tuple[Spent, Spent]] = []
             for i in range(pairs):
@@ -231,10 +239,10 @@ def sitting(size: Size, pairs: int) -> dict[str, object]:
             }
 
 
-def _fitting(data: dict[str, np.ndarray], step_s: float, out: Path) -> tuple[ByHand, int]:
+def _fitting(data: dict[str, np.ndarray], step_s: float, out: Path, looks: bool) -> tuple[ByHand, int]:
     """Returns the hand-written loop of the smallest width whose step takes about `step_s` now, and that width."""
     for width in WIDTHS:
-        hand = ByHand(data, width, out)
+        hand = ByHand(data, width, out, looks)
         hand.run(10)
         # Asked three times, since one busy moment of the machine makes a small model look slow.
         if all(min(hand.run(10).wall_s for _ in range(5)) / 10 > 0.85 * step_s for _ in range(3)):
@@ -354,6 +362,12 @@ def main() -> None:
     parser.add_argument("--sittings", type=int, default=SITTINGS, help="processes per size")
     parser.add_argument("--pairs", type=int, help="pairs of blocks in a sitting")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="step times to measure at")
+    parser.add_argument(
+        "--looks",
+        default="shipped",
+        choices=["shipped", "both", "neither"],
+        help="at the gradient: the toolkit alone, both, neither",
+    )
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     parser.add_argument("--sitting", choices=list(SIZES), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -361,13 +375,13 @@ def main() -> None:
         # Before the first use of JAX, so that both loops run on the devices as the toolkit sets them up.
         join(environment({}), "cpu:2")
         size = SIZES[options.sitting]
-        print(json.dumps(sitting(size, options.pairs or size.pairs)))
+        print(json.dumps(sitting(size, options.pairs or size.pairs, options.looks)))
         return
     sittings: dict[str, list[dict]] = {size: [] for size in options.sizes}
     # In turns, so that an hour in which the machine is busy does not fall on one size.
     for number in range(options.sittings):
         for size, of_size in sittings.items():
-            command = [sys.executable, __file__, "--sitting", size]
+            command = [sys.executable, __file__, "--sitting", size, "--looks", options.looks]
             command += ["--pairs", str(options.pairs)] if options.pairs else []
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=SITTING_TIMEOUT_S)
             of_size.append(json.loads(done.stdout.splitlines()[-1]))

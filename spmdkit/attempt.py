@@ -125,6 +125,31 @@ def running(step: int) -> dict[str, Any]:
     return {"step": step, "pid": os.getpid(), "host": socket.gethostname(), "born": _born(os.getpid())}
 
 
+def newest_saved(run_dir: Path) -> int | None:
+    """Returns the newest step that a run has said to be committed, wherever its checkpoints are; None where it has said so of none."""
+    saved = (event.get("step") for event in _events(run_dir / EVENTS) if event.get("event") == "saved")
+    return max((step for step in saved if isinstance(step, int)), default=None)
+
+
+def this_process() -> dict[str, Any]:
+    """Returns by what `is_gone` knows this process again."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "born": _born(os.getpid())}
+
+
+def is_gone(found: dict[str, Any]) -> bool:
+    """Returns whether the process that `this_process` described has ended for certain: it was of this machine, since the machine was started."""
+    here = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
+    return here and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
+
+
+def _boot() -> str | None:
+    """Returns an id of this start of the machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
 def unfinished(run_dir: Path) -> Attempt | None:
     """Returns the last start of a run where it has no end, or None: it ended, or there was none."""
     started: dict[str, Any] | None = None

@@ -69,9 +69,16 @@ def train(
     ] = None,
 ) -> None:
     """Train a config, from its newest checkpoint or from the start."""
+    from spmdkit.cluster import environment
+    from spmdkit.run.evaluator import evaluate_each
     from spmdkit.run.loop import train as run
 
-    run(_load(config, overrides), allow=allow or ())
+    loaded = _load(config, overrides)
+    spec = environment(os.environ, loaded.cluster.dialect)
+    if spec.role == "evaluator":
+        evaluate_each(loaded, spec)
+        return
+    run(loaded, allow=allow or ())
 
 
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")
@@ -206,26 +213,101 @@ def verify(
 )
 def launch(
     context: typer.Context,
-    num: Annotated[int, typer.Option("-n", help="Processes on this machine.")],
+    num: Annotated[int, typer.Option("-n", help="Processes, on this machine or all together.")],
     devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
     max_restarts: Annotated[int, typer.Option(help="How often all are started again after a failure.")] = 0,
-    grace_s: Annotated[float, typer.Option(help="Seconds to save and leave after a signal.")] = 15.0,
+    grace_s: Annotated[
+        float | None, typer.Option(help="Seconds to save and leave after a signal; default: 15, with --on 120.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option(help="Elsewhere: slurm, kubernetes, kubeflow, tpu or ssh.", metavar="ENGINE")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Option of the engine.", metavar="NAME=VALUE")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the job, with --on.")] = "spmdkit",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --on: print what would be run, and stop.")] = False,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Start again with the processes that are left, the global batch as it was.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Run a spmdkit command in several processes on this machine; the first failure ends all."""
+    """Run a spmdkit command, or a script of yours (-- script.py ...), in several processes, here or on a cluster; the first failure ends all."""
     from spmdkit.launch import launch as run
 
-    if not context.args:
+    _check_launch(context.args, on, elastic, max_restarts, devices_per_process, bool(settings) or dry_run)
+    if on is not None:
+        from spmdkit.launch.engines.submit import launch_on
+
+        raise SystemExit(launch_on(on, context.args, num, settings or (), name, max_restarts, grace_s, dry_run))
+    resize = None
+    if elastic is not None:
+        from spmdkit.elastic import Elastic
+
+        sizes = Elastic(context.args, elastic, num, devices_per_process)
+        devices_per_process, resize = sizes.devices_per_process, sizes.resize
+    script = [] if context.args[0].endswith(".py") else ["-m", "spmdkit"]
+    code = run(
+        [sys.executable, *script, *context.args],
+        num,
+        devices_per_process,
+        grace_s=15.0 if grace_s is None else grace_s,
+        max_restarts=max_restarts,
+        resize=resize,
+    )
+    raise SystemExit(code)
+
+
+def _check_launch(
+    command: list[str], on: str | None, elastic: str | None, max_restarts: int, devices: int | None, is_for_engine: bool
+) -> None:
+    """Refuses options of `launch` that do not go together."""
+    if not command:
         raise ConfigError(
             "launch: nothing to run. The command follows two dashes. Try spmdkit launch -n 2 -- train CONFIG."
         )
-    code = run(
-        [sys.executable, "-m", "spmdkit", *context.args],
-        num,
-        devices_per_process,
-        grace_s=grace_s,
-        max_restarts=max_restarts,
-    )
-    raise SystemExit(code)
+    if on is not None and devices is not None:
+        raise ConfigError("--devices-per-process with --on: processes have the devices of their hosts. Leave it out.")
+    if on is not None and elastic is not None:
+        raise ConfigError(
+            f"--elastic with --on {on}: the number of processes is the engine's. Leave it out, or start here."
+        )
+    if on is None and is_for_engine:
+        raise ConfigError("--set and --dry-run are for --on ENGINE. Leave them out, or add --on slurm.")
+    if elastic is not None and max_restarts < 1:
+        raise ConfigError(
+            f"launch --elastic {elastic}: nothing is started again without --max-restarts. Try --max-restarts 10."
+        )
+
+
+@app.command(epilog="Example: spmdkit drill configs/linear_regression.yaml devices=cpu:2 --fault kill:1@20")
+def drill(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND:PROCESS@WHEN",
+            help="kill stop term hang slow nan flip truncate corrupt diskfull, of a process or random, at a step (120), after seconds (30s) or random.",
+        ),
+    ] = None,
+    kill: Annotated[list[str] | None, typer.Option(metavar="PROCESS@WHEN", help="Short for --fault kill:...")] = None,
+    num: Annotated[int, typer.Option("-n", help="Processes on this machine.")] = 2,
+    devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is random.")] = 0,
+    count: Annotated[int, typer.Option(help="How often each fault comes.")] = 1,
+    json_: AsJson = False,
+) -> None:
+    """Run a job here, hurt it on order, and say what that cost and whether it ended the same. Exit code 0 or 1."""
+    from spmdkit.drill.command import Drill, run_drill
+
+    faults = [*(fault or []), *(f"kill:{text}" for text in kill or [])]
+    asked = Drill(config, overrides or [], faults, num, devices_per_process, seed, count, json_)
+    raise SystemExit(run_drill(asked))
 
 
 @app.command(epilog="Example: spmdkit report runs/first")
@@ -236,17 +318,39 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's 
     say(write_report(run_dir))
 
 
-@app.command(epilog="Example: spmdkit doctor")
-def doctor(json_: AsJson = False) -> None:
-    """Say what this machine has: versions, devices, and whether a step runs on them."""
-    from spmdkit.doctor import diagnose
+@app.command(epilog="Example: spmdkit migrate ds_config.json --devices 8 > config.yaml")
+def migrate(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="An accelerate YAML, a DeepSpeed JSON or a MaxText YAML.")
+    ],
+    project: Annotated[
+        str | None,
+        typer.Option(help="accelerate, deepspeed or maxtext; default: whose settings it has.", show_default=False),
+    ] = None,
+    devices: Annotated[int, typer.Option(help="Devices of the job, for sizes that are meant for each.")] = 1,
+) -> None:
+    """Print a config like that of another project, with a line for each of its settings: mapped, automatic or meaningless here, unknown."""
+    from spmdkit.migrate import migrate as run
 
-    found = diagnose()
-    if json_:
-        print(json.dumps(found))
-        return
-    for name, value in found.items():
-        say(f"{name:12} {value if not isinstance(value, dict) else ', '.join(f'{k} {v}' for k, v in value.items())}")
+    print(run(file, project, devices), end="")
+
+
+@app.command(epilog="Example: spmdkit doctor --burn 5s")
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="Also tries its run directory and mesh.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    burn: Annotated[
+        str | None, typer.Option(metavar="TIME", help="All devices compute the same products so long: 30s, 5m.")
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Say what these machines have and whether a run can be trusted to them; 1 where it cannot. Also under launch."""
+    from spmdkit.doctor import examine
+
+    raise SystemExit(examine(_load(config, overrides) if config else None, burn, as_json=json_))
 
 
 @config_app.command("check", epilog="Example: spmdkit config check configs/linear_regression.yaml")
@@ -283,7 +387,8 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
     from spmdkit.cluster import environment, join
 
     config = _load(path, overrides)
-    return config, join(environment(os.environ, config.cluster.dialect), config.devices)
+    spec = environment(os.environ, config.cluster.dialect)
+    return config, join(spec, config.devices, interface=config.cluster.interface)
 
 
 def main(arguments: list[str] | None = None) -> Any:

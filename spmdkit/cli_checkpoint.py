@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +17,10 @@ from spmdkit.words import visible
 app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or its checkpoints/.")]
+RunDir = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run's directory, its checkpoints/, or the folder of a bucket that has them."),
+]
 Step = Annotated[int | None, typer.Option(help="Step; default: the newest.")]
 
 
@@ -30,7 +34,7 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     folder = _checkpoints(run)
     rows = checkpoint.ls(folder)
     ignored = checkpoint.ignored_entries(folder)
-    left = unfinished(folder.parent)
+    left = unfinished(Path(run) if isinstance(folder, checkpoint.Remote) else folder.parent)
     if json_:
         step = None if left is None or left.alive else left.step
         print(json.dumps({"checkpoints": rows, "ignored": ignored, "left_at_step": step}))
@@ -111,7 +115,8 @@ def checkpoint_rm(
     from spmdkit import checkpoint
 
     folder = _checkpoints(run)
-    with checkpoint.RunLock(folder.parent):
+    remote = isinstance(folder, checkpoint.Remote)
+    with checkpoint.Lease(folder, secrets.token_hex(8), say=say) if remote else checkpoint.RunLock(folder.parent):
         checkpoint.remove(folder, steps)
     say(f"removed {', '.join(map(str, steps))} from {folder}")
 
@@ -130,9 +135,27 @@ def _local_time(seconds: float | None) -> str:
     return f"{datetime.datetime.fromtimestamp(seconds).isoformat(sep=' ', timespec='seconds')} ({format_duration(max(0.0, time.time() - seconds))} ago)"
 
 
-def _checkpoints(run: Path) -> Path:
-    inside = run / "checkpoints"
-    folder = inside if inside.is_dir() else run
+def _checkpoints(run: str) -> Any:
+    """Returns where the checkpoints of RUN are: a local folder, or that of the bucket which it or its config.yaml names."""
+    from spmdkit.checkpoint import place
+
+    if place.is_url(run):
+        return place.of(run)
+    inside = Path(run) / "checkpoints"
+    if not inside.is_dir() and (url := _bucket_of(Path(run))):
+        return place.of(url)
+    folder = inside if inside.is_dir() else Path(run)
     if not folder.is_dir():
         raise ConfigError(f"{run} is no directory. Give a run's directory, which holds checkpoints/.")
     return folder
+
+
+def _bucket_of(run: Path) -> str | None:
+    """Returns the `checkpoint.directory` of a run's own config, None where it has none."""
+    import yaml
+
+    try:
+        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
+        return None
+    return str(found) if found else None

@@ -171,6 +171,33 @@ def _scattered(
     return jnp.squeeze(x, place), d - (place < d)
 
 
+def send_no_reduce_scatter() -> None:
+    """From now on a program for CPU devices sends a reduce-scatter as an all-to-all and adds the parts where they arrive; from jax 0.12 on, nothing.
+
+    Between processes one reduce-scatter of a few bytes makes every later all-reduce of the same devices a hundred times slower, and ignores the
+    collectives' time-out (jax 0.10.2 to 0.11.2 over Gloo, https://github.com/jax-ml/jax/issues/40831). Also where it is the derivative of an
+    all-gather, or the user's own. The same bytes are sent; they are added in the order of the devices.
+    """
+    from jax._src.lax import parallel
+    from jax.interpreters import mlir
+
+    if jax.__version_info__ >= (0, 12):
+        return
+
+    def parts_added(
+        x: jax.Array, *, axis_name: Any, scatter_dimension: int, axis_index_groups: Any, axis_size: int, tiled: bool
+    ) -> jax.Array:
+        if tiled:
+            x = jnp.reshape(x, (*x.shape[:scatter_dimension], axis_size, -1, *x.shape[scatter_dimension + 1 :]))
+        parts = lax.all_to_all(x, axis_name, scatter_dimension, 0, axis_index_groups=axis_index_groups)
+        return jnp.sum(parts, 0, dtype=x.dtype)
+
+    def rule(ctx: Any, x: Any, **params: Any) -> Any:
+        return mlir.lower_fun(functools.partial(parts_added, **params), multiple_results=False)(without_axes(ctx), x)
+
+    mlir.register_lowering(parallel.reduce_scatter_p, rule, platform="cpu")
+
+
 def current_trace() -> Any:
     """Returns what tells one trace from another: a loop, a branch, `vmap`, `grad` and `jit` each have their own."""
     from jax._src import core

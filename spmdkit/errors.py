@@ -29,7 +29,10 @@ class ExitCode(enum.IntEnum):
 
 OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "done": (ExitCode.DONE, "done"),
-    "check failed": (ExitCode.CHECK_FAILED, "`verify` has found a difference"),
+    "check failed": (
+        ExitCode.CHECK_FAILED,
+        "`verify`, `doctor` or `preflight` has found a difference, or a `drill` has failed",
+    ),
     "preempted": (ExitCode.PREEMPTED, "stopped and saved, start me again"),
     "raised": (ExitCode.FAILED, "your function or data raised, or asked to leave"),
     "bug": (ExitCode.FAILED, "a bug of spmdkit, with its traceback"),
@@ -86,6 +89,12 @@ class HangError(SpmdkitError):
     exit_code = ExitCode.HANG
 
 
+class DeviceError(SpmdkitError):
+    """A device computes other numbers than its equals: no run should be trusted to it."""
+
+    exit_code = ExitCode.CHECK_FAILED
+
+
 class NonFiniteError(SpmdkitError):
     """The loss or the state is not finite, and the policy is to stop."""
 
@@ -104,6 +113,10 @@ class DamagedError(CheckpointError):
     def __init__(self, message: str, found: str = ""):
         super().__init__(message)
         self.found = found
+
+
+class Unreachable(CheckpointError):
+    """The storage that holds the checkpoints cannot be reached, or refuses. Nothing is said of what it holds."""
 
 
 class Preempted(SpmdkitError):

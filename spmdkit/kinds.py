@@ -22,13 +22,17 @@ OF_ALL = {"reducers": ("warmup",)}
 """Folder -> options that each of its kinds takes, a user's own too: numbers of steps, set in what was made."""
 
 
+SHARED = {"base", "coded"}
+"""Files of such a folder that are no kinds: the interface, and what several kinds share."""
+
+
 def names(folder: str) -> list[str]:
     """Returns the names of the kinds in `folder`, without importing any."""
-    return sorted(module.name for module in pkgutil.iter_modules([str(PACKAGE / folder)]) if module.name != "base")
+    return sorted(module.name for module in pkgutil.iter_modules([str(PACKAGE / folder)]) if module.name not in SHARED)
 
 
 def split(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`."""
+    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`; of `{stale: 2}` the number, which `make` gives its name."""
     if isinstance(choice, str):
         return choice, {}
     name, options = next(iter(choice.items()))
@@ -62,6 +66,7 @@ def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
     """Returns what is wrong with a choice and its options, or None."""
     choice, _ = without_common(folder, choice)
     name, options = split(choice)
+    options = _by_name(folder, name, options)
     if name not in names(folder):
         return (
             f"needs one of {', '.join(names(folder))}, found {reprlib.repr(name)} (text).{nearest(name, names(folder))}"
@@ -85,6 +90,20 @@ def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
     return None
 
 
+def _by_name(folder: str, name: str, options: Any) -> Any:
+    """Returns the options of `{stale: 2}`, a number for the only option that there is, under its name; any others as they are."""
+    if isinstance(options, bool) or not isinstance(options, int | float) or name not in names(folder):
+        return options
+    only = list(inspect.signature(_make_of(folder, name)).parameters)
+    return {only[0]: options} if len(only) == 1 else options
+
+
+def has_option(folder: str, choice: str | Mapping[str, Any], option: str) -> bool:
+    """Returns whether a kind of the package takes an option."""
+    name, _ = split(choice)
+    return not is_own(choice) and option in inspect.signature(_make_of(folder, name)).parameters
+
+
 def options_problem(name: str, options: Any) -> str | None:
     """Returns what is wrong with what stands behind a name, or None."""
     if isinstance(options, dict):
@@ -102,8 +121,13 @@ def make(folder: str, choice: str | Mapping[str, Any]) -> Any:
         raise ConfigError(f"{folder}: {found}")
     choice, common = without_common(folder, choice)
     name, options = split(choice)
-    made = _make_of(folder, name)(**options)
+    made = _make_of(folder, name)(**_by_name(folder, name, options))
     return dataclasses.replace(made, **common) if common else made
+
+
+def options(folder: str, choice: str | Mapping[str, Any]) -> list[str]:
+    """Returns the names of the options that a kind of the package takes."""
+    return list(inspect.signature(_make_of(folder, split(choice)[0])).parameters)
 
 
 def _make_of(folder: str, name: str) -> Any:

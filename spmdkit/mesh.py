@@ -23,10 +23,11 @@ from spmdkit.names import MODEL_AXES as MODEL_AXES
 from spmdkit.names import REPLICA_AXES as REPLICA_AXES
 
 
-def resolve(asked: Mapping[str, int], num_devices: int) -> dict[str, int]:
+def resolve(asked: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
     """Returns the size of every axis in `AXES`; one -1 in `asked` takes what the others leave of `num_devices`.
 
-    An empty `asked` is one device, the debugging default.
+    An empty `asked` is one device, the debugging default. Where devices are in several slices and `replica` is not asked for, it is their number if
+    the other sizes leave room for that: slices are joined by the slowest links, and this is the axis for those.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices.
@@ -34,9 +35,12 @@ def resolve(asked: Mapping[str, int], num_devices: int) -> dict[str, int]:
     sizes = {axis: asked.get(axis, 1) for axis in AXES}
     if not asked:
         return sizes
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    room = num_devices % (fixed * num_slices) == 0 if -1 in sizes.values() else fixed * num_slices == num_devices
+    if num_slices > 1 and "replica" not in asked and room:
+        return resolve({**asked, "replica": num_slices}, num_devices)
     named = " x ".join(f"{axis}({size})" for axis, size in asked.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
-    fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) > 1:
         raise ConfigError(f"mesh asks {named}: two axes are -1. One -1 at most can fill. Give one of them a number.")
     if open_axes:
@@ -68,6 +72,13 @@ def _repair(asked: Mapping[str, int], fixed: int, num_devices: int) -> str:
     return "Try data: -1 alone, which uses all of them."
 
 
+def slices(devices: Sequence[jax.Device]) -> int:
+    """Returns in how many TPU slices devices are; 1 for all others. (Devices of a GPU have the index of their host or NVLink domain there.)"""
+    if not devices or devices[0].platform != "tpu":
+        return 1
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """Returns the mesh of `sizes` over the first devices, laid out by the machine's own links where JAX knows them."""
     shape = tuple(sizes[axis] for axis in AXES)
@@ -80,7 +91,7 @@ def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
         return np.array(devices).reshape(shape)
     from jax.experimental import mesh_utils
 
-    num_slices = len({getattr(d, "slice_index", 0) for d in devices})
+    num_slices = slices(devices)
     if num_slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     for i, size in enumerate(shape):

@@ -57,6 +57,12 @@ DEATHS_FILE = "SPMDKIT_DEATHS_FILE"
 STEP_FILE = "SPMDKIT_STEP_FILE"
 """Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set the variable."""
 
+COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
+"""off: no compile cache; otherwise the folder of it, where the config names none."""
+
+DRILL_FILE = "SPMDKIT_DRILL_FILE"
+"""Names the file in which a drill orders a fault of one process, and the process says when it came."""
+
 NAMELESS = "/dev/fd/"
 """Begins the name of a file that has none on the disk and was handed down open."""
 
@@ -72,6 +78,8 @@ OUR_VARIABLES = frozenset(
         ERROR_FILE,
         BEAT_FILE,
         STEP_FILE,
+        COMPILE_CACHE,
+        DRILL_FILE,
         "SPMDKIT_ALLOCATOR",
         "SPMDKIT_RATES",
     }

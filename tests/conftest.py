@@ -13,12 +13,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("NPROC", str(4 * 8 + (os.cpu_count() or 1)))  # see spmdkit/cluster/join.py
 if QUICK_XLA:  # read once, when jax is imported, by this process and those it starts
     os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
+os.environ.setdefault("SPMDKIT_COMPILE_CACHE", "off")  # a test compiles what it says it does
 os.environ.setdefault("SPMDKIT_ALLOCATOR", "system")  # what a run sets would hold for all tests after it
 
 import jax
 import pytest
 
 from spmdkit.faults.signals import SIGNALS
+from tests.support.buckets import PACKAGES as SERVERS
 from tests.support.seconds import Seconds
 from tests.support.strangers import let_optax_promote
 
@@ -34,6 +36,10 @@ def pytest_runtest_setup(item):
     """What needs a package of more than 100 MB runs where that is installed: in the environment of `make extras`."""
     if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed: `make extras` (x86 only)")
+    if item.get_closest_marker("storage") and (missing := [x for x in SERVERS if importlib.util.find_spec(x) is None]):
+        pytest.skip(f"{', '.join(missing)}: not installed: `make extras` (clients and local servers of object storage)")
+    if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: `make extras`")
 
 
 def pytest_collection_modifyitems(items):

@@ -15,25 +15,37 @@ before that, so what has a record is complete. Files of this folder, in the orde
     retention.py      keep the last k, every n-th and the best; deleting so that a kill leaves no half step
     storage.py        the one place that calls orbax
     restoring.py      a step onto any mesh, every byte checked
+    reading.py        leaves of a step as numpy arrays
     verifying.py      every byte of a step read, without a model or a mesh
+    objections.py     why a save is not started, or has failed
     checkpoints.py    Checkpoints: save, restore, wait
     export.py         plain parameters as safetensors or orbax
     run_directory.py  one run per directory, and a directory that can be written
+    place.py          a local folder or one of a bucket: what differs
+    bucket.py         a folder of a bucket (gs://, s3://), by fsspec
+    staging.py        steps on their way to a bucket that orbax does not write to
+    lease.py          one run per folder of a bucket
 """
 
+from spmdkit.checkpoint.bucket import Remote
 from spmdkit.checkpoint.checkpoints import Checkpoints
 from spmdkit.checkpoint.damage import DAMAGED_MARK
 from spmdkit.checkpoint.export import export
+from spmdkit.checkpoint.lease import Lease
 from spmdkit.checkpoint.leaves import leaf_table, nest
 from spmdkit.checkpoint.listing import best_step, held, inspect, ls, newest_step
+from spmdkit.checkpoint.reading import saved_state
 from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
 from spmdkit.checkpoint.run_directory import RunLock, prepare_run_dir
+from spmdkit.checkpoint.staging import refuse_several
 from spmdkit.checkpoint.verifying import verify
 
 __all__ = [
     "DAMAGED_MARK",
     "Checkpoints",
+    "Lease",
+    "Remote",
     "RunLock",
     "best_step",
     "export",
@@ -45,6 +57,8 @@ __all__ = [
     "nest",
     "newest_step",
     "prepare_run_dir",
+    "refuse_several",
     "remove",
+    "saved_state",
     "verify",
 ]

@@ -5,16 +5,18 @@ steps happen in a background thread. One save is in flight at a time: the next w
 
 Every process of a run makes one of these and calls `save` and `restore` at the same steps. Process 0 writes the
 record, commits, and deletes.
+
+A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder (staging.py); its last object commits a step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -22,16 +24,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 
 from spmdkit import files
-from spmdkit.checkpoint import leaves, restoring, retention
+from spmdkit.checkpoint import leaves, objections, place, restoring, retention
 from spmdkit.checkpoint import record as records
-from spmdkit.errors import CheckpointWriteError, ConfigError
-from spmdkit.words import format_bytes
+from spmdkit.checkpoint.bucket import Remote
+from spmdkit.checkpoint.place import Place
+from spmdkit.checkpoint.staging import staging_of
+from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
-
-FREE_MARGIN_BYTES = 2**20
-"""Room for metadata beside the arrays."""
 
 DISCARD_TRIES = 40
 
@@ -65,12 +66,14 @@ class Checkpoints:
         cluster: with several processes, so that all learn that process 0 refuses a save (without it the others wait
             at orbax's barrier until it times out).
         is_ours: whether the directory is still this run's; where it is not, nothing is committed or removed.
+        stage: a local folder of this process, for steps on their way to or from a bucket; default: in the system's temporary one.
+        beside: local files that are copied beside the steps of a bucket, as they are at each commit.
         clock: seconds since the epoch, for the record.
     """
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Place | str,
         *,
         keep: int = 3,
         keep_every: int | None = None,
@@ -80,16 +83,19 @@ class Checkpoints:
         num_processes: int = 1,
         cluster: KeyValue | None = None,
         is_ours: Callable[[], bool] = lambda: True,
+        stage: Path | None = None,
+        beside: Sequence[Path] = (),
         clock: Callable[[], float] = time.time,
     ):
         if keep < 1:
             raise ConfigError(f"checkpoint.keep is {keep}. The newest checkpoint always stays. Set keep: 1 or more.")
         if best is not None and best[1] not in ("min", "max"):
             raise ConfigError(f"checkpoint.best.mode is {best[1]!r}. It must be 'min' or 'max'. Try mode: min.")
-        self.directory = Path(directory).absolute()
+        self.directory: Place = place.of(directory)
         self._keep, self._keep_every, self._best, self._timeout_s = keep, keep_every, best, timeout_s
         self._is_main, self._num_processes, self._cluster = is_main, num_processes, cluster
-        self._is_ours, self._clock = is_ours, clock
+        self._is_ours, self._clock, self._beside = is_ours, clock, tuple(beside)
+        self._staging = staging_of(self.directory, stage)
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -100,7 +106,8 @@ class Checkpoints:
         self._num_saves = self._num_settled = 0
         if is_main:
             try:
-                self.directory.mkdir(mode=files.FOLDER_MODE, parents=True, exist_ok=True)
+                if isinstance(self.directory, Path):
+                    self.directory.mkdir(mode=files.FOLDER_MODE, parents=True, exist_ok=True)
                 retention.remove_unfinished(self.directory)
             except OSError as error:
                 raise ConfigError(
@@ -115,6 +122,15 @@ class Checkpoints:
     def ignored(self) -> list[str]:
         """Returns the names in the directory that are no committed step: foreign, empty, or not finished."""
         return records.ignored_entries(self.directory)
+
+    @property
+    def _written(self) -> Place:
+        """Where orbax writes the steps."""
+        return self.directory if self._staging is None else self._staging.written
+
+    def last_known(self) -> int | None:
+        """Returns the newest committed step without waiting for a network: of a bucket the newest that this process has committed."""
+        return self._last_committed if isinstance(self.directory, Remote) else self.latest()
 
     def latest(self) -> int | None:
         """Returns the newest committed step. With several processes, ask on process 0 and tell the others."""
@@ -155,7 +171,7 @@ class Checkpoints:
         from spmdkit.checkpoint import storage
 
         try:
-            storage.start_save(self._orbax(), self.directory / str(step), leaves.nest(flat))
+            storage.start_save(self._orbax(), self._written / str(step), leaves.nest(flat))
         except Exception as error:
             self._discard(step)
             failed = self._write_error(step, error)
@@ -171,28 +187,7 @@ class Checkpoints:
         """Returns why process 0 will not start this save, or an empty string."""
         if not self._is_main:
             return ""
-        folder = self.directory / str(step)
-        if os.path.lexists(folder):
-            what = "is already saved" if step in self.steps() else f"has no {records.RECORD_FILE}, so it is not ours"
-            return (
-                f"saving step {step} to {folder}: the folder exists and {what}. A committed step is never overwritten. "
-                f"Delete or rename {folder}."
-            )
-        try:
-            disk = os.statvfs(self.directory)
-        except OSError as error:
-            return (
-                f"saving step {step} to {folder}: {self.directory} cannot be used ({records.first_line(error)}). "
-                "It must stay in place while the run lives. Bring it back and start again."
-            )
-        free, needed = disk.f_bavail * disk.f_frsize, num_bytes + FREE_MARGIN_BYTES
-        if free >= needed:
-            return ""
-        return (
-            f"saving step {step} to {folder} needs about {format_bytes(needed)}, {format_bytes(free)} are free. A save "
-            "that would fill the disk is not started; earlier checkpoints are intact. Free some space, lower "
-            "checkpoint.keep, or set run_dir on another disk."
-        )
+        return objections.objection(self.directory, self._written, step, num_bytes)
 
     def _refuse_together(self, objection: str) -> None:
         """Raises process 0's objection on every process, so that none waits for the others."""
@@ -219,18 +214,29 @@ class Checkpoints:
         assert self._draft is not None
         if not self._is_ours():
             raise ConfigError(f"{self.directory} belongs to another run by now: nothing is committed to it.")
-        folder = self.directory / f"{self._draft.step}{records.TEMPORARY_MARK}"
+        folder = self._unfinished(self._draft.step)
         sizes = records.list_files(folder)
         digests = records.digest_small(folder, sizes)
         records.write_record(folder, dataclasses.replace(self._draft, files=sizes, digests=digests))
+        if isinstance(self.directory, Remote):
+            for path in filter(Path.exists, self._beside):
+                whole_lines = path.read_bytes().rpartition(b"\n")[0] + b"\n"
+                (self.directory / place.KEPT_BESIDE / path.name).write_bytes(whole_lines)
+
+    def _unfinished(self, step: int) -> Place:
+        """Returns the folder of a step that is being written."""
+        mark = "" if isinstance(self._written, Remote) else records.TEMPORARY_MARK
+        return self._written / f"{step}{mark}"
 
     def _finish(self, step: int) -> None:
         """Waits for the commit and deletes what is not kept. In the background, on every process."""
         try:
             self._orbax().wait_until_finished()
-            if self._is_main:
+            if self._is_main and isinstance(self.directory, Path):
                 files.tighten(self.directory / str(step))
                 files.sync_folder(self.directory)
+            if self._staging is not None:
+                self._staging.commit(step, self._is_ours)
         except Exception as error:
             self._discard(step)
             raise self._write_error(step, error) from error
@@ -241,6 +247,13 @@ class Checkpoints:
 
     def _discard(self, step: int) -> None:
         """Removes what a failed save wrote: on a full disk the room is needed."""
+        if self._staging is not None:
+            self._staging.discard(step)
+        if isinstance(self.directory, Remote):
+            with contextlib.suppress(Unreachable):  # otherwise the next start removes it
+                if self._is_main and self._is_ours() and step not in self.steps():
+                    place.remove(self.directory / str(step))
+            return
         folder = self.directory / f"{step}{records.TEMPORARY_MARK}"
         for _ in range(DISCARD_TRIES if self._is_main and self._is_ours() else 0):
             shutil.rmtree(folder, ignore_errors=True)
@@ -249,12 +262,7 @@ class Checkpoints:
             time.sleep(0.05)  # tensorstore's own threads may still write what had begun
 
     def _write_error(self, step: int, error: BaseException) -> CheckpointWriteError:
-        have = self.steps()
-        return CheckpointWriteError(
-            f"saving step {step} to {self.directory / str(step)} failed ({records.first_line(error)}). "
-            f"A checkpoint counts only when it is committed; intact are {', '.join(map(str, have)) or 'none yet'}. "
-            "Fix the cause and start the same command again."
-        )
+        return objections.not_saved(self.directory, step, error)
 
     def settle(self) -> Ended:
         """Waits for the save in flight, if there is one; returns on every process how it ended, for all: one that failed has failed everywhere."""
@@ -333,6 +341,8 @@ class Checkpoints:
                 from spmdkit.checkpoint import storage
 
                 storage.close(checkpointer)
+            if self._staging is not None:
+                self._staging.close()
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints after `step`: training has gone back to it, and those steps come again. On process 0.
@@ -374,7 +384,14 @@ class Checkpoints:
             DamagedError: it is not as it was written.
         """
         self._join()
-        return restoring.restore(self._orbax(), self.directory, step, abstract_state, optional)
+        with self._readable(step) as directory:
+            return restoring.restore(self._orbax(), directory, step, abstract_state, optional)
+
+    def _readable(self, step: int) -> contextlib.AbstractContextManager[Place]:
+        """Returns the directory from which orbax reads a step."""
+        if self._staging is not None and step in self.steps():  # otherwise whoever reads its record says so
+            return place.fetched(self.directory, step, self._staging.folder)
+        return contextlib.nullcontext(self.directory)
 
 
 def _is_time_out(why: str) -> bool:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from pathlib import Path
 
 from spmdkit import files
+from spmdkit.checkpoint import place
 from spmdkit.checkpoint import record as records
+from spmdkit.checkpoint.bucket import Remote
+from spmdkit.checkpoint.place import Place
 from spmdkit.errors import CheckpointError, CheckpointWriteError, DamagedError
 
 DAMAGED_MARK = ".damaged"
 
 
-def newest_sound(directory: Path, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
+def newest_sound(directory: Place, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
     """Returns (the newest step up to `most` whose record and files are as they were written, what is wrong with the newer ones).
 
     The bytes of the arrays are not read here: their checksums are looked at as they are restored.
@@ -31,22 +33,25 @@ def newest_sound(directory: Path, most: int | None, without: Collection[int]) ->
     return None, wrong
 
 
-def without_record(directory: Path) -> dict[str, str]:
+def without_record(directory: Place) -> dict[str, str]:
     """Returns name -> what is wrong, of what has a step's name and is none: it would stand in the way of that step's save."""
     why = f"it has no {records.RECORD_FILE}, so it is not whole"
     return {name: why for name in records.ignored_entries(directory) if records.is_step_name(name)}
 
 
-def set_aside(directory: Path, name: str) -> str:
+def set_aside(directory: Place, name: str) -> str:
     """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), where nobody takes it for a step; returns the new name.
 
     Raises:
         CheckpointWriteError: it cannot be renamed.
     """
     taken, number = f"{name}{DAMAGED_MARK}", 1
-    while os.path.lexists(directory / taken):
+    while place.exists(directory / taken):
         number += 1
         taken = f"{name}{DAMAGED_MARK}.{number}"
+    if isinstance(directory, Remote):
+        place.move(directory / name, directory / taken)
+        return taken
     try:
         os.rename(directory / name, directory / taken)
         files.sync_folder(directory)
@@ -58,7 +63,7 @@ def set_aside(directory: Path, name: str) -> str:
     return taken
 
 
-def none_left(directory: Path, wrong: dict[str, str]) -> CheckpointError:
+def none_left(directory: Place, wrong: dict[str, str]) -> CheckpointError:
     """Returns the error of a directory all of whose checkpoints are damaged; nothing in it was touched."""
     shown = "".join(f"\n  {name}: {why}" for name, why in list(wrong.items())[:8])
     more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""

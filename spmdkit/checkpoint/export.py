@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from spmdkit import files
-from spmdkit.checkpoint import leaves, listing, record
+from spmdkit.checkpoint import leaves, listing, place, record
+from spmdkit.checkpoint.place import Place
+from spmdkit.checkpoint.reading import read_leaves
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.words import nearest
 
@@ -22,7 +24,7 @@ PARTS = ("params", "ema")
 
 
 def export(
-    directory: Path | str,
+    directory: Place | str,
     step: int | None,
     out: Path | str,
     format: Literal["safetensors", "orbax"] = "safetensors",
@@ -39,7 +41,7 @@ def export(
         ConfigError: an unknown format or part, or `out` exists.
         CheckpointWriteError: `out` cannot be written.
     """
-    directory, out = Path(directory).absolute(), Path(out).absolute()
+    directory, out = place.of(directory), Path(out).absolute()
     for value, options in ((format, FORMATS), (which, PARTS)):
         if value not in options:
             raise ConfigError(f"export knows {', '.join(options)}, not {value!r}.{nearest(value, options)}")
@@ -48,7 +50,8 @@ def export(
     with listing.held(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
         found = record.read_record(directory, chosen)
         record.check_files(directory, found)
-        arrays = _read_part(directory, found, which)
+        with place.fetched(directory, found.step) as here:
+            arrays = _read_part(here, found, which)
     if found.user.get("groups"):  # of replicas that train alone: their mean, which is what is evaluated
         arrays = {name: _mean(array) for name, array in arrays.items()}
     try:
@@ -84,26 +87,13 @@ def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, n
         raise CheckpointError(
             f"export of {which} from {directory / str(found.step)}: it holds {', '.join(held)}, no {which}.{hint}"
         )
-    abstract = {}
-    for path, (shape, dtype) in part.items():
+    for path, (_, dtype) in part.items():
         if dtype.startswith("key<"):
             raise CheckpointError(
                 f"export of {which}: `{path}` is a random key ({dtype}), not a parameter, and has no form outside JAX. "
                 "Keep keys in the model state."
             )
-        abstract[path] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
-    from spmdkit.checkpoint import storage
-
-    try:
-        loaded = storage.load_numpy(
-            directory / str(found.step), leaves.nest({path: leaf for path, leaf in abstract.items() if leaf.size})
-        )
-    except Exception as error:
-        raise record.damaged(directory, found.step, record.first_line(error)) from error
-    return {
-        path.removeprefix(f"{which}/"): leaves.pick(loaded, path) if leaf.size else np.zeros(leaf.shape, leaf.dtype)
-        for path, leaf in abstract.items()
-    }
+    return {path.removeprefix(f"{which}/"): array for path, array in read_leaves(directory, found, part).items()}
 
 
 def _write_safetensors(path: Path, arrays: dict[str, Any], metadata: dict[str, str]) -> None:

@@ -46,13 +46,13 @@ class Fence:
             )
 
 
-def claim(directory: Path) -> Fence:
-    """Returns the fence of a new attempt, to which the directory belongs from now on. For process 0, which holds the lock.
+def claim(directory: Path, attempt: str | None = None) -> Fence:
+    """Returns the fence of an attempt, by default a new one, to which the directory belongs from now on. For the process that holds the lock.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    fence = Fence(directory, secrets.token_hex(8))
+    fence = Fence(directory, attempt or secrets.token_hex(8))
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     files.write_json(
         directory / ATTEMPT_FILE,

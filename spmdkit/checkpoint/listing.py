@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from spmdkit.checkpoint import place
 from spmdkit.checkpoint import record as records
+from spmdkit.checkpoint.bucket import Remote
+from spmdkit.checkpoint.place import Place
 from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.words import format_bytes
 
@@ -17,12 +20,15 @@ HOLD_TRIES = 100
 
 
 @contextlib.contextmanager
-def held(directory: Path, choose: Callable[[], int]) -> Iterator[int]:
+def held(directory: Place, choose: Callable[[], int]) -> Iterator[int]:
     """Yields the step that `choose` names; while the body runs, the run that writes here does not delete it.
 
     A step that goes between being chosen and being held is chosen again: a run with quick retention may write beside this. The lock is a
-    shared flock on its record; where the file system has none, nothing is held.
+    shared flock on its record; where the file system has none, or in a bucket, nothing is held.
     """
+    if isinstance(directory, Remote):
+        yield choose()
+        return
     for _ in range(HOLD_TRIES):
         step = choose()
         path = directory / str(step) / records.RECORD_FILE
@@ -54,7 +60,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
     return False
 
 
-def best_step(directory: Path) -> int:
+def best_step(directory: Place) -> int:
     """Returns the best committed step by `checkpoint.best`, as the newest record that has such a rule names it.
 
     Raises:
@@ -69,7 +75,7 @@ def best_step(directory: Path) -> int:
     return scores[-1][1]
 
 
-def _scores(directory: Path) -> list[tuple[float, int]]:
+def _scores(directory: Place) -> list[tuple[float, int]]:
     """Returns (how good, step) of the steps that have a value for the rule of the newest record that has one, from bad to good."""
     found = []
     for step in records.committed_steps(directory):
@@ -83,20 +89,20 @@ def _scores(directory: Path) -> list[tuple[float, int]]:
     return sorted((sign * value, record.step) for record in found if (value := record.metrics.get(metric)) is not None)
 
 
-def ls(directory: Path | str) -> list[dict[str, Any]]:
+def ls(directory: Place | str) -> list[dict[str, Any]]:
     """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem, found, best.
 
     `problem` says what is damaged and the way back, `found` only the former: in its record and files, not in the bytes of its arrays, which
     `verify` reads.
     """
-    directory = Path(directory)
+    directory = place.of(directory)
     rows = [_summary(directory, step) for step in records.committed_steps(directory)]
     scores = _scores(directory)
     best = scores[-1][1] if scores else None
     return [row | {"best": row["step"] == best} for row in rows if row is not None]
 
 
-def _summary(directory: Path, step: int) -> dict[str, Any] | None:
+def _summary(directory: Place, step: int) -> dict[str, Any] | None:
     """Returns what `ls` says of a step, None where it has gone meanwhile."""
     folder = directory / str(step)
     row: dict[str, Any] = {"step": step, "time": None, "metrics": {}, "complete": False, "problem": None, "found": None}
@@ -107,27 +113,17 @@ def _summary(directory: Path, step: int) -> dict[str, Any] | None:
         row["complete"] = True
     except CheckpointError as error:
         row |= {"problem": str(error), "found": error.found if isinstance(error, DamagedError) else str(error)}
-    row["bytes"] = disk_bytes(folder)
+    row["bytes"] = sum(place.sizes(folder).values())
     return row if folder.exists() else None
 
 
-def disk_bytes(folder: Path) -> int:
-    """Returns the bytes of the files below a folder, of those that are there."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += Path(parent, name).stat().st_size
-    return total
-
-
-def inspect(directory: Path | str, step: int | None = None) -> dict[str, Any]:
+def inspect(directory: Place | str, step: int | None = None) -> dict[str, Any]:
     """Returns what `ls` says of a step (the newest for None) and its leaves, state_bytes, num_processes and record.
 
     Raises:
         CheckpointError: there is no such step, or its record is damaged.
     """
-    directory = Path(directory)
+    directory = place.of(directory)
     with held(directory, lambda: newest_step(directory) if step is None else step) as chosen:
         record = records.read_record(directory, chosen)
         return (_summary(directory, record.step) or {}) | {
@@ -139,7 +135,7 @@ def inspect(directory: Path | str, step: int | None = None) -> dict[str, Any]:
         }
 
 
-def newest_step(directory: Path) -> int:
+def newest_step(directory: Place) -> int:
     """Returns the newest committed step, or raises CheckpointError when there is none."""
     steps = records.committed_steps(directory)
     if not steps:

@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit import files
+from spmdkit.checkpoint import place
+from spmdkit.checkpoint.bucket import Remote
 from spmdkit.checkpoint.leaves import LeafTable
+from spmdkit.checkpoint.place import Place
 from spmdkit.errors import CheckpointError, DamagedError
 
 SCHEMA = 2
@@ -54,7 +57,7 @@ class Record:
     schema: int = SCHEMA
 
 
-def write_record(folder: Path, record: Record) -> None:
+def write_record(folder: Place, record: Record) -> None:
     """Writes record.json into `folder` and forces it to the disk, the folder's entries too."""
     content = {
         "schema": SCHEMA,
@@ -69,8 +72,12 @@ def write_record(folder: Path, record: Record) -> None:
         "leaves": record.leaves,
         "files": record.files,
     }
+    text = json.dumps({"digest": _digest_of(content)} | content, allow_nan=False)
+    if isinstance(folder, Remote):
+        (folder / RECORD_FILE).write_bytes(text.encode())
+        return
     with open(folder / RECORD_FILE, "w", encoding="utf-8") as file:
-        json.dump({"digest": _digest_of(content)} | content, file, allow_nan=False)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     files.sync_folder(folder)
@@ -86,8 +93,10 @@ def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | Non
     return {k: float(v) if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
 
 
-def list_files(folder: Path) -> dict[str, int]:
+def list_files(folder: Place) -> dict[str, int]:
     """Returns `{path below folder: bytes}` of every file of the state below `folder`."""
+    if isinstance(folder, Remote):
+        return {f"{STATE_FOLDER}/{name}": size for name, size in (folder / STATE_FOLDER).sizes().items()}
     found: dict[str, int] = {}
     for parent, _, names in os.walk(folder / STATE_FOLDER):
         for name in names:
@@ -96,32 +105,25 @@ def list_files(folder: Path) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def digest_small(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+def digest_small(folder: Place, sizes: Mapping[str, int]) -> dict[str, str]:
     """Returns `{path below folder: digest}` of the files that are small enough to be read again at each restore."""
     return {
         name: files.digest((folder / name).read_bytes()) for name, size in sizes.items() if size <= SMALL_FILE_BYTES
     }
 
 
-def committed_steps(directory: Path) -> list[int]:
-    """Returns the steps that `directory` holds, ascending: folders named by a plain integer that have a record.
+def committed_steps(directory: Place) -> list[int]:
+    """Returns the steps that `directory` holds, ascending: folders named by a plain integer that have a record, in a bucket also the marker.
 
     A damaged checkpoint is still listed: leaving it out would silently train from an older one.
     """
-    return sorted(int(name) for name in _entry_names(directory) if _is_step(directory / name))
+    return sorted(int(name) for name in place.names(directory) if _is_step(directory / name))
 
 
-def ignored_entries(directory: Path | str) -> list[str]:
+def ignored_entries(directory: Place | str) -> list[str]:
     """Returns the names in `directory` that are no committed step, sorted: foreign, empty, or not finished."""
-    directory = Path(directory)
-    return sorted(name for name in _entry_names(directory) if not _is_step(directory / name))
-
-
-def _entry_names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    directory = place.of(directory)
+    return sorted(name for name in place.names(directory) if not _is_step(directory / name))
 
 
 def is_step_name(name: str) -> bool:
@@ -129,16 +131,18 @@ def is_step_name(name: str) -> bool:
     return _STEP_NAME.fullmatch(name) is not None
 
 
-def _is_step(path: Path) -> bool:
+def _is_step(path: Place) -> bool:
     if not is_step_name(path.name):
         return False
+    if isinstance(path, Remote):
+        return {RECORD_FILE, place.MARKER} <= set(path.names())
     try:
         return (path / RECORD_FILE).is_file()
     except OSError:  # a folder that may not be entered: it has a step's name, and whoever reads it is told
         return True
 
 
-def read_record(directory: Path, step: int) -> Record:
+def read_record(directory: Place, step: int) -> Record:
     """Returns the record of a committed step.
 
     Raises:
@@ -185,13 +189,15 @@ def read_record(directory: Path, step: int) -> Record:
         raise damaged(directory, step, f"{RECORD_FILE} is not as it was written ({first_line(error)})") from error
 
 
-def check_files(directory: Path, record: Record) -> None:
+def check_files(directory: Place, record: Record) -> None:
     """Raises DamagedError when a file of the checkpoint is missing or has another size, or if it is small other bytes, than was written."""
     wrong = []
+    folder = directory / str(record.step)
+    there = folder.sizes() if isinstance(folder, Remote) else None
     for name, size in record.files.items():
-        path = directory / str(record.step) / name
+        path = folder / name
         try:
-            found = path.stat().st_size
+            found = place.size(path, there, name)
             same = name not in record.digests or files.digest(path.read_bytes()) == record.digests[name]
         except OSError:
             wrong.append(f"{name} is missing")
@@ -204,7 +210,7 @@ def check_files(directory: Path, record: Record) -> None:
         raise damaged(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
 
 
-def damaged(directory: Path, step: int, found: str) -> DamagedError:
+def damaged(directory: Place, step: int, found: str) -> DamagedError:
     """Returns the error for a checkpoint that is not as it was written, with the way back to an earlier one."""
     earlier = [other for other in committed_steps(directory) if other < step]
     back = f"to go back to step {earlier[-1]}" if earlier else "to start anew; there is no earlier step"

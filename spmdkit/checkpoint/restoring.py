@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 
 from spmdkit.checkpoint import leaves
 from spmdkit.checkpoint import record as records
+from spmdkit.checkpoint.place import Place
 from spmdkit.errors import CheckpointError
 from spmdkit.tree import named_leaves
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def restore(
     checkpointer: ocp.AsyncCheckpointer,
-    directory: Path,
+    directory: Place,
     step: int,
     abstract_state: Any,
     optional: str | tuple[str, ...],
@@ -47,7 +47,7 @@ def restore(
     return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
 
 
-def _check_fits(directory: Path, found: records.Record, asked: leaves.LeafTable, unread: Sequence[str]) -> None:
+def _check_fits(directory: Place, found: records.Record, asked: leaves.LeafTable, unread: Sequence[str]) -> None:
     saved = {path: leaf for path, leaf in found.leaves.items() if path not in unread}
     lines = leaves.differences(saved, asked)
     if not lines:

@@ -7,13 +7,14 @@ import fcntl
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
-from spmdkit.checkpoint import damage
+from spmdkit.checkpoint import damage, place
 from spmdkit.checkpoint import record as records
+from spmdkit.checkpoint.bucket import Remote
+from spmdkit.checkpoint.place import Place
 from spmdkit.checkpoint.record import TEMPORARY_MARK
-from spmdkit.errors import CheckpointError, CheckpointWriteError
+from spmdkit.errors import CheckpointError, CheckpointWriteError, Unreachable
 
 Mode = Literal["min", "max"]
 
@@ -42,7 +43,7 @@ def steps_to_delete(
 
 
 def delete_old(
-    directory: Path, just_written: int, keep: int, keep_every: int | None, best: tuple[str, Mode] | None
+    directory: Place, just_written: int, keep: int, keep_every: int | None, best: tuple[str, Mode] | None
 ) -> None:
     """Deletes the steps that are not kept; one that somebody reads stays until the next save.
 
@@ -61,18 +62,23 @@ def delete_old(
             ) from error
 
 
-def _score(directory: Path, step: int, metric: str) -> float | None:
+def _score(directory: Place, step: int, metric: str) -> float | None:
     try:
         return records.read_record(directory, step).metrics.get(metric)
+    except Unreachable:
+        raise  # it may be the best
     except CheckpointError:
         return None  # A damaged checkpoint is never the best; whoever restores it is told.
 
 
-def delete_step(directory: Path, step: int, even_if_held: bool = False) -> bool:
+def delete_step(directory: Place, step: int, even_if_held: bool = False) -> bool:
     """Deletes a committed step, unless an `eval` or an export holds it (`listing.held`); returns whether it did.
 
-    It is renamed first: a kill in between leaves a folder that is no step.
+    It is renamed first, in a bucket its marker removed first: a kill in between leaves a folder that is no step.
     """
+    if isinstance(directory, Remote):
+        place.remove(directory / str(step))
+        return True
     doomed = directory / f"{step}.deleted{TEMPORARY_MARK}"
     shutil.rmtree(doomed, ignore_errors=True)
     descriptor = None
@@ -95,7 +101,7 @@ def delete_step(directory: Path, step: int, even_if_held: bool = False) -> bool:
     return True
 
 
-def remove(directory: Path, steps: Sequence[int]) -> None:
+def remove(directory: Place, steps: Sequence[int]) -> None:
     """Deletes committed steps that a person names, all or none; never the last good one.
 
     Raises:
@@ -126,10 +132,25 @@ def remove(directory: Path, steps: Sequence[int]) -> None:
             ) from error
 
 
-def remove_unfinished(directory: Path) -> list[str]:
+def remove_unfinished(directory: Place) -> list[str]:
     """Removes what a killed run left half written or half deleted; returns the names. Only the run's owner may call."""
+    if isinstance(directory, Remote):
+        return _remove_unmarked(directory)
     with os.scandir(directory) as entries:
         names = sorted(e.name for e in entries if TEMPORARY_MARK in e.name and e.is_dir(follow_symlinks=False))
     for name in names:
         shutil.rmtree(directory / name)
     return names
+
+
+def _remove_unmarked(directory: Remote) -> list[str]:
+    """Removes the folders of a bucket that have a step's name and hold nothing but what a save writes, without the marker at its end."""
+    return [name for name in filter(records.is_step_name, place.names(directory)) if remove_unmarked(directory / name)]
+
+
+def remove_unmarked(folder: Remote) -> bool:
+    """Removes what a save that did not end has left of a step in a bucket; returns whether there was nothing but that. Only the run's owner may call."""
+    if not set(folder.names()) <= {records.RECORD_FILE, records.STATE_FOLDER, "_CHECKPOINT_METADATA"}:
+        return False
+    place.remove(folder)
+    return True

@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
+from spmdkit.checkpoint.place import Place
 from spmdkit.checkpoint.record import STATE_FOLDER
 
 
@@ -186,18 +187,18 @@ def close(checkpointer: ocp.AsyncCheckpointer) -> None:
         checkpointer.close()
 
 
-def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Path, tree: dict[str, Any]) -> None:
+def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Place, tree: dict[str, Any]) -> None:
     """Copies the arrays to the host and returns; they are written and committed in the background."""
     checkpointer.save(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: ocp.args.PyTreeSave(tree)}))
 
 
 def load(
-    checkpointer: ocp.AsyncCheckpointer, folder: Path, tree: dict[str, Any], partial: bool = False
+    checkpointer: ocp.AsyncCheckpointer, folder: Place, tree: dict[str, Any], partial: bool = False
 ) -> dict[str, Any]:
     """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step (`partial`: of a part)."""
     args = ocp.args.PyTreeRestore(item=tree, restore_args=construct_restore_args(tree), partial_restore=partial)
     # Not `checkpointer.restore`, which ends in a barrier: where one process finds damage, the others must not wait there.
-    restored = checkpointer.handler.restore(epath.Path(folder), args=ocp.args.Composite(**{STATE_FOLDER: args}))
+    restored = checkpointer.handler.restore(epath.Path(str(folder)), args=ocp.args.Composite(**{STATE_FOLDER: args}))
     loaded: dict[str, Any] = restored[STATE_FOLDER]
     return loaded
 

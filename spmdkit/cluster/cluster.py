@@ -38,7 +38,9 @@ class Cluster:
         sleep: Callable[[float], None] = time.sleep,
         namespace: str | None = None,
         notes: Sequence[str] = (),
+        advertises: str = "127.0.0.1",
     ):
+        self.advertises = advertises  # the address that CPU collectives give to the other processes
         self.notes = tuple(notes)  # how the environment was read, for the log
         self.process_index = process_index
         self.num_processes = num_processes

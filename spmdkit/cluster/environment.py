@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from spmdkit.cluster.dialects import all_dialects
-from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Partial
+from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Level, Partial
 from spmdkit.cluster.dialects.spmdkit import integer
 from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
@@ -61,7 +61,20 @@ def resolve(answers: Answers) -> ClusterSpec:
                 f"Or leave the number to {name}."
             )
     others = {n: a for n, a in answers.items() if n != name and LEVELS.index(a.level) >= LEVELS.index(level)}
-    return dataclasses.replace(spec, notes=_not_used(others, f"{name} says {_said(found[name])}"))
+    return _told(name, found[name], _not_used(others, f"{name} says {_said(found[name])}"))
+
+
+_WHY: Mapping[Level, str] = {
+    "asked": "it is set for spmdkit by name",
+    "starter": "it has started this process",
+    "allocation": "it has lent this host, and nothing more specific is set",
+}
+
+
+def _told(name: str, found: Found, notes: tuple[str, ...] = ()) -> ClusterSpec:
+    """Returns the place, with who says so and why that one is followed."""
+    by = f"{name} ({_said(found)}), since {_WHY[found.level]}"
+    return dataclasses.replace(found.spec, notes=notes, found_by=by, repair=found.repair, role=found.role)
 
 
 def _refuse_incomplete(partials: Mapping[str, Partial]) -> None:
@@ -75,9 +88,8 @@ def _refuse_incomplete(partials: Mapping[str, Partial]) -> None:
 
 def _one_of(found: Mapping[str, Found]) -> str:
     """Returns the name of the one to follow among those of one level."""
-    sizes_of_agents = {answer.agents for answer in found.values()} - {None}
-    inner = {n: a for n, a in found.items() if a.agents is not None or a.spec.num_processes not in sizes_of_agents}
-    inner = inner or dict(found)
+    started = lambda n, a: any(a.spec.num_processes == other.agents for m, other in found.items() if m != n)
+    inner = {n: a for n, a in found.items() if not started(n, a)} or dict(found)
     places = {(a.spec.num_processes, a.spec.process_id) for a in inner.values()}
     if len(places) > 1:
         said = " and ".join(_said(answer) for answer in inner.values())
@@ -90,7 +102,9 @@ def _one_of(found: Mapping[str, Found]) -> str:
 
 
 def _said(answer: Found) -> str:
-    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`."""
+    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or what the dialect says itself."""
+    if answer.said:
+        return answer.said
     names, spec = answer.names, answer.spec
     return f"{names.num_processes}={spec.num_processes}, {names.process_id}={spec.process_id}"
 
@@ -103,7 +117,9 @@ def _not_used(others: Answers, because: str) -> tuple[str, ...]:
 
 def _only(name: str, answer: Answer, names: tuple[str, ...]) -> ClusterSpec:
     if isinstance(answer, Found):
-        return answer.spec
+        return dataclasses.replace(
+            _told(name, answer), found_by=f"{name} ({_said(answer)}), since cluster.dialect names it"
+        )
     found = f"{answer.why}. {answer.repair}" if answer else f"found none of its variables ({', '.join(names)})."
     raise ConfigError(
         f"cluster.dialect: {name} was asked for; {found} Start it with {name}, or set cluster.dialect: auto."

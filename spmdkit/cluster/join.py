@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 import jax
 
-from spmdkit import compat
+from spmdkit import compat, compat_gloo
 from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
+from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.cluster.rendezvous import roll_call
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
@@ -32,13 +33,17 @@ INITIALIZE_S = 30
 
 
 def join(
-    spec: ClusterSpec, devices: str | Sequence[int] = "auto", collective_timeout_s: float | None = None
+    spec: ClusterSpec,
+    devices: str | Sequence[int] = "auto",
+    collective_timeout_s: float | None = None,
+    interface: str = "auto",
 ) -> Cluster:
     """Returns the cluster of all processes in `spec` with the asked devices.
 
     `devices`: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices over all processes together;
     `spec.devices_per_process` wins over it), or a list of local device indices, the same on every process.
     `collective_timeout_s`: the longest that a process may make the others wait; CPU collectives fail a little later.
+    `interface`: whose address CPU collectives give to the others, see interface.py.
     Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
     """
     joined = jax.distributed.is_initialized()
@@ -55,8 +60,12 @@ def join(
         _configure(spec, devices, num_cpu, num_processes)
         if num_processes > 1 and collective_timeout_s is not None:
             compat.set_cpu_collective_timeout(int(collective_timeout_s) + COLLECTIVE_MARGIN_S)
-    notes = spec.notes
+    notes = _how(spec, joined, num_processes)
+    told = Advertised(None)
     if num_processes > 1 and not joined:
+        told = choose(interface, spec.coordinator or "localhost:1")
+        compat_gloo.advertise(told.address)
+        notes += (told.said,) if told.said else ()
         notes += open_to_all(spec, _initialize(spec))
     found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     if num_processes > 1 and not joined:
@@ -68,7 +77,16 @@ def join(
         devices=chosen,
         store=open_store(),
         notes=notes,
+        advertises=told.address or by_name(),
     )
+
+
+def _how(spec: ClusterSpec, joined: bool, num_processes: int) -> tuple[str, ...]:
+    """Returns the lines that say by whom this process knows its place, and what was not used."""
+    if joined and spec.num_processes != num_processes:
+        return (f"{num_processes} processes, since jax.distributed is initialized already",)
+    told = f"{num_processes} processes: {spec.found_by}"
+    return (told, *spec.notes) if num_processes > 1 and spec.found_by else spec.notes
 
 
 def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], num_processes: int) -> int | None:
@@ -122,6 +140,7 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
         jax.config.update("jax_rocm_visible_devices", ",".join(map(str, devices)))
     if num_processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        compat.send_no_reduce_scatter()
 
 
 def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:

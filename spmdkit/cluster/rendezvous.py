@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
 def _call(spec: ClusterSpec, deadline: float) -> str:
     """Process 0: collects one line from every other process, then tells all of them the outcome."""
     assert spec.coordinator is not None
-    listener, bound = _listen(spec.coordinator, is_kept=spec.service is not None)
+    listener, bound = _listen(spec)
     present: dict[int, socket.socket] = {}
     error: str | None = None
     try:
@@ -73,7 +73,7 @@ def _call(spec: ClusterSpec, deadline: float) -> str:
             error = (
                 f"{spec.num_processes} processes were to meet at {spec.coordinator}, {came} came within "
                 f"{spec.rendezvous_timeout_s:g} s; missing: {name_processes(missing)}. All must start within the "
-                f"timeout. See why the missing ones did not start, or set SPMDKIT_RENDEZVOUS_TIMEOUT_S higher."
+                f"timeout. See why the missing ones did not start, or set SPMDKIT_RENDEZVOUS_TIMEOUT_S higher.{_words(spec)}"
             )
         reply = json.dumps({"spmdkit": 1, "error": error, "kind": kind}).encode() + b"\n"
         for connection in present.values():
@@ -89,11 +89,13 @@ def _call(spec: ClusterSpec, deadline: float) -> str:
     return bound
 
 
-def _listen(coordinator: str, is_kept: bool = False) -> tuple[socket.socket, str]:
+def _listen(spec: ClusterSpec) -> tuple[socket.socket, str]:
     """Returns a listening socket and the address bound: the coordinator's own, or all where it is not ours (NAT).
 
-    is_kept: the launcher keeps the port free for this user (keeper.reserve_port), so that it has to be shared with the launcher.
+    A launcher that holds the service keeps the port free for this user (keeper.reserve_port), so that it has to be shared with it.
     """
+    assert spec.coordinator is not None
+    coordinator, is_kept = spec.coordinator, spec.service is not None
     host, port = split_address(coordinator)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -106,8 +108,15 @@ def _listen(coordinator: str, is_kept: bool = False) -> tuple[socket.socket, str
     except OSError as error:
         raise RendezvousError(
             f"process 0 cannot listen at {coordinator}: {error.strerror or error}. It needs a free port of its own "
-            f"machine. End what holds the port, or choose another in SPMDKIT_COORDINATOR of all processes."
+            f"machine. End what holds the port, or choose another in SPMDKIT_COORDINATOR of all processes.{_words(spec)}"
         ) from None
+
+
+def _words(spec: ClusterSpec) -> str:
+    """Returns who said where to meet, and what to look at in its own words."""
+    return "".join(
+        f" {text}" for text in (spec.found_by and f"The place is from {spec.found_by}.", spec.repair) if text
+    )
 
 
 def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]) -> str | None:
@@ -148,7 +157,7 @@ def _answer(spec: ClusterSpec, deadline: float) -> None:
             raise RendezvousError(
                 f"process {spec.process_id} could not reach process 0 at {spec.coordinator} within "
                 f"{spec.rendezvous_timeout_s:g} s ({found}); missing: process 0. It must run and its port must be "
-                f"reachable from here. See why process 0 did not start, or correct SPMDKIT_COORDINATOR."
+                f"reachable from here. See why process 0 did not start, or correct SPMDKIT_COORDINATOR.{_words(spec)}"
             )
         try:
             with socket.create_connection((host, port), timeout=min(remaining, 5.0)) as connection:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 from spmdkit.errors import ConfigError
 from spmdkit.names import COORDINATOR, NUM_PROCESSES, PROCESS_ID
@@ -22,6 +22,9 @@ class Names(NamedTuple):
 OURS = Names(NUM_PROCESSES, PROCESS_ID, COORDINATOR)
 
 
+Role: TypeAlias = Literal["train", "evaluator"]
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
     """One process's place in the cluster.
@@ -31,6 +34,9 @@ class ClusterSpec:
         names: the variables that this was read from.
         notes: what a person should know about how it was read; told once, by process 0.
         service: `host:port` of JAX's coordination service where a launcher holds it; None: process 0 sees to it.
+        found_by: which dialect says so and by what, a line for the log; empty where none does.
+        repair: what to look at when processes do not meet, in that dialect's words.
+        role: what this process is for; an evaluator is alone.
     """
 
     coordinator: str | None = None
@@ -41,6 +47,9 @@ class ClusterSpec:
     names: Names = OURS
     notes: tuple[str, ...] = ()
     service: str | None = None
+    found_by: str = field(default="", compare=False)
+    repair: str = field(default="", compare=False)
+    role: Role = "train"
 
 
 def split_address(address: str, name: str = OURS.coordinator) -> tuple[str, int]:

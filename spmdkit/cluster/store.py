@@ -31,6 +31,9 @@ class Store(Protocol):
     def entries(self, folder: str) -> dict[str, str]:
         """Returns `{last part of key: value}` of the keys `folder/...`."""
 
+    def remove(self, folder: str) -> None:
+        """Removes the keys `folder/...`, which nobody reads any more."""
+
     def barrier(self, key: str, timeout_s: float) -> None:
         """Returns when every process came here with this key, which is used once. Raises TimeoutError."""
 
@@ -66,6 +69,11 @@ class MemoryStore:
         with self._changed:
             return {k.removeprefix(start): v for k, v in self._values.items() if k.startswith(start)}
 
+    def remove(self, folder: str) -> None:
+        with self._changed:
+            for key in [k for k in self._values if k.startswith(folder + "/")]:
+                del self._values[key]
+
     def barrier(self, key: str, timeout_s: float) -> None:
         with self._changed:
             self._arrived[key] = self._arrived.get(key, 0) + 1
@@ -99,6 +107,10 @@ class CoordinationStore:
         start = folder + "/"
         with _translated(f"list {folder}"):
             return {k.removeprefix(start): v for k, v in self._client.key_value_dir_get(start)}
+
+    def remove(self, folder: str) -> None:
+        with _translated(f"remove {folder}"):
+            self._client.key_value_delete(folder)
 
     def barrier(self, key: str, timeout_s: float) -> None:
         with _translated(f"meet at {key}"), journal.waiting(_name(key)):

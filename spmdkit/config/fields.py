@@ -53,6 +53,15 @@ def _file_name(value: str) -> str:
     return value
 
 
+def _bucket(value: str) -> str:
+    if not re.fullmatch(r"(gs|s3)://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[\w.=+@-]+)+/?", value, re.ASCII):
+        raise Wants(
+            "a folder of a bucket: gs:// or s3://, a bucket's name of at least three characters, and a folder in it (a local one is run_dir's)",
+            "gs://my-bucket/runs/first",
+        )
+    return value.rstrip("/")
+
+
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
@@ -79,6 +88,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1, examples=[0.999])]
 Flag = bool
 Name = Annotated[str, Field(min_length=1)]
 TaskName = Annotated[str, Field(min_length=1, examples=["my_task.py:task"])]
+Bucket = Annotated[str, AfterValidator(_bucket), Field(examples=["gs://my-bucket/runs/first"])]
 FileName = Annotated[str, AfterValidator(_file_name), Field(examples=["runs/first"])]
 AxisSize = Annotated[int, Field(le=INT32_MAX, examples=[-1]), AfterValidator(_axis_size)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit import kinds, secret
-from spmdkit.config import optimizer
+from spmdkit.config import optimizer, parameter_server
 from spmdkit.config.problems import KeyPath, Problem, render, show
 from spmdkit.config.settings import Settings
 from spmdkit.config.task import reference_problem
@@ -34,6 +34,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         *_layout(config),
         *_pipeline(config),
         *_choices(config),
+        *_watchers(config),
         *_remat(config),
         *_learning(config),
         *_precision(config),
@@ -207,6 +208,9 @@ def _choices(config: Settings) -> Iterator[Problem]:
             continue  # looked at by nobody: other kinds import JAX
         if isinstance(value, dict):
             yield from plain_values(value, (key,))
+        if key == "sync" and parameter_server.is_chosen(config):
+            yield from parameter_server.problems(config)
+            continue
         if kinds.is_own(value):
             name, options = kinds.split(value)
             found = reference_problem(name, key) or kinds.options_problem(name, options)
@@ -216,6 +220,12 @@ def _choices(config: Settings) -> Iterator[Problem]:
             yield Problem((key,), found)
         elif key == "reducer":
             yield from _warmup(config, *kinds.split(value))
+
+
+def _watchers(config: Settings) -> Iterator[Problem]:
+    for i, choice in enumerate(config.preemption):
+        if found := kinds.problem("watchers", choice):
+            yield Problem(("preemption", i), found)
 
 
 def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
@@ -321,7 +331,7 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             "is contiguous, and attention.context is all_to_all, which always keeps neighbours together, so it has no effect. "
             "Remove it, or set context: ring.",
         )
-    if config.on_spike is not None and kinds.split(config.sync)[0] != "every_step":
+    if config.on_spike is not None and kinds.split(config.sync)[0] not in ("every_step", "stale"):
         yield Problem(
             ("on_spike",),
             "looks at the loss of all replicas in every step, and with this sync groups of them train alone, so it has no effect. Remove it, or use "

@@ -41,6 +41,12 @@ class ClusterOptions(Section):
         description="Whose environment variables say which process this is: auto reads all that are known, the most specific wins; a name reads that "
         "one alone; none: one process, whatever is set.",
     )
+    interface: fields.FileName = Field(
+        default="auto",
+        examples=["eth0"],
+        description="Whose address CPU collectives (Gloo) give to other hosts: the name of a network interface. auto: what the "
+        "host's own name resolves to, and where that is loopback the address by which it reaches the coordinator.",
+    )
 
 
 class Layout(Section):
@@ -213,6 +219,11 @@ class Checkpoint(Section):
         default=None,
         description="Saves when an evaluation improves, and keeps the best checkpoint besides. Needs eval.every_steps.",
     )
+    directory: fields.Bucket | None = Field(
+        default=None,
+        description="Folder of a bucket that takes the checkpoints, gs://bucket/folder or s3://bucket/folder (extra: storage), where hosts share no disk; "
+        "null: checkpoints/ in run_dir.",
+    )
     max_failures: fields.Count = Field(
         default=3,
         description="Saves that fail in a row before the run ends with 74; up to then one that failed is made up for at the next interval.",
@@ -339,6 +350,21 @@ class CheckCopies(Section):
         default="stop",
         description="Where copies differ: stop: end with code 77; mend: the odd one of three or more gets the bits of the others, of two that which "
         "an audit finds at fault; rollback: back to a checkpoint from before, where all were the same; continue: go on and say so.",
+    )
+
+
+class CompileCache(Section):
+    """Compiled programs that are kept on this machine's disk, so that a restart compiles nothing again. null: none are kept."""
+
+    directory: fields.FileName | None = Field(
+        default=None,
+        description="Folder that its owner alone can enter; null: SPMDKIT_COMPILE_CACHE, or ~/.cache/spmdkit/compile. What is in it is run.",
+    )
+    min_s: Annotated[float, Field(ge=0, le=1e8)] = Field(
+        default=0.5, description="Seconds of compiling from which a program is kept."
+    )
+    max_bytes: fields.NumBytes = Field(
+        default=4 * 2**30, description="Bytes above which the programs that were used longest ago are removed."
     )
 
 

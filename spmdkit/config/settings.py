@@ -15,6 +15,7 @@ from spmdkit.config.sections import (
     CheckCopies,
     Checkpoint,
     ClusterOptions,
+    CompileCache,
     Data,
     Eval,
     Layout,
@@ -75,8 +76,9 @@ class Settings(Section):
     )
     sync: fields.NamedChoice = Field(
         default="every_step",
-        description="When replicas agree: every_step, {local_sgd: {every: N}}, or a user's own: file.py:name of a function under "
-        "@sk.synchronization, {file.py:name: {option: value}} with its keyword arguments.",
+        description="When replicas agree: every_step, {local_sgd: {every: N}}, {diloco: {every: N}}, {post_local: {start: S, every: N}}, {stale: K}, or a user's own: file.py:name of a function under "
+        "@sk.synchronization, {file.py:name: {option: value}} with its keyword arguments; or without one step of all: {parameter_server: {servers: "
+        "1, workers: 2}}.",
     )
     precision: Annotated[
         Precision,
@@ -122,12 +124,25 @@ class Settings(Section):
         "under @sk.hook; {name: {option: value}} with its keyword arguments.",
     )
     profile: Profile | None = Field(default=None, description="Steps of which a profiler trace is taken; null: none.")
+    compile_cache: CompileCache | None = Field(
+        default_factory=CompileCache,
+        description="What XLA has compiled, kept for the next start; null: nothing is kept.",
+    )
     watchdog: Watchdog | None = Field(
         default_factory=Watchdog, description="How long nothing may happen before the job ends; null: for ever."
+    )
+    preemption: list[fields.NamedChoice] = Field(
+        default_factory=list,
+        description="Who is asked whether this machine is about to be taken away, beside SIGTERM and SIGUSR1: gce, aws, {file: {path: /run/preempt}}. At a notice "
+        "to any process all save at one step and leave with 42.",
     )
     certificate: fields.FileName | None = Field(
         default=None,
         description="File of verify --certificate, from the config's folder: train refuses what it does not prove; null: none.",
+    )
+    preflight: fields.Flag = Field(
+        default=False,
+        description="Before each start all devices compute the same products for three seconds; where one gives other bits, nothing is trained.",
     )
     check_copies: CheckCopies | None = Field(
         default=None,

@@ -37,7 +37,8 @@ class Launcher:
         if self._descriptor is None:
             return
         self._said += 1
-        said = {"number": self._said, "does": beat.does, "step": beat.step, "interpreter_s": interpreter_s}
+        said = {"number": self._said, "phase": beat.phase, "does": beat.does, "step": beat.step}
+        said |= {"interpreter_s": interpreter_s}
         with suppress(OSError):
             os.pwrite(self._descriptor, json.dumps(said).ljust(BEAT_BYTES).encode(), 0)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -26,12 +27,16 @@ POLL_S = 0.05
 LINGER_S = 60.0
 """How long at most it stays for those who are still connected."""
 ANNOUNCE_S = 5
+IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Slurm's notice and `scancel`, and whoever signals a group, reach every process of a job, this one too; the others need it to save and leave with 42."""
 GONE = "it ended without a word: killed, out of memory, or os._exit"
 
 
 def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, process: int) -> None:
     """Serves until nobody needs it."""
     parent = os.getppid()
+    for name in IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     sys.path.append(site)
     import jaxlib._jax as jaxlib
 

@@ -55,6 +55,16 @@ def cause(exits: list[Exit]) -> Exit | None:
     return min(failed, key=_weakness) if failed else None
 
 
+def lost(exits: list[Exit]) -> frozenset[int]:
+    """Returns who is gone as if its machine was: killed by a signal that is not ours, held, or missed by the others. Not who said itself why it left."""
+    killed = {
+        e.process for e in exits if e.judged is not None or (e.status < 0 and not e.ended_by_us and e.code != ABORTED)
+    }
+    missed = {process for e in exits if e.code == ExitCode.PEER_LOST for process in e.blamed}
+    said = {e.process for e in exits if e.status > 0 and e.judged is None}
+    return frozenset(killed | (missed - said))
+
+
 def _weakness(e: Exit) -> tuple[int, bool, float, int]:
     if e.judged is not None:
         rank = 0

@@ -10,26 +10,28 @@ listens on the loopback interface only; nothing is left on the disk but the logs
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from spmdkit.attempt import directory_of
+from spmdkit.attempt import directory_of, newest_saved
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.keeper import Keeper, reserve_port
-from spmdkit.launch.cause import Exit, cause, coded, ended_by
+from spmdkit.launch.cause import Exit, cause, coded, ended_by, lost
 from spmdkit.launch.logs import Logs
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
 from spmdkit.launch.restarts import Restarts
 from spmdkit.launch.supervise import POLL_S, Child, Note, Supervisor, end, queued_signals
+from spmdkit.launch.witness import Witness
 from spmdkit.names import (
     BEAT_FILE,
     COORDINATOR,
@@ -52,6 +54,7 @@ class Job:
     devices_per_process: int | None
     env: Mapping[str, str]
     grace_s: float
+    witness: Witness | None
 
 
 @dataclass
@@ -62,11 +65,17 @@ class Outcome:
         code: the exit code.
         asked: the first signal that the launcher received meanwhile.
         newest: the newest step that the run has committed.
+        lost: how many processes are gone as if their machine was.
     """
 
     code: int = 0
     asked: int | None = None
     newest: int | None = None
+    lost: int = 0
+
+
+Resize = Callable[[int, int], tuple[int, Sequence[str]] | None]
+"""`(processes of the start before, how many of them are lost)` -> processes of the next start and what its command is given besides; None: no number will do."""
 
 
 def launch(
@@ -76,12 +85,15 @@ def launch(
     env: Mapping[str, str] = os.environ,
     grace_s: float = 15.0,
     max_restarts: int = 0,
+    witness: Witness | None = None,
+    resize: Resize | None = None,
 ) -> int:
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
     signal kills them. `max_restarts`: how often all are started again after a failure (restarts.py); a launcher that was told to stop starts nothing.
-    To be called from the main thread.
+    `witness`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
+    processes are started again (elastic.py). To be called from the main thread.
     """
     if num_processes < 1:
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
@@ -91,7 +103,7 @@ def launch(
         raise ConfigError(f"--grace-s {grace_s:g}: seconds, from 0 to less than a day. Try 60.")
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
-    job = Job(command, num_processes, devices_per_process, env, grace_s)
+    job = Job(command, num_processes, devices_per_process, env, grace_s, witness)
     restarts = Restarts(max_restarts)
     with queued_signals() as signals:
         while True:
@@ -101,6 +113,11 @@ def launch(
                 if restarts.why:
                     _say(f"not started again: {restarts.why}")
                 return attempt.code
+            if resize is not None:
+                resized = _resized(job, command, resize, attempt)
+                if resized is None:
+                    return attempt.code
+                job = resized
             newest = (
                 "there is no checkpoint yet"
                 if attempt.newest is None
@@ -112,6 +129,23 @@ def launch(
             if _asked_within(wait_s, signals):
                 _say("not started again: the launcher was told to stop")
                 return int(ExitCode.PREEMPTED)
+
+
+def _resized(job: Job, command: list[str], resize: Resize, ended: Outcome) -> Job | None:
+    """Returns the job as it is started again, None where no number of processes will do."""
+    before = job.num_processes
+    found = resize(before, ended.lost)
+    if found is None:
+        _say(
+            f"not started again: {ended.lost} of {before} processes are lost, and no smaller number that --elastic allows divides mesh and batch"
+        )
+        return None
+    processes, more = found
+    if processes != before:
+        _say(
+            f"{ended.lost} of {before} processes are lost; the next start has {processes}, with {' '.join(more)}: the same examples in each step"
+        )
+    return dataclasses.replace(job, num_processes=processes, command=[*command, *more])
 
 
 def _say(line: str) -> None:
@@ -142,12 +176,16 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
                 job.env, coordinator, job.num_processes, process, job.devices_per_process, errors.path
             )
             env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: deaths.path, SERVICE: service}
-            popen = _start(job.command, env, pass_fds=[note.descriptor for note in (*notes, deaths)])
+            descriptors = [note.descriptor for note in (*notes, deaths)]
+            if job.witness is not None:
+                variables, more = job.witness.given(process)
+                env, descriptors = {**env, **variables}, [*descriptors, *more]
+            popen = _start(job.command, env, pass_fds=descriptors)
             children.append(Child(process, popen, *notes))
         lock = threading.Lock()
         for child in children:
-            child.output = Output(child.process, child.popen, lock, logs)
-        look = partial(_open_logs, logs, children)
+            child.output = Output(child.process, child.popen, lock, logs, shown=job.witness is None)
+        look = partial(_look, job, logs, children)
         found.asked = Supervisor(children, signals, job.grace_s, deaths, look).run()
         look()
         if keeper is not None and (status := keeper.ended()) is not None:
@@ -161,7 +199,10 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         for holder, _ in held:
             holder.close()
     found.newest = _newest(logs.folder)
-    first = cause([child.exit for child in children if child.exit is not None])
+    if job.witness is not None:
+        job.witness.ended(children, found.asked)
+    exits = [child.exit for child in children if child.exit is not None]
+    first, found.lost = cause(exits), len(lost(exits))
     if first is not None:
         found.code = first.code
         if first.ended_by_us and found.asked is not None:
@@ -172,8 +213,10 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
     return found
 
 
-def _open_logs(logs: Logs, children: Sequence[Child]) -> None:
+def _look(job: Job, logs: Logs, children: Sequence[Child]) -> None:
     """Lets logs be written where the run is, once a process has said where."""
+    if job.witness is not None:
+        job.witness.look(children)
     if logs.folder is None and (run_dir := directory_of(children[0].step.read())) is not None:
         logs.open(run_dir, len(children))
 
@@ -182,7 +225,10 @@ def _newest(folder: Path | None) -> int | None:
     """Returns the newest committed step of the run that has this folder of logs."""
     if folder is None:
         return None
-    return max((int(p.name) for p in (folder.parents[1] / "checkpoints").glob("*") if p.name.isdigit()), default=None)
+    run_dir = folder.parents[1]
+    if not (run_dir / "checkpoints").is_dir():  # in a bucket
+        return newest_saved(run_dir)
+    return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()), default=None)
 
 
 def child_environment(

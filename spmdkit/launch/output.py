@@ -20,15 +20,19 @@ NOISE = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
 
 
 class Output:
-    """Two threads that copy one process's lines to ours, and into its logs. `tail` is the end of what it wrote to standard error."""
+    """Two threads that copy one process's lines to ours, where they are `shown`, and into its logs. `tail` is the end of what it wrote to standard error."""
 
-    def __init__(self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock, logs: Logs):
+    def __init__(
+        self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock, logs: Logs, shown: bool = True
+    ):
         assert popen.stdout is not None and popen.stderr is not None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         prefix = f"[{process}] "
         self._readers = [
             threading.Thread(
-                target=_copy, args=(source, target, prefix, lock, partial(logs.add, process, name), tail), daemon=True
+                target=_copy,
+                args=(source, target if shown else None, prefix, lock, partial(logs.add, process, name), tail),
+                daemon=True,
             )
             for source, target, name, tail in (
                 (popen.stdout, sys.stdout, "stdout", None),
@@ -46,13 +50,13 @@ class Output:
 
 def _copy(
     source: IO[bytes],
-    target: TextIO,
+    target: TextIO | None,
     prefix: str,
     lock: threading.Lock,
     log: Callable[[str], None],
     tail: deque[str] | None,
 ) -> None:
-    readable = True
+    readable = target is not None
     for raw in iter(source.readline, b""):
         line = raw.decode(errors="replace").rstrip("\r\n")
         if NOISE.match(line):
@@ -64,6 +68,7 @@ def _copy(
             continue  # our reader is gone; the child must still not block on a full pipe
         with lock:
             try:
+                assert target is not None
                 target.write(f"{prefix}{line}\n")
                 target.flush()
             except (OSError, ValueError):

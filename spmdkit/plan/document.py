@@ -9,8 +9,10 @@ step, unless a name says `global`. Keys:
     fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
     collectives                       one row for each kind, most bytes first; phase, every, until: where a run calls several programs
     collective_bytes                  their sum, of the step
-    wire                              by_axes, by_cause: bytes
-    flops, model_flops                of matrix products: of the step, and without what remat and stages compute again or for nothing
+    wire                              by_axes, by_cause: bytes, of the step; on_average, at_most: with the programs that run after some steps
+    flops, model_flops                of matrix products: what the compiled program computes, with what devices repeat; and a device's share of what the model
+                                      asks for, without what remat and stages compute again or for nothing. MFU is of the latter
+    flops_by_dtype, elementwise_flops a device's share of the step, from its jaxpr
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
     findings                          severity, code, message, source, fix
     layout                            path, shape, dtype, spec, memory_kind, bytes (global), device_bytes, reason
@@ -20,6 +22,7 @@ step, unless a name says `global`. Keys:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,7 +84,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
 def _document(
     program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic, reading: Reading, time: Time
 ) -> Document:
-    bill, memory, limit = reading.bill, reading.memory, target.memory_limit_bytes
+    bill, memory, limit, of_phases = reading.bill, reading.memory, target.memory_limit_bytes, phases(program, reading)
     findings = [*reading.findings]
     devices = list(program.mesh.devices.flat)
     if memory.peak_bytes > limit:
@@ -103,7 +106,7 @@ def _document(
         },
         "collectives": [
             row.as_json() | _over(target, devices, row) | phase
-            for phase, of_phase in phases(program, reading)
+            for phase, of_phase in of_phases
             for row in of_phase.rows
         ],
         "collective_bytes": bill.bytes,
@@ -113,10 +116,11 @@ def _document(
             "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by_axes().items()},
             "by_cause": bill.by_cause(),
             "least": least_bytes(program),
-        },
+        }
+        | over_a_run(program, of_phases),
         "findings": [finding.as_json() for finding in findings],
     }
-    document |= _arithmetic(program, arithmetic, model)
+    document |= _arithmetic(program, arithmetic, model, time.hlo_flops)
     document |= _time(program, target, model, time)
     return _close(document, program)
 
@@ -124,16 +128,33 @@ def _document(
 def phases(program: Program, reading: Reading) -> list[tuple[Document, Bill]]:
     """Returns (phase, bill) of each program that a run calls; a single one has no phase.
 
-    A phase is its name, `every`: the steps from one call to the next, and of the reducer's warm-up `until`: its last step.
+    A phase is its name, `every`: the steps from one call to the next, and of one that takes the step's place at the start `until`: its last step.
     """
     others = list[tuple[Document, Bill]]()
-    if program.warmup:
-        until = {"phase": "warmup", "every": 1, "until": program.warmup}
-        others.append((until, _bill_of(program, program.compiled_warmup, reading.scans)))
-    if program.groups is not None:
-        every = {"phase": "agreement", "every": program.groups.sync.every}
-        others.append((every, _bill_of(program, program.compiled_agreement, {})))
+    for phase in program.phases:
+        until = {} if phase.until is None else {"until": phase.until}
+        scans = reading.scans if phase.in_place else {}
+        of_phase = {"phase": phase.name, "every": phase.every} | until
+        others.append((of_phase, _bill_of(program, phase.compiled, scans)))
     return [({"phase": "step", "every": 1}, reading.bill), *others] if others else [({}, reading.bill)]
+
+
+def over_a_run(program: Program, of_phases: Sequence[tuple[Document, Bill]]) -> Document:
+    """Returns what a device sends in a step with the programs that run after some steps: on average, and at most in one; {} where there are none.
+
+    Programs at the start of a run are left out: the average is that of a long run.
+    """
+    lasting = [phase for phase in program.phases if phase.until is None]
+    if not lasting:
+        return {}
+    sent = {phase["phase"]: bill.bytes_at_least for phase, bill in of_phases}
+    more = {p.name: sent[p.name] - (sent["step"] if p.in_place else 0) for p in lasting}  # than a step alone
+    begun, longest = max(phase.first for phase in lasting), math.lcm(*(phase.every for phase in lasting))
+    steps = range(begun, begun + min(longest, 100_000))
+    return {
+        "on_average": sent["step"] + sum(more[phase.name] / phase.every for phase in lasting),
+        "at_most": sent["step"] + max(sum(more[p.name] for p in lasting if p.runs(step)) for step in steps),
+    }
 
 
 def _bill_of(program: Program, compiled: jax.stages.Compiled, scans: Mapping[str, int]) -> Bill:
@@ -223,12 +244,17 @@ def _close(document: Document, program: Program) -> Document:
     return document
 
 
-def _arithmetic(program: Program, arithmetic: Arithmetic, model: Arithmetic) -> Document:
+def _arithmetic(program: Program, arithmetic: Arithmetic, model: Arithmetic, compiled: float = 0.0) -> Document:
+    """Returns the counts of one device.
+
+    Args:
+        compiled: FLOPs of products in the compiled program; 0 where there is none, or no products in it: then the step's share is said.
+    """
     num = int(program.mesh.devices.size)
     params = sum(x.size for x in jax.tree.leaves(program.abstract_state.params))
     return {
         "num_params": params,
-        "flops": arithmetic.flops / num,
+        "flops": compiled or arithmetic.flops / num,
         "model_flops": model.flops / num,
         "flops_by_dtype": {dtype: flops / num for dtype, flops in arithmetic.by_dtype.items()},
         "elementwise_flops": arithmetic.elementwise / num,

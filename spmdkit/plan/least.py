@@ -18,11 +18,14 @@ Model axes other than fsdp are left out: what they need is the model's own affai
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 
 from spmdkit.mesh import REPLICA_AXES, count
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
+from spmdkit.reducers.base import Added
 
 
 def least_bytes(program: Program) -> dict[str, int]:
@@ -30,6 +33,7 @@ def least_bytes(program: Program) -> dict[str, int]:
     config = program.config
     sizes = program.sizes if program.groups is None else program.groups.inner(program.sizes)
     replicas, f = count(sizes, REPLICA_AXES), sizes["fsdp"]
+    of_replicas, by_reducer = {a: sizes[a] for a in REPLICA_AXES if sizes[a] > 1}, list[Added]()
     compute = jnp.dtype(config.precision.compute).itemsize
     reduce = jnp.dtype(config.precision.reduce).itemsize
     found = {"replica x data": 0.0, "fsdp": 0.0}
@@ -42,11 +46,16 @@ def least_bytes(program: Program) -> dict[str, int]:
         elements = stored / leaf.dtype.itemsize * (f if is_cut else 1)
         p, g, s = elements * compute, elements * reduce, elements * leaf.dtype.itemsize
         values = elements / (f if is_cut or config.layout.zero == 2 else 1)
-        plain = 2 * (replicas - 1) / replicas * values * reduce
-        found["replica x data"] += plain if program.reducer.is_sum else program.reducer.wire(round(values), replicas)
+        if replicas > 1 and not program.reducer.is_sum:
+            part = leaf.sharding(program.mesh).shard_shape(leaf.shape)
+            shape = part if math.prod(part) == round(values) else (round(values),)
+            by_reducer.append(Added(leaf.path, shape, of_replicas, ()))
+        else:
+            found["replica x data"] += 2 * (replicas - 1) / replicas * values * reduce
         share = (f - 1) / f
         if config.layout.zero == 3:
             found["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g
         else:
             found["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
+    found["replica x data"] += program.reducer.sent(by_reducer)
     return {name: round(num) for name, num in found.items() if num}

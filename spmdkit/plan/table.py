@@ -90,6 +90,11 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
     total = document["collective_bytes"]
     said = _bytes_of(total, document["collective_bytes_at_least"])
     out.print(f"[bold]Wire[/]  a device sends {said} a step")
+    if (average := document["wire"].get("on_average")) is not None:
+        most = format_bytes(document["wire"]["at_most"])
+        out.print(
+            f"      with what runs after some steps {format_bytes(average)} a step on average, at most {most} in one"
+        )
     table = _table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
     for row in rows[:MOST_ROWS]:
         loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"

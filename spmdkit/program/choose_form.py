@@ -70,6 +70,7 @@ def choose_form(task_step: TaskStep, context: scope.Context, num_replicas: int, 
     reducer_state.check_effect(
         kinds.split(task_step.config.reducer)[0], reducer, context, task_step.sizes, task_step.what
     )
+    reducer_state.check_leaves(reducer, context)
     kept: tuple[Any, ...] = ()
     if keeps:
         task_step, context, kept = _with_state_of(task_step, reducer, context)

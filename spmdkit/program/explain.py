@@ -8,18 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from spmdkit import kinds
 from spmdkit.layout import LeafPlacement
-from spmdkit.mesh import count, describe_mesh
+from spmdkit.mesh import describe_mesh
+from spmdkit.program.grouping import sync_of
 from spmdkit.program.task_step import TaskStep
 from spmdkit.reducers.base import stateless
-from spmdkit.step import scope
-from spmdkit.step.forms import replica_axes_of
+from spmdkit.step import reducer_state, scope
 from spmdkit.words import format_bytes
 
 LARGEST = 3
@@ -158,13 +156,12 @@ def _reducer(task_step: TaskStep, context: scope.Context) -> str:
     if not context.noticed.has_called("value_and_grad"):
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
     itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
-    plain = lambda values, num: 2 * (num - 1) / num * itemsize * values
-    wire = plain if reducer.is_sum else reducer.wire
+    plain = lambda leaves: sum(2 * (x.num - 1) / x.num * itemsize * x.size for x in leaves)
     over = ", ".join(
         f"{values} values over {' x '.join(axes)} ({context.cuts.size(*axes)} replicas)"
         for axes, values in added.items()
     )
-    sent = sum(wire(values, context.cuts.size(*axes)) for axes, values in added.items())
+    sent = (plain if reducer.is_sum else reducer.sent)(reducer_state.added(context))
     options = {option: value for option, value in options.items() if option != "warmup"}
     given = f" {options}" if options else ""
     first = f"sum to step {reducer.warmup}, then " if reducer.warmup else ""
@@ -174,13 +171,9 @@ def _reducer(task_step: TaskStep, context: scope.Context) -> str:
 
 def _added(context: scope.Context) -> dict[tuple[str, ...], int]:
     """Returns replica axes -> values of the gradient that a device adds over them."""
-    assert context.cuts.placements is not None
     found: Counter[tuple[str, ...]] = Counter()
-    specs: list[Any] = jax.tree.leaves(context.cuts.placements.gradient)
-    for shape, spec in zip(context.cuts.placements.shapes.values(), specs, strict=True):
-        if axes := replica_axes_of(context, spec):
-            cut = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
-            found[axes] += math.prod(shape) // count(context.cuts.sizes, cut)
+    for leaf in reducer_state.added(context):
+        found[tuple(leaf.axes)] += leaf.size
     return dict(found)
 
 
@@ -218,8 +211,9 @@ def _hooks(task_step: TaskStep) -> str:
 def _sync(task_step: TaskStep) -> str:
     name, groups = kinds.split(task_step.config.sync)[0], task_step.groups
     if groups is None:
-        return f"{name}: replicas agree in every step"
+        says = sync_of(task_step.config).says
+        return f"{name}: replicas agree in every step{', ' if says else ''}{says}"
     return (
         f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train alone, and agree after every {_many(groups.sync.every or 1, 'step')} "
-        "in a program of its own"
+        f"in a program of its own{'; ' if groups.sync.says else ''}{groups.sync.says}"
     )

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import kinds, user_code
-from spmdkit.config import Config
+from spmdkit.config import Config, parameter_server
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LayoutOptions, LeafPlacement, follow
 from spmdkit.mesh import describe_mesh
+from spmdkit.program.reducer_named import reducer_named
+from spmdkit.program.start_state import make_optimizer
 from spmdkit.program.state_layout import StateLayout, laid_out
-from spmdkit.step.groups import GROUPED, Groups, agreed, mean, stacked
+from spmdkit.reducers.base import Reducer, stateless
+from spmdkit.step import scope
+from spmdkit.step.groups import GROUPED, Groups, agreement, mean, stacked
 from spmdkit.step.state import TrainState
 from spmdkit.sync.base import Sync
+from spmdkit.tasks import Task
 from spmdkit.tree import first_difference
 
 
@@ -54,7 +60,35 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
             f"checkpoint.every_steps is {steps}, and groups agree every {sync.every} steps ({name}). A checkpoint stands at the end of a round, so "
             f"that it can be restored onto another number of groups. Try checkpoint: {{every_steps: {near}}}."
         )
-    return Groups((axis,), sizes[axis], sync)
+    in_place = "start" if sync.start else "overlap" if any(turn.beside for turn in sync.turns) else ""
+    if in_place and kinds.without_common("reducers", config.reducer)[1].get("warmup"):
+        raise ConfigError(
+            f"sync: {name} with {in_place}, and a reducer with warmup: both take the place of steps. Set warmup: 0, or leave out {in_place}."
+        )
+    return Groups((axis,), sizes[axis], sync, _outer_reducer(sync, config, name))
+
+
+def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
+    """Returns the reducer by which a sync has groups agree; one with error feedback without it, unless that is asked for.
+
+    Raises:
+        ConfigError: there is no such reducer, or it keeps something from one agreement to the next.
+    """
+    asked = sync.reducer
+    if asked is None:
+        return None
+    made = reducer_named(asked, config.folder)
+    if made.init is not stateless and not kinds.is_own(asked) and "error_feedback" in kinds.options("reducers", asked):
+        reducer, options = kinds.split(asked)
+        if "error_feedback" not in options:
+            made = reducer_named({reducer: options | {"error_feedback": False}}, config.folder)
+    if made.init is not stateless or made.warmup:
+        what = "warms up" if made.warmup else "keeps something from one sum to the next"
+        raise ConfigError(
+            f"sync: {name}: its reducer {kinds.split(asked)[0]} {what}, and outer gradients are added without a memory. Use a reducer without a state, for "
+            f"example sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
+        )
+    return made
 
 
 def sync_of(config: Config) -> Sync:
@@ -63,10 +97,29 @@ def sync_of(config: Config) -> Sync:
     Raises:
         ConfigError: there is none of that name, it is not declared, or the options are not its.
     """
+    parameter_server.refuse(config)
     if kinds.is_own(config.sync):
         return user_code.named(config.sync, "sync", config.folder, Sync)
     made: Sync = kinds.make("sync", config.sync)
     return made
+
+
+def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer of a config and its task, as the config's sync has it: by itself, or behind a delay line.
+
+    Raises:
+        ConfigError: see `make_optimizer`.
+    """
+    optimizer, sync = make_optimizer(config, task), sync_of(config)
+    if sync.optimizer is None:
+        return optimizer
+    made = optax.with_extra_args_support(sync.optimizer(optimizer))
+
+    def update(*args: Any, **extra: Any) -> Any:
+        scope.current().noticed.called("optimizer")
+        return made.update(*args, **extra)
+
+    return optax.GradientTransformationExtraArgs(made.init, update)
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:
@@ -77,25 +130,35 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
         UserCodeError: a function of it raised.
     """
     sync, what = groups.sync, f"sync {name}"
-    agree, view = sync.agree, sync.view
-    assert agree is not None and view is not None
+    view = sync.view
+    assert view is not None
     of_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups.num, *x.shape), x.dtype), params)
     traced = lambda function, fn, *args: user_code.call_user(lambda: jax.eval_shape(fn, *args), f"{what}: {function}")
     kept = traced("init", sync.init, params)
-    agreed = traced("agree", lambda params, kept: agree(params, kept, mean), of_all, kept)
     shown = traced("view", lambda params, kept: view(params, kept, mean), of_all, kept)
     rule = "agree returns (one copy of the parameters, what is kept) and view one copy, as mean(params) is"
-    if not (isinstance(agreed, tuple) and len(agreed) == 2):
-        raise ConfigError(f"{what}: agree returned {type(agreed).__name__}. {rule}. Write return new, kept at its end.")
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)  # dtypes are cast
-    for function, asked, found in (
-        ("agree: the parameters", shapes(params), shapes(agreed[0])),
-        ("agree: what is kept", kept, agreed[1]),
-        ("view: the parameters", shapes(params), shapes(shown)),
-    ):
-        if difference := first_difference(asked, found):
+    rows = [("view: the parameters", shapes(params), shapes(shown))]
+    for turn in range(len(sync.turns)):
+        call = agreement(sync, turn)
+        agreed = traced("agree", lambda params, kept, call=call: call(params, kept, mean), of_all, kept)
+        if not (isinstance(agreed, tuple) and len(agreed) == 2):
+            raise ConfigError(
+                f"{what}: agree returned {type(agreed).__name__}. {rule}. Write return new, kept at its end."
+            )
+        given = shapes(agreed[0])
+        if sync.schedule:  # a leaf may stay, or be mixed: [groups, ...]
+            given = jax.tree.map(functools.partial(_one_of, groups.num), given, params)
+        rows += [("agree: the parameters", shapes(params), given), ("agree: what is kept", kept, agreed[1])]
+    for function, expected, found in rows:
+        if difference := first_difference(expected, found):
             raise ConfigError(f"{what}: {function}: {difference}. {rule}. Keep the shapes as they are.")
     return kept
+
+
+def _one_of(num: int, x: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns one copy of a leaf of `num` groups; any other as it is."""
+    return jax.ShapeDtypeStruct(like.shape, x.dtype) if x.shape == (num, *like.shape) else x
 
 
 def check_reducer(groups: Groups, config: Config) -> None:
@@ -106,9 +169,11 @@ def check_reducer(groups: Groups, config: Config) -> None:
     """
     name, _ = kinds.split(config.reducer)
     axis = groups.axes[0]
+    forgets = kinds.has_option("reducers", config.reducer, "error_feedback")
+    without = f", {{{name}: {{error_feedback: false}}}}," if forgets else ""
     raise ConfigError(
         f"reducer: {name} keeps something from step to step, and sync: {kinds.split(config.sync)[0]} lets the groups along {axis} train alone. Inside a "
-        f"group only a reducer without a state can add. Use reducer: sum, {{{name}: {{error_feedback: false}}}}, or sync: every_step."
+        f"group only a reducer without a state can add. Use reducer: sum{without} or sync: every_step."
     )
 
 
@@ -141,13 +206,3 @@ def place(
 
 def _under_sync(leaf: LeafPlacement) -> LeafPlacement:
     return dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync")
-
-
-def agreement(groups: Groups | None, to_device: Callable[[TrainState], TrainState], state_sharding: Any) -> Any:
-    """Returns the jitted program in which groups agree, state -> state; the state is donated."""
-
-    def agreement(current: TrainState) -> TrainState:
-        assert groups is not None
-        return agreed(groups, to_device(current))
-
-    return jax.jit(agreement, out_shardings=state_sharding, donate_argnums=0)

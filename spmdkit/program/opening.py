@@ -68,7 +68,7 @@ def open_program(
     """
     if not auto.is_auto(config):
         return Program(config, task, devices)
-    sizes = mesh.resolve(config.mesh.sizes(), len(devices))
+    sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
     check_batch(config, sizes)
     limit = memory.memory_limit(devices) if limit_bytes is None else limit_bytes
     among = auto.choices(config, mesh.count(sizes, mesh.BATCH_AXES))

@@ -20,18 +20,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdkit import data, kinds, mesh
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
-from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding
+from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding, phases
 from spmdkit.program.choose_form import choose_form
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
-from spmdkit.program.start_state import abstract_init, check_precision, input_notes, make_optimizer
+from spmdkit.program.phases import Phase
+from spmdkit.program.start_state import abstract_init, check_precision, input_notes
 from spmdkit.program.state_layout import StateLayout, place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task_step import TaskStep
 from spmdkit.reducers.base import Reducer
 from spmdkit.reducers.sum import make as plain_sum
 from spmdkit.step import agree, groups, reducer_state, scope, state
+from spmdkit.step.metric import is_metric
 from spmdkit.step.state import TrainState, check_not_donated
 from spmdkit.step.step import Batch
 from spmdkit.tasks import Task
@@ -65,8 +67,8 @@ class Program:
                 "microbatches: auto and remat: auto are chosen when a program is opened. Use sk.build(config), or give numbers."
             )
         self.microbatches = config.microbatches
-        self.sizes = mesh.resolve(config.mesh.sizes(), len(devices))
-        self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), make_optimizer(config, task)
+        self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
+        self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), grouping.optimizer_of(config, task)
         self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
@@ -79,10 +81,10 @@ class Program:
         self._abstract_state: Any = None
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
         placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
+        self._single = placed  # of one copy
         if self.groups is not None:
-            name, _ = kinds.split(config.sync)
             self._abstract_state, placed = grouping.place(
-                self.groups, placed, abstract_params, self.mesh, self.sizes, name
+                self.groups, placed, abstract_params, self.mesh, self.sizes, kinds.split(config.sync)[0]
             )
         self._placed = placed  # before the reducer gets its place
         self._open_data()
@@ -140,9 +142,9 @@ class Program:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def _choose_form(self) -> None:
-        """Sets the context of the step, its form, and the place of what the reducer keeps in the train state."""
-        context = step_context(
+    def _context(self) -> scope.Context:
+        """Returns the context of a step of the whole mesh, its form not chosen yet."""
+        return step_context(
             self.config,
             self.mesh,
             self.sizes,
@@ -151,8 +153,11 @@ class Program:
             state_groups=self._state_groups,
             agree=self._agree,
         )
+
+    def _choose_form(self) -> None:
+        """Sets the context of the step, its form, and the place of what the reducer keeps in the train state."""
         self._place(self._placed)
-        chosen = choose_form(self._task_step, context, self.num_replicas, self.probe_padding)
+        chosen = choose_form(self._task_step, self._context(), self.num_replicas, self.probe_padding)
         self._step_context, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
         self.form, self._kept_by_reducer = chosen.context.cuts.form, chosen.kept
         self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
@@ -208,7 +213,7 @@ class Program:
         """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
-        for name in ("traced", "lowered", "compiled", "compiled_warmup", "step_bytes", "jitted_init"):
+        for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "jitted_init"):
             other.__dict__.pop(name, None)
         other.config = replace_keys(self.config, changes)
         assert isinstance(other.config.microbatches, int)
@@ -248,15 +253,17 @@ class Program:
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
             self._probed = True
-        if self.groups is None and not self.warmup:
+        if not self.phases:
             state, metrics, self.code = self.compiled(state, batch)
             return state, metrics
         known = self._stepped is not None and self._stepped[0] is state.step
         number = 1 + (self._stepped[1] if known and self._stepped is not None else int(state.step))
-        compiled = self.compiled  # both before the first step: nobody then waits in the middle of a run
-        state, metrics, self.code = (self.compiled_warmup if number <= self.warmup else compiled)(state, batch)
-        if self.groups is not None and self.groups.sync.due(number):
-            state = self.compiled_agreement(state)
+        all_compiled = [(phase, phase.compiled) for phase in self.phases]  # before the first step: nobody waits later
+        due = [(phase.in_place, compiled) for phase, compiled in all_compiled if phase.runs(number)]
+        step = next((compiled for in_its_place, compiled in due if in_its_place), self.compiled)
+        state, metrics, self.code = step(state, batch)
+        for compiled in (compiled for in_its_place, compiled in due if not in_its_place):
+            state = compiled(state)
         self._stepped = (state.step, number)
         return state, metrics
 
@@ -266,9 +273,11 @@ class Program:
         return self.reducer.warmup if self._step_context.cuts.num_replicas > 1 else 0
 
     @functools.cached_property
-    def compiled_warmup(self) -> jax.stages.Compiled:
-        """The compiled step of the reducer's warm-up: that of `sum`, which hands the reducer's state on."""
-        return self.compiled_by(plain_sum())
+    def phases(self) -> tuple[Phase, ...]:
+        """The programs that a run calls beside the step, those in its place first."""
+        warm, code = (self.warmup, lambda: self.lowered_by(plain_sum())), lambda: self.traced.out_info[2]
+        whole = self._single, self._context, self.num_replicas, code, self._step_context.anew
+        return phases.phases_of(self._task_step, self._compile, warm, whole)
 
     def compiled_by(self, reducer: Reducer) -> jax.stages.Compiled:
         """Returns the step compiled with another reducer."""
@@ -279,25 +288,16 @@ class Program:
         return self._task_step.trace(self._step_context.choosing(reducer=reducer).anew()).lower()
 
     @functools.cached_property
-    def compiled_agreement(self) -> jax.stages.Compiled:
-        """The compiled program in which groups agree, state -> state; the state is donated. Only with a `sync` other than `every_step`."""
-        return self._compile(self.lowered_agreement)
-
-    @property
-    def lowered_agreement(self) -> jax.stages.Lowered:
-        """The program in which groups agree, as it is given to the compiler."""
-        return grouping.agreement(self.groups, self._to_device, self.state_sharding).lower(self.abstract_state)
-
-    @functools.cached_property
     def _add_metrics(self) -> Any:
         return jax.jit(groups.added, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-        """Returns the metrics of a step as device scalars over all groups; without groups they are that already.
+        """Returns the metrics of a step as device scalars over all groups; where all replicas have agreed they are that already.
 
         A program of its own, on all processes: call it at the steps whose metrics are read.
         """
-        return metrics if self.groups is None else self._add_metrics(dict(metrics))
+        of_groups = self.groups is not None and any(map(is_metric, metrics.values()))
+        return self._add_metrics(dict(metrics)) if of_groups else metrics
 
     def _one_copy(self, current: TrainState) -> TrainState:
         """Returns the state that is evaluated: on the devices, one copy of all groups."""

@@ -138,12 +138,16 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
     )
+    inner = optax.with_extra_args_support(optimizer)
     if config.clip_norm is None:
-        return optax.with_extra_args_support(optimizer)
-    clipped = optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer))
+        return inner
+    clip = optax.clip_by_global_norm(config.clip_norm)
 
-    def update(*args: Any, **extra: Any) -> Any:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         scope.current().noticed.called("optimizer")
-        return clipped.update(*args, **extra)
+        clipped, _ = clip.update(
+            grads, clip.init(params), params
+        )  # which has no state: the optimizer's stays as its author knows it
+        return inner.update(clipped, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(clipped.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spmdkit import kinds, layout, user_code
+from spmdkit import layout
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
 from spmdkit.ops.remat import policy, policy_of_names
+from spmdkit.program.reducer_named import reducer_named
 from spmdkit.reducers.base import Reducer
 from spmdkit.step import guard, scope
 
@@ -69,17 +69,8 @@ def guard_of(config: Config) -> scope.GuardSettings | None:
 
 
 def reducer_of(config: Config) -> Reducer:
-    """Returns the reducer that a config names: one of the package, or a user's own.
-
-    Raises:
-        ConfigError: there is none of that name, it is not declared, or the options are not its.
-    """
-    if kinds.is_own(config.reducer):
-        choice, common = kinds.without_common("reducers", config.reducer)
-        own = user_code.named(choice, "reducer", config.folder, Reducer)
-        return dataclasses.replace(own, **common)
-    made: Reducer = kinds.make("reducers", config.reducer)
-    return made
+    """Returns the reducer of a config; see `reducer_named`."""
+    return reducer_named(config.reducer, config.folder)
 
 
 def forms_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> tuple[scope.Form, ...]:

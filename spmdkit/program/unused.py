@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from spmdkit import kinds
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
+from spmdkit.program.grouping import sync_of
 from spmdkit.step import scope
 
 
@@ -78,6 +80,11 @@ def _check_own_step(config: Config, context: scope.Context) -> None:
         raise ConfigError(
             f"clip_norm: {config.clip_norm} has no effect: train_step calls neither state.apply_gradients nor state.optimizer.update, before "
             "which the gradient is clipped. Use one, clip in the step (optax.clip_by_global_norm), or remove clip_norm."
+        )
+    if sync_of(config).optimizer is not None and not called("optimizer"):
+        raise ConfigError(
+            f"sync: {kinds.split(config.sync)[0]} has no effect: train_step calls neither state.apply_gradients nor state.optimizer.update, where "
+            "gradients wait. Use one, or sync: every_step."
         )
     if precision.compute != precision.params and not called("value_and_grad"):
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,47 @@ class Over:
     axes: tuple[str, ...]
     num: int
     key: Callable[[], jax.Array]
+    paths: tuple[str, ...] = ()
+
+
+class Added(NamedTuple):
+    """A leaf of the gradient as it is added, known before the first step.
+
+    Attributes:
+        path: of the parameter.
+        shape: of one device's part of it.
+        axes: replica axis -> size, of those larger than one over which it is added.
+        cut: mesh axes that cut it: leaves of the same share a buffer.
+        before: replica axes over which ZeRO 2 has added it, before the reducer.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: Mapping[str, int]
+    cut: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+    @property
+    def num(self) -> int:
+        """The replicas over which it is added."""
+        return math.prod(self.axes.values())
+
+    @property
+    def size(self) -> int:
+        """Values on one device."""
+        return math.prod(self.shape)
+
+
+def by_axes(leaves: Sequence[Added]) -> list[list[Added]]:
+    """Returns the leaves that are added over the same axes, together."""
+    groups: dict[Any, list[Added]] = {}
+    for leaf in leaves:
+        groups.setdefault(tuple(leaf.axes), []).append(leaf)
+    return list(groups.values())
+
+
+def accepts_all(leaves: Sequence[Added]) -> None:
+    """Refuses nothing."""
 
 
 def stateless(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
@@ -65,6 +106,7 @@ class Reducer:
             Called once for each leaf and step, after the last microbatch, never in a loop.
         wire: bytes that one device sends for leaves of so many values over so many replicas: `(values, replicas)`, the formula of its
             documentation, and what the compiled program is held to.
+        wire_of: `(leaves)`, where it depends on their shapes or on which axes they are added over; `wire` is then what it sends at most.
         init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: it lives in the train
             state as [replicas of the leaf, *leaf], cut as the gradient of the leaf is, so that it can be restored on any mesh.
         carry_over: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a compiled program, leaf by leaf.
@@ -72,20 +114,27 @@ class Reducer:
             "share": this replica's part of the mean (divided by the count of the whole batch before): for all that is not linear, and all
             that keeps something for the next batch, whose count may be another. "mean": this replica's own mean; what comes back is final
             (Adasum).
+        by_shard: what a leaf's state belongs to is a shard of it, one for each position along the replica axes other than `replica`: the state
+            is cut over these along `shard_dim` of the leaf, and a leaf without such a dim has none.
         add: `(tree, axes) -> tree`, the exact sum of what is no gradient: loss, counts, metrics and model state.
         warmup: steps at the start in which `sum` is used instead, while the state stays as it is: another program, chosen on the host. In a
             config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
+        check: `(leaves)`: raises a `ConfigError` where these leaves cannot be added so, or not with less than `sum` sends: what asks for
+            it, what is found, and the smallest change that works.
         lossless: options at which the result equals `sum` (rank full, fraction 1), or None.
     """
 
     exact: bool
     apply: Callable[[Leaves, list[LeafState], Over], tuple[Leaves, list[LeafState]]]
     wire: Callable[[int, int], float]
+    wire_of: Callable[[Sequence[Added]], float] | None = None
     init: Callable[[jax.ShapeDtypeStruct], LeafShapes] = stateless
     carry_over: Callable[[LeafState, int], LeafState] = split_evenly
     takes: Literal["sum", "share", "mean"] = "sum"
+    by_shard: bool = False
     add: Callable[[Any, tuple[str, ...]], Any] = lax.psum
     warmup: int = 0
+    check: Callable[[Sequence[Added]], None] = accepts_all
     lossless: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -94,10 +143,26 @@ class Reducer:
                 "a reducer with a state takes shares: a batch of another count would pay back in another unit"
             )
 
+    def sent(self, leaves: Sequence[Added]) -> float:
+        """Returns the bytes that one device sends for these leaves."""
+        if self.wire_of is not None:
+            return self.wire_of(leaves)
+        return sum(self.wire(sum(leaf.size for leaf in group), group[0].num) for group in by_axes(leaves))
+
     @property
     def is_sum(self) -> bool:
         """Whether gradients are added as everything else is: a step without a call of `sk.value_and_grad` loses nothing by it."""
         return self.exact and self.takes == "sum" and self.add is lax.psum
+
+
+def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns the replica axes inside of a position along `replica`."""
+    return tuple(a for a in axes if a != "replica")
+
+
+def shard_dim(shape: Sequence[int], num: int) -> int | None:
+    """Returns the first dim of (a device's part of) a leaf that `num` divides, None where none is."""
+    return next((dim for dim, size in enumerate(shape) if size and size % num == 0), None)
 
 
 def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:

@@ -107,6 +107,9 @@ def _cards(document: Mapping[str, Any]) -> str:
         rows += [("bound by", time["bound"])]
     rows += [(f"of {format_bytes(memory['limit_bytes'])} ({share})", format_bytes(memory["peak_bytes"]))]
     rows += [("sent by a device", "unknown" if sent is None else format_bytes(sent))]
+    if (average := document["wire"].get("on_average")) is not None:
+        most = format_bytes(document["wire"]["at_most"])
+        rows += [(f"sent in a step on average, at most {most}", format_bytes(average))]
     return cards(rows)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from spmdkit.checkpoint import RunLock
-from spmdkit.checkpoint.fence import Fence, claim, wait_to_see
+from spmdkit.checkpoint.fence import LOOK_EVERY_S, Fence, claim, wait_to_see
 from spmdkit.cluster import Cluster
+from spmdkit.errors import ConfigError
 
 SEEN_WITHIN_S = 5.0
 """How long another process may need to see a file that process 0 has written: NFS keeps what it knows of a folder for seconds."""
 
 
-def take_directory(cluster: Cluster, directory: Path, stack: ExitStack) -> Fence:
+def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: bool = True) -> Fence:
     """Returns the fence of the directory, which is locked until `stack` is closed.
+
+    Args:
+        shared: all processes have to see one folder. Otherwise each that does not see process 0's takes its own.
 
     Raises:
         ConfigError: another run holds it; it cannot be written; or processes see different folders under its name, said on each of them.
@@ -37,6 +42,9 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack) -> Fence
     fence = Fence(directory, cluster.get("attempt"))
 
     def seen() -> dict[str, str]:
+        if not shared:
+            _take_own(directory, fence.attempt, stack)
+            return {}
         if wait_to_see(directory, fence.attempt, SEEN_WITHIN_S):
             return {"attempt.json": fence.attempt}
         return {"attempt.json": f"not to be seen in {directory} of {socket.gethostname()}"}
@@ -45,4 +53,22 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack) -> Fence
     return fence
 
 
-SHARED = "A run has one directory, on a disk that all hosts share. Set run_dir to a folder of such a disk."
+def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
+    """Returns when the folder is of this attempt: process 0's, seen from here too, or one of this host's own, locked and claimed now.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not wait_to_see(directory, attempt, 0):
+        try:
+            stack.enter_context(RunLock(directory))
+        except ConfigError:  # held by process 0, whose claim comes to be seen, or by another run
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_EVERY_S)
+        else:
+            claim(directory, attempt)
+
+
+SHARED = "A run has one directory, on a disk that all hosts share. Set run_dir to a folder of such a disk, or checkpoint.directory to one of a bucket."

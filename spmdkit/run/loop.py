@@ -17,21 +17,23 @@ from spmdkit import allocator, journal
 from spmdkit.attempt import unfinished
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
+from spmdkit.compile_cache import Programs, kept
 from spmdkit.config import Config, load_config
 from spmdkit.data import DeviceBatches
-from spmdkit.errors import CheckpointError, Preempted
+from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, report_and_leave, watching
 from spmdkit.mesh import describe_mesh
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
 from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
-from spmdkit.run import changes, coming_back, preflight
+from spmdkit.run import asynchronous, changes, coming_back, preflight, remote
 from spmdkit.run.actions import perform, save
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Decision, Stop
 from spmdkit.run.keep_work import keep_work
 from spmdkit.run.run import Run
+from spmdkit.run.well import devices_are_well
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 from spmdkit.tree import tree_bytes
@@ -89,8 +91,8 @@ def train(
             cluster = cluster or join_as(config)
             signals.again()  # JAX has just taken SIGTERM
         signals.announce = cluster.is_main
-        with watched(config, cluster) as watchdog:
-            return _trained(config, cluster, task, allow, signals, watchdog, one_arena)
+        with watched(config, cluster) as watchdog, kept(config.compile_cache, config.folder) as cache:
+            return _trained(config, cluster, task, allow, signals, watchdog, one_arena, cache)
 
 
 def _trained(
@@ -101,16 +103,21 @@ def _trained(
     signals: StopSignals,
     watchdog: Watchdog | None,
     one_arena: bool,
+    cache: Programs,
 ) -> Result:
     with signals.nothing_to_save(report_and_leave), journal.during("import"):
         preflight.same_start(cluster, config)
+        found_well = devices_are_well(cluster, config)
         limit_bytes = common_limit(cluster)
         program = open_on_all_processes(config, cluster, task, limit_bytes)
-        config = program.config  # with auto settled
+        servers = asynchronous.opened(config, cluster, program, task)
+        config = asynchronous.settled(config, program)  # with auto settled
         check_state(program, cluster, limit_bytes)
         certificate.require(config, program.sizes)
     with ExitStack() as unsaved, Run(config, cluster, program, signals, watchdog, allow=allow) as run:
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
+        if found_well is not None:
+            run.events.write("preflight", why=found_well)
         with journal.during("restore"):
             state = run.restore_or_init()
             preflight.same_state(cluster, run.step, state)
@@ -118,26 +125,42 @@ def _trained(
             _say_finished(run)
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
-        # Opened first, so that the data is read while the step compiles.
-        with program.stream(run.step + 1) as run.batches:
-            with run.progress.compiling(), journal.during("compile"):
-                check_start(program, cluster, run.directory, limit_bytes)
-            if one_arena and cluster.devices[0].platform == "cpu":
-                allocator.keep_memory()
-            wait_for_plan = plan_beside(program, cluster, run.directory, run.message, run.events.write)
+        if servers is not None:
             unsaved.close()
-            state, stopped = run_steps(run, state, run.batches)
-        if run.step == config.steps:
-            wait_for_plan()
+            state, stopped = asynchronous.run_servers(run, state, servers)
+        else:
+            state, stopped = _compiled_and_run(run, state, unsaved, limit_bytes, one_arena, cache)
         run.finish(lambda: save(run, run.step, state))
         run.part()
         if stopped is not None and stopped.code == Preempted.exit_code:
             raise _preempted(run, stopped)
         if stopped is not None:
             run.message(f"stopped at step {run.step}: {stopped.why}")
+        run.events.write("compiled", step=run.step, **cache.programs())
         run.tell("stopped", code=0, **({"why": stopped.why} if stopped else {}))
         _conclude(run)
     return Result(state, program, run)
+
+
+def _compiled_and_run(
+    run: Run, state: TrainState, unsaved: ExitStack, limit_bytes: int | None, one_arena: bool, cache: Programs
+) -> tuple[TrainState, Stop | None]:
+    program, cluster = run.program, run.cluster
+    if cache.is_refused:
+        run.message(f"note: compile cache {cache.said}")
+    # Opened first, so that the data is read while the step compiles.
+    with program.stream(run.step + 1) as run.batches:
+        with run.progress.compiling(), journal.during("compile"):
+            check_start(program, cluster, run.directory, limit_bytes)
+        run.events.write("compiled", step=run.step, **cache.programs())
+        if one_arena and cluster.devices[0].platform == "cpu":
+            allocator.keep_memory()
+        wait_for_plan = plan_beside(program, cluster, run.directory, run.message, run.events.write)
+        unsaved.close()
+        state, stopped = run_steps(run, state, run.batches)
+    if run.step == run.config.steps:
+        wait_for_plan()
+    return state, stopped
 
 
 STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
@@ -235,7 +258,13 @@ def _preempted(run: Run, stopped: Stop) -> Preempted:
 def join_as(config: Config) -> Cluster:
     """Returns the processes that the environment names, joined as a config asks for."""
     spec = environment(os.environ, config.cluster.dialect)
-    return join(spec, config.devices, collective_timeout_s=config.watchdog.longest_s if config.watchdog else None)
+    if spec.role == "evaluator":
+        raise ConfigError(
+            f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts one as what it is; from Python call "
+            "spmdkit.run.evaluator.evaluate_each(config), or set cluster: {dialect: none} to train alone."
+        )
+    limit_s = config.watchdog.longest_s if config.watchdog else None
+    return join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface)
 
 
 def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
@@ -252,7 +281,8 @@ def open_on_all_processes(
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
     made = lambda: task_of(config) if task is None else with_hooks(task, config)
     found = preflight.same_data(cluster, made, config.data.retries)
-    return preflight.same_program(cluster, lambda: open_program(config, found, cluster.devices, limit_bytes, say))
+    opened = asynchronous.one_step(config)
+    return preflight.same_program(cluster, lambda: open_program(opened, found, cluster.devices, limit_bytes, say))
 
 
 def evaluate(
@@ -265,18 +295,18 @@ def evaluate(
     Raises:
         CheckpointError: there is none, it is damaged, or of another model.
     """
-    with watched(config, cluster):
+    with watched(config, cluster), kept(config.compile_cache, config.folder):
         with journal.during("import"):
             preflight.same_start(cluster, config)
             program = open_on_all_processes(config, cluster, task)
-        directory = config.resolved_run_dir() / "checkpoints"
+        directory = remote.checkpoints_of(config)
         checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
         with coming_back.chosen_for_all(cluster, checkpoints, step, best) as chosen:
             if chosen is None:
                 raise CheckpointError(
                     f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
                 )
-            left = unfinished(directory.parent)
+            left = unfinished(config.resolved_run_dir())
             if left is not None and not left.alive and cluster.is_main:
                 print(visible(f"note: {left.told()}"), file=sys.stderr, flush=True)
             with journal.during("restore"):

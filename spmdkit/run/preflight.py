@@ -28,7 +28,6 @@ from spmdkit.data.fingerprint import Fingerprint, fingerprint
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics.environment import numeric_variables, package_versions
 from spmdkit.program.program import Program
-from spmdkit.reducers.sum import make as sum_of_gradients
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
 
@@ -37,6 +36,11 @@ OWN_DATA = (
     "Every process reads its rows of one global batch, so data[i] has to be the same example everywhere. Give all processes the same data, or "
     "declare data that each has of its own: Task(train_data=sk.per_process(source))."
 )
+PHASES = {
+    "warmup": "program of a step while the reducer warms up",
+    "start": "program of a step before groups train alone",
+    "agreement": "program in which groups agree",
+}
 START_S = 60.0
 """How long processes wait for each other right after they have joined."""
 
@@ -126,10 +130,8 @@ def program_facts(program: Program) -> dict[str, str]:
     later = dict[str, jax.stages.Lowered]()
     if program.has_eval:
         later["program of an evaluation"] = program.evaluator.lowered
-    if program.warmup:
-        later["program of a step while the reducer warms up"] = program.lowered_by(sum_of_gradients())
-    if program.groups is not None:
-        later["program in which groups agree"] = program.lowered_agreement
+    for phase in program.phases:
+        later[PHASES.get(phase.name, f"program in which groups agree ({phase.name})")] = phase.lowered
     return {
         "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
         "mesh": describe_mesh(program.sizes),

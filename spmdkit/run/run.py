@@ -21,7 +21,7 @@ import numpy as np
 
 from spmdkit import files, journal, metrics
 from spmdkit.attempt import StepMark
-from spmdkit.checkpoint import Checkpoints
+from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
@@ -31,11 +31,12 @@ from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
 from spmdkit.program.program import Program
 from spmdkit.report.run import write_report
-from spmdkit.run import changes, coming_back, hooks, skipped, watched
+from spmdkit.run import changes, coming_back, hooks, remote, skipped, watched
 from spmdkit.run.directory import take_directory
 from spmdkit.run.due import Due
 from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
+from spmdkit.run.roles import ROLES
 from spmdkit.run.saves import Saves
 from spmdkit.run.together import Together
 from spmdkit.step import keys
@@ -79,6 +80,7 @@ class Run:
         self.saved_at_step, self.saved_at_time = 0, clock()
         self.ways_back: set[Any] = set()
         self.next_question = itertools.count().__next__
+        self.kept_beside: dict[str, Any] = {}  # in the record of the next checkpoint
         self.left_saving = False  # a save is still being written, and nobody waits for it any more
         self._numbers: tuple[int, dict[str, Any]] | None = None
         asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
@@ -93,12 +95,14 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as stack:
             self._mark = StepMark(())
-            self.fence = take_directory(self.cluster, self.directory, stack)
+            directory = remote.checkpoints_of(self.config)
+            self.fence = take_directory(self.cluster, self.directory, stack, shared=not isinstance(directory, Remote))
+            is_ours = remote.take_bucket(self.config, self.cluster, self.fence, stack)
             options = self.config.checkpoint
             self.checkpoints: Checkpoints | None = None
             if options is not None:
                 self.checkpoints = Checkpoints(
-                    self.directory / "checkpoints",
+                    directory,
                     keep=options.keep,
                     keep_every=options.keep_every,
                     best=(options.best.metric, options.best.mode) if options.best else None,
@@ -106,7 +110,8 @@ class Run:
                     is_main=self.cluster.is_main,
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
-                    is_ours=self.fence.is_ours,
+                    is_ours=is_ours,
+                    **remote.options(self.directory),
                 )
             self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
             self.events = metrics.EventLog(
@@ -162,19 +167,18 @@ class Run:
             CheckpointError: all checkpoints are damaged, or gone; or the newest is of another model.
         """
         found = None
-        if (
-            self.checkpoints is not None
-        ):  # described now, and not at the first save: by then another thread reads the data
+        if self.checkpoints is not None:  # described now: at the first save another thread reads the data
             self._described = changes.described(self.config, self.program.task)
             found = coming_back.newest_good(self.cluster, self.checkpoints, self.program)
-        where = {"mesh": describe_mesh(self.program.sizes), "form": self.program.form}
+            remote.bring_skipped(self.config, self.cluster, self.directory)
+        where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
         if found is None:
             if self.checkpoints is not None:
                 coming_back.refuse_if_lost(self.cluster, self.checkpoints, self.directory)
             lines = coming_back.keep_old_records(self.directory) if self.cluster.is_main else []
             self._open_records(0)
             coming_back.set_aside(self, {}, lines, 0)
-            self.program.skip_batches(skipped.read(self.directory))
+            self.program.skip_batches(skipped.read_for_all(self.directory, self.cluster))
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
             return self.program.init()
@@ -182,8 +186,9 @@ class Run:
         now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
         changed = changes.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow)
         self.first_step = found.step + 1
+        fetched = remote.bring_records(self.config, self.directory) if self.cluster.is_main else []
         self._open_records(found.step)
-        coming_back.set_aside(self, found.wrong, found.lines, found.step)
+        coming_back.set_aside(self, found.wrong, [*fetched, *found.lines], found.step)
         self.events.write("restored", step=found.step, **where)
         if changed and self.cluster.is_main:
             self.message(f"since step {found.step} was saved, these have changed:\n{changes.table(changed)}")
@@ -197,7 +202,8 @@ class Run:
 
     def _take(self, found: coming_back.Restored) -> None:
         """Gives the schedule and the hooks what was saved of them."""
-        skipped.take(self.program, self.directory, found.step, found.record)
+        on_disk = skipped.read_for_all(self.directory, self.cluster)
+        skipped.take(self.program, on_disk, found.step, found.record)
         self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
         for name in self.due.restore(found.record.get("hooks", {})):
             self.events.write("hook is gone", step=found.step, hook=name)
@@ -240,6 +246,7 @@ class Run:
             self.step = self.saved_at_step = 0
         more = skipped.add(self.program, target, before, skip_batches, batches)
         skipped.write(self.directory, self.cluster, self.program.schedule.skipped)
+        remote.keep_skipped(self.config, self.cluster, self.directory)
         if self.cluster.is_main:
             self.sinks.rewind(target)
         self.events.write("rolled back", step=target, from_step=left, skipped_batches=more)
@@ -349,6 +356,7 @@ class Run:
             "hooks": self.due.state(),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
             "left_out_rows": left_out_rows(self),
+            **self.kept_beside,
             **ended,
         }
 

@@ -44,15 +44,24 @@ def read(directory: Path) -> Ranges:
         ) from None
 
 
-def take(program: Program, directory: Path, step: int, record: Mapping[str, Any]) -> None:
+def read_for_all(directory: Path, cluster: Cluster) -> Ranges:
+    """Returns on every process what process 0 reads: hosts without a shared disk have directories of their own. Raises as `read`."""
+    mine = read(directory) if cluster.is_main else ()
+    return tuple((a, b) for a, b in json.loads(cluster.gather("skipped batches", json.dumps(mine))[0]))
+
+
+def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]) -> None:
     """Leaves out of a program's schedule what was left out when `step` was saved, and what is to be after it.
 
+    Args:
+        on_disk: what `read_for_all` gave.
+
     Raises:
-        ConfigError: the config names what was trained on already, or the file cannot be read.
+        ConfigError: the config names what was trained on already.
     """
     saved = saved_in(record)
     check(program.schedule, step, saved, data.merged(program.config.data.left_out()))
-    program.skip_batches(ahead(program.schedule, step, saved, read(directory)))
+    program.skip_batches(ahead(program.schedule, step, saved, on_disk))
 
 
 def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequence[int]) -> list[int]:

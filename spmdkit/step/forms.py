@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.mesh import REPLICA_AXES
+from spmdkit.reducers.base import inner_axes, shard_dim
 from spmdkit.step import agree, reduction, scope
 from spmdkit.step.reduction import Call
 from spmdkit.step.sums import Sums
@@ -106,11 +107,12 @@ def _manual(
         return sums, new_state, jax.tree.map(lambda x: x[None], kept)
 
     states = rows if own_state else PartitionSpec()
+    kept_specs = rows if call is None else whole_kept_specs(context, call.kept)
     run = jax.shard_map(
         body,
         mesh=context.cuts.mesh,
-        in_specs=(PartitionSpec(), states, rows, rows, rows),
-        out_specs=(PartitionSpec(), states, rows),
+        in_specs=(PartitionSpec(), states, rows, rows, kept_specs),
+        out_specs=(PartitionSpec(), states, kept_specs),
         # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters, and of every
         # constant with respect to which the loss itself differentiates. Here a replica differentiates for itself.
         check_vma=False,
@@ -195,15 +197,41 @@ def _kept_specs(context: scope.Context, gradient: Any, kept: Any) -> Any:
     specs = jax.tree.leaves(gradient)
     structure: Any = jax.tree.structure(gradient)
     of_leaf = [
-        jax.tree.map(lambda _, spec=spec: kept_spec(context, spec), state)  # type: ignore[misc]
+        jax.tree.map(lambda x, spec=spec: kept_spec(context, spec, x.shape[1:]), state)  # type: ignore[misc]
         for spec, state in zip(specs, structure.flatten_up_to(kept), strict=True)
     ]
     return jax.tree.unflatten(structure, of_leaf)
 
 
-def kept_spec(context: scope.Context, gradient: PartitionSpec) -> PartitionSpec:
+def whole_kept_specs(context: scope.Context, kept: Any) -> Any:
+    """Returns the specs of a reducer's state where no gradient is cut: of one that goes by shards leaf by leaf, otherwise one for all."""
+    if not context.chosen.reducer.by_shard:
+        return PartitionSpec(_non_trivial(context, REPLICA_AXES))
+    return jax.tree.map(lambda x: kept_spec(context, PartitionSpec(), x.shape[1:]), kept)
+
+
+def kept_spec(context: scope.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
     """Returns the spec of the state that a reducer has for a leaf whose gradient is cut as `gradient`."""
-    return PartitionSpec(replica_axes_of(context, gradient) or None, *gradient)
+    axes = replica_axes_of(context, gradient)
+    if (dim := shard_dim_of(context, gradient, shape)) is None:
+        return PartitionSpec(axes or None, *gradient)
+    dims = [(of,) if isinstance(of, str) else of or () for of in (*gradient, *[None] * (len(shape) - len(gradient)))]
+    dims[dim] = (*dims[dim], *inner_axes(axes))
+    return PartitionSpec(("replica",), *(of if len(of) > 1 else of[0] if of else None for of in dims))
+
+
+def shard_dim_of(context: scope.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> int | None:
+    """Returns the dim along which the state of a leaf is cut over the inner replica axes, None where it is not."""
+    inner = inner_axes(replica_axes_of(context, gradient))
+    if not context.chosen.reducer.by_shard or not inner:
+        return None
+    return shard_dim(part_shape(context, gradient, shape), context.cuts.size(*inner))
+
+
+def part_shape(context: scope.Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of one device's part of an array that is cut as `spec`."""
+    dims = [(of,) if isinstance(of, str) else of or () for of in (*spec, *[None] * (len(shape) - len(spec)))]
+    return tuple(n // context.cuts.size(*axes) for n, axes in zip(shape, dims, strict=True))
 
 
 def replica_axes_of(context: scope.Context, gradient: PartitionSpec) -> tuple[str, ...]:

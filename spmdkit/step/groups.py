@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.jaxprs import equations
+from spmdkit.reducers.base import Reducer
 from spmdkit.step import agree, scope
 from spmdkit.step.metric import Metric, crossed
 from spmdkit.step.state import TrainState
-from spmdkit.sync.base import Sync
+from spmdkit.sync.base import Mean, Sync
 from spmdkit.tree import common_dtype
 
 GROUPED = ("params", "opt_state", "model_state", "ema")
@@ -34,11 +35,13 @@ class Groups:
         axes: the mesh axes along which they lie.
         num: of groups.
         sync: when they agree.
+        reducer: by which what crosses when they agree is added; None: exactly.
     """
 
     axes: tuple[str, ...]
     num: int
     sync: Sync
+    reducer: Reducer | None = None
 
     def inner(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns the sizes of the mesh of one group."""
@@ -85,11 +88,16 @@ def mean(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def agreed(groups: Groups, state: TrainState) -> TrainState:
-    """Returns the state in which all groups have what they agree on."""
-    assert groups.sync.agree is not None
+def agreement(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any, Any]]:
+    """Returns `(params, kept, mean) -> (params, kept)` of a turn."""
+    assert sync.agree is not None
+    return functools.partial(sync.agree, turn=turn) if sync.schedule else sync.agree
+
+
+def agreed(groups: Groups, state: TrainState, turn: int, mean: Mean) -> TrainState:
+    """Returns the state in which all groups have what they agree on in a turn; `mean` is over the groups."""
     with jax.named_scope(scope.SYNC):
-        params, kept = groups.sync.agree(state.params, state.sync, mean)
+        params, kept = agreement(groups.sync, turn)(state.params, state.sync, mean)
     same = jax.tree.map(lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype), params, state.params)
     return state.replace(params=same, sync=kept)
 
@@ -120,7 +128,7 @@ def added(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
 def regrouped(state: TrainState, had_groups: bool, groups: Groups | None, said: agree.Kinds) -> TrainState:
     """Returns the state of these groups (None: of replicas that agree in every step) from one of another number of groups.
 
-    The old groups agree by their mean, whatever their sync was, and each new group gets a copy.
+    The old groups agree by their mean, whatever their sync was, and each new group gets a copy. What the sync keeps begins anew.
     """
     if had_groups:
         fields = {name: mean(getattr(state, name)) for name in ("params", "opt_state", "ema")}

@@ -2,7 +2,8 @@
 
     TrainState.reducer[call] = {leaf of the gradient: {name: [replicas of the leaf, *leaf]}}
 
-A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too.
+A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too. Where a reducer adds shards
+(`Reducer.by_shard`), the replicas are the positions along `replica`, and the other replica axes cut the leaf's state.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
 from spmdkit.mesh import describe_mesh
-from spmdkit.reducers.base import Reducer
+from spmdkit.reducers.base import Added, Reducer, inner_axes
 from spmdkit.step import scope
-from spmdkit.step.forms import kept_spec, replica_axes_of
+from spmdkit.step.forms import kept_spec, part_shape, replica_axes_of, shard_dim_of
 from spmdkit.tree import named_leaves
 
 
@@ -51,6 +52,31 @@ def check_effect(name: str, reducer: Reducer, context: scope.Context, sizes: Map
         )
 
 
+def check_leaves(reducer: Reducer, context: scope.Context) -> None:
+    """Has the reducer look at what it is to add.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if found := added(context):
+        reducer.check(found)
+
+
+def added(context: scope.Context) -> list[Added]:
+    """Returns the leaves of the gradient that are added over replicas, in flattening order."""
+    assert context.cuts.placements is not None
+    found = []
+    specs: list[Any] = jax.tree.leaves(context.cuts.placements.gradient)
+    for (path, shape), spec in zip(context.cuts.placements.shapes.items(), specs, strict=True):
+        sizes = {a: context.cuts.size(a) for a in replica_axes_of(context, spec)}
+        names = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
+        if sizes:
+            cut = tuple(a for a in names if context.cuts.size(a) > 1)
+            before = tuple(a for a in cut if a in context.cuts.data_axes)
+            found.append(Added(path, part_shape(context, spec, shape), sizes, cut, before))
+    return found
+
+
 def _with_replicas(sizes: Mapping[str, int]) -> str:
     """Returns a mesh as the config writes it, with two replicas taken from its largest axis."""
     largest = max(sizes, key=lambda axis: sizes[axis])
@@ -73,12 +99,20 @@ def shapes(
         specs = jax.tree.leaves(context.cuts.placements.of(gradient).gradient)
         states = []
         for (path, leaf), spec in zip(named_leaves(gradient), specs, strict=True):
-            num = context.cuts.size(*replica_axes_of(context, spec))
+            axes = replica_axes_of(context, spec)
+            num, inner = context.cuts.size(*axes), context.cuts.size(*inner_axes(axes))
             found = reducer.init(leaf) if num > 1 else {}
+            if reducer.by_shard and inner > 1:
+                num, found = num // inner, {} if shard_dim_of(context, spec, leaf.shape) is None else found
             states.append({name: jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for name, x in found.items()})
             table += [
                 LeafPlacement(
-                    f"reducer/{call}/{path}/{name}", x.shape, x.dtype, kept_spec(context, spec), "device", "reducer"
+                    f"reducer/{call}/{path}/{name}",
+                    x.shape,
+                    x.dtype,
+                    kept_spec(context, spec, x.shape[1:]),
+                    "device",
+                    "reducer",
                 )
                 for name, x in sorted(states[-1].items())
             ]

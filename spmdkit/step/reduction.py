@@ -18,6 +18,7 @@ from spmdkit.step import keys, scope
 from spmdkit.step.means import Mean, Means
 from spmdkit.step.metric import crossed
 from spmdkit.step.sums import Sums
+from spmdkit.tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +82,14 @@ def _by_reducer(
     scattered = [-1] * len(leaves) if dims is None else list(jax.tree.leaves(dims)) * (len(leaves) // num)
     leaves = [x if dim < 0 else reduce_scatter(x, dim) for x, dim in zip(leaves, scattered, strict=True)]
     outer = tuple(a for a in axes if a != "fsdp")
+    paths = [path for path, _ in named_leaves(gradients[0])] * (len(leaves) // num)
     for is_cut, over in ((False, axes), (True, outer)):
         chosen = [i for i, dim in enumerate(scattered) if (dim >= 0) == is_cut]
         if chosen and over:
-            found = _apply(context, reducer, [leaves[i] for i in chosen], [states[i] for i in chosen], over, call)
+            names = tuple(paths[i] for i in chosen)
+            found = _apply(
+                context, reducer, [leaves[i] for i in chosen], [states[i] for i in chosen], over, call, names
+            )
             for i, leaf, state in zip(chosen, *found, strict=True):
                 leaves[i], states[i] = leaf, state
     new = None if call.kept is None else jax.tree.unflatten(jax.tree.structure(gradients[0]), states[:num])
@@ -92,7 +97,13 @@ def _by_reducer(
 
 
 def _apply(
-    context: scope.Context, reducer: Reducer, leaves: Leaves, states: list[LeafState], axes: tuple[str, ...], call: Call
+    context: scope.Context,
+    reducer: Reducer,
+    leaves: Leaves,
+    states: list[LeafState],
+    axes: tuple[str, ...],
+    call: Call,
+    paths: tuple[str, ...],
 ) -> tuple[Leaves, list[LeafState]]:
     num = context.cuts.size(*axes)
     if num == 1:
@@ -103,7 +114,7 @@ def _apply(
             raise ValueError("a reducer that draws numbers needs the step's key: sk.value_and_grad got None")
         return keys.reducer_key(call.key)
 
-    return reducer.apply(leaves, states, Over(axes, num, key))
+    return reducer.apply(leaves, states, Over(axes, num, key, paths))
 
 
 def _states_of(gradients: Any, kept: Any) -> list[LeafState]:

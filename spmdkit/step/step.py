@@ -16,6 +16,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import scope
 from spmdkit.step.carried import Carried
+from spmdkit.step.forms import whole_kept_specs
 from spmdkit.step.gradient import means_and_grad, whole_rows
 from spmdkit.step.guard import guarded
 from spmdkit.step.metric import is_metric
@@ -167,7 +168,10 @@ def replica_step(
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         whole = PartitionSpec()
-        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": PartitionSpec(REPLICA_AXES)})
+        kept = PartitionSpec(REPLICA_AXES)
+        if context.chosen.reducer.by_shard:
+            kept = whole_kept_specs(context, state.reducer)
+        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": kept})
         in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
         mapped = jax.shard_map(body, mesh=context.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         return mapped(to_device(state), batch.examples, batch.mask, batch.limit)

@@ -7,12 +7,31 @@ axes; `step` and `rng` once; `sync`, what `init` gives, once, cut as the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import optax
+
 Mean = Callable[[Any], Any]
 """tree [groups, ...] -> tree [...], the mean over the groups: the only thing that crosses them."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A program in which groups agree, on all or on a part of what they have.
+
+    Attributes:
+        name: what a plan calls it.
+        every: steps from one run of it to the next.
+        first: the step after which it runs first.
+        beside: what it sends crosses beside the compute of the next step, in one program with it; it leaves the parameters as they are.
+    """
+
+    name: str
+    every: int
+    first: int
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,12 +45,24 @@ class Sync:
         agree: `(params, kept, mean) -> (params, kept)`: params [groups, ...] in, one copy [...] out, which every group gets. A program of its
             own, run after each step whose number `every` divides. Bitwise the same for all groups by construction.
         view: `(params, kept, mean) -> params`: [groups, ...] -> the one copy [...] that is evaluated and exported, between agreements too.
+        schedule: the programs in which groups agree, each on a part or in part; `agree` then also takes the number of its turn, and may return
+            leaves [groups, ...], what each group has of its own. Empty: one, after each step that `every` divides.
+        start: steps at the start in which all replicas agree in every step, as if there were no groups.
+        optimizer: what the sync makes of the optimizer (clipping included); None: nothing.
+        reducer: by which `mean` adds what crosses in `agree`, as `config.reducer` names it; None: exactly. It is then given trees like the
+            parameters alone, float32, with None for leaves that do not cross.
+        says: what else the sync does, for `program.explain()`.
     """
 
     every: int | None
     init: Callable[[Any], Any] = lambda params: None
-    agree: Callable[[Any, Any, Mean], tuple[Any, Any]] | None = None
+    agree: Callable[..., tuple[Any, Any]] | None = None
     view: Callable[[Any, Any, Mean], Any] | None = None
+    optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
+    schedule: tuple[Turn, ...] = ()
+    start: int = 0
+    reducer: str | Mapping[str, Any] | None = None
+    says: str = ""
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.every, int) and not isinstance(self.every, bool) and self.every >= 1
@@ -40,6 +71,9 @@ class Sync:
         if self.every is not None and (self.agree is None or self.view is None):
             raise ValueError(f"a sync of groups (every: {self.every}) needs agree and view")
 
-    def due(self, step: int) -> bool:
-        """Returns whether groups agree after `step`: a number of the host, so that nothing waits for the device."""
-        return self.every is not None and step % self.every == 0
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The programs in which groups agree."""
+        if self.every is None or self.schedule:
+            return self.schedule
+        return (Turn("agreement", self.every, self.start // self.every * self.every + self.every),)

@@ -4,6 +4,7 @@ subject.py      the user's task, made ready to be compared, run on one mesh     
 compare.py      errors between two results, and how large they may be;  noise.py  what is rounding alone
 finding.py      where two results part, in numbers;  diagnosis.py  what that means, and the repair
 locate.py       which line is the first to differ;  tapped.py  a step with all its values;  relation.py  a value here and there
+search.py       the walk from results that differ back to where they begin to;  locate_step.py  the same for a step of `sk.verify`
 mutants.py      programs with one known mistake, which have to be caught;  mistakes.py, user_mistakes.py  the mistakes
 judge.py        a case or a mutant -> its outcome, in this process;  worker.py, pool.py  in others
 cases.py        which meshes;  proof.py  all of them -> a report;  table.py  for people;  certificate.py  for `train`;  command.py

@@ -46,6 +46,7 @@ def placing(
             with jax.set_mesh(mesh):
                 return jitted(*args)
 
+        run.of_mesh = mesh, jitted  # type: ignore[attr-defined]
         return run, tuple(placed)
 
     return make

@@ -33,12 +33,15 @@ from spmdkit.user_code import call_user
 from spmdkit.verify.concrete import check_devices, check_holds_no_device, placing
 from spmdkit.verify.finding import boundary_of, factor_of
 from spmdkit.verify.instruments import one_ulp
+from spmdkit.verify.locate_step import Traced, locate_step
 from spmdkit.verify.noise import LARGEST, MULTIPLE
 
 FLOOR_ULPS = 64
 NUM_PROBES = 4
 CLOSE = 0.5
 """A result like an argument, and within this of it, relative 2-norm, is its new value; one that is like it and far from it, its gradient."""
+
+NOTHING = "nothing could be compared: every result is below noise. Try smaller numbers of layers or steps, or 64 bits."
 
 QUANTITIES = ("loss", "gradient", "state", "value")
 
@@ -72,6 +75,8 @@ def _said(case: Mapping[str, Any]) -> Iterator[str]:
     if not case["passed"]:
         seen = case["diagnosis"]
         yield f"  {seen['kind']}: {seen['found']}"
+        if case["located"] is not None:
+            yield f"  first {case['located']['text']}"
         yield f"  repair: {seen['repair']}"
 
 
@@ -117,15 +122,15 @@ def verify_step(
     cases = []
     for sizes in meshes:
         whole = dict.fromkeys(axes, 1) | dict(sizes)
-        cases.append(_case(dict(sizes), _run(_open(make, devices, whole), steps), reference, tolerance))
+        opened = _open(make, devices, whole)
+        case = _case(dict(sizes), _run(opened, steps), reference, tolerance)
+        cases.append(case if case["passed"] else case | _located(one, opened, whole))
     compared = [path for path, x in reference.items() if x.dtype.kind in "fc" and path not in noisy]
     notes = [
         f"'{path}' is below noise: one ulp in the arguments moves it by {e:.0e} of itself" for path, e in noisy.items()
     ]
     if not compared:
-        notes.append(
-            "nothing could be compared: every result is below noise. Try smaller numbers of layers or steps, or 64 bits."
-        )
+        notes.append(NOTHING)
     return Report(
         passed=bool(compared) and all(case["passed"] for case in cases),
         cases=cases,
@@ -171,23 +176,38 @@ def _to_host(x: Any) -> Any:
     return jnp.copy(x) if is_key(x) else np.asarray(x)
 
 
+def _placed(step: Step, random: np.random.Generator | None = None) -> list[Any]:
+    """Returns the arguments on their devices, anew for each run: a step may donate what it is given.
+
+    Args:
+        random: moves them by one ulp first.
+    """
+    given = step.arguments
+    if random is not None:
+        move = one_ulp(random, "float64" if jax.config.jax_enable_x64 else "float32")  # type: ignore[attr-defined]
+        given = jax.tree.map(lambda x: x if is_key(x) else move(x), given)
+    flat, structure = jax.tree.flatten(given)
+    copies = [jnp.copy(x) if is_key(x) else x for x in flat]
+    placed = [x if s is None else jax.device_put(x, s) for x, s in zip(copies, step.shardings, strict=True)]
+    return list(jax.tree.unflatten(structure, placed))
+
+
+def _located(one: Step, many: Step, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns `located`: the first value that differs in the first step, or None."""
+    moved = [_placed(one, np.random.default_rng(i)) for i in range(2)]
+    of = [(*getattr(step.run, "of_mesh", (None, step.run)), _placed(step)) for step in (one, many)]
+    sides = [Traced(run, arguments, mesh) for mesh, run, arguments in of]
+    found = locate_step(sides[0], moved, sides[1], axes)
+    return {"located": None if found is None else {**found._asdict(), "text": found.text}}
+
+
 def _run(step: Step, steps: int, random: np.random.Generator | None = None) -> Leaves:
     """Returns every leaf of what the step returns, on the host, by `step 1: 0/params/w`.
 
     Args:
         random: moves the arguments by one ulp first.
     """
-    given = step.arguments
-    if random is not None:
-        dtype = "float64" if jax.config.jax_enable_x64 else "float32"  # type: ignore[attr-defined]
-        move = one_ulp(random, dtype)
-        given = jax.tree.map(lambda x: x if is_key(x) else move(x), given)
-    # Anew for each run: a step may donate what it is given.
-    flat, structure = jax.tree.flatten(given)
-    copies = [jnp.copy(x) if is_key(x) else x for x in flat]
-    placed = [x if s is None else jax.device_put(x, s) for x, s in zip(copies, step.shardings, strict=True)]
-    arguments = list(jax.tree.unflatten(structure, placed))
-    leaves: Leaves = {}
+    arguments, leaves = _placed(step, random), Leaves()
     for number in range(1, steps + 1):
         before = [jax.tree.map(_on_host, x) for x in arguments]
         returned = call_user(lambda: step.run(*arguments), "the step")

@@ -5,7 +5,6 @@ References are made once. With a folder they are shared with other processes, wh
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import pickle
@@ -25,7 +24,7 @@ from spmdkit.verify.cases import provable
 from spmdkit.verify.diagnosis import diagnose
 from spmdkit.verify.finding import Deviation, find
 from spmdkit.verify.instruments import one_ulp, working_dtype
-from spmdkit.verify.locate import Right, locate_in, right
+from spmdkit.verify.locate import Locator
 from spmdkit.verify.noise import Noise, leaf_errors
 from spmdkit.verify.plain import plain
 from spmdkit.verify.subject import Results, Setting, Subject
@@ -53,7 +52,7 @@ class Judge:
     def __init__(self, subject: Subject, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
         self.subject, self._folder, self.locate = subject, folder, locate
         self._references: dict[str, Reference] = {}
-        self._rights: dict[str, Right] = {}
+        self._locator = Locator(subject)
 
     # ---- references --------------------------------------------------------------------------------------------------
 
@@ -169,11 +168,7 @@ class Judge:
     def _located(self, setting: Setting, program: Program, finding: Deviation) -> dict[str, Any]:
         """Returns `located`: the first value of the step that differs, or the reason why there is no single line to tell."""
         try:
-            one = dataclasses.replace(setting, mesh={})
-            key = f"{one} {finding.batch}"
-            if key not in self._rights:
-                self._rights = {key: right(self.subject, one, finding.batch)}  # of one setting: they are large
-            found = locate_in(self._rights[key], setting, program, finding.quantity, finding.batch)
+            found = self._locator(setting, program, finding.quantity, finding.batch)
         except Exception as error:  # noqa: BLE001 - the case has failed anyway; where it differs is one more thing to know
             return {"located": None, "not_located": f"{type(error).__name__}: {_first_line(error)}"}
         if found is None:

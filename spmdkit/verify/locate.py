@@ -3,18 +3,21 @@
 Both programs are run with every intermediate value as a result (tapped.py), the one device's also with its input moved by one ulp. A value of
 the mesh is matched with the one of the same text, line and order. What devices hold is right where it is, for some dims or mesh axes,
 
-    the same        the value of one device, whole, cut, or the same on all of them; rows in another order are the same value
-    a part          what adds up to it, or has it for its mean: a sum that is still to come
+    the same        the value of one device, whole, cut along any dim, or the same on all of them; rows in another order, where the mesh reorders them
+    a part          what adds up to it, or has it for its mean, largest or smallest: a reduction that is still to come
 
 and differs otherwise. From the results that differ, one walks back through values that differ or have no match, to where what they are made of
-is right: the mistake is between. It is told only where that is one line; more than one, or none, is "not located".
+is right (search.py): the mistake is between. It is told only where that is one statement; more than one, or none, is "not located".
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import difflib
+import functools
+import linecache
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +26,12 @@ import numpy as np
 from spmdkit.program.program import Program
 from spmdkit.tree import is_key, named_leaves
 from spmdkit.verify.instruments import one_ulp
-from spmdkit.verify.relation import FAR, Relation, difference, distance, noise_of, related
+from spmdkit.verify.relation import PARTS
+from spmdkit.verify.search import Node, Search, Taps
 from spmdkit.verify.subject import Setting, Subject
-from spmdkit.verify.tapped import Place, Tapped, Value
+from spmdkit.verify.tapped import Place, Tapped
 
+PACKAGE = Path(__file__).parents[1]
 NUM_MOVED = 2
 MOVES = frozenset(
     [
@@ -48,8 +53,8 @@ MOVES = frozenset(
 )
 """Operations that hand on what came wrong before them."""
 
-NEAR = 3
-"""Lines apart that are one place: a statement over several lines, a factor and where it is multiplied."""
+REORDERING = ("context", "expert", "pipeline")
+"""Axes over which rows or positions go round; microbatches are cut in another order, too."""
 
 
 class Located(NamedTuple):
@@ -73,17 +78,13 @@ class Located(NamedTuple):
         return f"{self.line}: {self.primitive} {list(self.shape)} {self.how}"
 
 
-class Taps(NamedTuple):
-    """A program with taps, and what they gave."""
+def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequence[Any]], Taps]:
+    """Returns the function that runs a traced step with taps, on a flat list of arrays on their devices. It compiles once.
 
-    program: Tapped
-    results: list[Any]
-    taps: Mapping[Place, np.ndarray]
-
-
-def tapped(closed: Any) -> Callable[[Sequence[Any]], Taps]:
-    """Returns the function that runs a traced step with taps, on a flat list of arrays on their devices. It compiles once."""
-    program = Tapped(closed)
+    Args:
+        wanted: numbers of the results that are asked for; None: all.
+    """
+    program = Tapped(closed, wanted)
     order: list[Place] = []
 
     @jax.jit
@@ -95,22 +96,51 @@ def tapped(closed: Any) -> Callable[[Sequence[Any]], Taps]:
 
     def side(arguments: Sequence[Any]) -> Taps:
         results, values = jax.device_get(run(*arguments))
-        return Taps(program, results, dict(zip(order, map(np.asarray, values), strict=True)))
+        by_number = dict(zip(program.wanted, results, strict=True))
+        return Taps(program, by_number, dict(zip(order, map(np.asarray, values), strict=True)))
 
     return side
 
 
-Right = tuple[Taps, list[Taps]]
-"""One device, and the same with its input moved by an ulp."""
+class Locator:
+    """Locates the first differences of one subject; the values of one device are kept for the setting that was asked for last."""
 
+    def __init__(self, subject: Subject):
+        self._subject = subject
+        self._program: tuple[Setting, Program] | None = None
+        self._right: dict[tuple[str, int], tuple[Taps, list[Taps]]] = {}
 
-def right(subject: Subject, setting: Setting, batch: int) -> Right:
-    """Returns the values of one device for a setting of a mesh, in one of the subject's batches."""
-    program = subject.program(dataclasses.replace(setting, mesh={}, plain=True), evaluated=False)
-    run = tapped(program.traced.jaxpr)
-    moves = [lambda tree: tree, *(one_ulp(np.random.default_rng(i), subject.dtype) for i in range(NUM_MOVED))]
-    one, *moved = (run(_given(program, batch, move)) for move in moves)
-    return one, moved
+    def __call__(self, setting: Setting, many: Program, quantity: str, batch: int) -> Located | None:
+        """Returns where a program on a mesh first differs from one device; None where it cannot be told.
+
+        Where the loss differs too, what it is made of is enough: the way back from the gradient is several times as much to compile.
+
+        Args:
+            many: the program; its jaxpr is evaluated, so that a mutant's mistake is in it.
+            quantity: the first that differs.
+            batch: which of the subject's batches it does in.
+        """
+        quantities = dict.fromkeys(["loss", quantity]) if quantity in ("loss", "gradient") else [quantity]
+        return next((found for q in quantities if (found := self._from(setting, many, q, batch)) is not None), None)
+
+    def _from(self, setting: Setting, many: Program, quantity: str, batch: int) -> Located | None:
+        found = tapped(many.traced.jaxpr, _roots(many, quantity))(_given(many, batch, lambda tree: tree))
+        axes = {axis: size for axis, size in setting.mesh.items() if size > 1}
+        reordered = setting.microbatches > 1 or not axes.keys().isdisjoint(REORDERING)
+        return locate(*self._one_device(setting, quantity, batch), found, axes, reordered)
+
+    def _one_device(self, setting: Setting, quantity: str, batch: int) -> tuple[Taps, list[Taps]]:
+        """Returns the values that a quantity is made of on one device, and the same with its input moved by an ulp."""
+        one = dataclasses.replace(setting, mesh={}, plain=True)
+        if self._program is None or self._program[0] != one:
+            self._program, self._right = (one, self._subject.program(one, evaluated=False)), {}
+        if (quantity, batch) not in self._right:
+            program = self._program[1]
+            run = tapped(program.traced.jaxpr, _roots(program, quantity))
+            ulps = (one_ulp(np.random.default_rng(i), self._subject.dtype) for i in range(NUM_MOVED))
+            first, *moved = (run(_given(program, batch, move)) for move in (lambda tree: tree, *ulps))
+            self._right[quantity, batch] = first, moved
+        return self._right[quantity, batch]
 
 
 def _given(program: Program, batch: int, move: Callable[[Any], Any]) -> list[Any]:
@@ -121,19 +151,6 @@ def _given(program: Program, batch: int, move: Callable[[Any], Any]) -> list[Any
     state = jax.device_get(program.init())
     placed = jax.device_put(state.replace(params=move(state.params)), program.state_sharding)
     return jax.tree.leaves((placed, given))
-
-
-def locate_in(known: Right, setting: Setting, many: Program, quantity: str, batch: int) -> Located | None:
-    """Returns where a program of a subject on a mesh first differs from one device; None where it cannot be told.
-
-    Args:
-        known: `right` of the same setting and batch.
-        many: the program; its jaxpr is evaluated, so that a mutant's mistake is in it.
-        quantity: the first that differs.
-    """
-    found = tapped(many.traced.jaxpr)(_given(many, batch, lambda tree: tree))
-    axes = {axis: size for axis, size in setting.mesh.items() if size > 1}
-    return locate(*known, found, axes, _roots(many, quantity))
 
 
 ROOTS = {"gradient": "opt_state/gradient", "update": "opt_state/update", "state": "model_state", "loss": "loss"}
@@ -148,184 +165,68 @@ def _roots(program: Program, quantity: str) -> list[int]:
 
 
 def locate(
-    one: Taps, moved: Sequence[Taps], many: Taps, axes: Mapping[str, int], roots: Sequence[int] | None = None
+    one: Taps, moved: Sequence[Taps], many: Taps, axes: Mapping[str, int], reordered: bool = False
 ) -> Located | None:
     """Returns where `many`, on a mesh, first differs from `one`; None where no single line is to blame.
 
     Args:
         moved: one device with its input moved by one ulp: what they differ by is noise.
         axes: sizes of the mesh axes that are larger than one.
-        roots: which results to begin with; None: all that differ.
+        reordered: rows may stand in another order on the mesh.
     """
-    return _Search(one, moved, many, axes, roots).find()
+    return _told(Search(one, moved, many, axes, reordered))
 
 
-class _Search:
-    def __init__(
-        self,
-        one: Taps,
-        moved: Sequence[Taps],
-        many: Taps,
-        axes: Mapping[str, int],
-        roots: Sequence[int] | None = None,
-    ):
-        self.one, self.moved, self.many, self.axes, self.roots = one, moved, many, axes, roots
-        self.match = _matched(one.program.values, many.program.values)
-        self._right: tuple[str, ...] = ("same", "sum", "mean")
-        self._relations: dict[Place, tuple[Relation | None, Place | None]] = {}
+def _told(search: Search) -> Located | None:
+    """Returns the one place in the text that all first differences are about."""
+    values = search.many.program.values
+    first = search.first()
+    forward = [node for node in first if not values[node.place].backward] or list(first)
+    blamed = [at for node in sorted(forward) for at in _blamed(search, node, first[node])]
+    if not blamed or not _together([values[at.place].line for at in blamed]):
+        return None
+    node = min(blamed)
+    how, axis = search.how(node)
+    value = values[node.place]
+    return Located(value.line, value.primitive, value.shape, how, axis)
 
-    def find(self) -> Located | None:
-        """Returns the one place where what differs begins; None where there is none, or more than one."""
-        first = self._first()
-        near = [p for place, between in first.items() for p in (place, *between)]
-        added = [p for p in near if self.many.program.values[p].primitive.startswith("psum")]
-        if any((r := self.relation(q)) is not None and r.kind == "mean" for p in added for q in self._parents(p)):
-            self._right = (
-                "same",
-                "sum",
-            )  # what is added here as if it were sums has been made too large somewhere before
-            first = self._first()
-        return self._told(first)
 
-    def _parents(self, place: Place) -> list[Place]:
-        return [p for p in self.many.program.values[place].parents if p[0] != -1]
-
-    def _first(self) -> dict[Place, list[Place]]:
-        """Returns the first values that differ, each with the values before it that nothing stands for."""
-        roots = self._wrong_results()
-        values = self.many.program.values
-        first: dict[Place, list[Place]] = {}
-        seen: set[Place] = set()
-        todo = [p for p in roots if p in values]
-        while todo:
-            place = todo.pop()
-            if place in seen:
-                continue
-            seen.add(place)
-            between, below = self._behind(place)
-            todo += below
-            if not below:
-                first[place] = between
-        return first
-
-    def _wrong_results(self) -> list[Place]:
-        """Returns the places of the results that differ from those of one device."""
-        found = []
-        for i in range(len(self.many.results)) if self.roots is None else self.roots:
-            x, y = self.many.results[i], self.one.results[i]
-            ulps = [side.results[i] for side in self.moved]
-            if x.shape != y.shape or distance(x, y) > noise_of(y, ulps, FAR):
-                found += self.many.program.results[i]
-        return found
-
-    def relation(self, place: Place) -> Relation | None:
-        """Returns how a value of the mesh is made of that of one device; None where nothing there stands for it."""
-        return self._known(place)[0]
-
-    def _known(self, place: Place) -> tuple[Relation | None, Place | None]:
-        """Returns (relation, the place on one device whose value it is made of)."""
-        if place not in self._relations:
-            self._relations[place] = (None, None)  # a loop's own value
-            self._relations[place] = self._look(place)
-        return self._relations[place]
-
-    def _look(self, place: Place) -> tuple[Relation | None, Place | None]:
-        if place[0] == -1:
-            return Relation("same"), None
-        value = self.many.program.values[place]
-        if value.is_index:
-            return Relation("same"), None  # another on each device by its nature
-        if place not in self.many.taps:
-            return None, None
-        if (other := self.match.get(place)) is not None and other in self.one.taps:
-            return self._against(place, other), other
-        # Without a match: what it is made of may be what it is, too, as a sum over devices is.
-        for other in dict.fromkeys(self._known(p)[1] for p in value.parents if p in self.many.program.values):
-            if other is not None and (found := self._against(place, other)).kind in ("same", "sum", "mean"):
-                return found, other
-        return None, None
-
-    def _against(self, place: Place, other: Place) -> Relation:
-        right = self.one.taps[other]
-        ulps = [side.taps[other] for side in self.moved if other in side.taps]
-        stacked = self.many.program.values[place].stacked
-        return related(self.many.taps[place], right, stacked, self.axes, lambda least: noise_of(right, ulps, least))
-
-    def _behind(self, place: Place) -> tuple[list[Place], list[Place]]:
-        """Returns (values that nothing stands for, between a value and what is right before it; values that differ before it)."""
-        between, below, seen = [], [], set[Place]()
-        todo = list(self.many.program.values[place].parents)
-        while todo:
-            parent = todo.pop()
-            if parent in seen or parent[0] == -1:
-                continue
-            seen.add(parent)
-            relation = self.relation(parent)
-            if relation is None:
-                between.append(parent)
-                todo += self.many.program.values[parent].parents
-            elif relation.kind not in self._right:
-                below.append(parent)
-        return between, below
-
-    def _told(self, first: Mapping[Place, list[Place]]) -> Located | None:
-        """Returns the one place in the text that all first differences are about."""
-        values = self.many.program.values
-        forward = [p for p in first if not values[p].backward] or list(first)
-        blamed = [at for place in sorted(forward) for at in self._blamed(place, first[place])]
-        if not blamed or not _together([values[at].line for at in blamed]):
-            return None
-        place = min(blamed)
-        how, axis = self._how(place)
-        return Located(values[place].line, values[place].primitive, values[place].shape, how, axis)
-
-    def _blamed(self, place: Place, between: list[Place]) -> list[Place]:
-        """Returns the values that a first difference comes from."""
-        values, relation = self.many.program.values, self.relation(place)
-        if relation is not None and relation.kind == "open":
-            return []
-        if unknown := [p for p in between if not values[p].is_key]:
-            made = [p for p in unknown if not (values[p].primitive in MOVES and set(values[p].parents) & set(unknown))]
-            return [p for p in made if values[p].own] or made
-        # A sum that is still to come, used beside what is whole: the line that leaves it so.
-        found = {p: self.relation(p) for p in values[place].parents if p[0] != -1}
-        parts = [p for p, r in found.items() if r is not None and r.kind in ("sum", "mean")]
-        return parts if parts and len(parts) < len(values[place].parents) else [place]
-
-    def _how(self, place: Place) -> tuple[str, str]:
-        relation, right = self._known(place)
-        if relation is not None and relation.kind in ("sum", "mean"):
-            return f"is each shard's own {relation.kind} over {relation.axes}, used as if it were of all", relation.axes
-        value, found = self.many.program.values[place], self.many.taps.get(place)
-        if right is None:
-            right = next((r for p in value.parents if p in self.many.program.values and (r := self._known(p)[1])), None)
-        every = " x ".join(self.axes)
-        if right is None or found is None:
-            return "stands for nothing on one device, and what follows differs", every
-        return difference(found, self.one.taps[right], value.stacked, self.axes) or ("is another value", every)
+def _blamed(search: Search, node: Node, between: list[Node]) -> list[Node]:
+    """Returns the values that a first difference comes from."""
+    values, relation = search.many.program.values, search.relation(node)
+    if relation is not None and relation.kind == "open":
+        return []
+    if misplaced := search.misplaced(node):
+        return misplaced
+    if unknown := [n for n in between if not values[n.place].is_key]:
+        places = {n.place for n in unknown}
+        made = [
+            n for n in unknown if not (values[n.place].primitive in MOVES and set(values[n.place].parents) & places)
+        ]
+        return [n for n in made if values[n.place].own] or made
+    # A sum that is still to come, used beside what is whole: the line that leaves it so.
+    parents = search.parents(node)
+    parts = [n for n in parents if (r := search.relation(n)) is not None and r.kind in PARTS]
+    return parts if parts and len(parts) < len(values[node.place].parents) else [node]
 
 
 def _together(lines: Sequence[str]) -> bool:
-    """Returns whether lines `file.py:12 (function)` are of one file, and near each other: one statement, most often."""
+    """Returns whether lines `file.py:12 (function)` are of one statement."""
     places = [line.partition(" ")[0].rpartition(":") for line in lines]
     if any(not file for file, _, _ in places) or len({file for file, _, _ in places}) != 1:
         return False
-    numbers = [int(number) for _, _, number in places]
-    return max(numbers) - min(numbers) <= NEAR
+    file, numbers = places[0][0], {int(number) for _, _, number in places}
+    return len(numbers) == 1 or any(numbers <= set(lines) for lines in _statements(file))
 
 
-# ---- matching ---------------------------------------------------------------------------------------------------------
-
-
-def _matched(one: Mapping[Place, Value], many: Mapping[Place, Value]) -> dict[Place, Place]:
-    """Returns place on the mesh -> place on one device, of values of the same text in the same order."""
-    found: dict[Place, Place] = {}
-    for backward in (False, True):
-        a = [(p, v.key) for p, v in one.items() if v.backward == backward]
-        b = [(p, v.key) for p, v in many.items() if v.backward == backward]
-        ids: dict[Any, int] = {}
-        numbers = [[ids.setdefault(key, len(ids)) for _, key in side] for side in (a, b)]
-        matcher = difflib.SequenceMatcher(None, numbers[0], numbers[1], autojunk=False)
-        for i, j, size in matcher.get_matching_blocks():
-            found |= {b[j + n][0]: a[i + n][0] for n in range(size)}
-    return found
+@functools.cache
+def _statements(file: str) -> list[range]:
+    """Returns the lines of every statement of a file that holds no others; none of a file that cannot be read."""
+    try:
+        tree = ast.parse(
+            "".join(linecache.getlines(str(PACKAGE.parent / file) if file.startswith(PACKAGE.name) else file))
+        )
+    except SyntaxError:
+        return []
+    simple = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and not hasattr(s, "body")]
+    return [range(s.lineno, (s.end_lineno or s.lineno) + 1) for s in simple]

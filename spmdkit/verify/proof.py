@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit import kinds
-from spmdkit.config import Config
+from spmdkit.config import Config, parameter_server
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.verify import cases, certificate
 from spmdkit.verify.diagnosis import pattern
 from spmdkit.verify.pool import Pool
 
+GROUPS = "groups train alone"
+SYNCS = {"stale": "gradients are applied late"}
+"""Sync -> what makes it no synchronous training."""
 SHOWN_NOISY = 4
 
 Report = dict[str, Any]
@@ -61,6 +64,7 @@ def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None)
         UserCodeError: a function of the task raised.
     """
     begin = time.perf_counter()
+    parameter_server.refuse(config)
     for name, value in (("steps", options.steps), ("jobs", options.jobs), ("max-axis", options.max_axis)):
         if value < 1:
             raise ConfigError(f"--{name} is {value}. It must be at least 1. Leave it out for its default.")
@@ -222,7 +226,7 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
     reducer, sync = (spec["config"][key] for key in ("reducer", "sync"))
     if sync != "every_step":
         notes.append(
-            f"sync {kinds.split(sync)[0]} lets groups train alone, which is other mathematics: what is compared is every_step"
+            f"sync {kinds.split(sync)[0]} is other mathematics ({SYNCS.get(kinds.split(sync)[0], GROUPS)}): what is compared is every_step"
         )
     compared = next((c["reducer"] for c in ran), reducer)
     if kinds.without_common("reducers", compared)[0] != kinds.without_common("reducers", reducer)[0]:

@@ -11,18 +11,24 @@ import numpy as np
 
 from spmdkit.verify.noise import MULTIPLE
 
+PARTS = ("sum", "mean", "largest", "smallest")
+"""What devices hold of a value that a reduction over them makes."""
+
 FLOOR = 1e-5
 """Relative 2-norm below which two values are the same, where an ulp in the input moves less."""
 
 FAR = 1e-3
 """Relative 2-norm above which they are not; what is between is left open, and no line is told for it."""
 
+MAX_DIMS = 6
+"""Of a value whose dims are tried in every order."""
+
 NEAR = 0.01
 """Relative distance at which a factor is taken for a whole number."""
 
 
 class Relation(NamedTuple):
-    """How a value of a mesh is made of that of one device: `same`, `sum`, `mean` over axes, `differs`, or `open`."""
+    """How a value of a mesh is made of that of one device: `same`; a part, `sum`, `mean`, `largest` or `smallest` over axes; `differs`, or `open`."""
 
     kind: str
     axes: str = ""
@@ -34,22 +40,53 @@ def related(
     stacked: Mapping[str, int],
     axes: Mapping[str, int],
     noise: Callable[[float], float],
-) -> Relation:
-    """Returns how `found`, stacked over devices or global, is made of `right`."""
-    if found.dtype.kind == "b" or found.dtype.kind in "iu":
+    reordered: bool = False,
+) -> Relation | None:
+    """Returns how `found`, stacked over devices or global, is made of `right`; None where that cannot be told.
+
+    Args:
+        reordered: rows may stand in another order on the mesh (microbatches, a sequence that is cut).
+    """
+    is_measured = found.dtype.kind == "f" and (
+        bool(right.any()) if right.size == 1 else _is_generic(np.sort(right, axis=None))
+    )
+    if found.dtype.kind in "biu":
         found, right = found.astype(np.float64), right.astype(np.float64)
     near, far = noise(FLOOR), noise(FAR)
     best = math.inf
     by_axis = found.reshape(*stacked.values(), *found.shape[1:]) if stacked else found
     names = [*stacked, *[""] * (by_axis.ndim - len(stacked))]
+    in_order = np.sort(right, axis=None)
+    is_unknown = False
     for kind, over, candidate in _candidates(by_axis, names, right.size):
-        apart = distance_in_any_order(candidate, right)
+        if kind in ("largest", "smallest") and not is_measured:
+            continue  # the least of some choices or counts is nothing's part
+        apart = distance(candidate, right)
+        if apart > near and distance(np.sort(candidate, axis=None), in_order) <= near:
+            if _is_rearranged(candidate, right, near) or (reordered and _is_generic(in_order)):
+                apart = 0.0
+            is_unknown |= reordered
         if apart <= near:
             return Relation(
                 kind, " x ".join(n for n in over if n) or _size_named(by_axis.size // max(right.size, 1), axes)
             )
         best = min(best, apart)
+    if is_unknown:
+        return None
     return Relation("differs" if best > far else "open")
+
+
+def _is_rearranged(x: np.ndarray, right: np.ndarray, near: float) -> bool:
+    """Returns whether `x` is `right` with its dims in another order: cut along another dim than the first, or mapped over it."""
+    if x.ndim > MAX_DIMS:
+        return True
+    orders = itertools.permutations(range(x.ndim))
+    return any(distance(x.transpose(order), right) <= near for order in orders)
+
+
+def _is_generic(in_order: np.ndarray) -> bool:
+    """Returns whether numbers, sorted, are so different from each other that having them all says something."""
+    return bool(2 * (in_order[1:] > in_order[:-1]).sum() >= in_order.size)
 
 
 def _candidates(x: np.ndarray, names: Sequence[str], size: int) -> Iterator[tuple[str, list[str], np.ndarray]]:
@@ -62,8 +99,8 @@ def _candidates(x: np.ndarray, names: Sequence[str], size: int) -> Iterator[tupl
     for num in range(min(3, x.ndim) + 1):
         for dims in itertools.combinations(range(x.ndim), num):
             count = math.prod(x.shape[d] for d in dims)
-            if count == 1:
-                continue
+            if count == 1 or (any(names) and not all(names[d] for d in dims)):
+                continue  # what there is more of is so by devices
             if count == times:
                 yield from _over(x, dims, names)
 
@@ -85,6 +122,9 @@ def _over(x: np.ndarray, dims: Sequence[int], names: Sequence[str]) -> Iterator[
             over = [names[d] for d in rest]
             yield "sum", over, first.sum(rest)
             yield "mean", over, first.mean(rest)
+            if len(rest) == len(dims):
+                yield "largest", over, first.max(rest)
+                yield "smallest", over, first.min(rest)
 
 
 def _size_named(size: int, axes: Mapping[str, int]) -> str:
@@ -96,21 +136,21 @@ def _size_named(size: int, axes: Mapping[str, int]) -> str:
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the 2-norm of the difference, element by element; of what is not finite, zero where it is the same in both."""
     x, y = np.asarray(x, np.float64).ravel(), np.asarray(y, np.float64).ravel()
     if x.size != y.size:
         return math.inf
-    apart = float(np.linalg.norm(x - y))
-    return apart if math.isfinite(apart) else 0.0 if np.array_equal(x, y, equal_nan=True) else math.inf
-
-
-def distance_in_any_order(x: np.ndarray, y: np.ndarray) -> float:
-    apart = distance(x, y)
-    return min(apart, distance(np.sort(x, axis=None), np.sort(y, axis=None)))
+    finite = np.isfinite(x) & np.isfinite(y)
+    if finite.all():
+        return float(np.linalg.norm(x - y))
+    rest = np.array_equal(x[~finite], y[~finite], equal_nan=True)
+    return float(np.linalg.norm(x[finite] - y[finite])) if rest else math.inf
 
 
 def noise_of(right: np.ndarray, ulps: Sequence[np.ndarray], least: float) -> float:
     """Returns the distance from `right` that is nothing: `least` of its norm, or what one ulp in the input makes of it."""
-    norm = float(np.linalg.norm(np.asarray(right, np.float64)))
+    wide = np.asarray(right, np.float64)
+    norm = float(np.linalg.norm(wide[np.isfinite(wide)]))
     moved = max((distance(x, right) for x in ulps), default=0.0)
     return max(least * norm, MULTIPLE * moved if math.isfinite(moved) else 0.0, 1e-30)
 
@@ -125,6 +165,8 @@ def difference(
     names = [*stacked, *[""] * (by_axis.ndim - len(stacked))]
     for _, _, candidate in _candidates(by_axis, names, y.size):
         flat, whole = candidate.ravel(), y.ravel()
+        finite = np.isfinite(flat) & np.isfinite(whole)
+        flat, whole = flat[finite], whole[finite]
         factor = float(flat @ whole / max(float(whole @ whole), 1e-300))
         if factor and np.linalg.norm(flat - factor * whole) <= FAR * float(np.linalg.norm(flat)):
             times = max(abs(factor), 1 / abs(factor))
@@ -141,6 +183,6 @@ def difference(
         over = " x ".join(axis for axis, size in stacked.items() if size > 1)
         return f"is of one shard alone, another on each ({over})", over
     if x.size == y.size:
-        error = np.linalg.norm(x.ravel() - y.ravel()) / max(float(np.linalg.norm(y)), 1e-30)
+        error = distance(x, y) / max(float(np.linalg.norm(y[np.isfinite(y)])), 1e-30)
         return f"is another value ({error:.1e})", every
     return None

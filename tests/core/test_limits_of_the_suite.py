@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.seconds import LIMITS_S, TOTAL_S, Spent, over_limits, table
+from tests.support.seconds import LIMITS_S, TOTALS_S, Spent, over_limits, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,10 +39,12 @@ def test_the_table_has_a_line_for_each_folder_and_one_for_all():
     ]
 
 
-def test_every_folder_has_a_limit_and_together_they_are_ten_minutes_of_two_cores():
+def test_every_folder_has_a_limit_and_the_suite_twenty_minutes_of_two_cores():
     folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*/test_*.py")}
     assert set(LIMITS_S) == folders
-    assert TOTAL_S == 2 * 575
+    recipes = (ROOT / "Makefile").read_text()
+    assert re.findall(r"pytest -m '(not slow[^']*)'", recipes) == ["not slow and not processes"]
+    assert TOTALS_S == {"not slow": 2 * 1150, "not slow and not processes": 2 * 575}
 
 
 def test_a_test_that_hangs_in_native_code_ends_with_the_traceback_of_its_threads(tmp_path):

@@ -9,22 +9,12 @@ import pytest
 import spmdkit as sk
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-QUICK = ["data_fsdp_tensor", "pipeline"]
+QUICK = ["central_storage", "context", "data_fsdp_tensor", "pipeline"]
 GPT_CONFIGS = [
     *QUICK,
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in (
-            "accumulation",
-            "central_storage",
-            "context",
-            "fsdp",
-            "hsdp",
-            "mirrored",
-            "tensor",
-            "zero1",
-            "zero2",
-        )
+        for name in ("accumulation", "fsdp", "hsdp", "mirrored", "tensor", "zero1", "zero2")
     ),
 ]
 """The slow ones differ from the quick ones by what `tests/step/test_equal_to_one_device.py` compares, with the same GPT on the same meshes."""
@@ -80,10 +70,7 @@ def test_a_loss_a_global_step_a_step_per_replica_and_an_own_loop_give_the_same_n
     assert f"loss {loss:.4f}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "accuracy"),
-    [("digits_cnn", 0.92), pytest.param("digits_nnx", 0.92, marks=pytest.mark.slow), ("digits_equinox", 0.86)],
-)
+@pytest.mark.parametrize(("name", "accuracy"), [("digits_cnn", 0.92), ("digits_nnx", 0.92), ("digits_equinox", 0.86)])
 def test_digits_are_read_as_well_as_the_header_says(name, accuracy):
     _, program, state = run(name)
     assert program.eval(state)["accuracy"] > accuracy
@@ -115,7 +102,6 @@ def test_the_mesh_changes_nothing_but_where_the_gpt_lives(name, one_device):
         assert program.eval(state)["loss"] == pytest.approx(reference, rel=1e-4)
 
 
-@pytest.mark.slow  # its layer on each mesh: tests/ops/test_moe.py
 def test_the_mesh_changes_nothing_of_the_mixture_of_experts():
     on_eight, program, state = run("moe", *QUICK_GPT)
     on_one, _, other_state = run("moe", *QUICK_GPT, "mesh={}")

@@ -170,7 +170,7 @@ def test_a_cold_sample_repeats_what_the_model_has_learned(gpt):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param("{fsdp: 2, context: 2, tensor: 2}", marks=pytest.mark.slow),
+        "{fsdp: 2, context: 2, tensor: 2}",
         pytest.param("{data: 2, pipeline: 2, tensor: 2}", marks=pytest.mark.slow),
         pytest.param("{replica: 2, fsdp: 2, tensor: 2}", marks=pytest.mark.slow),
     ],

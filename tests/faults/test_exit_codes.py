@@ -34,6 +34,5 @@ def test_every_error_has_a_code_of_the_table():
     assert all(isinstance(kind.exit_code, ExitCode) for kind in kinds)
     assert {kind.exit_code for kind in kinds} == set(ExitCode) - {
         ExitCode.DONE,
-        ExitCode.CHECK_FAILED,
         ExitCode.INTERRUPTED,
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spmdkit.cluster import ClusterSpec
 from spmdkit.cluster.environment import environment
 from spmdkit.cluster.rendezvous import _listen
 from spmdkit.errors import ConfigError, RendezvousError
@@ -24,8 +25,8 @@ def test_a_reserved_port_is_given_to_nobody_else_and_process_0_can_listen_there(
         with pytest.raises(OSError, match="in use"):
             socket.create_server(("127.0.0.1", port))
         with pytest.raises(RendezvousError, match="cannot listen"):
-            _listen(f"127.0.0.1:{port}")
-        listener, bound = _listen(f"127.0.0.1:{port}", is_kept=True)
+            _listen(ClusterSpec(f"127.0.0.1:{port}", 2, 0))
+        listener, bound = _listen(ClusterSpec(f"127.0.0.1:{port}", 2, 0, service="127.0.0.1:1"))
         with listener, socket.create_connection(("127.0.0.1", port), timeout=5):
             assert bound == f"127.0.0.1:{port}"
     socket.create_server(("127.0.0.1", port)).close()
@@ -50,6 +51,8 @@ def test_a_keeper_listens_where_it_is_told_stays_for_who_is_connected_and_ends()
         keeper.listen(address)
         keeper.wait_until_up(address)
         with socket.create_connection(("127.0.0.1", port), timeout=5):
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # Slurm signals all of a job
+                keeper._popen.send_signal(number)
             keeper.shutdown()
             with pytest.raises(subprocess.TimeoutExpired):
                 keeper._popen.wait(0.4)

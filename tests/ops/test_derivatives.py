@@ -156,11 +156,11 @@ def weighted(op):
     of_all(
         FORMS,
         {
-            "tensor 2": ("reverse over reverse",),
+            "tensor 2": ("jvp", "reverse over reverse"),
             "ring of 2": tuple(KINDS),
             "all_to_all": ("forward over reverse", "reverse over reverse"),
             "data 2 x tensor 2": ("forward over reverse", "reverse over forward"),
-            "one device": ("jvp",),
+            "one device": ("jvp", "reverse over reverse"),
         },
     ),
 )
@@ -268,8 +268,8 @@ OTHERS = {
         OTHERS,
         {
             "cross_entropy": tuple(KINDS),
-            "moe with capacity": ("jvp",),
-            "moe": ("forward over reverse",),
+            "moe with capacity": ("jvp", "reverse over reverse"),
+            "moe": ("forward over reverse", "reverse over forward"),
         },
     ),
 )

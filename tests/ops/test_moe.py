@@ -94,12 +94,12 @@ CASES = {
         {"mesh": {"fsdp": 2, "expert": 2, "context": 2}},
         {"order": "context_order", "noise": 0.5, "padded": True},
     ),
-}
-LONG_CASES = {
     "replica 2 x data 2 x expert 2, twice as many experts, sigmoid": (
         {"mesh": {"replica": 2, "data": 2, "expert": 2}, "microbatches": 2},
         {"num_experts": 16, "score": "sigmoid", "top_k": 3, "remat": True},
     ),
+}
+LONG_CASES = {
     "data 2 x expert 2 x tensor 2": ({"mesh": {"data": 2, "expert": 2, "tensor": 2}}, {}),
     "expert 8": ({"mesh": {"expert": 8}}, {}),
     "fsdp 2 x expert 2 x context 2, an order that positions tell": (

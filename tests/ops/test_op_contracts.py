@@ -77,12 +77,13 @@ UNTYPED = {
     "spmdkit/step/group_step.py": 1,
     "spmdkit/step/step.py": 1,
     "spmdkit/step/summed.py": 1,
+    "spmdkit/step/together.py": 1,
     "spmdkit/verify/mistakes.py": 1,
     "spmdkit/verify/tapped.py": 1,
 }
 """Files that speak of the check of varying axes, and how often: the manual form and the step of groups, whose replicas differentiate for themselves (proven by
 counts of psums and by the replicas' bits, tests/natural); the second trace of a per-replica step and of a part, which runs
-nothing; the mutant that takes the first back; the comparison of copies, which are the same by their types and may not be by their bits (tests/run/test_copies.py);
+nothing; the copies of groups that agree in every step, equal by their bits (tests/sync/test_post_local.py); the mutant that takes the first back; the comparison of copies, which are the same by their types and may not be by their bits (tests/run/test_copies.py);
 the taps, which evaluate a region as it was traced."""
 
 

@@ -5,7 +5,8 @@
     python tests/plan/golden_collectives.py tpu:v5e:2x4/fsdp cpu:8    # some targets, or one strategy of a target
 
 The programs are those of configs/ as they are (GPT, width 64, eight devices), with little text to train on; those named `+kernels`
-have sequences so long that attention is a kernel. TPU targets need the extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a
+have sequences so long that attention is a kernel. Those named `reducer=` are that reducer alone, on the gradient of
+the GPT with width 128 and four layers, over data 8, `hierarchical` over replica 2 x data 4. TPU targets need the extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a
 difference, said line by line.
 
 Each target is compiled in a process of its own, since a compiler that aborts takes its process along; that is then what the file says.
@@ -35,6 +36,12 @@ PAGE = ROOT / "docs" / "collectives.md"
 STRATEGIES = (
     "mirrored", "zero1", "zero2", "fsdp", "hsdp", "tensor", "data_fsdp_tensor", "context", "pipeline", "moe",
 )  # fmt: skip
+EVERY = 100
+SYNCS = {
+    "diloco": f"sync={{diloco: {{every: {EVERY}}}}}",
+    "diloco_int8": f"sync={{diloco: {{every: {EVERY}, reducer: int8}}}}",
+}
+"""Strategy -> what of configs/diloco.yaml is another. Their rows are those of the step, and with `phase` and `every` of the program in which groups agree."""
 TWO_SLICES = "tpu:v5e:2x2*2"
 TARGETS = ("cpu:8", "tpu:v4:2x2x2", "tpu:v5e:2x4", "tpu:v5p:2x2x2", "tpu:v6e:2x4", "tpu:7x:2x2x1", TWO_SLICES)
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
@@ -45,6 +52,10 @@ KERNELS = "+kernels"
 KERNEL_TARGETS = ("tpu:v5e:2x4", "tpu:v5p:2x2x2")
 KERNEL_TOKENS = {"context": 1024}
 
+REDUCER = "reducer="
+REDUCERS = ("sum", "bfloat16", "int8", "float8", "sign", "topk", "powersgd", "hierarchical", "adasum")
+REDUCER_TARGETS = ("cpu:8", "tpu:v5e:2x4")
+
 Row = dict[str, Any]
 Entry = dict[str, Any]
 Golden = dict[str, dict[str, Entry]]
@@ -53,7 +64,8 @@ Golden = dict[str, dict[str, Entry]]
 
 def strategies_of(target: str) -> tuple[str, ...]:
     """Returns the strategies in the file of a target."""
-    return (*STRATEGIES, *(s + KERNELS for s in STRATEGIES if target in KERNEL_TARGETS))
+    reducers = (REDUCER + name for name in REDUCERS if target in REDUCER_TARGETS)
+    return (*STRATEGIES, *SYNCS, *(s + KERNELS for s in STRATEGIES if target in KERNEL_TARGETS), *reducers)
 
 
 # ---- what a compiler makes of a strategy --------------------------------------------------------------------------------
@@ -76,19 +88,34 @@ def entries(target_name: str, strategies: Sequence[str]) -> Iterator[tuple[str, 
 def compiled_entry(strategy: str, machine: Any) -> Entry:
     """Returns the mesh and the rows of a strategy's compiled step on an opened target."""
     from spmdkit.config import load_config
+    from spmdkit.plan.bill import read_bill
+    from spmdkit.plan.hlo.text import parse
     from spmdkit.program.opening import open_program, task_of
     from spmdkit.testing import bill_of
 
+    if strategy.startswith(REDUCER):
+        from tests.support.reduction_alone import compiled_bill
+
+        reducer, num = strategy.removeprefix(REDUCER), len(machine.devices)
+        sizes = {"replica": 2, "data": num // 2} if reducer == "hierarchical" else {"replica": 1, "data": num}
+        rows = rows_of(compiled_bill(reducer, machine.devices, sizes))
+        return {"mesh": {axis: n for axis, n in sizes.items() if n > 1}, "collectives": rows}
     name = strategy.removesuffix(KERNELS)
     more = OVER_SLICES.get(name, []) if machine.name == TWO_SLICES else []
     if strategy != name:
         more = [*more, f"task_args.context={KERNEL_TOKENS.get(name, 256)}"]
-    config = load_config(ROOT / "configs" / f"{name}.yaml", [*LITTLE_TEXT, *more])
+    more = [*more, SYNCS[name]] if name in SYNCS else more
+    file = "diloco.yaml" if name in SYNCS else f"{name}.yaml"
+    config = load_config(ROOT / "configs" / file, [*LITTLE_TEXT, *more])
     program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes)
     entry: Entry = {"mesh": {axis: n for axis, n in program.sizes.items() if n > 1}}
     if strategy != name:
         entry["kernels"] = program.compiled.as_text().count('custom_call_target="tpu_custom_call"')
-    return entry | {"collectives": rows_of(bill_of(program))}
+    rows = rows_of(bill_of(program))
+    for phase in program.phases:
+        of_phase = {"phase": phase.name, "every": phase.every}
+        rows += [row | of_phase for row in rows_of(read_bill(parse(phase.compiled.as_text()), program.sizes))]
+    return entry | {"collectives": rows}
 
 
 def rows_of(bill: Any) -> list[Row]:
@@ -208,7 +235,8 @@ def differences(expected: Entry | None, found: Entry) -> list[str]:
 
 def _key(row: Row) -> str:
     meant = f" (for {row['for']})" if row["for"] else ""
-    return f"{row['op']}{meant} over {row['axes']}{', in a loop' if row['in_loop'] else ''}"
+    often = f", {row['phase']} every {row['every']} steps" if "phase" in row else ""
+    return f"{row['op']}{meant} over {row['axes']}{', in a loop' if row['in_loop'] else ''}{often}"
 
 
 def _amount(row: Row | None) -> str:
@@ -223,9 +251,11 @@ def page(document: dict[str, Any]) -> str:
     text = Path(__file__).with_name("collectives_page.md").read_text()
     targets = document["targets"]
     kernels = [s + KERNELS for s in STRATEGIES]
-    found = {"TOTALS": _totals(targets, STRATEGIES), "DETAILS": "\n\n".join(_details(s, targets) for s in STRATEGIES)}
+    own = (*STRATEGIES, *SYNCS)
+    found = {"TOTALS": _totals(targets, own), "DETAILS": "\n\n".join(_details(s, targets) for s in own)}
     found["KERNEL_TOTALS"] = _totals({t: targets[t] for t in KERNEL_TARGETS if t in targets}, kernels)
     found["KERNEL_DETAILS"] = "\n\n".join(_details(s, targets) for s in kernels)
+    found["REDUCERS"] = _shares({t: targets[t] for t in REDUCER_TARGETS if t in targets})
     found["VERSIONS"] = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     for name, table in found.items():
         text = text.replace(f"{{{{{name}}}}}", table)
@@ -247,10 +277,30 @@ def _totals(targets: Golden, strategies: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def share(targets: Golden, target: str, reducer: str) -> float:
+    """Returns the bytes of a reducer over those of `sum`."""
+    sent = [_bytes(targets[target][REDUCER + name]) or 0 for name in (reducer, "sum")]
+    return sent[0] / sent[1]
+
+
+def _shares(targets: Golden) -> str:
+    """Returns the table reducer x target of bytes over those of `sum`, and what is sent."""
+    lines = ["| reducer | " + " | ".join(targets) + " |", "| --- |" + " ---: |" * len(targets)]
+    for reducer in REDUCERS:
+        cells = []
+        for target, found in targets.items():
+            rows = found[REDUCER + reducer]["collectives"]
+            what = ", ".join(f"{row['count']} {_key(row)}: {row['bytes']:,}" for row in rows)
+            cells.append(f"{share(targets, target, reducer):.4f} ({what})")
+        lines.append(f"| {reducer} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _bytes(entry: Entry | None) -> int | None:
+    """Returns what a device sends in a step on average; None where nobody knows."""
     if entry is None or "refused" in entry or any(row["bytes"] is None for row in entry["collectives"]):
         return None
-    return sum(row["bytes"] for row in entry["collectives"])
+    return round(sum(row["bytes"] / row.get("every", 1) for row in entry["collectives"]))
 
 
 def _details(strategy: str, targets: Golden) -> str:
@@ -284,7 +334,10 @@ def chosen(names: Sequence[str]) -> dict[str, list[str]]:
     for name in names or TARGETS:
         target, _, strategy = name.partition("/")
         if target not in TARGETS or strategy not in ("", *strategies_of(target)):
-            known = f"strategies: {', '.join(STRATEGIES)}, on {' and '.join(KERNEL_TARGETS)} also with {KERNELS}"
+            known = (
+                f"strategies: {', '.join((*STRATEGIES, *SYNCS))}, on {' and '.join(KERNEL_TARGETS)} also with {KERNELS}, "
+                f"on {' and '.join(REDUCER_TARGETS)} also {REDUCER}NAME"
+            )
             sys.exit(f"{name} is not in the table. Targets: {', '.join(TARGETS)}; {known}.")
         found.setdefault(target, []).extend([strategy] if strategy else strategies_of(target))
     return found

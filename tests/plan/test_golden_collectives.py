@@ -65,10 +65,21 @@ def test_attention_is_a_kernel_in_every_strategy_with_long_sequences():
     assert all(count >= 3 for count in calls.values()), calls
 
 
+def test_diloco_sends_a_hundredth_of_synchronous_training_and_in_int8_a_quarter_of_that_on_every_target():
+    """Amortised over the 100 steps between two agreements; the most in one step is one all-reduce of the parameters, or 0.26 of it."""
+    for target, found in golden.read()["targets"].items():
+        plain = golden._bytes(found["mirrored"])
+        for strategy, most in (("diloco", 0.011), ("diloco_int8", 0.003)):
+            rows = found[strategy]["collectives"]
+            assert golden._bytes(found[strategy]) <= most * plain, (target, strategy)
+            assert {row.get("phase") for row in rows if row["bytes"] > 64} == {"agreement"}, (target, strategy)
+            assert sum(row["bytes"] for row in rows) <= most * golden.EVERY * plain, (target, strategy)
+
+
 def test_only_replica_and_data_cross_slices():
     mesh_of = {s: entry["mesh"] for s, entry in golden.read()["targets"][golden.TWO_SLICES].items()}
     assert {s: next(iter(mesh)) for s, mesh in mesh_of.items()} == {
-        s: "replica" if s in ("hsdp", *golden.OVER_SLICES) else "data" for s in golden.STRATEGIES
+        s: "replica" if s in ("hsdp", *golden.OVER_SLICES) else "data" for s in (*golden.STRATEGIES, *golden.SYNCS)
     }
 
 

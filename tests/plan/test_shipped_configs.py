@@ -11,7 +11,7 @@ import pytest
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = {"llama_8b_v5p": "tpu:v5p:4x4x4", "llama_70b_v5p": "tpu:v5p:8x8x16", "gpt_1b": "tpu:v5p:2x2x4"}
 SMALL = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem not in LARGE)
-IN_EVERY_RUN = ("digits_cnn",)
+IN_EVERY_RUN = ("data_fsdp_tensor", "digits_cnn")
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
 
 

@@ -51,7 +51,7 @@ def test_the_first_step_does_not_wait_for_the_plan_and_the_end_of_the_run_does(t
     assert json.loads((tmp_path / "plan.json").read_text())["num_devices"] == 8
     assert "sent by a device in a step" in (tmp_path / "report.html").read_text()
     assert "<svg" in (tmp_path / "plan.html").read_text()
-    assert [e["event"] for e in events(tmp_path)] == ["started", "running", "stopped"]
+    assert [e["event"] for e in events(tmp_path)] == ["started", "running", "compiled", "compiled", "stopped"]
 
 
 @pytest.mark.parametrize("error", [KeyError("no such\ncomputation"), SystemExit(3)])

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import spmdkit as sk
+from spmdkit import kinds
 from spmdkit.errors import ConfigError
 from tests.support.core_runs import assert_close
 from tests.support.reducer_runs import loss_fn, program, task, train
@@ -156,7 +157,7 @@ def test_on_one_device_nothing_is_kept():
 @pytest.mark.parametrize(
     "choice, parts",
     [
-        ("bfloat", ("needs one of bfloat16, ordered, sum", "Did you mean 'bfloat16'?")),
+        ("bfloat", (f"needs one of {', '.join(kinds.names('reducers'))}", "Did you mean 'bfloat16'?")),
         ({"sum": {"bits": 8}}, ("sum takes no options", "Write sum alone")),
         ({"bfloat16": {"term": 3}}, ("no option 'term'", "Did you mean 'terms'?")),
         ({"bfloat16": {"terms": 7}}, ("terms is 7", "Write terms: 1")),

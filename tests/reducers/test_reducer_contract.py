@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,11 @@ import pytest
 from spmdkit import kinds
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo.text import parse
-from spmdkit.reducers import bfloat16
-from spmdkit.reducers.base import stateless
+from spmdkit.reducers import coded
+from spmdkit.reducers.base import Added, stateless
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close
-from tests.support.reducer_runs import MESHES, NUM_VALUES, applied_and_owed, program, task, train, true_sum
+from tests.support.reducer_runs import MESHES, applied_and_owed, program, task, train, true_sum
 
 
 class Row(NamedTuple):
@@ -26,40 +27,90 @@ class Row(NamedTuple):
     Attributes:
         kinds: of the collectives that carry the gradient over replicas.
         owner: for those that round a second time on the owner of a part: a context in which the owner forgets what it took.
+        options: with which it is run here, where its own are not for a model this small.
+        meshes: on which it is run by default; others only in the thorough form.
+        like: another reducer of the same exchange: its mutants and all numbers of replicas are run for that one, here in the thorough form.
+        at: the mesh on which its mutants are run.
+        never: meshes on which it is refused.
     """
 
     kinds: frozenset[str]
     owner: object = None
+    options: tuple[tuple[str, object], ...] = ()
+    meshes: tuple[str, ...] = tuple(MESHES)
+    like: str = ""
+    at: str = "data 8"
+    never: tuple[str, ...] = ()
 
 
 def forgetful_owner(monkeypatch):
-    monkeypatch.setattr(bfloat16, "_on_owner", lambda part, over: jnp.zeros((over.num, *part.shape)))
+    monkeypatch.setattr(coded, "_on_owner", lambda part, over: jnp.zeros((over.num, *part.shape)))
 
+
+BY_OWNERS = frozenset({"all_to_all", "all_gather"})
+SHORT = ("data 8", "replica 2 x fsdp 2 x tensor 2")
 
 ROWS = {
     "sum": Row(frozenset({"all_reduce"})),
-    "ordered": Row(frozenset({"all_to_all", "all_gather"})),
-    "bfloat16": Row(frozenset({"all_to_all", "all_gather"}), forgetful_owner),
+    "ordered": Row(BY_OWNERS),
+    "bfloat16": Row(BY_OWNERS, forgetful_owner),
+    "float8": Row(BY_OWNERS, forgetful_owner, meshes=("data 8",), like="int8"),
+    "sign": Row(BY_OWNERS, forgetful_owner, meshes=("data 8",), like="int8"),
+    "adasum": Row(BY_OWNERS, meshes=("data 8",), never=("data 2 x fsdp 4 zero 2",)),
+    "powersgd": Row(frozenset({"all_reduce"}), meshes=SHORT),
+    "topk": Row(
+        frozenset({"all_gather"}),
+        options=(("fraction", 0.25), ("most", None)),
+        meshes=SHORT,
+    ),
+    "hierarchical": Row(
+        BY_OWNERS,
+        forgetful_owner,
+        meshes=("replica 2 x data 4",),
+        at="replica 2 x data 4",
+        never=("data 8", "replica 2 x fsdp 2 x tensor 2", "fsdp 8 zero 1", "data 2 x fsdp 4 zero 2"),
+    ),
+    "int8": Row(BY_OWNERS, forgetful_owner, meshes=(*SHORT, "data 2 x fsdp 4 zero 2")),
 }
-
-INEXACT = [name for name in ROWS if not kinds.make("reducers", name).exact]
-STATEFUL = [name for name in ROWS if kinds.make("reducers", name).init is not stateless]
 
 
 def test_every_reducer_has_a_row():
     assert kinds.names("reducers") == sorted(ROWS)
 
 
+def on_meshes(names):
+    """Returns (name, mesh) of reducers, those that are not run by default marked so."""
+    return [
+        pytest.param(name, mesh, marks=() if mesh in ROWS[name].meshes else pytest.mark.slow)
+        for name in names
+        for mesh in MESHES
+        if mesh not in ROWS[name].never
+    ]
+
+
+def once_of_each(names):
+    """Returns reducers, those marked whose exchange another one has."""
+    return [pytest.param(name, marks=pytest.mark.slow if ROWS[name].like else ()) for name in names]
+
+
+def chosen(name, **more):
+    """Returns the choice of a reducer with the options of its row, and more."""
+    options = dict(ROWS[name].options) | more
+    return {name: options} if options else name
+
+
 def lossless(name):
     """Returns the choice of a reducer at which its result equals the sum."""
-    options = kinds.make("reducers", name).lossless
-    return {name: dict(options)} if options else name
+    return chosen(name, **(kinds.make("reducers", chosen(name)).lossless or {}))
+
+
+STATEFUL = [name for name in ROWS if kinds.make("reducers", chosen(name)).init is not stateless]
 
 
 @functools.cache
-def trained(mesh, reducer="sum"):
-    """Returns a program of Adam and its state after 4 steps."""
-    made = program(mesh, {reducer[0]: dict(reducer[1:])} if isinstance(reducer, tuple) else reducer, adam())
+def trained(mesh, reducer='"sum"'):
+    """Returns a program of Adam and its state after 4 steps; the reducer is JSON."""
+    made = program(mesh, json.loads(reducer), adam())
     return made, train(made, 4)
 
 
@@ -67,25 +118,23 @@ def adam():
     return task(optax.adam(1e-2, eps=1e-3))
 
 
-def hashable(choice):
-    return choice if isinstance(choice, str) else (*choice, *next(iter(choice.values())).items())
+ANOTHER_SUM = {"adasum"}
+"""What is no sum at any options: equal to its own formula, tests/reducers/test_adasum.py."""
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "sum"])
+@pytest.mark.parametrize("name, mesh", on_meshes([name for name in ROWS if name not in {"sum", *ANOTHER_SUM}]))
 def test_a_run_at_lossless_options_equals_that_of_the_sum(name, mesh):
-    reducer = kinds.make("reducers", name)
+    reducer = kinds.make("reducers", chosen(name))
     assert reducer.exact or reducer.lossless, "an inexact reducer has options at which it is the sum"
     _, (expected, losses) = trained(mesh)
-    _, (state, found) = trained(mesh, hashable(lossless(name)))
+    _, (state, found) = trained(mesh, json.dumps(lossless(name)))
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     assert_close(state.params, expected.params)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name, mesh", on_meshes(ROWS))
 def test_replicas_hold_the_same_bits_and_the_form_is_that_of_the_sum(name, mesh):
-    made, (state, _) = trained(mesh, name)
+    made, (state, _) = trained(mesh, json.dumps(chosen(name)))
     assert made.form == trained(mesh)[0].form
     for leaf in jax.tree.leaves((state.params, state.opt_state)):
         by_index = {}
@@ -94,10 +143,9 @@ def test_replicas_hold_the_same_bits_and_the_form_is_that_of_the_sum(name, mesh)
         assert all(len(bits) == 1 for bits in by_index.values())
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name, mesh", on_meshes(STATEFUL))
 def test_what_was_applied_and_what_is_owed_add_up_to_the_true_sum(name, mesh):
-    assert_close(applied_and_owed(mesh, name), true_sum(mesh))
+    assert_close(applied_and_owed(mesh, chosen(name)), true_sum(mesh))
 
 
 # ---- mutants of the state -----------------------------------------------------------------------------------------------
@@ -130,36 +178,44 @@ def scaled_twice(apply, leaves, states, over):
 
 
 @pytest.mark.parametrize("change", [residual_dropped, residual_of_another_replica, scaled_twice])
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", once_of_each(STATEFUL))
 def test_a_mistake_with_the_state_is_seen_in_the_sum(name, change, monkeypatch):
     wrong(name, monkeypatch, change)
     with pytest.raises(AssertionError, match="relative errors"):
-        assert_close(applied_and_owed("data 8", name), true_sum("data 8"))
+        assert_close(applied_and_owed(ROWS[name].at, chosen(name)), true_sum(ROWS[name].at))
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.owner])
+@pytest.mark.parametrize("name", once_of_each(name for name, row in ROWS.items() if row.owner))
 def test_the_owners_share_of_what_is_owed_is_seen_in_the_sum(name, monkeypatch):
     ROWS[name].owner(monkeypatch)
     with pytest.raises(AssertionError, match="relative errors"):
-        assert_close(applied_and_owed("data 8", name), true_sum("data 8"))
+        assert_close(applied_and_owed(ROWS[name].at, chosen(name)), true_sum(ROWS[name].at))
 
 
 # ---- on the wire --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("name", ROWS)
-def test_the_bytes_on_the_wire_are_those_of_the_formula_and_none_are_in_a_loop(name, microbatches):
-    made = program({"mesh": {"data": 8}}, name, wide(), batch_size=64, microbatches=microbatches, data={})
+@pytest.mark.parametrize(
+    "name, num, microbatches",
+    [
+        pytest.param(name, num, micro, marks=pytest.mark.slow if row.like and (num, micro) != (8, 4) else ())
+        for name, row in ROWS.items()
+        if row.at == "data 8"
+        for num, micro in ((2, 1), (4, 1), (8, 1), (8, 4))
+    ],
+)
+def test_the_bytes_on_the_wire_are_those_of_the_formula_and_none_are_in_a_loop(name, num, microbatches):
+    made = program({"mesh": {"data": num}}, chosen(name), wide(), batch_size=64, microbatches=microbatches, data={})
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
-    large = [c for c in bill.collectives if c.bytes > 4096]
+    large = [c for c in bill.collectives if c.bytes > 1024]
     assert not any(c.in_loop for c in bill.collectives if "data" in c.axes)
     assert {c.op for c in large} == ROWS[name].kinds
-    assert sum(c.bytes for c in large) == pytest.approx(kinds.make("reducers", name).wire(NUM_VALUES, 8), rel=2e-3)
+    expected = kinds.make("reducers", chosen(name)).sent([Added("up", (128, 128), {"data": num}, ())])
+    assert sum(c.bytes for c in large) == pytest.approx(expected, rel=2e-3, abs=32)  # the loss may travel along
 
 
 def wide():
-    """Returns a task whose parameters are one leaf of NUM_VALUES."""
+    """Returns a task whose parameters are one leaf of 128 x 128."""
     import spmdkit as sk
 
     return task(
@@ -172,7 +228,7 @@ def wide():
 
 @pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
 def test_nothing_of_the_ordered_reducers_program_adds_on_the_way(mesh):
-    made, _ = trained(mesh, "ordered")
+    made, _ = trained(mesh, '"ordered"')
     assert "psum" not in str(made.traced.jaxpr) and "reduce_scatter" not in str(made.traced.jaxpr)
     assert not [
         c for c in collectives(made.compiled.as_text(), made.sizes) if c.kind.startswith(("all-reduce", "reduce"))

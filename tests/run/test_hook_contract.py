@@ -21,6 +21,7 @@ EVERYTHING = {
     "data": {"retries": 1},
     "check_copies": {"every_steps": 10},
     "on_spike": {"then": "skip"},
+    "preemption": [{"file": {"path": "preempt"}}],
 }
 NAMES = hooks.names()
 CALLS = {
@@ -34,6 +35,13 @@ CALLS = {
     "state": 0,
     "restore": 1,
 }
+
+
+@pytest.fixture(autouse=True)
+def of_a_drill(tmp_path, monkeypatch):
+    """One hook takes orders from a file that a drill hands down."""
+    (tmp_path / "orders").touch()
+    monkeypatch.setenv("SPMDKIT_DRILL_FILE", str(tmp_path / "orders"))
 
 
 def module(name):
@@ -51,7 +59,9 @@ def test_hooks_are_found_by_their_files():
 def test_a_hook_is_made_from_a_config_alone_under_the_name_of_its_file(name):
     assert inspect.getdoc(module(name)), f"{name}.py does not say what it does"
     assert list(inspect.signature(module(name).make).parameters) == ["config"]
-    assert isinstance(module(name).make(sk.Config(**PLAIN)), Hook | None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SPMDKIT_DRILL_FILE")
+        assert isinstance(module(name).make(sk.Config(**PLAIN)), Hook | None)
     hook = module(name).make(sk.Config(**EVERYTHING))
     assert isinstance(hook, Hook), "with everything asked for, every hook has something to do"
     assert hook.name == name

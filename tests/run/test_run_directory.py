@@ -82,7 +82,15 @@ def test_a_run_leaves_every_file_that_the_reference_names(tmp_path):
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["10", "20"]
     assert any((run / "tensorboard").iterdir())
     assert list((run / "profile").rglob("*.xplane.pb"))
-    assert [e["event"] for e in lines(tmp_path, "events.jsonl")] == ["started", "running", "saved", "saved", "stopped"]
+    assert [e["event"] for e in lines(tmp_path, "events.jsonl")] == [
+        "started",
+        "running",
+        "compiled",
+        "saved",
+        "saved",
+        "compiled",
+        "stopped",
+    ]
     metrics = lines(tmp_path, "metrics.jsonl")
     assert [m["step"] for m in metrics if "split" not in m] == [1, 5, 10, 15, 20]
     assert [m["step"] for m in metrics if m.get("split") == "eval"] == [10, 20]
@@ -206,7 +214,9 @@ def test_the_report_says_that_a_finished_run_is_finished(tmp_path):
     assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == [
         "started",
         "running",
+        "compiled",
         "saved",
+        "compiled",
         "stopped",
     ]
 

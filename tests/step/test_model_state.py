@@ -78,7 +78,7 @@ def assert_statistics(state, mean, var):
 NUM_REPLICAS = {"data 8": 8, "replica 2 x data 4": 8, "data 2 x fsdp 4": 2, "fsdp 8 zero 3": 1, "fsdp 8 zero 2": 8}
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_with_an_axis_name_statistics_are_those_of_the_whole_batch(mesh, microbatches):
     _, state = train_three_steps(norm_task(axis_name=REPLICAS), microbatches=microbatches, **MESHES[mesh])
@@ -86,7 +86,7 @@ def test_with_an_axis_name_statistics_are_those_of_the_whole_batch(mesh, microba
     assert jax.device_get(state.model_state)["seen"] == 3 * microbatches
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_global_without_an_axis_name_is_the_mean_of_the_replicas(mesh, microbatches):
     _, state = train_three_steps(norm_task(), microbatches=microbatches, **MESHES[mesh])
@@ -95,7 +95,7 @@ def test_global_without_an_axis_name_is_the_mean_of_the_replicas(mesh, microbatc
     assert jax.device_get(state.model_state)["seen"] == 3 * microbatches
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_replica_keeps_one_state_for_each_replica(mesh, microbatches):
     settings = {"model_state": "replica", "microbatches": microbatches}

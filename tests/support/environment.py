@@ -13,7 +13,9 @@ QUICK_XLA = (
 """XLA's older emitter and one LLVM module a program. Which flags XLA knows moves with its version, and it ends a process at one that it
 does not know."""
 
-QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | ({"XLA_FLAGS": QUICK_XLA} if QUICK_XLA else {})
+QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "SPMDKIT_COMPILE_CACHE": "off"} | (
+    {"XLA_FLAGS": QUICK_XLA} if QUICK_XLA else {}
+)
 """What a started process compiles quickly with: a whole run of the smallest model takes 4 processor seconds instead of 7."""
 
 

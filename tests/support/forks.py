@@ -7,6 +7,7 @@ process reads while Python starts (another PYTHONPATH, other packages) needs `fr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -29,12 +30,16 @@ SERVERS: set[int] = set()
 
 @dataclass(frozen=True)
 class Process:
-    """One process: its arguments after `spmdkit`, folder, and variables beside those of the test."""
+    """One process: its arguments after `spmdkit`, folder, and variables beside those of the test.
+
+    `forks`: it is a launcher, and what it starts is forked from it.
+    """
 
     arguments: list[str]
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
     fresh: bool = False
+    forks: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class Forks:
             "env": self._env | process.variables,
             "output": str(output),
             "fresh": process.fresh,
+            "forks": process.forks,
         }
         self._started.append(Child(self, self.ask(asked), output))
         return self._started[-1]
@@ -171,6 +177,7 @@ def _start(asked: dict[str, Any]) -> int:
     code = 99
     try:
         os.setsid()
+        _die_with_the_parent()
         os.chdir(asked["folder"])
         output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for number in (1, 2):
@@ -184,7 +191,58 @@ def _start(asked: dict[str, Any]) -> int:
         sys.path[0] = asked["folder"]
         from spmdkit.cli import main
 
+        if asked["forks"]:
+            from spmdkit.launch import local
+
+            local._start = _forked
         code = main(asked["start"]) or 0
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _die_with_the_parent() -> None:
+    """A test that is killed leaves nothing: the process that forks ends with its input, and all others with it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+
+
+class Forked:
+    """A child of a launcher, with what the launcher uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, stdout: int, stderr: int):
+        self.pid, self.stdout, self.stderr = pid, os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
+
+    def wait(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> Forked:
+    """Starts a launcher's child: the command of ours without a Python of its own. The launcher has no other thread in this moment."""
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(out_end)
+        os.close(err_end)
+        return Forked(pid, out, err)
+    code = 99
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        _die_with_the_parent()
+        os.dup2(out_end, 1)
+        os.dup2(err_end, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        os.environ.clear()
+        os.environ.update(env)
+        from spmdkit.cli import main
+
+        code = main(command[3:]) or 0
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     finally:

@@ -76,7 +76,7 @@ def train(program, steps=20, state=None, start=1):
 
 def owed(state):
     """Returns the sum over replicas of what each owes: a tree like the parameters, of numpy arrays. Of the first call of a step."""
-    is_state = lambda x: isinstance(x, dict) and set(x) <= {"error"}
+    is_state = lambda x: isinstance(x, dict) and set(x) <= {"error", "product"}
     total = lambda x: np.asarray(x["error"], np.float64).sum(0) if x else 0.0
     return jax.tree.map(total, jax.device_get(state.reducer[0]), is_leaf=is_state)
 

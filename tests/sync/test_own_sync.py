@@ -147,7 +147,7 @@ WRONG = {
     "{mine.py:forgets: {every: 2}}": r"sync mine\.py:forgets: agree: what is kept: 'slow/bias' was float32\[8\] and becomes absent",
     "{mine.py:alone: {every: 2}}": r"sync mine\.py:alone: agree returned ShapeDtypeStruct\. agree returns \(one copy .* Write return new, kept",
     "{mine.py:raises: {every: 2}}": r"sync mine\.py:raises: agree raised KeyError at .*mine\.py:\d+: 'velocity'",
-    "mine.py": r"config\.yaml:5: sync.*needs one of every_step, local_sgd",
+    "mine.py": r"config\.yaml:5: sync.*needs one of diloco, every_step, local_sgd",
     "{mine.py:plain: 3}": r"config\.yaml:5: sync.*options are a mapping, found 3\. Write \{mine\.py:plain: \{OPTION: VALUE\}\}",
 }
 

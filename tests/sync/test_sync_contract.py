@@ -20,8 +20,15 @@ from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, leaf_errors, program_of
 
 OWN = "tests.support.own_sync:mean_of_groups"
-ROWS = {"every_step": None, "local_sgd": {"every": 3}, OWN: {"every": 3}}
-"""Sync -> options under which groups train alone for a while, or None where there are no groups. A user's own is held to the same."""
+ROWS = {
+    "every_step": None,
+    "stale": None,
+    "local_sgd": {"every": 3},
+    "post_local": {"start": 0, "every": 3},
+    "diloco": {"every": 3, "optimizer": {"name": "sgd", "learning_rate": 1.0}},
+    OWN: {"every": 3},
+}
+"""Sync -> options under which groups train alone for a while and then take their mean, or None where there are no groups. A user's own is held to the same."""
 
 DELAYED = [name for name, options in ROWS.items() if options and name != OWN]
 FSDP = {"layout": {"min_shard_bytes": 1}}
@@ -95,11 +102,16 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mesh", ["data 8", "replica 2 x fsdp 2 x tensor 2"])
-def test_agreeing_after_every_step_is_synchronous_training(mesh, optimizer):
+@pytest.mark.parametrize(
+    "mesh, name, optimizer",
+    [
+        *itertools.product(["data 8", "replica 2 x fsdp 2 x tensor 2"], ["local_sgd"], OPTIMIZERS),
+        ("data 8", "diloco", "momentum"),
+    ],
+)
+def test_agreeing_after_every_step_is_synchronous_training(mesh, name, optimizer):
     own = task(OPTIMIZERS[optimizer], loss=equal_weights)
-    state, losses = run(program_of(own, sync={"local_sgd": {"every": 1}}, steps=4, **MESHES[mesh]), 4)
+    state, losses = run(program_of(own, sync={name: ROWS[name] | {"every": 1}}, steps=4, **MESHES[mesh]), 4)
     expected, plain = run(program_of(own, steps=4, mesh={}), 4)
     np.testing.assert_allclose(losses, plain, rtol=1e-5)
     for group in range(jax.tree.leaves(state.params)[0].shape[0]):
@@ -174,8 +186,9 @@ def test_a_step_sends_nothing_between_groups_and_an_agreement_only_there(name, m
     made = program_of(task(optax.adam(1e-3)), sync={name: ROWS[name]}, **MESHES[mesh])
     axes = set(made.groups.axes)
     assert not [c for c in collectives(made.compiled.as_text(), made.sizes) if c.axes & axes]
-    between = [c for c in collectives(made.compiled_agreement.as_text(), made.sizes) if c.axes & axes]
-    assert {c.kind for c in between} == {"all-reduce"} and not any(c.in_loop for c in between)
+    for agreement in [phase.compiled for phase in made.phases if not phase.in_place]:
+        between = [c for c in collectives(agreement.as_text(), made.sizes) if c.axes & axes]
+        assert {c.kind for c in between} == {"all-reduce"} and not any(c.in_loop for c in between)
 
 
 def test_a_sum_of_the_users_own_over_the_groups_is_refused():

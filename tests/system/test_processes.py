@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
+import jax
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_several_processes_equal_one(folder, undisturbed, processes):
     code, output = folder.train(processes=processes)
     assert code == 0, output
@@ -20,7 +23,17 @@ def test_several_processes_equal_one(folder, undisturbed, processes):
         assert ours_line["loss"] == pytest.approx(their_line["loss"], rel=1e-5)
 
 
-@pytest.mark.slow  # what is restored onto other numbers of processes: tests/checkpoint/test_checkpoint_processes.py
+def test_zero_over_processes_sends_no_reduce_scatter_where_that_would_spoil_all_reduces(folder, undisturbed):
+    code, output = folder.train("mesh={fsdp: 4}", "layout={zero: 2, min_shard_bytes: 0}", processes=4)
+    assert code == 0, output
+    kinds = {c["op"] for c in json.loads((folder.path / "run" / "plan.json").read_text())["collectives"]}
+    scatters = "reduce_scatter" if jax.__version_info__ >= (0, 12) else "all_to_all"
+    assert kinds & {"reduce_scatter", "all_to_all"} == {scatters}
+    ours, theirs = folder.params(), undisturbed.params()
+    for name in theirs:
+        assert np.linalg.norm(ours[name] - theirs[name]) < 1e-5 * np.linalg.norm(theirs[name]), name
+
+
 def test_a_run_of_one_process_continues_in_two(folder, undisturbed):
     code, output = folder.train("steps=60")
     assert code == 0, output

@@ -1,6 +1,7 @@
 """`sk.verify(make, meshes=[...])`: steps that use nothing of spmdkit, right ones and wrong ones."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,14 @@ def test_a_step_by_hand_is_equal_to_one_device_in_loss_gradient_and_state():
         assert 0 <= case["loss_error"] < 1e-6 and 0 <= case["gradient_error"] < 1e-5 and 0 <= case["state_error"] < 1e-4
 
 
+WRONG = {
+    "summed": "grads = reduce(grads",
+    "one axis": 'lax.axis_size("tensor"), grads)',
+    "partial product": "out = hidden @",
+}
+"""Where each begins: the line that is wrong, or the one that makes the part which is used as if it were whole."""
+
+
 @pytest.mark.parametrize(
     ("fault", "mesh", "kind", "says"),
     [
@@ -115,6 +124,11 @@ def test_a_fault_by_hand_is_seen_and_told(fault, mesh, kind, says):
     assert not report["passed"]
     diagnosis = report["cases"][0]["diagnosis"]
     assert diagnosis["kind"] == kind and says in diagnosis["found"], diagnosis
+    located = report["cases"][0]["located"]
+    lines, first = inspect.getsourcelines(by_hand)
+    assert located is not None, "not located"
+    assert WRONG[fault] in lines[int(located["line"].partition(" ")[0].rpartition(":")[2]) - first], located
+    assert located["text"] in str(report)
 
 
 def test_adam_hides_a_factor_in_the_parameters_but_not_in_its_moments():

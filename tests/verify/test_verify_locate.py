@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmdkit.verify import locate, mistakes
-from spmdkit.verify.relation import FAR, FLOOR, difference, related
+from spmdkit.verify.relation import FAR, FLOOR, difference, noise_of, related
 from spmdkit.verify.subject import Setting
 from tests.support import verify_tasks as tasks
 
@@ -20,7 +20,7 @@ def located(loss_fn):
     """Returns what `verify` tells of a user's loss on data 4."""
     subject = tasks.judge(loss_fn).subject
     program = subject.program(SETTING)
-    return locate.locate_in(locate.right(subject, SETTING, 0), SETTING, program, "gradient", 0)
+    return locate.Locator(subject)(SETTING, program, "gradient", 0)
 
 
 def is_in(line, function):
@@ -36,9 +36,9 @@ def is_in(line, function):
         (tasks.own_statistics, "each shard's own mean over data"),
         (tasks.mean_of_means, "of one shard alone, another on each"),
         (tasks.divided_twice, "is 1/4 of that of one device: the size of data"),
-        (tasks.summed_twice, "is 4 times that of one device: the size of data"),
+        (tasks.summed_twice, "own mean over data, added over it: 4 times too much"),
         (tasks.plain_key, "random_bits"),
-        (tasks.one_leaf, "axis_index"),
+        (tasks.one_leaf, ""),
         (tasks.cut_off, ""),
     ],
     ids=lambda x: getattr(x, "__name__", None),
@@ -69,8 +69,8 @@ RIGHT = np.random.default_rng(0).normal(size=(8, 3))
 PARTS = np.random.default_rng(1).normal(size=(4, 3))
 
 
-def relation(found, right, stacked=AXES):
-    return related(found, right, stacked, AXES, lambda least: least * float(np.linalg.norm(right)))
+def relation(found, right, stacked=AXES, reordered=False):
+    return related(found, right, stacked, AXES, lambda least: noise_of(right, [], least), reordered)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,9 @@ def relation(found, right, stacked=AXES):
     [
         (RIGHT.reshape(4, 2, 3), RIGHT, "same", ""),
         (np.stack([RIGHT] * 4), RIGHT, "same", "data"),
-        (RIGHT[::-1].reshape(4, 2, 3), RIGHT, "same", ""),
+        (RIGHT[::-1].reshape(4, 2, 3), RIGHT, "differs", ""),
+        (np.moveaxis(RIGHT.reshape(2, 4, 3), 1, 0), RIGHT.reshape(2, 4, 3), "same", ""),
+        (PARTS, PARTS.max(0), "largest", "data"),
         (PARTS, PARTS.sum(0), "sum", "data"),
         (PARTS, PARTS.mean(0), "mean", "data"),
         (PARTS, PARTS[0], "differs", ""),
@@ -89,6 +91,20 @@ def relation(found, right, stacked=AXES):
 def test_what_devices_hold_is_the_value_a_part_of_it_or_another_one(found, right, kind, axes):
     assert FLOOR < 1e-4 < FAR
     assert tuple(relation(found, right))[: 1 if not axes else 2] == ((kind, axes) if axes else (kind,))
+
+
+def test_rows_in_another_order_are_right_where_the_mesh_reorders_them_and_choices_say_nothing_there():
+    assert relation(RIGHT[::-1].reshape(4, 2, 3), RIGHT, reordered=True) == ("same", "")
+    chosen = np.eye(4)[[0, 1, 2, 0, 1, 3, 2, 2]]
+    assert relation(chosen[::-1].reshape(4, 2, 4), chosen, reordered=True) is None
+    assert relation(chosen[::-1].reshape(4, 2, 4), chosen).kind == "differs"
+    assert relation(np.arange(4), np.array(0)).kind == "differs"  # a device's number has no smallest
+
+
+def test_what_is_not_finite_is_the_same_where_it_is_in_both():
+    masked = np.where(RIGHT > 0, RIGHT, -np.inf)
+    assert relation(masked.reshape(4, 2, 3), masked).kind == "same"
+    assert relation((2 * masked).reshape(4, 2, 3), masked).kind == "differs"
 
 
 def test_a_sum_over_one_axis_of_two_is_a_part():

@@ -23,10 +23,7 @@ BELOW = {
 """Parameters whose true gradient is zero, with (numbers, of how many) that are."""
 
 
-QUICK, *LONG = models.MODELS
-
-
-@pytest.mark.parametrize("model", [QUICK, *(pytest.param(model, marks=pytest.mark.slow) for model in LONG)])
+@pytest.mark.parametrize("model", models.MODELS)
 def test_a_model_with_parameters_that_have_no_gradient_is_equal_to_one_device_and_they_are_named(model):
     judge = models.judge(model)
     found = judge.case({"data": 4}, 1, whole=True)
@@ -57,7 +54,7 @@ def wrong_rate(optimizer, leaf):
     return optax.GradientTransformation(optimizer.init, update), params_devices
 
 
-@pytest.mark.parametrize("leaf", [pytest.param("layer0/out", marks=pytest.mark.slow), "layer0/qkv_bias"])
+@pytest.mark.parametrize("leaf", ["layer0/out", "layer0/qkv_bias"])
 def test_a_fault_of_the_optimizer_beside_noise_and_in_the_same_leaf_is_seen(leaf):
     optimizer, devices = wrong_rate(optax.adam(1e-3), leaf)
     judge = models.new_judge(models.gpt2(optimizer))
@@ -96,9 +93,7 @@ def test_steps_of_noise_are_bounded_by_their_size():
     assert noise.leaf_errors(flipped, expected)["b"] > 1e-4
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(None, marks=pytest.mark.slow), jnp.float32], ids=["promoting", "casting"]
-)
+@pytest.mark.parametrize("dtype", [None, jnp.float32], ids=["promoting", "casting"])
 def test_in_64_bits_a_model_whose_own_code_casts_is_verified(dtype):
     """flax's batch norm computes its statistics in float32 at least, whatever its state was made in."""
     jax.config.update("jax_enable_x64", True)

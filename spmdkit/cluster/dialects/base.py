@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from spmdkit.cluster.spec import ClusterSpec, Names
+from spmdkit.cluster.spec import ClusterSpec, Names, Role, split_address
+from spmdkit.errors import ConfigError
 
 Level = Literal["asked", "starter", "allocation"]
 
@@ -35,12 +36,18 @@ class Found:
         names: the dialect's own variables, for messages.
         agents: how many processes the starter keeps of its own to start these, one a host (torchrun's agents, Open MPI's daemons). Another starter with
             that many processes has started the agents, and is below this one.
+        said: the place in the dialect's own words, where its variables do not hold the two numbers themselves.
+        repair: what to look at in this dialect when processes do not meet, a sentence.
+        role: what the process is for: `train`, or `evaluator`, alone beside those that train.
     """
 
     spec: ClusterSpec
     level: Level
     names: Names
     agents: int | None = None
+    said: str = ""
+    repair: str = ""
+    role: Role = "train"
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,15 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
 def port_of(number: int) -> int:
     """Returns a port for a number that all processes know."""
     return FIRST_PORT + number % NUM_PORTS
+
+
+def is_address(text: str) -> bool:
+    """Returns whether `text` is `host:port` or `[ipv6]:port`."""
+    try:
+        split_address(text)
+    except ConfigError:
+        return False
+    return True
 
 
 def address(host: str, port: int) -> str:

@@ -110,7 +110,7 @@ def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, i
     if not every:
         from spmdkit.mesh import resolve
 
-        yield resolve(config.mesh.sizes(), num)
+        yield resolve(config.mesh.sizes(), num, target.num_slices if target.compiler == "tpu" else 1)
         return
     asked = config.mesh.sizes()
     axes = [a for a in AXES if a in SEARCHED_AXES or asked.get(a, 1) != 1]

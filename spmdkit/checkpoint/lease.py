@@ -1,0 +1,147 @@
+"""Which run a folder of a bucket belongs to: no lock, since a bucket has none, but a lease that its holder renews, and a fence.
+
+    run/lease.json       {"attempt", "pid", "host", "boot", "born", "since"} of the attempt that has taken the folder
+    run/alive-<attempt>  a number that this attempt raises every `RENEW_S`
+
+Who finds a lease takes it over when its process is known to be gone (it was of this machine), when it was given back, or when its number has not moved
+for `STALE_S` by its own steady clock: no two clocks are compared. Two who take it at one time both write, and after a moment read who wrote last. That
+alone would not be safe, and need not be: nobody commits a step without having read that the lease is still its own (`is_ours`), as with fence.py.
+
+Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency" (1989); the token that is looked at
+before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from spmdkit import attempt as attempts
+from spmdkit.checkpoint import place
+from spmdkit.checkpoint.bucket import Remote
+from spmdkit.errors import ConfigError, Unreachable
+
+RENEW_S = 10.0
+STALE_S = 35.0
+"""More than three renewals."""
+LOOK_EVERY_S = 2.0
+SETTLE_S = 0.5
+"""How long after writing it is read who wrote last."""
+
+
+class Lease:
+    """The right of one attempt to write into a folder of a bucket, held from `acquire` until `release`. For process 0.
+
+    Args:
+        attempt: the id of this attempt, another one at each start.
+        clock, sleep: seconds that never go back, and how to wait.
+    """
+
+    def __init__(
+        self,
+        directory: Remote,
+        attempt: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.directory, self.attempt = directory, attempt
+        self._clock, self._sleep, self._say = clock, sleep, say
+        self._folder = directory / place.KEPT_BESIDE
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> Self:
+        """Returns when the folder is this attempt's.
+
+        Raises:
+            ConfigError: another run has it, and renews it.
+            Unreachable: the bucket cannot be read or written.
+        """
+        before = self._read()
+        if before and not attempts.is_gone(before):
+            self._wait_until_stale(before)
+        self._claim()
+        self._sleep(SETTLE_S)
+        if not self.is_ours():
+            raise self._in_use(self._read())
+        if before:
+            self._folder.remove([f"alive-{before['attempt']}"])
+        self._thread = threading.Thread(target=self._renew_for_ever, name="lease", daemon=True)
+        self._thread.start()
+        return self
+
+    def _claim(self) -> None:
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._renew(0)
+        mine = {"attempt": self.attempt, "since": since} | attempts.this_process()
+        (self._folder / "lease.json").write_bytes(json.dumps(mine).encode())
+
+    def _wait_until_stale(self, before: dict[str, Any]) -> None:
+        beat, since = self._beat(before), self._clock()
+        if beat is None:  # given back, or never begun
+            return
+        self._say(f"{self.directory} was last of {_owner(before)}; waiting up to {STALE_S:g} s to see whether it lives")
+        while self._clock() - since < STALE_S:
+            self._sleep(LOOK_EVERY_S)
+            if self._beat(before) != beat or self._read().get("attempt") != before["attempt"]:
+                raise self._in_use(self._read())
+
+    def is_ours(self) -> bool:
+        """Returns whether no other attempt has taken the folder. Costs the reading of one small object."""
+        return self._read().get("attempt") == self.attempt
+
+    def release(self) -> None:
+        """Gives the folder back: the next one need not wait."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(RENEW_S)
+        with contextlib.suppress(Unreachable):
+            self._folder.remove([f"alive-{self.attempt}"])
+
+    def __enter__(self) -> Self:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _renew_for_ever(self) -> None:
+        number = 0
+        while not self._ended.wait(RENEW_S):
+            number += 1
+            with contextlib.suppress(Unreachable):  # the save that meets it says so
+                self._renew(number)
+
+    def _renew(self, number: int) -> None:
+        (self._folder / f"alive-{self.attempt}").write_bytes(b"%d" % number)
+
+    def _beat(self, of: dict[str, Any]) -> bytes | None:
+        try:
+            return (self._folder / f"alive-{of['attempt']}").read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _read(self) -> dict[str, Any]:
+        """Returns what lies there; nothing where there is no lease, or none of ours."""
+        try:
+            found = json.loads((self._folder / "lease.json").read_bytes())
+        except (FileNotFoundError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) and isinstance(found.get("attempt"), str) else {}
+
+    def _in_use(self, by: dict[str, Any]) -> ConfigError:
+        return ConfigError(
+            f"{self.directory} is in use by {_owner(by)}. One run at a time may write to it. "
+            "Wait for that run, end it, or set checkpoint.directory to another folder."
+        )
+
+
+def _owner(found: dict[str, Any]) -> str:
+    known = {"pid", "host", "since"} <= found.keys()
+    return f"process {found['pid']} on {found['host']} since {found['since']}" if known else "another process"

@@ -1,0 +1,69 @@
+"""What of JAX's persistent compile cache is private (jax 0.10.2 to 0.12): which object holds it, and who writes. As compat.py for everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+def has_compilation_cache() -> bool:
+    """Returns whether somebody has given JAX a cache, or switched its caches off."""
+    config: Any = jax.config
+    return bool(config.jax_compilation_cache_dir) or not config.jax_enable_compilation_cache
+
+
+@contextlib.contextmanager
+def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
+    """While the body runs, JAX keeps what took `min_s` or longer to compile in `store` (`get(key)`, `put(key, bytes)`), on every process.
+
+    `path` is where XLA's own cache of autotuning goes, in a folder of its own.
+    """
+    from jax._src import compilation_cache, compiler
+
+    config: Any = jax.config
+    wanted = {
+        "jax_compilation_cache_dir": path,
+        "jax_persistent_cache_min_compile_time_secs": min_s,
+        "jax_compilation_cache_include_metadata_in_key": True,
+    }
+    before = {name: getattr(config, name) for name in wanted}
+    opened, written = compilation_cache.get_file_cache, compiler._cache_write
+    compilation_cache.reset_cache()
+    for name, value in wanted.items():
+        config.update(name, value)
+    compilation_cache.get_file_cache = lambda path: (store, path)
+    compiler._cache_write = _written_by_all(written)
+    try:
+        yield
+    finally:
+        compilation_cache.get_file_cache, compiler._cache_write = opened, written
+        for name, value in before.items():
+            config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def _written_by_all(own: Any) -> Any:
+    """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0."""
+    from jax._src import compilation_cache
+
+    names = ("cache_key", "compile_time_secs", "module_name", "backend", "executable", "host_callbacks")
+    signature = inspect.signature(own)
+    if tuple(signature.parameters)[: len(names)] != names:
+        return own  # another JAX: process 0 alone, as it has it
+
+    def write(*args: Any, **named: Any) -> None:
+        key, seconds, module, backend, executable, callbacks = signature.bind(*args, **named).args[: len(names)]
+        config: Any = jax.config
+        if callbacks or seconds < config.jax_persistent_cache_min_compile_time_secs:
+            return
+        try:
+            compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
+        except Exception as error:  # noqa: BLE001  what cannot be kept is compiled again
+            warnings.warn(f"{module} is not kept in the compile cache: {type(error).__name__}: {error}", stacklevel=2)
+
+    return write

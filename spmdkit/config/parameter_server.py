@@ -1,0 +1,180 @@
+"""`sync: {parameter_server: {...}}`: its options, and what does not go together with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, WithJsonSchema
+from pydantic.functional_validators import PlainValidator
+
+from spmdkit import kinds
+from spmdkit.config import fields, wording
+from spmdkit.config.fields import Section, Wants
+from spmdkit.config.problems import Problem
+from spmdkit.errors import ConfigError
+
+NAME = "parameter_server"
+
+_EXAMPLE = '{rules: [["embed/.*", 0]]}'
+
+
+def _partition(value: Any) -> str | list[tuple[str, int]]:
+    if not isinstance(value, dict):
+        return fields.choice(value, ("greedy", "round_robin"), "{rules: [[path pattern, server], ...]}")
+    rules = value.get("rules")
+    if set(value) != {"rules"} or not isinstance(rules, list) or not rules:
+        raise Wants("greedy, round_robin or a mapping {rules: [[path pattern, server], ...]}", _EXAMPLE)
+    for rule in rules:
+        pair = isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)
+        if not pair or isinstance(rule[1], bool) or not isinstance(rule[1], int) or rule[1] < 0:
+            raise Wants(
+                "rules that are pairs [regular expression over paths of parameters, number of a server from 0]",
+                _EXAMPLE,
+            )
+        try:
+            re.compile(rule[0])
+        except (re.error, OverflowError, RecursionError) as error:
+            raise Wants(f"rules with regular expressions ({error})", _EXAMPLE) from None
+    return [(pattern, server) for pattern, server in rules]
+
+
+Partition = Annotated[
+    str | list[tuple[str, int]],
+    PlainValidator(_partition),
+    WithJsonSchema({"anyOf": [{"enum": ["greedy", "round_robin"]}, {"type": "object", "required": ["rules"]}]}),
+]
+
+
+class ParameterServer(Section):
+    """Servers and workers."""
+
+    servers: fields.Few = Field(default=1, description="Servers; each holds some leaves of the parameters.")
+    workers: fields.Few = Field(
+        default=2, description="Workers; each has a mesh of its own and computes gradients of batch_size examples."
+    )
+    partition: Partition = Field(
+        default="greedy",
+        description="Which server holds a leaf: greedy (by size), round_robin, or {rules: [[path pattern, server], ...]}, the rest greedily.",
+    )
+    aggregate: fields.Few = Field(
+        default=1,
+        description="Gradients of as many workers make one update, by their mean; those that come later are dropped (backup workers). 1: each by itself.",
+    )
+    max_staleness: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = Field(
+        default=None, description="A gradient that is staler, in updates, is dropped; null: none is."
+    )
+    scale_by_staleness: fields.Flag = Field(
+        default=False, description="Divide an update by the staleness of its gradient, from two on."
+    )
+    overlap: fields.Flag | None = Field(
+        default=None,
+        description="Push and pull while the next gradient is computed, which is one update stale then; null: wherever that may be.",
+    )
+    transport: Literal["ray", "threads"] = Field(
+        default="ray", description="ray: a process each (extra `ps`); threads: all in this process, on its devices."
+    )
+    address: fields.Name = Field(
+        default="local", description="local: a Ray of this run alone, on this machine; or the address of a Ray cluster."
+    )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether workers push and pull while they compute."""
+        return self.max_staleness != 0 and self.aggregate == 1 if self.overlap is None else self.overlap
+
+
+def is_chosen(config: Any) -> bool:
+    """Returns whether a config asks for a parameter server."""
+    return not kinds.is_own(config.sync) and kinds.split(config.sync)[0] == NAME
+
+
+def options(config: Any) -> ParameterServer:
+    """Returns the options of a checked config."""
+    return ParameterServer.model_validate(kinds.split(config.sync)[1])
+
+
+def refuse(config: Any) -> None:
+    """Raises ConfigError with a parameter server: for whatever needs one compiled step."""
+    if is_chosen(config):
+        raise ConfigError(
+            "sync: parameter_server trains by programs of servers and workers, and this needs the one compiled step of all devices. Look at a worker's "
+            "own step instead: the same command with sync=every_step."
+        )
+
+
+def problems(config: Any) -> Iterator[Problem]:
+    """Yields what is wrong with the options, or does not go together with them."""
+    _, given = kinds.split(config.sync)
+    if wrong := kinds.options_problem(NAME, given):
+        yield Problem(("sync",), wrong)
+        return
+    try:
+        asked = ParameterServer.model_validate(given)
+    except ValidationError as error:
+        for found in wording.translate(ParameterServer, error.errors(include_url=False)):
+            yield Problem(("sync", NAME, *found.path), found.text)
+        return
+    yield from _of_options(asked)
+    yield from _of_config(config)
+
+
+def _of_options(asked: ParameterServer) -> Iterator[Problem]:
+    at = lambda key: ("sync", NAME, key)
+    if asked.aggregate > asked.workers:
+        yield Problem(
+            at("aggregate"),
+            f"is {asked.aggregate} of {asked.workers} workers. Try aggregate: {asked.workers}, or more workers.",
+        )
+    if asked.aggregate > 1 and asked.max_staleness is not None:
+        yield Problem(at("max_staleness"), "has no effect with aggregate, which drops whatever is stale. Remove it.")
+    if asked.aggregate > 1 and asked.scale_by_staleness:
+        yield Problem(
+            at("scale_by_staleness"), "has no effect with aggregate, which drops whatever is stale. Remove it."
+        )
+    if asked.max_staleness == 0 and asked.scale_by_staleness:
+        yield Problem(at("scale_by_staleness"), "has no effect with max_staleness: 0. Remove it.")
+    if asked.overlap and asked.aggregate > 1:
+        yield Problem(
+            at("overlap"), "is true, and with aggregate a worker waits for the parameters of the next round. Remove it."
+        )
+    if asked.overlap and asked.max_staleness == 0:
+        yield Problem(
+            at("overlap"),
+            "is true, which makes gradients stale, and max_staleness is 0: all would be dropped. Remove it.",
+        )
+    if asked.transport == "threads" and asked.address != "local":
+        yield Problem(at("address"), "has no effect with transport: threads. Remove it.")
+    for pattern, server in () if isinstance(asked.partition, str) else asked.partition:
+        if server >= asked.servers:
+            yield Problem(
+                at("partition"),
+                f"gives '{pattern}' to server {server}, found servers: {asked.servers}. Servers count from 0. Fix the rule.",
+            )
+
+
+def _of_config(config: Any) -> Iterator[Problem]:
+    """Settings that need one step of all devices, or hooks around it."""
+    why = "with sync: parameter_server each worker has a step of its own"
+    if kinds.is_own(config.reducer) or kinds.split(config.reducer)[0] not in ("sum", "ordered"):
+        yield Problem(("reducer",), f"keeps or rounds something from step to step, and {why}. Use reducer: sum.")
+    for key in ("on_spike", "check_copies", "profile", "budget", "certificate"):
+        if getattr(config, key) is not None:
+            yield Problem((key,), f"looks at the steps of one program, and {why}. Remove it, or use sync: every_step.")
+    if config.hooks:
+        yield Problem(
+            ("hooks",), f"stand around the steps of one program, and {why}. Remove them, or use sync: every_step."
+        )
+    if config.model_state != "global":
+        yield Problem(
+            ("model_state",), "is not global, and the first server holds one model state. Use model_state: global."
+        )
+    if "rollback" in config.policies().values():
+        yield Problem(
+            ("on_nonfinite",), f"is rollback, and {why}, none of which can take updates back. Use stop or skip."
+        )
+    if config.checkpoint and config.checkpoint.best:
+        yield Problem(
+            ("checkpoint", "best"), "is not kept with sync: parameter_server. Remove it; keep_every keeps more."
+        )

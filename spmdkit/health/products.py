@@ -1,0 +1,94 @@
+"""The same products on every device for a while: a device that computes other bits than its equals is wrong, one that takes longer is slow.
+
+A chip that silently computes wrong numbers does so on some operands, at some temperatures, now and then (Hochschild et al., "Cores that don't count",
+2021; Dixit et al., "Silent data corruptions at scale", 2021). So each device repeats chains of products with the same operands, all at once, and every
+result is looked at, not the last one. Nothing crosses devices: 32 bits for each chain go to the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+SIZES = {"cpu": 256}
+SIZE = 4096
+"""Rows of the square factors, by platform and elsewhere: as long as a product keeps all units of the chip busy."""
+PRODUCTS = 8
+"""Products in a chain."""
+MOST_DIGESTS = 4
+"""Different results of one device that are told."""
+
+
+def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
+    """Returns what each device of this process did: index in `devices`, process, host, platform, kind, digests (of the chains, each once), chains, gflops (median)."""
+    mine = [(index, device) for index, device in enumerate(devices) if device.process_index == process_index]
+    found: list[dict[str, Any]] = [{} for _ in mine]
+    errors: list[BaseException] = []
+    ready = threading.Barrier(len(mine))
+
+    def run(place: int, index: int, device: jax.Device) -> None:
+        try:
+            done = _burn_one(device, seconds, ready)
+            found[place] = {"device": index, "process": process_index, "host": socket.gethostname(), "platform": device.platform, "kind": device.device_kind} | done  # fmt: skip
+        except BaseException as error:  # noqa: BLE001  told below, in the caller's thread
+            ready.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(place, *one), name="burn") for place, one in enumerate(mine)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def _burn_one(device: jax.Device, seconds: float, ready: threading.Barrier) -> dict[str, Any]:
+    size = SIZES.get(device.platform, SIZE)
+    a, b = (jax.device_put(x, device) for x in operands(size, device))
+    digests, rates = {f"{int(_chain(a, b)):08x}": None}, list[float]()  # the first chain compiles
+    ready.wait()
+    deadline = time.monotonic() + seconds
+    while not rates or time.monotonic() < deadline:
+        begun = time.perf_counter()
+        digest = f"{int(_chain(a, b)):08x}"
+        rates.append(PRODUCTS * 2 * size**3 / (time.perf_counter() - begun) / 1e9)
+        digests[digest] = None
+    return {"digests": list(digests)[:MOST_DIGESTS], "chains": len(rates) + 1, "gflops": statistics.median(rates)}
+
+
+def operands(size: int, device: jax.Device) -> tuple[np.ndarray, np.ndarray]:
+    """Returns two float32[size, size], the same for every device."""
+    a, b = _operands(size)
+    return a, b
+
+
+@functools.lru_cache(maxsize=1)
+def _operands(size: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal((size, size), dtype=np.float32) for _ in range(2))
+    return a, b / np.float32(np.sqrt(size))
+
+
+@jax.jit
+def _chain(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns uint32[]: a digest of a b b ... b, in which every bit of every element counts, also by its place."""
+
+    def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x @ b, None
+
+    x, _ = lax.scan(one, a, None, length=PRODUCTS)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    weights = 2 * lax.iota(jnp.uint32, bits.size) + jnp.uint32(1)
+    return (bits.reshape(-1) * weights).sum(dtype=jnp.uint32)

@@ -1,0 +1,149 @@
+"""Horovod's names for a script that is moved to JAX: `import spmdkit.horovod as hvd`. One process is one rank.
+
+    hvd.init()                                      # joins with the variables of `spmdkit launch`, or of any dialect
+    params = hvd.broadcast_parameters(params, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optax.sgd(0.01 * hvd.size()))
+
+Calls take arrays of this process and wait for the other ranks, so they stand outside of `jax.jit`. Everything is agreed before it is sent: where
+ranks differ, also in which operation they call, every rank raises `HorovodInternalError` and says what each has asked. For new
+programs use `spmdkit train`, which reduces inside of the compiled step. What is different from Horovod: docs/coming_from.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdkit.horovod import callbacks, elastic
+from spmdkit.horovod.absent import (
+    ABSENT,
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    nccl_built,
+    raising,
+    rocm_built,
+)
+from spmdkit.horovod.asked import Handle, poll, synchronize
+from spmdkit.horovod.compression import Compression
+from spmdkit.horovod.gradients import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from spmdkit.horovod.negotiation import HorovodInternalError
+from spmdkit.horovod.objects import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from spmdkit.horovod.operations import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+    add_process_set,
+    allgather_async,
+    allreduce_async,
+    alltoall_async,
+    barrier,
+    broadcast_async,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_reducescatter_async,
+    join,
+    reducescatter_async,
+    remove_process_set,
+)
+from spmdkit.horovod.optimizer import DistributedOptimizer, sparse_allreduce_async
+from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+from spmdkit.horovod.world import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ABSENT:
+        return raising(name)
+    raise AttributeError(f"module 'spmdkit.horovod' has no attribute {name!r}")
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_async",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "synchronize",
+]

@@ -1,0 +1,154 @@
+"""What Horovod's Keras callbacks do, for a loop of one's own: learning rates by schedule, warm-up with momentum correction, averages of metrics.
+
+The learning rate and the momentum are numbers in the optimizer's state, where `optax.inject_hyperparams` puts them; a callback takes the state and
+returns it. Source: horovod/_keras/callbacks.py (0.28.1); Goyal et al., "Accurate, Large Minibatch SGD" (2017), sections 2.2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from spmdkit.horovod import world
+from spmdkit.horovod.asked import synchronize
+from spmdkit.horovod.operations import Average, grouped_allreduce_async
+
+
+class LearningRateScheduleCallback:
+    """Sets the learning rate to `initial_lr * multiplier(epoch)` between two epochs.
+
+    Args:
+        multiplier: a function of the epoch, which has a fraction unless `staircase`; or a number, to the power of epochs since `start_epoch`.
+        end_epoch: the first epoch without; None: none is.
+        staircase: True changes it at the first batch of an epoch, False at each batch, which needs `steps_per_epoch`.
+        momentum_correction: True scales the momentum by new over old rate for the batch of the change: the velocity was made of steps of the old rate.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ):
+        if initial_lr is None:
+            raise ValueError("Parameter `initial_lr` is required")
+        if not staircase and not steps_per_epoch:
+            raise ValueError(
+                "Could not autodetect the number of steps per epoch. Please specify the steps_per_epoch parameter."
+            )
+        self.initial_lr, self.staircase, self.momentum_correction = initial_lr, staircase, momentum_correction
+        self.start_epoch, self.end_epoch, self.steps_per_epoch = start_epoch, end_epoch, steps_per_epoch
+        self._multiplier = multiplier
+        self._epoch, self._momentum = 0, None
+
+    def multiplier(self, epoch: float) -> float:
+        """Returns the factor of an epoch."""
+        chosen = self._multiplier
+        return chosen(epoch) if callable(chosen) else chosen ** (epoch - self.start_epoch)
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Begins an epoch, counted from 0."""
+        self._epoch = epoch
+
+    def on_batch_begin(self, batch: int, opt_state: Any) -> Any:
+        """Returns the optimizer's state for a batch, counted from 0 in each epoch."""
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return opt_state
+        if self.staircase:
+            return self._adjusted(self._epoch, opt_state) if batch == 0 else opt_state
+        return self._adjusted(self._epoch + batch / float(self.steps_per_epoch or 1), opt_state)
+
+    def on_batch_end(self, batch: int, opt_state: Any) -> Any:
+        """Returns the state behind a batch, with the momentum as it was."""
+        if self._momentum is None:
+            return opt_state
+        opt_state, self._momentum = set_hyperparameter(opt_state, "momentum", self._momentum), None
+        return opt_state
+
+    def on_epoch_end(self, epoch: int, opt_state: Any, logs: dict[str, Any] | None = None) -> None:
+        """Writes the learning rate to `logs` as `lr`."""
+        if logs is not None:
+            logs["lr"] = float(hyperparameter(opt_state, "learning_rate"))
+
+    def _adjusted(self, epoch: float, opt_state: Any) -> Any:
+        old = hyperparameter(opt_state, "learning_rate")
+        new = self.initial_lr * self.multiplier(epoch)
+        opt_state = set_hyperparameter(opt_state, "learning_rate", new)
+        momentum = optax.tree_utils.tree_get(opt_state, "momentum") if self.momentum_correction else None
+        if momentum is not None:
+            self._momentum = momentum
+            opt_state = set_hyperparameter(opt_state, "momentum", float(momentum) * new / float(old))
+        return opt_state
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Takes the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch.
+
+    Args:
+        initial_lr: the rate for all ranks together, often that of one times `hvd.size()`.
+        verbose: 1 lets rank 0 say when it is done.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ):
+        def multiplier(epoch: float) -> float:
+            epoch += 1.0 / float(steps_per_epoch or 1)  # so that an epoch ends at a round number
+            return 1.0 / world.size() * (epoch * (world.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, opt_state: Any, logs: dict[str, Any] | None = None) -> None:
+        """Writes the learning rate to `logs`, and says when the warm-up is done."""
+        super().on_epoch_end(epoch, opt_state, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and world.rank() == 0:
+            rate = float(hyperparameter(opt_state, "learning_rate"))
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class MetricAverageCallback:
+    """Replaces the numbers of `logs` by their means over ranks, each rank counting once. Weigh them yourself where ranks saw unequal numbers of examples."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Averages in place."""
+        if not logs:
+            return
+        names = sorted(logs)
+        means = synchronize(grouped_allreduce_async([jnp.asarray(logs[name], float) for name in names], op=Average))
+        logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
+
+
+def scaled_learning_rate(learning_rate: float, backward_passes_per_step: int = 1, op: Any = Average) -> float:
+    """Returns the rate of one device times the ranks and passes whose examples one step averages; with Adasum as it is."""
+    return learning_rate * (world.size() if op == Average else 1) * backward_passes_per_step
+
+
+def hyperparameter(opt_state: Any, name: str) -> Any:
+    """Returns a number of `optax.inject_hyperparams`. Raises ValueError where the state has none."""
+    value = optax.tree_utils.tree_get(opt_state, name)
+    if value is None:
+        raise ValueError(
+            f"the optimizer's state holds no {name!r}: it is fixed in the program. "
+            f"Make it optax.inject_hyperparams(optax.sgd)(learning_rate=0.01, momentum=0.9)."
+        )
+    return value
+
+
+def set_hyperparameter(opt_state: Any, name: str, value: Any) -> Any:
+    """Returns the state with another number, of the same dtype."""
+    return optax.tree_utils.tree_set(
+        opt_state, **{name: jnp.asarray(value, jnp.result_type(hyperparameter(opt_state, name)))}
+    )

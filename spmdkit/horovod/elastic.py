@@ -1,0 +1,221 @@
+"""State that survives an error: `State` with commit, restore and sync; `ElasticSampler`; `run`, which goes on from the last commit.
+
+What an error is here: ranks that asked for different things, or an operation that failed (`HorovodInternalError`, on every rank). A process that died,
+and another number of processes, are a new start: `spmdkit launch --max-restarts`, and a state that the script keeps on disk.
+Source: horovod/common/elastic.py, horovod/torch/elastic (Horovod 0.28.1).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdkit.horovod import world
+from spmdkit.horovod.negotiation import HorovodInternalError
+from spmdkit.horovod.objects import broadcast_object, broadcast_parameters
+
+MOST_FAILURES = 3
+"""How often `run` begins again without a commit in between: the same mistake would come back for ever."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Raised by `commit` and `check_host_updates` on every rank after `on_hosts_updated` was called on one. `skip_sync`: nobody has come."""
+
+    def __init__(self, skip_sync: bool = False):
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
+
+
+class State:
+    """What training needs to go on: each keyword argument is an attribute, a pytree of arrays, a Python object of `hvd.broadcast_object`, or an `ElasticSampler`.
+
+    A commit is a copy in host memory.
+    """
+
+    def __init__(self, **attributes: Any):
+        self._names = tuple(attributes)
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self._news: list[tuple[float, bool]] = []
+        self._last_news, self.num_commits = 0.0, 0
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self._saved: dict[str, Any] = {}
+        self.save()
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Adds functions that `run` calls when it begins again."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Calls what was registered. `run` does."""
+        self._news.clear()
+        for name in self._names:
+            if isinstance(getattr(self, name), ElasticSampler):
+                getattr(self, name).reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, removed_only: bool = False) -> None:
+        """Says on this rank that hosts have come, or only gone; the next commit raises on all ranks."""
+        self._news.append((timestamp, removed_only))
+
+    def commit(self) -> None:
+        """Keeps what the attributes are now. Raises HostsUpdatedInterrupt on every rank when one was told of other hosts."""
+        self.save()
+        self.num_commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raises HostsUpdatedInterrupt on every rank when the first one was told of other hosts."""
+        news = [n for n in self._news if n[0] > self._last_news]
+        self._news.clear()
+        mine = [max((at for at, _ in news), default=self._last_news), all(removed for _, removed in news)]
+        before = self._last_news
+        self._last_news, removed_only = broadcast_object(mine)
+        if self._last_news > before:
+            raise HostsUpdatedInterrupt(skip_sync=removed_only)
+
+    def save(self) -> None:
+        """Keeps what the attributes are now, in host memory."""
+        self._saved = {name: _kept(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        """Sets the attributes to what was kept."""
+        for name, kept in self._saved.items():
+            self._set(name, kept)
+
+    def sync(self) -> None:
+        """Sets the attributes of every rank to those of rank 0, and keeps them."""
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, ElasticSampler):
+                self._set(name, broadcast_object(value.state_dict()))
+            elif any(_is_array(leaf) for leaf in jax.tree.leaves(value)):
+                setattr(self, name, _synced(value))
+            else:
+                setattr(self, name, broadcast_object(value))
+        self.save()
+
+    def _set(self, name: str, kept: Any) -> None:
+        value = getattr(self, name)
+        if isinstance(value, ElasticSampler):
+            value.load_state_dict(kept)
+        else:
+            setattr(self, name, _given(kept))
+
+
+class ElasticSampler:
+    """This rank's share of the examples of an epoch that were not processed, in the order of a seed; shared out again by `reset`.
+
+    Source: horovod/torch/elastic/sampler.py.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: whether the order differs from epoch to epoch.
+        seed: of the order; the same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch; call it at the end of the one before, so that an epoch in pieces repeats nothing."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Counts a batch of this size on each rank as processed."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns what `load_state_dict` takes."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Goes to a place, and shares out what is left."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Shares out what is left over the ranks that there are now."""
+        self.num_replicas, self.rank = world.size(), world.rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        total = self.num_samples * self.num_replicas
+        indices = self.remaining_indices + self.remaining_indices[: total - len(self.remaining_indices)]
+        return iter(indices[self.rank : total : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `func(state, ...)` that begins with `state.sync()` and, after an error of all ranks, begins again from the last commit.
+
+    Raises: what `func` raises otherwise; HorovodInternalError the third time without a commit in between.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        failures, commits, skip_sync = 0, state.num_commits, False
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError:
+                failures = failures + 1 if state.num_commits == commits else 1
+                commits = state.num_commits
+                if failures == MOST_FAILURES:
+                    raise
+                state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as update:
+                skip_sync = update.skip_sync
+            world.shutdown()
+            world.init()
+            state.on_reset()
+
+    return wrapper
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _kept(value: Any) -> Any:
+    """Returns a copy in host memory that later work cannot change, nor donate."""
+    if isinstance(value, ElasticSampler):
+        return value.state_dict()
+    leaves, form = jax.tree.flatten(value)
+    return form, [(np.array(x), True) if isinstance(x, jax.Array) else (copy.deepcopy(x), False) for x in leaves]
+
+
+def _given(kept: Any) -> Any:
+    """Returns what `_kept` was given, another copy of it."""
+    form, leaves = kept
+    return jax.tree.unflatten(form, [jnp.array(x) if is_jax else copy.deepcopy(x) for x, is_jax in leaves])
+
+
+def _synced(value: Any) -> Any:
+    """Returns rank 0's tree: arrays in one program, other leaves as objects."""
+    leaves, form = jax.tree.flatten(value)
+    arrays = {i for i, leaf in enumerate(leaves) if _is_array(leaf)}
+    moved = iter(broadcast_parameters([leaves[i] for i in sorted(arrays)], root_rank=0))
+    others = iter(broadcast_object([leaf for i, leaf in enumerate(leaves) if i not in arrays]))
+    return jax.tree.unflatten(form, [next(moved) if i in arrays else next(others) for i in range(len(leaves))])

@@ -1,0 +1,198 @@
+"""The operations that wait, with Horovod's gradients under `jax.grad` outside of jit. They are rules of Horovod, and no derivative of a global loss:
+
+| call | gradient with respect to what this rank gave, g what it gets |
+| --- | --- |
+| allreduce Sum, Average | the same allreduce of g, scales included: size times the mean for Sum, the mean for Average |
+| allgather | this rank's rows of the *mean* of g over ranks |
+| broadcast | the *mean* of g over ranks on the root, zero on others |
+| alltoall | g sent back, where each row came from |
+| reducescatter | allgather of g; times size for Sum |
+
+A loss that ranks add up has the sum where these have the mean: scale by `hvd.size()`, or train with `spmdkit train`, where gradients are those of
+the mean over the global batch. Horovod's rules for Min, Max, Product and Adasum reduce g in the same way, which is no derivative of anything:
+they raise here. Source: the `backward` functions of horovod/torch/mpi_ops.py (0.28.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdkit.horovod import operations as ops
+from spmdkit.horovod.asked import synchronize
+from spmdkit.horovod.compression import Compression, Compressor
+from spmdkit.horovod.operations import Average, ReduceOp, Sum
+from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> jax.Array:
+    """Returns the reduction of one array over the ranks, by default the mean; integers are cut towards zero.
+
+    Raises:
+        HorovodInternalError: on every rank, when ranks give other shapes, dtypes, scales, or call something else.
+    """
+    scales = (prescale_factor, postscale_factor)
+    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[jax.Array]:
+    """Returns the reductions of several arrays, in one program."""
+    how = ops.chosen(op, average)
+    options: Any = {
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "process_set": process_set,
+    }
+
+    def forward(*arrays: Any) -> list[jax.Array]:
+        return synchronize(ops.grouped_allreduce_async(arrays, name=name, op=how, **options))
+
+    def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        if how not in (Sum, Average):
+            raise NotImplementedError(
+                f"the gradient of hvd.allreduce with {how.value}: Horovod reduces the gradients with {how.value} too, which is the derivative "
+                f"of nothing. Use jax.lax.stop_gradient around it, or Sum or Average."
+            )
+        return synchronize(ops.grouped_allreduce_async(gradients, op=how, **options))
+
+    pairs = [compression.compress(x) for x in tensors]
+    results = _differentiable(forward, backward, [x for x, _ in pairs])
+    return [compression.decompress(y, context) for y, (_, context) in zip(results, pairs, strict=True)]
+
+
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> jax.Array:
+    """Returns the arrays of all ranks one after the other along dim 0, which may differ."""
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[jax.Array]:
+    """Returns the concatenations of several arrays."""
+    rows = [np.shape(x)[0] if np.ndim(x) else 0 for x in tensors]
+
+    def forward(*arrays: Any) -> list[jax.Array]:
+        return synchronize(ops.grouped_allgather_async(arrays, name, process_set))
+
+    def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        means = synchronize(ops.grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        all_rows = synchronize(ops.allgather_async(np.array([rows], np.int32), process_set=process_set))
+        begins = np.asarray(all_rows)[: process_set.rank()].sum(0)
+        return [mean[begin : begin + n] for mean, begin, n in zip(means, begins, rows, strict=True)]
+
+    return _differentiable(forward, backward, tensors)
+
+
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> jax.Array:
+    """Returns `root_rank`'s array on every rank, bit for bit. `root_rank` counts all ranks, also in a process set."""
+
+    def forward(array: Any) -> list[jax.Array]:
+        return [synchronize(ops.broadcast_async(array, root_rank, name, process_set))]
+
+    def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        means = synchronize(ops.grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        is_root = process_set.ranks[process_set.rank() or 0] == root_rank
+        return [mean if is_root else jnp.zeros_like(mean) for mean in means]
+
+    return _differentiable(forward, backward, [tensor])[0]
+
+
+def alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns the rows that all ranks sent to this one; with `splits`, rows for each rank, also how many came from each."""
+
+    def forward(array: Any) -> list[jax.Array]:
+        return list(synchronize(ops.alltoall_async(array, splits, name, process_set)))
+
+    def backward(gradients: Sequence[jax.Array], received: jax.Array) -> list[jax.Array]:
+        back = synchronize(ops.alltoall_async(gradients[0], received, process_set=process_set))[0]
+        unsent = np.shape(tensor)[0] - back.shape[0]
+        return [jnp.concatenate([back, jnp.zeros((unsent, *back.shape[1:]), back.dtype)])]
+
+    out, received = _differentiable(forward, backward, [tensor], num_constant=1)
+    return out if splits is None else (out, received)
+
+
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> jax.Array:
+    """Returns this rank's rows of the reduction; where rows do not come out even, the first ranks have one more."""
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[jax.Array]:
+    """Returns this rank's parts of the reductions of several arrays."""
+
+    def forward(*arrays: Any) -> list[jax.Array]:
+        scales = (prescale_factor, postscale_factor)
+        return synchronize(ops.grouped_reducescatter_async(arrays, name, op, process_set, *scales))
+
+    def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
+        scaled = [g * jnp.asarray(factor, g.dtype) for g in gradients]
+        return synchronize(ops.grouped_allgather_async(scaled, process_set=process_set))
+
+    pairs = [compression.compress(x) for x in tensors]
+    results = _differentiable(forward, backward, [x for x, _ in pairs])
+    return [compression.decompress(y, context) for y, (_, context) in zip(results, pairs, strict=True)]
+
+
+def _differentiable(
+    forward: Callable[..., list[jax.Array]],
+    backward: Callable[..., list[jax.Array]],
+    tensors: Sequence[Any],
+    num_constant: int = 0,
+) -> list[jax.Array]:
+    """Returns `forward(*tensors)` with `backward(gradients, *constants)` as its rule; the last `num_constant` results have no gradient."""
+    if not any(isinstance(x, jax.core.Tracer) for x in tensors):
+        return forward(*tensors)
+    call = jax.custom_vjp(lambda *arrays: tuple(forward(*arrays)))
+
+    def keep(*arrays: Any) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        results = tuple(forward(*arrays))
+        return results, results[len(results) - num_constant :]
+
+    def rule(constants: tuple[jax.Array, ...], gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(backward(gradients[: len(gradients) - num_constant], *constants))
+
+    call.defvjp(keep, rule)
+    return list(call(*tensors))

@@ -1,0 +1,238 @@
+"""What all ranks of a process set want next, agreed before anything is sent: so a mistake is an error on every rank and never a hang.
+
+Horovod's background thread negotiates by name, so that ranks may ask for operations in any order. Here a rank takes part in a *round* when
+it waits for something. Each rank says everything that it has asked for and not got; the first rank of the set collects the lists and
+answers with all of them; then each rank computes the same decision from the same table (`decide`):
+
+- an operation that every rank asks for, or all that have not joined, runs; the order is that of the lowest rank's list;
+- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them, which says what each has asked;
+- where no operation of a round can run, all wait for something else, and would for ever: an error on each of them. Live Horovod hangs there.
+
+The texts go through JAX's coordination service (two short requests a round, 1 to 3 ms on loopback), not through a collective: a collective has no
+limit in time and names nobody. Rounds of different sets do not touch, so sets of different ranks work at once.
+Source: horovod/common/controller.cc (ComputeResponseList, ConstructResponse), stall_inspector.cc.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from spmdkit.cluster.comparison import name_processes
+from spmdkit.cluster.store import Store
+from spmdkit.errors import ExitCode, RendezvousError
+
+SLICE_S = 0.5
+"""How often a rank that waits looks whether another has failed."""
+
+JOIN = "join"
+COMPARED = ("op", "reduce", "root", "prescale", "postscale", "dtypes", "shapes", "rest", "ranks")
+"""What all ranks have to say the same of an operation, in the order in which a difference is told."""
+
+OFFERED_TO_THE_JOINED = ("Sum", "Average", "Adasum")
+
+
+class HorovodInternalError(RuntimeError):
+    """An operation failed on every rank that took part in it: they asked for different things, or a rank went away or did not come."""
+
+    exit_code = ExitCode.PEER_LOST
+
+
+class Patience(NamedTuple):
+    """How long a rank waits for others, in seconds."""
+
+    warn_s: float = 60.0
+    at_most_s: float = 600.0
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Patience:
+        """Returns what Horovod's variables say; no limit there (0, the default) is ten minutes here, since nothing waits for ever."""
+        return cls(
+            float(env.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or cls._field_defaults["warn_s"]),
+            float(env.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or cls._field_defaults["at_most_s"],
+        )
+
+
+@dataclass(frozen=True)
+class Blackboard:
+    """Where ranks write what they want: a folder of the coordination service's store, of one `init`."""
+
+    store: Store
+    folder: str
+    rank: int
+    patience: Patience
+
+    def say_failed(self, why: str) -> None:
+        """Tells all ranks that this one is about to end, and why."""
+        try:
+            self.store.put(f"{self.folder}/failed/{self.rank}", why, overwrite=True)
+        except RendezvousError:
+            return  # there is nobody left to tell
+
+    def failed(self) -> dict[int, str]:
+        """Returns rank -> why, of those that have said so."""
+        return {int(rank): why for rank, why in self.store.entries(f"{self.folder}/failed").items()}
+
+
+class Rounds:
+    """The rounds of one process set: each call of `exchange` is the same round on each of its ranks.
+
+    Args:
+        number: the id of the set.
+        ranks: its ranks.
+    """
+
+    def __init__(self, board: Blackboard, number: int, ranks: Sequence[int]):
+        self._board, self._ranks = board, list(ranks)
+        self._folder, self._round = f"{board.folder}/{number}", 0
+
+    def exchange(self, wants: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+        """Returns rank -> what it wants, the same table on every rank of the set.
+
+        Raises:
+            HorovodInternalError: on each of them, when one did not come in time, has failed, or the service is gone.
+        """
+        if len(self._ranks) == 1:
+            return {self._board.rank: wants}
+        folder, self._round = f"{self._folder}/{self._round}", self._round + 1
+        try:
+            if self._board.rank == self._ranks[0]:
+                answer = self._collect(folder, wants)
+            else:
+                self._board.store.put(f"{folder}/{self._board.rank}", json.dumps(wants))
+                answer = self._wait(f"{folder}/all", self._ranks[:1], wants, self._board.patience.at_most_s + 30)
+        except RendezvousError as error:
+            raise HorovodInternalError(str(error)) from error
+        told = json.loads(answer)
+        if "error" in told:
+            raise HorovodInternalError(told["error"])
+        return {int(rank): asked for rank, asked in told["wants"].items()}
+
+    def _collect(self, folder: str, wants: list[dict[str, Any]]) -> str:
+        """The first rank: waits for the lists of all others, answers, and removes the round before, which everybody has read."""
+        asked, deadline = {self._ranks[0]: wants}, time.monotonic() + self._board.patience.at_most_s
+        try:
+            for rank in self._ranks[1:]:
+                remaining = max(0.001, deadline - time.monotonic())
+                asked[rank] = json.loads(self._wait(f"{folder}/{rank}", [rank], wants, remaining))
+        except HorovodInternalError as error:
+            answer = json.dumps({"error": str(error)})
+        else:
+            answer = json.dumps({"wants": asked})
+            if self._round > 1:
+                self._board.store.remove(f"{self._folder}/{self._round - 2}")
+        self._board.store.put(f"{folder}/all", answer)
+        return answer
+
+    def _wait(self, key: str, missing: list[int], wants: list[dict[str, Any]], at_most_s: float) -> str:
+        """Returns what is put under `key`. Raises HorovodInternalError when a rank says that it failed, or after `at_most_s`."""
+        begin, warned = time.monotonic(), False
+        while True:
+            waited = time.monotonic() - begin
+            try:
+                return self._board.store.get(key, max(0.001, min(SLICE_S, at_most_s - waited)))
+            except TimeoutError:
+                waited = time.monotonic() - begin
+            failed = {rank: why for rank, why in self._board.failed().items() if rank in self._ranks}
+            who = f"rank {self._board.rank} waits in {describe(wants)}"
+            if failed:
+                rank, why = min(failed.items())
+                raise HorovodInternalError(
+                    f"rank {rank} ended ({why}) while {who}. See its output, and start all again."
+                )
+            if waited >= at_most_s:
+                raise HorovodInternalError(
+                    f"{who}; {name_processes(missing).replace('process', 'rank')} did not come within {at_most_s:.0f} s. Every rank of a "
+                    f"process set makes the same calls. See where the missing one is, or raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."
+                )
+            if waited >= self._board.patience.warn_s and not warned:
+                warned = True
+                print(f"{who} since {waited:.0f} s: rank(s) {missing} have not called it", file=sys.stderr, flush=True)
+
+
+class Agreed(NamedTuple):
+    """What a round comes to.
+
+    Attributes:
+        run: names in the order in which they run, each with what each rank has said of it; None for one that has joined.
+        errors: name -> why it cannot run.
+        joined: the ranks that have joined.
+        stuck: why nothing of this round can ever run, or None.
+    """
+
+    run: list[tuple[str, dict[int, dict[str, Any] | None]]]
+    errors: dict[str, str]
+    joined: list[int]
+    stuck: str | None
+
+
+def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
+    """Returns what happens with what each rank wants. Pure, so that all ranks decide the same."""
+    table = {rank: {want["name"]: dict(want) for want in asked} for rank, asked in wants.items()}
+    joined = [rank for rank, asked in table.items() if JOIN in asked]
+    names = dict.fromkeys(want["name"] for asked in wants.values() for want in asked if want["name"] != JOIN)
+    run: list[tuple[str, dict[int, dict[str, Any] | None]]] = []
+    errors: dict[str, str] = {}
+    for name in names:
+        said = {rank: table[rank].get(name) for rank in table}
+        if any(want is None and rank not in joined for rank, want in said.items()):
+            continue  # somebody has not asked for it yet
+        why = disagreement(name, said)
+        if why is None:
+            run.append((name, said))
+        else:
+            errors[name] = why
+    stuck = None
+    if not run and not errors and len(joined) < len(table):
+        asked = "; ".join(f"rank {rank}: {describe(list(asked.values()))}" for rank, asked in table.items())
+        stuck = (
+            f"the ranks wait for different operations, and would for ever: {asked}. Every rank of a process set makes the same calls, "
+            f"with the same names. Make the call that one has and another has not on all of them."
+        )
+    return Agreed(run, errors, joined, stuck)
+
+
+def disagreement(name: str, said: Mapping[int, dict[str, Any] | None]) -> str | None:
+    """Returns why an operation cannot run, naming what each rank has said; None where it can."""
+    present = {rank: want for rank, want in said.items() if want is not None}
+    faults = {rank: want["fault"] for rank, want in present.items() if "fault" in want}
+    if faults:
+        return f"{name}: " + "; ".join(f"rank {rank}: {fault}" for rank, fault in faults.items())
+    for key in COMPARED:
+        if len({json.dumps(want.get(key)) for want in present.values()}) > 1:
+            told = "; ".join(f"rank {rank}: {describe([want])}" for rank, want in present.items())
+            what = {"op": "operation", "reduce": "reduction", "rest": "dims after the first"}.get(key, key)
+            return f"mismatched {what}: {told}. All ranks have to say the same."
+    first = next(iter(present.values()))
+    offered = first["op"] == "allreduce" and first["reduce"] in OFFERED_TO_THE_JOINED
+    if len(present) < len(said) and not offered:
+        gone = [rank for rank, want in said.items() if want is None]
+        what = first["op"] if first.get("reduce") is None else f"{first['op']} with {first['reduce']}"
+        return (
+            f"{what} is not supported while ranks have joined, found {gone}: they have nothing to give but zeros. Only allreduce with Sum, "
+            f"Average or Adasum is. Make the call before the first rank joins."
+        )
+    return None
+
+
+def describe(wants: Sequence[Mapping[str, Any]]) -> str:
+    """Returns `allreduce Sum float32[3,2] 'loss'` for what a rank wants."""
+    return " and ".join(_described(want) for want in wants) or "nothing"
+
+
+def _described(want: Mapping[str, Any]) -> str:
+    if want["name"] == JOIN:
+        return JOIN
+    parts = [want["op"], *([want["reduce"]] if want.get("reduce") else [])]
+    shapes = want.get("shapes") or want.get("own_shapes") or ()
+    parts += [
+        f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in zip(want.get("dtypes") or (), shapes, strict=True)
+    ][:3]
+    parts += ["..."] if len(shapes) > 3 else []
+    parts += [f"{key} {want[key]}" for key in ("root", "ranks") if want.get(key) is not None]
+    parts += [f"{key} {want[key]:g}" for key in ("prescale", "postscale") if want.get(key) not in (None, 1.0)]
+    return " ".join([*parts, repr(want["name"])])

@@ -1,0 +1,132 @@
+"""Python objects and pytrees between ranks, as JSON and arrays: never pickle, which would run what another process sends.
+
+What goes through: None, bool, int, float, str, bytes, list, tuple, dict with keys of these, numpy scalars and arrays, JAX arrays (which
+arrive as numpy). What has no plain form in JSON is an object of one key, `!` and its kind. Source: horovod/torch/functions.py, with cloudpickle there.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdkit.horovod import operations as ops
+from spmdkit.horovod.asked import synchronize
+from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns `root_rank`'s object on every rank. Raises TypeError there for what has no form in JSON, with its place; the others get `HorovodInternalError`."""
+    is_root, text, error = process_set.queue().rank == root_rank, b"", None
+    if is_root:
+        try:
+            text = _padded(encoded(obj))
+        except TypeError as wrong:
+            error = wrong
+    of = {"root_rank": root_rank, "process_set": process_set}
+    size = synchronize(
+        ops.broadcast_async(np.array(len(text), np.int32), name=name and f"{name}.sz", error=error, **of)
+    )
+    data = np.frombuffer(text, np.uint8) if is_root else np.zeros(int(size), np.uint8)
+    got = synchronize(ops.broadcast_async(data, name=name and f"{name}.t", **of))
+    return obj if is_root else decoded(np.asarray(got).tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Returns the objects of all ranks, in their order, on every rank."""
+    text, error = b"", None
+    try:
+        text = encoded(obj)
+    except TypeError as wrong:
+        error = wrong
+    data = np.frombuffer(_padded(text), np.uint8)
+    whole = synchronize(ops.allgather_async(data, name=name, process_set=process_set, error=error))
+    return [decoded(text) for text in np.asarray(whole).tobytes().splitlines()]
+
+
+def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
+    """Returns `root_rank`'s values of a pytree of arrays and numbers on every rank, in one program. Arrays do not change in place: keep what is returned."""
+    leaves, form = jax.tree.flatten(params)
+    handle = ops.broadcast_all_async(leaves, root_rank, process_set=process_set)
+    values = synchronize(handle)
+    kept = [type(x)(y.item()) if isinstance(x, bool | int | float) else y for x, y in zip(leaves, values, strict=True)]
+    return jax.tree.unflatten(form, kept)
+
+
+def broadcast_optimizer_state(
+    optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns `root_rank`'s optimizer state, a pytree as optax's `init` makes it, on every rank.
+
+    An optax transformation itself holds no state: it is made from parameters, which `broadcast_parameters` has made equal, and comes
+    back as it is. `model` is Horovod's and has no meaning here.
+    """
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return optimizer
+    return broadcast_parameters(optimizer, root_rank, process_set)
+
+
+def encoded(obj: Any) -> bytes:
+    """Returns an object as JSON. Raises TypeError with the place of what has no form in it."""
+    return json.dumps(_plain(obj, "the object"), allow_nan=True).encode()
+
+
+def decoded(text: bytes) -> Any:
+    """Returns the object of `encoded`."""
+    return _object(json.loads(text))
+
+
+def _plain(obj: Any, place: str) -> Any:
+    if obj is None or type(obj) in (bool, int, float, str):
+        return obj
+    if type(obj) is list:
+        return [_plain(x, f"{place}[{i}]") for i, x in enumerate(obj)]
+    if type(obj) is tuple:
+        return {"!tuple": [_plain(x, f"{place}[{i}]") for i, x in enumerate(obj)]}
+    if type(obj) is dict:
+        if all(type(key) is str for key in obj) and not any(key.startswith("!") for key in obj):
+            return {key: _plain(x, f"{place}[{key!r}]") for key, x in obj.items()}
+        return {"!dict": [[_plain(k, f"a key of {place}"), _plain(x, f"{place}[{k!r}]")] for k, x in obj.items()]}
+    if type(obj) is bytes:
+        return {"!bytes": base64.b64encode(obj).decode()}
+    if isinstance(obj, jax.Array | np.ndarray | np.generic) and not jax.dtypes.issubdtype(
+        obj.dtype, jax.dtypes.extended
+    ):
+        array = np.asarray(obj)
+        if array.dtype.kind not in "OSUVmM" or jnp.issubdtype(array.dtype, jnp.floating):
+            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+            return {"!array": [str(array.dtype), list(array.shape), data, isinstance(obj, np.generic)]}
+    raise TypeError(
+        f"{place} is a {type(obj).__name__}, which has no form in JSON. Objects between ranks are None, numbers, str, bytes, list, tuple, dict "
+        f"and arrays; they are not pickled. Send what it is made of, and make it again on each rank."
+    )
+
+
+def _object(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_object(x) for x in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1 or not next(iter(plain)).startswith("!"):
+        return {key: _object(x) for key, x in plain.items()}
+    ((kind, value),) = plain.items()
+    if kind == "!tuple":
+        return tuple(_object(x) for x in value)
+    if kind == "!dict":
+        return {_object(key): _object(x) for key, x in value}
+    if kind == "!bytes":
+        return base64.b64decode(value)
+    dtype, shape, data, is_scalar = value
+    array = np.frombuffer(base64.b64decode(data), jnp.dtype(dtype)).reshape(shape).copy()
+    return array[()] if is_scalar else array
+
+
+def _padded(text: bytes) -> bytes:
+    """Returns a line of a power of two of bytes, so that few programs are compiled; JSON holds no line ends, and does not mind spaces."""
+    return text.ljust((1 << max(8, len(text).bit_length())) - 1) + b"\n"

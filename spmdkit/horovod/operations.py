@@ -1,0 +1,272 @@
+"""The operations: allreduce, allgather, broadcast, alltoall, reducescatter, grouped and asynchronous forms, barrier and join.
+
+They take numpy or JAX arrays and return JAX arrays of this process, in the dtype that was given; 64 bits need `jax_enable_x64`. They are
+called outside of `jax.jit`, where ranks can meet. Their gradients are in gradients.py.
+Source: horovod/torch/mpi_ops.py (Horovod 0.28.1); what its tests assert is in tests/horovod.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdkit.horovod import world
+from spmdkit.horovod.asked import Handle
+from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+
+
+class ReduceOp(enum.StrEnum):
+    """How `allreduce` and `reducescatter` combine what the ranks give."""
+
+    Average = "Average"
+    Sum = "Sum"
+    Adasum = "Adasum"
+    Min = "Min"
+    Max = "Max"
+    Product = "Product"
+
+
+Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
+Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Returns a handle of the reductions of several arrays, which run together in one program or not at all."""
+    how, queue = chosen(op, average), process_set.queue()
+    if how == Adasum:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        if len(queue.ranks) & (len(queue.ranks) - 1):
+            raise NotImplementedError(
+                f"Running Adasum with non-power of 2 ranks is not supported yet: found {len(queue.ranks)} ranks. "
+                f"Use op=hvd.Average, or 2, 4, 8 ... processes."
+            )
+    arrays = [local_array(x, "allreduce") for x in tensors]
+    error: Exception | None = next((why for x in arrays if (why := unfit(x, "allreduce", how)) is not None), None)
+    scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return queue.ask({"op": "allreduce", "reduce": how.value, **scales, **shapes_of(arrays)}, arrays, name, error)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    error: Exception | None = None,
+) -> Handle:
+    """Returns a handle of the concatenations of several arrays. `error`: what is wrong on this rank, raised here and told to the others."""
+    arrays = [local_array(x, "allgather") for x in tensors]
+    scalar = any(x.ndim == 0 for x in arrays)
+    if scalar:
+        error = ValueError("tried to allgather a scalar: it has no first dim. Reshape it to (1,).")
+    want = {"op": "allgather", "dtypes": [str(x.dtype) for x in arrays], "own_shapes": [list(x.shape) for x in arrays]}
+    return process_set.queue().ask(want | {"rest": [list(x.shape[1:]) for x in arrays]}, arrays, name, error)
+
+
+def broadcast_all_async(
+    tensors: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    error: Exception | None = None,
+) -> Handle:
+    """Returns a handle of several arrays of one rank on all of them. `error`: what is wrong on this rank, raised here and told to the others."""
+    queue = process_set.queue()
+    arrays = [local_array(x, "broadcast") for x in tensors]
+    if root_rank not in queue.ranks:
+        error = ValueError(
+            f"broadcast from root_rank {root_rank}, which is none of the ranks {queue.ranks}. Name one of them."
+        )
+    return queue.ask({"op": "broadcast", "root": int(root_rank), **shapes_of(arrays)}, arrays, name, error)
+
+
+def alltoall_async(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Returns a handle of (what all ranks sent to this one, how many rows each sent)."""
+    queue = process_set.queue()
+    x = local_array(tensor, "alltoall")
+    numbers, error = splits_of(x, splits, len(queue.ranks))
+    want = {"op": "alltoall", "dtypes": [str(x.dtype)], "own_shapes": [list(x.shape)], "rest": [list(x.shape[1:])]}
+    return queue.ask(want | {"splits": numbers}, [x], name, error)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Returns a handle of this rank's parts of the reductions of several arrays."""
+    arrays = [local_array(x, "reducescatter") for x in tensors]
+    error: Exception | None = None
+    if op not in (Sum, Average):
+        error = ValueError(
+            f"reducescatter with op={op}: it takes hvd.Sum or hvd.Average. Use allreduce, and keep this rank's rows."
+        )
+    elif any(x.ndim == 0 for x in arrays):
+        error = ValueError("tried to reducescatter a scalar: there are no rows to share out. Use allreduce.")
+    else:
+        error = next((why for x in arrays if (why := unfit(x, "reducescatter", op)) is not None), None)
+    scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    want = {"op": "reducescatter", "reduce": getattr(op, "value", str(op)), **scales, **shapes_of(arrays)}
+    return process_set.queue().ask(want, arrays, name, error)
+
+
+def allreduce_async(tensor: Any, *args: Any, **options: Any) -> Handle:
+    """Returns a handle of the reduction of one array; arguments as in `grouped_allreduce_async`."""
+    return grouped_allreduce_async([tensor], *args, **options).of_one()
+
+
+def allgather_async(tensor: Any, *args: Any, **options: Any) -> Handle:
+    """Returns a handle of the concatenation of one array of each rank; arguments as in `grouped_allgather_async`."""
+    return grouped_allgather_async([tensor], *args, **options).of_one()
+
+
+def broadcast_async(tensor: Any, *args: Any, **options: Any) -> Handle:
+    """Returns a handle of `root_rank`'s array; arguments as in `broadcast_all_async`."""
+    return broadcast_all_async([tensor], *args, **options).of_one()
+
+
+def reducescatter_async(tensor: Any, *args: Any, **options: Any) -> Handle:
+    """Returns a handle of this rank's part of the reduction of one array; arguments as in `grouped_reducescatter_async`."""
+    return grouped_reducescatter_async([tensor], *args, **options).of_one()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank of the set is here. Raises HorovodInternalError with the missing ones after the wait's limit."""
+    queue = process_set.queue()
+    queue.wait(queue.ask({"op": "barrier"}))
+
+
+def join(device: int = -1) -> int:
+    """Says that this rank has no more data; until all have said so it gives zeros to the allreduces of the others, which divide by all ranks.
+
+    `device` is Horovod's and has no meaning here. Returns the rank that joined last, the same on every rank; the highest of
+    several that came in one round.
+    """
+    return global_process_set.queue().join()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Returns a process set that is open, made by all ranks with the same ranks. Raises ValueError for a set that is open already."""
+    wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    queue = global_process_set.queue()
+    queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))
+    return world.register(wanted)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Closes a process set on all ranks; returns whether it was open. The global one stays."""
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    queue = global_process_set.queue()
+    queue.wait(queue.ask({"op": "remove_process_set", "ranks": process_set.ranks}))
+    world.world().sets.pop(number)
+    process_set.close()
+    return True
+
+
+def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """Returns the reduction that `op`, or the old `average`, asks for."""
+    if op is not None and average is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if average is not None:
+        return Average if average else Sum
+    if op is not None and not isinstance(op, ReduceOp):
+        raise ValueError(f"op={op!r} is not known. It is hvd.{', hvd.'.join(ReduceOp.__members__)}.")
+    return Average if op is None else op
+
+
+def refuse_traced(tree: Any, what: str) -> None:
+    """Raises NotImplementedError inside of jit, vmap and the like."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.core.Tracer):
+            raise NotImplementedError(
+                f"hvd.{what} was called while JAX traces a function (jit, vmap, scan, shard_map): found {x.aval}. Ranks meet when the "
+                f"program runs, once for each call, and a trace is not a run. Compute gradients in the jitted function and call hvd outside "
+                f"of it, or train with `spmdkit train`, where the whole step is one program and reduces inside of it."
+            )
+
+
+def local_array(x: Any, what: str) -> jax.Array:
+    """Returns what is given as an array of this process.
+
+    Raises: NotImplementedError inside of jit, vmap and the like; ValueError for an array of several processes, and integers that do not fit.
+    """
+    refuse_traced(x, what)
+    if isinstance(x, jax.Array):
+        if not x.is_fully_addressable:
+            raise ValueError(
+                f"hvd.{what} of an array {x.dtype}{list(x.shape)} that is spread over several processes. A rank gives an array of its own. "
+                f"Use x.addressable_shards, or leave the reduction to jit."
+            )
+        return x
+    whole = np.asarray(x)
+    if whole.dtype.kind not in "biufc" and not jnp.issubdtype(whole.dtype, jnp.floating):
+        raise ValueError(
+            f"hvd.{what} of {type(x).__name__} ({whole.dtype}). It takes arrays of numbers. Use hvd.allgather_object for objects."
+        )
+    narrow = jax.dtypes.canonicalize_dtype(whole.dtype)
+    if (
+        whole.dtype.kind in "iu"
+        and narrow != whole.dtype
+        and whole.size
+        and not np.array_equal(whole.astype(narrow), whole)
+    ):
+        raise ValueError(
+            f"hvd.{what} of {whole.dtype} with values up to {np.abs(whole).max()}: JAX makes it {narrow}, which does not hold them. "
+            f"Call jax.config.update('jax_enable_x64', True) first."
+        )
+    return jnp.asarray(whole, narrow)
+
+
+def unfit(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:
+    """Returns why a reduction does not take an array, or None."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    if x.dtype == jnp.bool_ or (how == Adasum and not floating) or (how in (Min, Max) and jnp.iscomplexobj(x)):
+        return ValueError(
+            f"{what} with {how.value} of dtype {x.dtype} is not supported. Cast it, for example to float32."
+        )
+    return None
+
+
+def splits_of(x: jax.Array, splits: Any, num: int) -> tuple[list[int], Exception | None]:
+    """Returns (rows for each rank, what is wrong with them)."""
+    wrong = lambda why: ([0] * num, ValueError(f"alltoall of {list(x.shape)} over {num} ranks: {why}"))
+    if x.ndim == 0:
+        return wrong("a scalar has no rows to send. Reshape it to (1,).")
+    if splits is None:
+        if x.shape[0] % num:
+            return wrong(f"the first dim, {x.shape[0]}, is not a multiple of the number of ranks. Give splits=.")
+        return [x.shape[0] // num] * num, None
+    numbers = np.asarray(splits)
+    if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
+        return wrong(
+            f"splits are {numbers.dtype}{list(numbers.shape)}. They are a list of integers, one for each rank."
+        )
+    if numbers.size != num or (numbers < 0).any():
+        return wrong(f"splits are {numbers.tolist()}. One number of at least 0 is needed for each rank.")
+    if numbers.sum() > x.shape[0]:
+        return wrong(f"splits {numbers.tolist()} add up to {numbers.sum()} rows, and there are {x.shape[0]}.")
+    return [int(n) for n in numbers], None
+
+
+def shapes_of(arrays: Sequence[jax.Array]) -> dict[str, Any]:
+    """Returns what is told of arrays that have to be alike on all ranks."""
+    return {"dtypes": [str(x.dtype) for x in arrays], "shapes": [list(x.shape) for x in arrays]}

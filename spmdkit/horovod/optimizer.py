@@ -1,0 +1,196 @@
+"""`DistributedOptimizer`: an optax transformation whose gradients are reduced over the ranks, outside of jit; `sparse_allreduce_async`.
+
+Source: horovod/torch/optimizer.py, horovod/tensorflow/gradient_aggregation.py (Horovod 0.28.1).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import sparse
+
+from spmdkit.horovod import operations as ops
+from spmdkit.horovod.asked import synchronize
+from spmdkit.horovod.compression import Compression, Compressor
+from spmdkit.horovod.operations import Adasum, Average, ReduceOp
+from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+
+
+class DistributedState(NamedTuple):
+    """The state of a `DistributedOptimizer`.
+
+    Attributes:
+        inner: that of the transformation inside.
+        passes: gradients since the last step, int32; on the host.
+        sums: their sum on this rank, or None with one pass a step.
+    """
+
+    inner: Any
+    passes: Any
+    sums: Any
+
+
+def DistributedOptimizer(
+    optimizer: optax.GradientTransformation,
+    named_parameters: Iterable[tuple[str, Any]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    average_aggregated_gradients: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that reduces all gradients in one program, then does what `optimizer` does, compiled.
+
+    Its `update` is called outside of jit, by every rank of the process set at the same step. A BCOO leaf is sent as rows and places, and
+    dense from there on. With Adasum it is the update of `optimizer` that is combined, as in Horovod.
+
+    Args:
+        named_parameters: names and values of all leaves, checked and otherwise without meaning.
+        backward_passes_per_step: calls that are added up on this rank before one reduction; the others return updates of zero.
+        gradient_predivide_factor: with Average, gradients are divided by it before the sum, and multiplied after.
+        num_groups, groups: must be left out: all gradients are one group already.
+        sparse_as_dense: True sends a sparse gradient in full.
+        process_set: whose ranks reduce; others update for themselves.
+        average_aggregated_gradients: True divides by the passes, as TensorFlow's does on request; torch's never does.
+    Raises: ValueError as Horovod does for the same arguments; HorovodInternalError where ranks give other gradients.
+    """
+    _check(compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups)
+    names = None if named_parameters is None else checked_names(named_parameters)
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    transformation = optax.with_extra_args_support(optimizer)
+    inner_update = jax.jit(transformation.update)
+    reduce = lambda tree: reduced(tree, compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+
+    def init(params: Any) -> DistributedState:
+        _check_all_named(names, params)
+        sums = None if backward_passes_per_step == 1 else jax.tree.map(jnp.zeros_like, params)
+        return DistributedState(transformation.init(params), np.zeros((), np.int32), sums)
+
+    def update(gradients: Any, state: DistributedState, params: Any = None, **extra: Any) -> Any:
+        ops.refuse_traced((gradients, state), "DistributedOptimizer.update")
+        passes, sums = int(state.passes) + 1, state.sums
+        if sums is not None:
+            sums = jax.tree.map(jnp.add, sums, dense(gradients))
+            if passes < backward_passes_per_step:
+                nothing = jax.tree.map(jnp.zeros_like, sums)
+                return nothing, DistributedState(state.inner, np.asarray(passes, np.int32), sums)
+            divisor = backward_passes_per_step if average_aggregated_gradients else 1
+            gradients, sums = jax.tree.map(lambda g: g / divisor, sums), jax.tree.map(jnp.zeros_like, sums)
+        if op != Adasum:
+            gradients = reduce(gradients)
+        updates, inner = inner_update(dense(gradients), state.inner, params, **extra)
+        if op == Adasum:
+            updates = reduce(updates)
+        return updates, DistributedState(inner, np.zeros((), np.int32), sums)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def reduced(
+    gradients: Any,
+    compression: type[Compressor],
+    op: ReduceOp,
+    predivide: float,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+) -> Any:
+    """Returns the gradients reduced over the ranks of a process set: dense ones together, sparse ones each by its rows."""
+    if not process_set.included():
+        return dense(gradients)
+    leaves, form = jax.tree.flatten(gradients, is_leaf=_is_sparse)
+    leaves = [x.todense() if sparse_as_dense and _is_sparse(x) else x for x in leaves]
+    rows = {
+        i: sparse_allreduce_async(x, f"gradient.{i}", op, process_set) for i, x in enumerate(leaves) if _is_sparse(x)
+    }
+    places = [i for i in range(len(leaves)) if i not in rows]
+    pairs = [compression.compress(leaves[i]) for i in places]
+    scales = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
+    sent = [x for x, _ in pairs]
+    if sent:
+        totals = synchronize(ops.grouped_allreduce_async(sent, None, None, op, *scales, process_set))
+        for i, total, (_, context) in zip(places, totals, pairs, strict=True):
+            leaves[i] = compression.decompress(total, context)
+    for i, handle in rows.items():
+        leaves[i] = handle().todense()
+    return jax.tree.unflatten(form, leaves)
+
+
+def sparse_allreduce_async(
+    tensor: sparse.BCOO, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
+) -> Callable[[], sparse.BCOO]:
+    """Returns a function that returns the sum (hvd.Average: the mean) as a sparse array: the entries of all ranks, each at its place, not added up.
+
+    Wire: what each rank has, to all others: `(N-1)` times the longest; less than dense while all ranks together hold few entries.
+    """
+    if op not in (ops.Sum, Average):
+        raise NotImplementedError(
+            f"a sparse allreduce with {op}: it gathers entries, which can be added up. Use hvd.Sum or hvd.Average."
+        )
+    of_values = ops.allgather_async(tensor.data, f"{name}.values", process_set)
+    of_indices = ops.allgather_async(tensor.indices, f"{name}.indices", process_set)
+
+    def wait() -> sparse.BCOO:
+        values, indices = synchronize(of_values), synchronize(of_indices)
+        if op == Average:
+            values = values / jnp.asarray(process_set.size(), values.dtype)
+        return sparse.BCOO((values, indices), shape=tensor.shape)
+
+    return wait
+
+
+def dense(tree: Any) -> Any:
+    """Returns a tree with its sparse leaves made dense."""
+    return jax.tree.map(lambda x: x.todense() if _is_sparse(x) else x, tree, is_leaf=_is_sparse)
+
+
+def checked_names(named_parameters: Iterable[Any]) -> list[str]:
+    """Returns the names. Raises ValueError for what are no pairs, and for a name that is there twice."""
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), as params.items() gives.")
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    return names
+
+
+def _check_all_named(names: list[str] | None, params: Any) -> None:
+    num_leaves = len(jax.tree.leaves(params))
+    if names is not None and len(names) != num_leaves:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named: {len(names)} names for {num_leaves} "
+            f"leaves. Name all, or leave named_parameters out."
+        )
+
+
+def _check(compression: Any, passes: int, op: ReduceOp, predivide: float, num_groups: int, groups: Any) -> None:
+    """Raises ValueError for arguments that Horovod refuses, and for those that mean nothing here."""
+    if predivide != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if passes <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if op not in (Average, ops.Sum, Adasum):
+        raise ValueError(f"op={op!r}: gradients are combined with hvd.Average, hvd.Sum or hvd.Adasum.")
+    if num_groups or groups is not None:
+        raise NotImplementedError(
+            "hvd.DistributedOptimizer(groups=...): groups say which gradients are reduced together while others are still computed. Here all "
+            "are there when update is called, and are one group. Leave it out."
+        )
+    if op == Adasum and compression is not Compression.none:
+        warnings.warn("Adasum of updates in float16 loses small ones; Compression.none keeps them.", stacklevel=3)
+
+
+def _is_sparse(x: Any) -> bool:
+    return isinstance(x, sparse.BCOO)

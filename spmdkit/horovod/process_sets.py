@@ -1,0 +1,78 @@
+"""`ProcessSet`: ranks that operate together, each set with a mesh, rounds and a queue of its own; sets of different ranks work at once.
+
+Source: horovod/common/process_sets.py (Horovod 0.28.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmdkit.horovod.asked import Queue
+from spmdkit.horovod.negotiation import Blackboard
+
+
+class ProcessSet:
+    """A set of ranks. `process_set_id` is None until `hvd.init(process_sets=[...])` or `hvd.add_process_set` has opened it.
+
+    Raises: ValueError for what are no ranks.
+    """
+
+    process_set_id: int | None = None
+    _queue: Queue | None = None
+
+    def __init__(self, ranks: Sequence[int]):
+        if isinstance(ranks, str) or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
+            raise ValueError(
+                f"ProcessSet({ranks!r}): it is initialized with a list of ranks, which are integers. An MPI communicator has no meaning "
+                f"here, since JAX's processes meet without MPI. Try ProcessSet([0, 1])."
+            )
+        self.ranks: list[int] = sorted(ranks)
+
+    def open(self, number: int, ranks: list[int], board: Blackboard) -> None:
+        """Makes the set ready for operations of its ranks."""
+        self.process_set_id, self.ranks, self._rank = number, ranks, board.rank
+        self._queue = Queue(board, number, ranks) if board.rank in ranks else None
+
+    def close(self) -> None:
+        """Ends the set; what was asked and not got is given up."""
+        if self._queue is not None:
+            self._queue.fail("Horovod has been shut down, or the process set was removed")
+        self.process_set_id = self._queue = None
+
+    def size(self) -> int | None:
+        """Returns the number of ranks, or None while the set is not open."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Returns the place of this process in the set, or None while the set is not open or this process is not in it."""
+        if self.process_set_id is None or self._rank not in self.ranks:
+            return None
+        return self.ranks.index(self._rank)
+
+    def included(self) -> bool | None:
+        """Returns whether this process is in the set, or None while the set is not open."""
+        return None if self.process_set_id is None else self._rank in self.ranks
+
+    def queue(self) -> Queue:
+        """Returns what operations of the set go through. Raises ValueError where it is not open, or this process is not in it."""
+        if self.process_set_id is None:
+            what = (
+                "Horovod has not been initialized; use hvd.init()"
+                if self is global_process_set
+                else f"{self} is not open"
+            )
+            raise ValueError(
+                f"{what}. A process set is given to hvd.init(process_sets=[...]) or hvd.add_process_set first."
+            )
+        if self._queue is None:
+            raise ValueError(
+                f"rank {self._rank} is not in {self}. Operations of a set are called by its ranks alone. Guard the call with included()."
+            )
+        return self._queue
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+"""All ranks, from `init` on."""

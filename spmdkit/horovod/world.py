@@ -1,0 +1,195 @@
+"""Who is here: `init`, `rank`, `size`, and the same within a host (`local_`) and across hosts (`cross_`). One process is one rank.
+
+Source: horovod/common/basics.py (Horovod 0.28.1).
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdkit.cluster import Cluster, environment, join
+from spmdkit.horovod.negotiation import Blackboard, Patience
+from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+
+_epochs = itertools.count()
+
+
+@dataclass
+class World:
+    """What one `init` has found, until `shutdown`.
+
+    Attributes:
+        hosts: the host of each rank.
+        sets: process set id -> set; 0 is the global one. Ids count up and are not used again.
+    """
+
+    cluster: Cluster
+    board: Blackboard
+    hosts: list[str]
+    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+
+_world: World | None = None
+_is_left_to_us = False
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
+    """Meets the other processes: those of `spmdkit launch`, Slurm, torchrun or any dialect of `spmdkit.cluster`. Again: does nothing.
+
+    Args:
+        comm: ranks to work with; all of them, since JAX's devices are those of all processes.
+        process_sets: sets of ranks that operations may be restricted to, the same list on every rank.
+    Raises:
+        ConfigError: JAX has computed before, or the environment contradicts itself.
+        RendezvousError: processes did not come.
+    """
+    global _world
+    if _world is not None:
+        return
+    patience = Patience.of(os.environ)
+    cluster = join(environment(os.environ), "auto", collective_timeout_s=patience.at_most_s)
+    if comm is not None and sorted(comm) != list(range(cluster.num_processes)):
+        raise ValueError(
+            f"hvd.init(comm={list(comm)}) in {cluster.num_processes} processes: JAX's devices are those of all processes that were "
+            f"started, so all are ranks. Start as many processes as there should be ranks, or use process sets for some of them."
+        )
+    store, folder = cluster.board("horovod")
+    board = Blackboard(store, f"{folder}/{next(_epochs)}", cluster.process_index, patience)
+    hosts = cluster.gather("hosts", os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), patience.at_most_s)
+    _world = World(cluster, board, hosts)
+    global_process_set.open(0, list(range(cluster.num_processes)), board)
+    _world.sets[0] = global_process_set
+    for process_set in process_sets or ():
+        register(process_set)
+    _leave_together()
+    if cluster.is_main:
+        for note in cluster.notes:
+            print(note, file=sys.stderr)
+
+
+def shutdown() -> None:
+    """Ends what `init` began; `init` may follow. What was not synchronized is given up. The processes stay joined until they end: arrays live on."""
+    global _world
+    if _world is not None:
+        for process_set in _world.sets.values():
+            process_set.close()
+    _world = None
+
+
+def world() -> World:
+    """Returns what `init` has found. Raises ValueError before it, as Horovod does."""
+    if _world is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _world
+
+
+def register(process_set: ProcessSet) -> ProcessSet:
+    """Opens a process set. Raises ValueError for ranks that are not there, and for a set that is."""
+    here, ranks = world(), process_set.ranks
+    size_of_world = here.cluster.num_processes
+    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= size_of_world:
+        raise ValueError(
+            f"process set {ranks}: a set has different ranks from 0 to {size_of_world - 1}, and at least one. "
+            f"Found {size_of_world} process(es)."
+        )
+    same = [other for other in here.sets.values() if other.ranks == ranks]
+    if same:
+        raise ValueError(
+            f"Attempted to add a duplicate process set: {process_set}; set {same[0].process_set_id} has them."
+        )
+    number = next(here.ids)
+    process_set.open(number, list(ranks), here.board)
+    here.sets[number] = process_set
+    return process_set
+
+
+def is_initialized() -> bool:
+    """Returns whether `init` was called, and `shutdown` was not."""
+    return _world is not None
+
+
+def size() -> int:
+    """Returns the number of ranks."""
+    return world().cluster.num_processes
+
+
+def rank() -> int:
+    """Returns the number of this process, from 0."""
+    return world().cluster.process_index
+
+
+def local_rank() -> int:
+    """Returns the number of this process among those of its host: the device to pin, where a process sees all devices of a host."""
+    return place(world().hosts, rank())["local_rank"]
+
+
+def local_size() -> int:
+    """Returns the number of processes of this host."""
+    return place(world().hosts, rank())["local_size"]
+
+
+def cross_rank() -> int:
+    """Returns the number of this host among those that have a process with this local rank."""
+    return place(world().hosts, rank())["cross_rank"]
+
+
+def cross_size() -> int:
+    """Returns the number of hosts that have a process with this local rank."""
+    return place(world().hosts, rank())["cross_size"]
+
+
+def is_homogeneous() -> bool:
+    """Returns whether every host has the same number of processes."""
+    hosts = world().hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def place(hosts: Sequence[str], rank: int) -> dict[str, int]:
+    """Returns the local and cross rank and size of a rank, from the host of each rank."""
+    local = [hosts[:r].count(hosts[r]) for r in range(len(hosts))]
+    across = [r for r in range(len(hosts)) if local[r] == local[rank]]
+    return {
+        "local_rank": local[rank],
+        "local_size": hosts.count(hosts[rank]),
+        "cross_rank": across.index(rank),
+        "cross_size": len(across),
+    }
+
+
+def _leave_together() -> None:
+    """The end of the interpreter waits for all ranks; one that raises tells the others, which would wait for it, and does not wait."""
+    global _is_left_to_us
+    if _is_left_to_us or world().cluster.num_processes == 1:
+        return
+    _is_left_to_us = True
+    cluster, before = world().cluster, sys.excepthook
+    failed: list[BaseException] = []
+
+    def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        failed.append(error)
+        if _world is not None:
+            _world.board.say_failed(f"{kind.__name__}: {error}")
+
+    def leave() -> None:
+        if not failed:
+            try:
+                cluster.shutdown()
+            except Exception as error:  # noqa: BLE001  all that is left is to say it
+                print(f"rank {cluster.process_index}: {error}", file=sys.stderr)
+                failed.append(error)
+        if failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # JAX would wait a hundred seconds for the others, and then end by SIGABRT
+
+    sys.excepthook = excepthook
+    atexit.register(leave)

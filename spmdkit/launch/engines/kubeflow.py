@@ -1,0 +1,77 @@
+"""Kubeflow Trainer: a TrainJob of the runtime `jax-distributed`, which starts one pod for each process and sets JAX's three variables in it.
+
+Its pods find their place by those (cluster/dialects/kubeflow.py). The runtime decides about restarts: its JobSet has no failure policy, so a failed pod ends the TrainJob, and 42 too; apply the
+manifest again to go on, or use `--on kubernetes`. Source: kubeflow/trainer 8c0f505, manifests/base/runtimes/jax_distributed.yaml, docs/user-guides/jax.md.
+"""
+
+from __future__ import annotations
+
+from spmdkit.errors import ConfigError
+from spmdkit.launch.engines import pods
+from spmdkit.launch.engines.base import ClusterJob, Option, Rendered
+
+OPTIONS = {
+    **pods.OPTIONS,
+    "runtime": Option("jax-distributed", "ClusterTrainingRuntime to use"),
+}
+
+
+def render(job: ClusterJob) -> Rendered:
+    """Returns a TrainJob and `kubectl apply` of it.
+
+    Raises: ConfigError for restarts, which the runtime decides.
+    """
+    if job.max_restarts:
+        raise ConfigError(
+            f"--max-restarts {job.max_restarts} with --on kubeflow: the runtime {job.options['runtime']} decides about restarts, and has none. "
+            "Leave it out, or use --on kubernetes, whose JobSet restarts."
+        )
+    volumes, mounts = pods.volumes(job)
+    patch = {
+        "manager": "spmdkit.dev/launch",
+        "trainingRuntimeSpec": {
+            "template": {
+                "spec": {
+                    "replicatedJobs": [
+                        {
+                            "name": "node",
+                            "template": {
+                                "spec": {
+                                    "template": {
+                                        "spec": {
+                                            "volumes": volumes,
+                                            "containers": [{"name": "node", "volumeMounts": mounts}],
+                                        }
+                                    }
+                                }
+                            },
+                        }
+                    ]
+                }
+            }
+        },
+    }
+    # The container of the runtime has its own folder: the shell goes to the project's first.
+    command = ["sh", "-c", 'cd "$0" && exec "$@"', job.options["folder"], *pods.words(job)]
+    document = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": pods.metadata(job),
+        "spec": {
+            "runtimeRef": {"name": job.options["runtime"]},
+            "trainer": {
+                "image": job.options["image"],
+                "command": command,
+                "numNodes": job.num_processes,
+                "resourcesPerNode": pods.resources(job),
+            },
+            "runtimePatches": [patch] if volumes else [],
+        },
+    }
+    told = f"{job.num_processes} pods, one process each. The runtime sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+    name = f"{job.name}.yaml"
+    return Rendered(
+        {name: pods.manifest(document, told)},
+        (("kubectl", "apply", "-f", name),),
+        "kubectl, with Kubeflow Trainer in the cluster",
+    )

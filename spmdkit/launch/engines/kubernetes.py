@@ -1,0 +1,161 @@
+"""Kubernetes: a JobSet with one indexed Job of as many pods as processes; on TPUs one Job for each slice and one pod for each host.
+
+JobSet gives each pod a name in a headless service, starts all again when one fails, and counts: 42 is not counted (`RestartJobSetAndIgnoreMaxRestarts`), codes that
+another start would end with again fail the JobSet at once, others restart it `--max-restarts` times. A Job ends at its first failed pod (`podFailurePolicy`, FailJob), whose message
+has the exit code. Each pod finds its place by what the manifest hands in (cluster/dialects/jobset.py), a TPU pod by what GKE sets (cloud_tpu.py).
+Source: jobset.sigs.k8s.io, kubernetes-sigs/jobset 08dfbdf; kubernetes.io/docs/tasks/job/pod-failure-policy; cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdkit.errors import ConfigError
+from spmdkit.launch.engines import pods
+from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Rendered
+
+OPTIONS = {
+    **pods.OPTIONS,
+    "tpu": Option("", "accelerator of GKE, such as tpu-v5p-slice or tpu-v6e-slice; empty: no TPU"),
+    "topology": Option("", "topology of one slice, such as 4x4x4; with tpu"),
+    "chips": Option("4", "chips of one host; with tpu"),
+    "slices": Option("1", "slices; with tpu"),
+}
+
+GRACE_BESIDE_S = 30
+"""Kubernetes kills a pod this much after the notice that spmdkit needs."""
+
+
+def render(job: ClusterJob) -> Rendered:
+    """Returns a JobSet and `kubectl apply` of it.
+
+    Raises: ConfigError when a topology and the number of hosts do not go together.
+    """
+    slices = _slices(job)
+    hosts = job.num_processes // slices
+    # One pod that fails brings the whole JobSet down: a process cannot go on without the others.
+    policy = {
+        "maxRestarts": job.max_restarts,
+        "rules": [
+            _rule("stopped", "RestartJobSetAndIgnoreMaxRestarts", [AGAIN]),
+            _rule("final", "FailJobSet", FINAL),
+        ],
+    }
+    document = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {**pods.metadata(job), **_one_job_a_slice(job)},
+        "spec": {
+            "failurePolicy": policy,
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "coordinator": {"replicatedJob": "workers", "jobIndex": 0, "podIndex": 0},
+            "replicatedJobs": [{"name": "workers", "replicas": slices, "template": {"spec": _job(job, hosts)}}],
+        },
+    }
+    told = f"{job.num_processes} pods, one process each. 42 (stopped and saved) starts all again without being counted."
+    name = f"{job.name}.yaml"
+    return Rendered(
+        {name: pods.manifest(document, told)},
+        (("kubectl", "apply", "-f", name),),
+        "kubectl, with the JobSet controller in the cluster",
+    )
+
+
+def _rule(name: str, action: str, codes: Any) -> dict[str, Any]:
+    pattern = f".* exit code ({'|'.join(map(str, codes))}) .*"
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [pattern],
+    }
+
+
+def _job(job: ClusterJob, hosts: int) -> dict[str, Any]:
+    """Returns the spec of one indexed Job of `hosts` pods."""
+    volumes, mounts = pods.volumes(job)
+    tpu = job.options["tpu"]
+    container = {
+        "name": "spmdkit",
+        "image": job.options["image"],
+        "workingDir": job.options["folder"],
+        "command": pods.words(job),
+        "env": [] if tpu else _place(hosts),
+        "resources": pods.resources(job, google__com_tpu=job.whole("chips", 1) if tpu else 0),
+        "volumeMounts": mounts,
+    }
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": tpu,
+        "cloud.google.com/gke-tpu-topology": job.options["topology"],
+    }
+    # By its code first: a host that is drained ends its pod too, by TERM, which saves and leaves with 42.
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"containerName": "spmdkit", "operator": "NotIn", "values": [0]}},
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    return {
+        "parallelism": hosts,
+        "completions": hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": rules},
+        "template": {
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": job.grace_s + GRACE_BESIDE_S,
+                "nodeSelector": selector if tpu else {},
+                "containers": [container],
+                "volumes": volumes,
+            }
+        },
+    }
+
+
+def _place(hosts: int) -> list[dict[str, Any]]:
+    """Returns the variables by which a pod knows its place; JOB_COMPLETION_INDEX is Kubernetes' own."""
+    told = {
+        "JOBSET_COORDINATOR": "coordinator",
+        "JOBSET_JOB_INDEX": "job-index",
+        "JOBSET_JOBS": "replicatedjob-replicas",
+    }
+    field = lambda name: {"fieldRef": {"fieldPath": f"metadata.annotations['jobset.sigs.k8s.io/{name}']"}}
+    return [{"name": name, "valueFrom": field(key)} for name, key in told.items()] + [
+        {"name": "JOBSET_PODS", "value": str(hosts)}
+    ]
+
+
+def _one_job_a_slice(job: ClusterJob) -> dict[str, Any]:
+    if not job.options["tpu"]:
+        return {}
+    return {"annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}}
+
+
+def _slices(job: ClusterJob) -> int:
+    """Returns the number of slices.
+
+    Raises: ConfigError when the hosts of all slices are not the processes.
+    """
+    topology, tpu, slices = job.options["topology"], job.options["tpu"], job.whole("slices", 1)
+    if bool(topology) != bool(tpu):
+        raise ConfigError(
+            "--set tpu and --set topology go together. For example --set tpu=tpu-v5p-slice --set topology=2x2x2."
+        )
+    if not tpu:
+        if slices > 1:
+            raise ConfigError(
+                f"--set slices={slices} is for TPUs. Add --set tpu=... and --set topology=..., or leave it out."
+            )
+        return 1
+    parts = topology.split("x")
+    if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"--set topology={topology}: expected chips along each direction. Try --set topology=2x2x2.")
+    chips = 1
+    for part in parts:
+        chips *= int(part)
+    hosts = max(1, chips // job.whole("chips", 1)) * slices
+    if hosts != job.num_processes:
+        raise ConfigError(
+            f"-n {job.num_processes} with {slices} slice{'s' * (slices > 1)} of {topology} and {job.options['chips']} chips a host: that is {hosts} "
+            f"hosts, one process each. Try -n {hosts}."
+        )
+    return slices

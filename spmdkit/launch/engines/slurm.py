@@ -1,0 +1,75 @@
+"""Slurm: a batch script with one `srun` step, whose tasks find each other by the step's own variables (cluster/dialects/slurm.py).
+
+- `--kill-on-bad-exit=1`: when one task ends badly, the others are ended by Slurm after KillWait (30 s by default; `scontrol show config`).
+- `--signal=USR1@N`: N seconds before the time limit each task gets USR1: all save and leave with 42. `scancel` sends TERM, which does the same.
+- 42 is put in the queue again, always; other failures `--max-restarts` times (SLURM_RESTART_COUNT), codes that another start would end with again never.
+Source: slurm.schedmd.com/sbatch.html, srun.html; run on Slurm 22.05.8 by tests/engines/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from spmdkit.errors import ConfigError
+from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Rendered, quoted
+
+OPTIONS = {
+    "partition": Option("", "partition to ask for; empty: the cluster's default"),
+    "account": Option("", "account that pays; empty: yours"),
+    "time": Option("24:00:00", "time limit of one start"),
+    "tasks_per_node": Option("1", "processes on each node"),
+    "gpus_per_task": Option("0", "GPUs of each process; 0: none are asked for"),
+    "cpus_per_task": Option("1", "cores of each process"),
+    "folder": Option("", "folder to run in, the same on every node; empty: where launch is called"),
+    "python": Option("python", "Python that has spmdkit, on every node"),
+    "setup": Option("", "a line of shell before the start, such as `module load cuda; source ~/venv/bin/activate`"),
+}
+
+
+def render(job: ClusterJob) -> Rendered:
+    """Returns a batch script and `sbatch` of it.
+
+    Raises: ConfigError when the processes do not fill their nodes.
+    """
+    each = job.whole("tasks_per_node", 1)
+    if job.num_processes % each:
+        raise ConfigError(
+            f"-n {job.num_processes} with --set tasks_per_node={each}: the last node would have {job.num_processes % each}. "
+            f"All nodes have the same number. Try -n {job.num_processes // each * each or each}."
+        )
+    asked = {
+        "job-name": job.name,
+        "nodes": str(job.num_processes // each),
+        "ntasks-per-node": str(each),
+        "cpus-per-task": str(job.whole("cpus_per_task", 1)),
+        "gpus-per-task": job.options["gpus_per_task"] if job.whole("gpus_per_task") else "",
+        "partition": job.options["partition"],
+        "account": job.options["account"],
+        "time": job.options["time"],
+        "chdir": job.folder,
+        "output": f"{job.name}-%j.out",
+        "open-mode": "append",
+        "signal": f"USR1@{job.grace_s}",
+    }
+    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in asked.items() if value]
+    script = f"""#!/bin/bash
+{chr(10).join(lines)}
+#SBATCH --requeue
+
+# USR1 comes {job.grace_s} s before the time limit, to every task: all save and leave with {AGAIN}.
+{job.options["setup"] or "# No setup."}
+srun --kill-on-bad-exit=1 {quoted(job.command())}
+code=$?
+starts=${{SLURM_RESTART_COUNT:-0}}
+case $code in
+  0|{"|".join(map(str, FINAL))}) ;;  # done, or another start would end with it again
+  {AGAIN}) echo "stopped and saved: in the queue again"; scontrol requeue "$SLURM_JOB_ID"; sleep 60 ;;
+  *) if [ "$starts" -lt {job.max_restarts} ]; then
+       echo "ended with $code: in the queue again, restart $((starts + 1)) of {job.max_restarts}"; scontrol requeue "$SLURM_JOB_ID"; sleep 60
+     fi ;;
+esac
+exit $code
+"""
+    return Rendered(
+        {f"{job.name}.sbatch": script}, (("sbatch", f"{job.name}.sbatch"),), "sbatch, on a login node of the cluster"
+    )

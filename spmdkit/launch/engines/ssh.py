@@ -1,0 +1,77 @@
+"""ssh: one process on each of some hosts, started from here; the first failure ends all, as `spmdkit launch` does on one machine.
+
+Every host has the project in the same folder and a shared run directory. Places are ours (SPMDKIT_*): process 0 is on the first host, at `port`. The script waits for all; the first that fails, or Ctrl-C and TERM, ends the others:
+`ssh -tt` hangs up what it has started when it goes, SIGHUP lets each save and leave with 42. Keys and known hosts are yours: nothing is asked (`BatchMode`).
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from spmdkit.errors import ConfigError
+from spmdkit.launch.engines.base import AGAIN, FINAL, REQUIRED, ClusterJob, Option, Rendered, quoted
+
+OPTIONS = {
+    "hosts": Option(REQUIRED, "hosts, separated by commas, as ssh and the others of them know them: host0,host1"),
+    "folder": Option("", "folder of the project, the same on every host; empty: where launch is called"),
+    "python": Option("python", "Python that has spmdkit, on every host"),
+    "port": Option("8476", "port of process 0 on the first host"),
+    "ssh": Option("ssh -tt -o BatchMode=yes -o ServerAliveInterval=10", "command that runs a line of shell on a host"),
+    "setup": Option("", "a line of shell before the start, such as `source ~/venv/bin/activate`"),
+}
+
+
+def render(job: ClusterJob) -> Rendered:
+    """Returns a script that starts all processes and waits, and `bash` of it.
+
+    Raises: ConfigError when there are not as many hosts as processes.
+    """
+    hosts = [host.strip() for host in job.options["hosts"].split(",") if host.strip()]
+    if len(hosts) != job.num_processes:
+        raise ConfigError(
+            f"-n {job.num_processes} with {len(hosts)} hosts ({', '.join(hosts)}): each host has one process. Try -n {len(hosts)}."
+        )
+    port = job.whole("port", 1)
+    first = hosts[0].rpartition("@")[2]
+    setup = f"{job.options['setup']} && " if job.options["setup"] else ""
+    line = lambda process: (
+        f"cd {shlex.quote(job.folder)} && {setup}exec env SPMDKIT_COORDINATOR={first}:{port} SPMDKIT_NUM_PROCESSES={len(hosts)} "
+        f"SPMDKIT_PROCESS_ID={process} {quoted(job.command())}"
+    )
+    starts = "\n".join(f"  start {quoted([host, line(process)])}" for process, host in enumerate(hosts))
+    script = f"""#!/bin/bash
+# {len(hosts)} processes, one on each host. The first that fails ends the others; 42 (stopped and saved) starts all again.
+run() {{
+  pids=()
+  start() {{ {job.options["ssh"]} "$1" "$2" </dev/null & pids+=($!); }}
+{starts}
+  code=0; limit=
+  while [ ${{#pids[@]}} -gt 0 ]; do
+    for i in "${{!pids[@]}}"; do
+      kill -0 "${{pids[i]}}" 2>/dev/null && continue
+      wait "${{pids[i]}}"; ended=$?; unset "pids[i]"
+      [ $code = 0 ] && code=$ended
+      # Those who stop on request save together, and are given the time; after a failure nobody can go on.
+      [ $code != 0 ] && [ -z "$limit" ] && limit=$((SECONDS + ($code == {AGAIN} ? {job.grace_s} : 5)))
+    done
+    [ -n "$limit" ] && [ $SECONDS -ge $limit ] && kill "${{pids[@]}}" 2>/dev/null
+    sleep 0.2
+  done
+  return $code
+}}
+asked=
+stop() {{ asked=1; limit=$((SECONDS + {job.grace_s})); kill -HUP "${{pids[@]}}" 2>/dev/null; }}
+trap stop INT TERM HUP
+starts=0
+while true; do
+  run; code=$?
+  case $code in
+    0|{"|".join(map(str, FINAL))}) exit $code ;;
+    {AGAIN}) ;;
+    *) [ $starts -lt {job.max_restarts} ] || exit $code; starts=$((starts + 1)) ;;
+  esac
+  [ -n "$asked" ] && exit {AGAIN}
+  sleep 2
+done
+"""
+    return Rendered({f"{job.name}.sh": script}, (("bash", f"{job.name}.sh"),), "bash and ssh")

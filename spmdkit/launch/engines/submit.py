@@ -1,0 +1,110 @@
+"""`launch --on`: what an engine renders is printed whole, and then, unless told otherwise, written and run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from spmdkit.errors import ConfigError
+from spmdkit.files import not_writable
+from spmdkit.launch.engines import all_engines
+from spmdkit.launch.engines.base import ClusterJob, Rendered, complete, quoted
+from spmdkit.words import nearest
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
+
+
+def prepared(
+    engine: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    settings: Sequence[str],
+    name: str,
+    max_restarts: int,
+    grace_s: float,
+) -> Rendered:
+    """Returns what starts a job on an engine.
+
+    Args:
+        settings: `NAME=VALUE` of the engine's options.
+
+    Raises:
+        ConfigError: the engine, an option or a name is not known or malformed.
+    """
+    engines = all_engines()
+    if engine not in engines:
+        raise ConfigError(
+            f"--on {engine} is not known. It is one of {', '.join(engines)}.{nearest(engine, list(engines))}"
+        )
+    if num_processes < 1:
+        raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name {name}: small letters, digits and dashes, at most 42, a letter first (it becomes the name of hosts). Try --name run."
+        )
+    if max_restarts < 0 or not 1 <= grace_s < 86400:
+        raise ConfigError(
+            f"--max-restarts {max_restarts} --grace-s {grace_s:g}: restarts from 0, seconds from 1 to less than a day. Try --grace-s 120."
+        )
+    given = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting}: expected NAME=VALUE. Try --set {key or 'image'}=...")
+        given[key] = value
+    options = complete(engine, engines[engine].OPTIONS, given)
+    return engines[engine].render(
+        ClusterJob(tuple(arguments), num_processes, name, max_restarts, int(grace_s), options, str(Path.cwd()))
+    )
+
+
+def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None] = print) -> int:
+    """Prints files and commands; where `run`, writes the files into a folder, runs the commands there, and returns the code of the first that fails.
+
+    Raises:
+        ConfigError: a command is not on this machine, or the folder cannot be written.
+    """
+    for name, text in rendered.files.items():
+        say(f"--- {into / name}")
+        say(text.rstrip("\n"))
+    say(f"--- in {into}")
+    for command in rendered.commands:
+        say(f"$ {quoted(command)}")
+    if not run:
+        return 0
+    for command in rendered.commands:
+        if shutil.which(command[0]) is None:
+            raise ConfigError(
+                f"{command[0]} is not on this machine's PATH. The commands above need {rendered.needs}. Run this there, or with --dry-run and "
+                "take the text."
+            )
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        for name, text in rendered.files.items():
+            (into / name).write_text(text)
+    except OSError as error:
+        raise not_writable(into, error) from error
+    for command in rendered.commands:
+        if code := subprocess.run(command, cwd=into).returncode:
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def launch_on(
+    engine: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    settings: Sequence[str],
+    name: str,
+    max_restarts: int,
+    grace_s: float | None,
+    dry_run: bool,
+) -> int:
+    """Prints what starts a job on an engine and, unless `dry_run`, runs it; returns the exit code. Files go to `launch_NAME` here."""
+    rendered = prepared(
+        engine, arguments, num_processes, settings, name, max_restarts, 120.0 if grace_s is None else grace_s
+    )
+    return submit(rendered, Path(f"launch_{name}"), not dry_run, lambda text: print(text, flush=True))

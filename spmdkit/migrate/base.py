@@ -1,0 +1,149 @@
+"""What every migration is made of: a config that grows, and a line for each setting of the other project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN = "mapped", "automatic here", "meaningless here", "unknown"
+KINDS = (MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN)
+
+
+class Fate(NamedTuple):
+    """What became of one setting: `why` is where it went, or why it went nowhere and what to do instead."""
+
+    kind: str
+    key: str
+    value: Any
+    why: str
+
+
+class Migration:
+    """The config so far, and what was said of each setting.
+
+    Args:
+        devices: how many devices the config is for; sizes for each device are multiplied by it.
+    """
+
+    def __init__(self, devices: int = 1):
+        self.devices = devices
+        self.config: dict[str, Any] = {}
+        self.lines: list[Fate] = []
+
+    def put(self, path: str, value: Any) -> None:
+        """Sets `a.b` of the config."""
+        *folders, name = path.split(".")
+        section = self.config
+        for folder in folders:
+            section = section.setdefault(folder, {})
+        section[name] = value
+
+    def mapped(self, key: str, value: Any, path: str, to: Any, note: str = "") -> None:
+        """Sets a key of the config, and says so."""
+        self.put(path, to)
+        self.lines.append(Fate(MAPPED, key, value, f"{path}: {shown(to)}{note and f' ({note})'}"))
+
+    def say(self, kind: str, key: str, value: Any, why: str) -> None:
+        """Says what became of a setting."""
+        self.lines.append(Fate(kind, key, value, why))
+
+
+def tidy(migration: Migration) -> None:
+    """Leaves out what has no effect without an axis of the mesh, and says where a number is missing that has to be there."""
+    config, mesh = migration.config, migration.config.get("mesh", {})
+    for path, axis in (
+        ("attention.context", "context"),
+        ("attention.order", "context"),
+        ("pipeline", "pipeline"),
+        ("layout.zero", "fsdp"),
+    ):
+        section, _, name = path.partition(".")
+        holder = config.get(section, {}) if name else config
+        if mesh.get(axis, 1) == 1 and (name or section) in holder:
+            value = holder.pop(name or section)
+            migration.say(AUTOMATIC, path, value, f"has no effect without mesh.{axis}, so it is left out")
+        if name and section in config and not config[section]:
+            config.pop(section)
+    if "optimizer" in config and "learning_rate" not in config:
+        config["learning_rate"] = STAND_IN
+        migration.say(
+            UNKNOWN, "learning rate", None, f"it is not in this file: {STAND_IN:g} stands in, set learning_rate"
+        )
+
+
+STAND_IN = 1e-3
+
+Rule = Callable[[Migration, str, Any], None]
+Table = Mapping[str, "Rule | Mapping[str, Any]"]
+
+
+def walk(migration: Migration, settings: Mapping[str, Any], table: Table, prefix: str = "") -> None:
+    """Applies the rule of each setting, a table to the settings of a section; what has no rule is unknown."""
+    for name, value in settings.items():
+        key, rule = f"{prefix}{name}", table.get(str(name))
+        if rule is None:
+            migration.say(UNKNOWN, key, value, "not known here: look it up, nothing was done about it")
+        elif callable(rule):
+            rule(migration, key, value)
+        elif isinstance(value, Mapping):
+            walk(migration, value, rule, f"{key}.")
+        elif value not in (None, {}):
+            migration.say(UNKNOWN, key, value, "a section was expected, nothing was done about it")
+
+
+def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = "") -> Rule:
+    """Returns the rule of a setting that is a key here. None and "auto" are left to what is the default."""
+
+    def rule(migration: Migration, key: str, value: Any) -> None:
+        if value is None or value == "auto":
+            migration.say(AUTOMATIC, key, value, f"the default of {path}")
+        else:
+            migration.mapped(key, value, path, of(value), note)
+
+    return rule
+
+
+def automatic(why: str) -> Rule:
+    """Returns the rule of a setting that is done here without one."""
+    return lambda migration, key, value: migration.say(AUTOMATIC, key, value, why)
+
+
+def meaningless(why: str) -> Rule:
+    """Returns the rule of a setting that nothing here corresponds to."""
+    return lambda migration, key, value: migration.say(MEANINGLESS, key, value, why)
+
+
+def beside(path: str, value: Any, then: Rule) -> Rule:
+    """Returns a rule that sets another key of the config too."""
+
+    def rule(migration: Migration, key: str, given: Any) -> None:
+        migration.put(path, value)
+        then(migration, key, given)
+
+    return rule
+
+
+def when(wanted: Callable[[Any], bool], then: Rule, otherwise: Rule) -> Rule:
+    """Returns a rule that depends on the value."""
+    return lambda migration, key, value: (then if wanted(value) else otherwise)(migration, key, value)
+
+
+def flag(path: str, value: Any, why_not: str, note: str = "") -> Rule:
+    """Returns the rule of a switch: on, a key is set to `value`; off, nothing is."""
+    return when(is_on, lambda m, key, given: m.mapped(key, given, path, value, note), automatic(why_not))
+
+
+def is_on(value: Any) -> bool:
+    """Returns whether a switch is on, in the ways in which YAML and JSON files write it."""
+    return str(value).strip().lower() in ("true", "yes", "on", "1")
+
+
+def shown(value: Any) -> str:
+    """Returns a value as YAML writes it within a line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(shown(v) for v in value) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)

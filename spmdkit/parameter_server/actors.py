@@ -1,0 +1,230 @@
+"""Servers and workers as actors of Ray: a process each, on this machine or on the machines of a Ray cluster. Extra `ps`.
+
+`address: local` starts a Ray of this run alone (ray_local.py). Servers come back by themselves (`max_restarts=-1`), empty; a call is never made
+twice by Ray (`max_task_retries=0`), and is made again by us, which the servers' tables make safe: Ray alone applies a push twice when a server dies
+between applying and answering (Ray 2.60, 2026-11-22). Arrays of a push travel through Ray's object store, and are read where they lie.
+
+On a cluster whose nodes come and go, a worker waits until one has room, and joins then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.parameter_server.ray_local import LocalRay
+from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Unavailable
+
+ANSWER_S = 120.0
+"""A call that is not answered within this is taken for lost, and made again."""
+
+
+def imported() -> Any:
+    """Returns the module `ray`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "sync: parameter_server runs its servers and workers on Ray, which is not installed. Install it: pip install 'spmdkit[ps]'. Without "
+            "it: transport: threads, all in one process."
+        ) from None
+    return ray
+
+
+def here() -> str:
+    """Returns this process, as events name it."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+class ServerActor:
+    """A `Server` in a process of its own, on that machine's CPU."""
+
+    def __init__(self, values: dict[str, Any], source: str | None, number: int):
+        self._server: Any = None
+        self._error = ""
+        try:
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")
+            self._server = _roles(values, source).server(number, donate=True)
+        except Exception as error:  # noqa: BLE001  said to whoever calls; Ray would start it again for ever
+            self._error = f"server {number}: {type(error).__name__}: {error}"
+
+    def call(self, method: str, *args: Any) -> Any:
+        if self._server is None:
+            raise RuntimeError(self._error)
+        answer = getattr(self._server, method)(*args)
+        return {**answer, "where": here()} if method == "status" else answer
+
+
+class WorkerActor:
+    """A `Worker` in a process of its own, with its own devices."""
+
+    def where(self) -> str:
+        return here()
+
+    def run(
+        self, values: dict[str, Any], source: str | None, number: int, incarnation: int, servers: list[Any]
+    ) -> tuple[str, str, str]:
+        from spmdkit.parameter_server.threads import failed
+        from spmdkit.parameter_server.worker import Fenced
+
+        os.environ["SPMDKIT_WORKER"] = str(number)
+        try:
+            from spmdkit.cluster import environment, join
+
+            roles = _roles(values, source)
+            devices = join(environment({}), roles.config.devices).devices
+            roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
+        except (Unavailable, Fenced) as error:
+            return "lost", "", str(error)
+        except Exception as error:  # noqa: BLE001  told by the chief
+            how, kind, text = failed(error)
+            return how, kind, text
+        return "done", "", ""
+
+
+def _roles(values: dict[str, Any], source: str | None) -> Any:
+    from spmdkit.parameter_server.gradient import from_plain
+    from spmdkit.parameter_server.roles import Roles
+    from spmdkit.program.opening import task_of
+
+    config = from_plain(values, source)
+    return Roles(config, task_of(config))
+
+
+class RayEndpoint:
+    """A server, by the handle of its actor."""
+
+    def __init__(self, handle: Any):
+        self.handle = handle
+
+    def ask(self, method: str, *args: Any) -> Callable[[], Any]:
+        ray = imported()
+        try:
+            reference = self.handle.call.remote(method, *args)
+        except ray.exceptions.RayActorError as error:
+            return _raising(Unavailable(first_line(error)))
+
+        def answer() -> Any:
+            try:
+                return ray.get(reference, timeout=ANSWER_S)
+            except (
+                ray.exceptions.RayActorError,
+                ray.exceptions.GetTimeoutError,
+                ray.exceptions.ObjectLostError,
+            ) as error:
+                raise Unavailable(first_line(error)) from None
+            except ray.exceptions.RayTaskError as error:
+                raise UserCodeError(f"a server of the parameters raised: {error.cause or first_line(error)}") from error
+
+        return answer
+
+
+def _raising(error: Exception) -> Callable[[], Any]:
+    def answer() -> Any:
+        raise error
+
+    return answer
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of Ray's text, which has many."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
+
+
+class RayWorker:
+    """A worker in one life, as an actor."""
+
+    def __init__(self, handle: Any, *job: Any):
+        self._handle, self._where = (
+            handle,
+            handle.where.remote(),
+        )  # asked first: an actor does one thing after the other
+        self._reference = handle.run.remote(*job)
+
+    @property
+    def where(self) -> str:
+        ray = imported()
+        ready, _ = ray.wait([self._where], timeout=0)
+        try:
+            return str(ray.get(self._where)) if ready else ""
+        except ray.exceptions.RayError:
+            return ""
+
+    def ended(self) -> Ending | None:
+        ray = imported()
+        ready, _ = ray.wait([self._reference], timeout=0)
+        if not ready:
+            return None
+        try:
+            return Ending(*ray.get(self._reference))
+        except ray.exceptions.RayError as error:
+            return Ending("lost", "", first_line(error))
+
+    def kill(self) -> None:
+        imported().kill(self._handle, no_restart=True)
+
+
+class Actors:
+    """The transport.
+
+    Args:
+        config: of the run; its task has to be found by every process, so it cannot be one that was handed to `sk.train`.
+        directory: of the run, for the token of its own Ray.
+        num: servers and workers.
+    """
+
+    def __init__(self, config: Config, directory: Path, address: str, num: int, num_bytes: int):
+        if importlib.util.find_spec("ray") is None:
+            imported()  # says how to install it
+        self._values, self._source = config.model_dump(), None if config.source is None else str(config.source)
+        self._local = LocalRay(directory, num, num_bytes) if address == "local" else None
+        if self._local is None:
+            ray = imported()
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            except Exception as error:
+                raise ConfigError(
+                    f"sync: parameter_server.address is {address}, where no Ray cluster answers as asked ({first_line(error)}). Start one with `ray "
+                    "start --head`, or use address: local."
+                ) from error
+        else:
+            self._local.start()
+        self._handles: list[Any] = []
+
+    def server(self, number: int) -> Endpoint:
+        ray = imported()
+        actor = ray.remote(max_restarts=-1, max_task_retries=0, num_cpus=0)(ServerActor)
+        self._handles.append(actor.remote(self._values, self._source, number))
+        return RayEndpoint(self._handles[-1])
+
+    def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
+        ray = imported()
+        handle = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=1)(WorkerActor).remote()
+        servers = [endpoint.handle for endpoint in endpoints if isinstance(endpoint, RayEndpoint)]
+        self._handles.append(handle)
+        return RayWorker(handle, self._values, self._source, number, incarnation, servers)
+
+    def close(self) -> None:
+        ray = imported()
+        if ray.is_initialized():
+            for handle in self._handles:
+                try:
+                    ray.kill(handle, no_restart=True)
+                except Exception:  # noqa: BLE001  it is gone already
+                    continue
+            ray.shutdown()
+        self._handles.clear()
+        if self._local is not None:
+            self._local.close()

@@ -1,0 +1,183 @@
+"""The worker's compiled step: the step of the same task on the worker's own mesh, whose optimizer keeps the gradient and moves nothing.
+
+So masks, `sk.mean`, keys, microbatches, precision, clipping and the reducer are those of synchronous training, on whatever mesh a worker has. Batch
+b is the batch of step b, and its keys are those of step b: one worker without staleness computes what one device does.
+
+Wire: inside of a worker, that of a step of its mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmdkit.config import Config, parse_config, replace_keys
+from spmdkit.errors import ConfigError
+from spmdkit.parameter_server.partition import Arrays, to_arrays, to_tree
+from spmdkit.program.program import Program
+from spmdkit.program.start_state import abstract_init, make_optimizer
+from spmdkit.step.gradient import means_and_grad
+from spmdkit.step.means import Mean
+from spmdkit.step.state import TrainState
+from spmdkit.tasks import Task
+from spmdkit.tree import is_key, named_leaves
+
+OWN = "parameter_server/"
+"""What begins the names of metrics that are the worker's own business."""
+
+
+def synchronous(config: Config) -> Config:
+    """Returns the config of the same run without servers: what is evaluated and saved, and what a worker computes."""
+    return replace_keys(config, {"sync": "every_step"})
+
+
+def from_plain(values: dict[str, Any], source: str | None) -> Config:
+    """Returns the config of plain values that came from another process."""
+    return parse_config(values, source=source)
+
+
+def server_optimizer(config: Config, task: Task) -> Any:
+    """Returns the optimizer of a server, without the clipping, which workers do."""
+    return make_optimizer(replace_keys(config, {"clip_norm": None}), task)
+
+
+def abstract_params(config: Config, task: Task) -> Any:
+    """Returns the parameters as `jax.ShapeDtypeStruct`, in the dtype in which they are kept."""
+    return abstract_init(task, config)[1]
+
+
+def check_task(config: Config, task: Task) -> None:
+    """Raises ConfigError for what a server and its workers cannot do for a task."""
+    if task.train_step is not None or task.loss_fn is None:
+        raise ConfigError(
+            "sync: parameter_server: the task has a train_step. Workers send the gradient of loss_fn, and servers update. Give loss_fn alone, or use "
+            "sync: every_step."
+        )
+    if any(getattr(hook, "name", "") for hook in task.hooks):
+        raise ConfigError(
+            f"sync: parameter_server: the task or the config has hooks ({task.hooks[0].name}). They stand around the steps of one program, and here each "
+            "worker has its own. Remove them, or use sync: every_step."
+        )
+    _, _, state, _ = abstract_init(task, config)
+    if keys := [path for path, leaf in named_leaves(state) if is_key(leaf)]:
+        raise ConfigError(
+            f"sync: parameter_server: the model state holds typed random keys ('{keys[0]}'), which cannot be sent. Use the key that loss_fn is given."
+        )
+
+
+class Gradient(NamedTuple):
+    """What a worker has computed: the gradient by path, the loss and its count, metrics, what of it is not finite, and the new model state."""
+
+    arrays: Arrays
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+    not_finite: tuple[str, ...]
+    model_state: Arrays | None
+
+
+class GradientStep:
+    """Gradients of a task at given parameters, one batch after the other.
+
+    Args:
+        turn: held while it computes. Two programs of several devices in one process, begun by two threads at once, would each wait for a device
+            that the other has.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        devices: Sequence[jax.Device],
+        turn: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008  it has no state
+    ):
+        self._turn = turn
+        changes: dict[str, Any] = {
+            "optimizer": None,
+            "learning_rate": None,
+            "ema": None,
+            "checkpoint": None,
+            "eval": {},
+            "on_nonfinite": "continue",
+        }
+        config = replace_keys(synchronous(config), changes)
+        task = dataclasses.replace(
+            task,
+            loss_fn=None,
+            train_step=_gradient_step(task),
+            optimizer=_keep_gradient(),
+            eval_data=None,
+            eval_fn=None,
+            hooks=(),
+        )
+        self.program = Program(config, task, devices)
+        with turn:
+            self._state = jax.block_until_ready(self.program.init())
+        self._params = self.program.state_sharding.params
+        self._of_state = self.program.state_sharding.model_state
+
+    def batch(self, number: int) -> Any:
+        """Returns batch `number` on the devices; computes nothing, and may run beside a step."""
+        read = self.program.feed.read(number)
+        return self.program.put(read.examples, read.mask)
+
+    def place(self, params: Arrays, model_state: Arrays | None) -> tuple[Any, Any]:
+        """Returns parameters and model state on the devices."""
+        state = self._state
+        placed = jax.device_put(to_tree(state.params, params), self._params)
+        if model_state is None:
+            return placed, state.model_state
+        return placed, jax.device_put(to_tree(state.model_state, model_state), self._of_state)
+
+    def __call__(self, params: Any, model_state: Any, number: int, batch: Any) -> Gradient:
+        """Returns the gradient of batch `number`. Waits for the devices; the given parameters are donated."""
+        before = self._state.replace(
+            params=params, model_state=model_state, step=jnp.full_like(self._state.step, number - 1)
+        )
+        with self._turn:
+            self._state, values = jax.block_until_ready(self.program.step(before, batch))
+        # Copies: on the CPU what `device_get` gives is the memory of the state, which the next step takes.
+        arrays = {path: np.array(x) for path, x in to_arrays(self._state.opt_state["gradient"]).items()}
+        told = jax.device_get(dict(self.program.metrics(values)))
+        metrics = {name: float(x) for name, x in told.items() if not np.ndim(x)}
+        finite = {name: metrics.pop(f"{OWN}{name}") for name in ("loss", "gradient")}
+        weight, loss = metrics.pop(f"{OWN}weight"), metrics.pop("loss")
+        wrong = [name for name, ok in finite.items() if not ok]
+        wrong += ["metrics"] * any(not np.isfinite(x) for x in metrics.values())
+        state = self._state.model_state
+        state = None if state is None else {path: np.array(x) for path, x in to_arrays(state).items()}
+        return Gradient(arrays, loss, weight, metrics, tuple(wrong), state)
+
+
+def _keep_gradient() -> optax.GradientTransformation:
+    """Returns an optimizer whose state is the last gradient, and which moves nothing."""
+    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+    return optax.GradientTransformation(
+        lambda params: {"gradient": zeros(params)},
+        lambda grads, state, params=None: (zeros(grads), {"gradient": grads}),
+    )
+
+
+def _gradient_step(task: Task) -> Any:
+    loss_fn = task.loss_fn
+    assert loss_fn is not None
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        model_state = () if state.model_state is None else (state.model_state,)
+        (loss, metrics, *new_state), grads = means_and_grad(loss_fn)(state.params, *model_state, batch, state.key)
+        finite = lambda tree: jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        weight = loss.count if isinstance(loss, Mean) else jnp.float32(rows)
+        own = {"loss": finite(loss.value), "gradient": finite(grads), "weight": jnp.asarray(weight, jnp.float32)}
+        own = {f"{OWN}{name}": jnp.asarray(value, jnp.float32) for name, value in own.items()}
+        return state.apply_gradients(grads, *new_state), {"loss": loss, **metrics, **own}
+
+    return train_step

@@ -1,0 +1,162 @@
+"""A Ray of one run alone, on this machine: on the loopback interface, behind a token, and gone when the run is, however it ends.
+
+- `address="local"`: a Ray that was killed leaves a file by which any other start would try to join the dead one.
+- Token: Ray asks for one by default, and keeps it where all users of the machine can read it; here it is a file of the run, 0600.
+- Loopback: Ray replaces 127.0.0.1 by the host's address; what does so is left out while it starts, and then GCS and raylet listen on 127.0.0.1.
+- The end: when the driver is killed, Ray's actors and raylet go within 10 s, two agents stay for up to 90. A small process of ours (no JAX, no Ray)
+  sees the driver's end by a pipe, kills what carries this run's mark in its environment, and removes the session's folder.
+
+All of it measured with Ray 2.60 (2026-11-22).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from spmdkit import files
+from spmdkit.errors import ConfigError
+
+MARK = "SPMDKIT_PARAMETER_SERVER"
+TOKEN = secrets.token_hex(32)
+"""One for all runs of a process: Ray reads it once, when it is imported, so its variables are set before that."""
+LEAST_STORE, MOST_STORE = 128 * 2**20, 16 * 2**30
+"""Bytes of the object store."""
+
+GUARD = """
+import os, shutil, signal, sys, time
+mark, folder, token = (sys.argv[1] + "=" + sys.argv[2]).encode(), sys.argv[3], sys.argv[4]
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+while os.read(0, 1024):
+    pass
+def marked():
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/" + pid + "/environ", "rb") as file:
+                if mark in file.read().split(b"\\0"):
+                    found.append(int(pid))
+        except OSError:
+            pass
+    return found
+driver, quiet, end = int(sys.argv[5]), 0, time.monotonic() + 60
+while quiet < 3 and time.monotonic() < end:
+    mine = [pid for pid in marked() if pid not in (os.getpid(), driver)]
+    quiet = 0 if mine else quiet + 1
+    for pid in mine:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+    time.sleep(0.2)
+shutil.rmtree(folder, ignore_errors=True)
+try:
+    os.unlink(token)
+except OSError:
+    pass
+"""
+"""Waits for the end of its input, which is the driver's end, and cleans up. It kills only what carries the mark of this run."""
+
+
+class LocalRay:
+    """Starts and ends a Ray of this run alone.
+
+    Args:
+        directory: of the run, for the token.
+        num: processes that are to run at once.
+        num_bytes: of the arrays that one of them sends at once.
+    """
+
+    def __init__(self, directory: Path, num: int, num_bytes: int):
+        self._num, self._store = num, min(MOST_STORE, max(LEAST_STORE, 4 * num * num_bytes))
+        self._token, self._mark = directory / "ray.token", secrets.token_hex(16)
+        self._before: dict[str, str | None] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._folder = ""
+
+    def start(self) -> None:
+        """Starts it, and connects this process.
+
+        Raises:
+            ConfigError: it does not start.
+        """
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path is short
+        files.replace(self._token, TOKEN.encode(), mode=0o600)
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            GUARD,
+            MARK,
+            self._mark,
+            self._folder,
+            str(self._token),
+            str(os.getpid()),
+        ]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        own = {
+            MARK: self._mark,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+        self._before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+        try:
+            self._init()
+        except Exception as error:
+            self.close()
+            raise ConfigError(
+                f"sync: parameter_server: Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at the memory of /dev/shm, "
+                "or use transport: threads."
+            ) from error
+
+    def _init(self) -> None:
+        import ray
+        from ray._private import services
+
+        resolve: Any = services.resolve_ip_for_localhost
+        services.resolve_ip_for_localhost = lambda host: host
+        try:
+            with warnings.catch_warnings():
+                # Of Python 3.12 and JAX, since Ray forks while JAX's threads run; what runs between fork and exec is a few lines of Ray.
+                warnings.simplefilter("ignore")
+                ray.init(
+                    address="local",
+                    num_cpus=self._num,
+                    include_dashboard=False,
+                    object_store_memory=self._store,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    _temp_dir=self._folder,
+                    _node_ip_address="127.0.0.1",
+                )
+        finally:
+            services.resolve_ip_for_localhost = resolve
+
+    def close(self) -> None:
+        """Ends what is left of it. May be called twice."""
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.stdin is not None:
+            guard.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                guard.wait(30)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,66 @@
+"""What servers and workers are made of, from a config and a task: the same in whichever process they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from spmdkit.config import Config
+from spmdkit.config.parameter_server import options
+from spmdkit.parameter_server.gradient import GradientStep, abstract_params, check_task, server_optimizer
+from spmdkit.parameter_server.partition import check_separable, owners, shard
+from spmdkit.parameter_server.server import Rules, Server
+from spmdkit.parameter_server.transport import Endpoint
+from spmdkit.parameter_server.worker import Worker
+from spmdkit.tasks import Task
+
+
+class Roles:
+    """The servers and workers of one config.
+
+    Raises:
+        ConfigError: the task or its optimizer cannot be trained so.
+
+    Attributes:
+        asked: the options of `sync: {parameter_server: ...}`.
+        owned: path of a leaf -> its server.
+        optimizer: of the servers.
+        turn: held by whoever runs a program on devices that are shared with others in this process.
+    """
+
+    def __init__(self, config: Config, task: Task):
+        check_task(config, task)
+        self.config, self.task, self.asked = config, task, options(config)
+        self._params = abstract_params(config, task)
+        self.optimizer = server_optimizer(config, task)
+        self.owned: Mapping[str, int] = owners(self._params, self.asked.servers, self.asked.partition)
+        check_separable(self.optimizer, self._params, self.owned)
+        self.turn: AbstractContextManager[Any] = (
+            threading.Lock() if self.asked.transport == "threads" else nullcontext()
+        )
+
+    def server(self, number: int, donate: bool) -> Server:
+        """Returns a server, empty. `donate`: nobody who pulls shares its memory."""
+        asked = self.asked
+        rules = Rules(
+            self.config.steps, asked.aggregate, asked.max_staleness, asked.scale_by_staleness, self.config.ema
+        )
+        return Server(self.optimizer, shard(self._params, self.owned, number), rules, donate)
+
+    def worker(
+        self,
+        number: int,
+        incarnation: int,
+        endpoints: Sequence[Endpoint],
+        devices: Sequence[jax.Device],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Worker:
+        """Returns a worker on some devices; its step is compiled at its first gradient."""
+        paths = [[path for path, owner in self.owned.items() if owner == i] for i in range(self.asked.servers)]
+        policies: dict[str, Any] = dict(self.config.policies())
+        computes = GradientStep(self.config, self.task, devices, self.turn)
+        return Worker(number, incarnation, endpoints, paths, computes, policies, self.asked.overlaps, stopped)

@@ -1,0 +1,378 @@
+"""What a server does: it holds its leaves, applies gradients as they come, and remembers which it has applied.
+
+A push names itself: (worker, incarnation, number). `seen` is what a server has answered to the last push of each worker, and is part of the state
+that is saved: the same push, sent again after a lost answer or a restart, is answered and not applied. An incarnation is one life of a worker;
+pushes of an earlier life are refused once the chief knows of its end. An epoch is one life of the servers' state: when a server dies, all go back
+to the last checkpoint, and gradients of what was lost are refused.
+
+    staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
+
+`aggregate` k > 1 waits for the gradients of k workers, all of the same parameters, and applies their mean by the counts of their losses; those that
+come later are dropped (backup workers). Each server decides for itself, as each ps of TensorFlow 1 does.
+
+Nothing here knows how calls travel. Methods are called one at a time and return at once; a call that is made twice is answered alike.
+
+Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), backup workers; Zhang et al., "Staleness-aware Async-SGD" (2016), the
+division by the staleness; TensorFlow's `ConditionalAccumulator`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmdkit.parameter_server.partition import Arrays, to_arrays, to_tree
+
+RECORDS = 4096
+"""Applied pushes that a server can tell of at once; the chief asks several times a second."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a server takes gradients.
+
+    Attributes:
+        steps: updates after which nothing is applied any more.
+        aggregate: gradients whose mean is one update.
+        max_staleness: a gradient that is staler is dropped; None: none is.
+        scale_by_staleness: divide an update by its staleness.
+        ema: decay of the average of parameters, or None.
+    """
+
+    steps: int
+    aggregate: int = 1
+    max_staleness: int | None = None
+    scale_by_staleness: bool = False
+    ema: float | None = None
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient on its way.
+
+    Attributes:
+        worker, incarnation, number: whose it is, in which life, and which of it.
+        epoch, version: of the server's state when it was pulled.
+        batch: the number of the batch.
+        gradient: this server's leaves; None: the batch is given up, since something was not finite.
+        loss, weight: the loss, and its count, by which a mean weighs the gradient.
+        told: for the first server alone: metrics, `seconds` of the computation, and the `state` (old, new) of a model with mutable state.
+    """
+
+    worker: int
+    incarnation: int
+    number: int
+    epoch: int
+    version: int
+    batch: int
+    gradient: Arrays | None
+    loss: float = 0.0
+    weight: float = 1.0
+    told: Mapping[str, Any] | None = None
+
+
+class Answer(NamedTuple):
+    """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced` (of an earlier life), `epoch`
+    (of parameters that were lost), `done` (there are enough updates); and the updates that the server has applied."""
+
+    outcome: str
+    version: int
+    staleness: int = 0
+
+
+class Pulled(NamedTuple):
+    """The parameters of one server after `version` updates."""
+
+    epoch: int
+    version: int
+    done: bool
+    params: Arrays
+    model_state: Arrays | None
+
+
+class Server:
+    """One server. Empty until `install`.
+
+    Args:
+        optimizer: of the whole tree, without clipping.
+        abstract: the (abstract) parameters that it holds: a tree with None in place of the others.
+        donate: an update may take the memory of the old parameters: nobody who has pulled them shares it.
+    """
+
+    def __init__(
+        self, optimizer: Any, abstract: Any, rules: Rules, donate: bool, clock: Callable[[], float] = time.monotonic
+    ):
+        self._optimizer, self._abstract, self._rules, self._clock = optimizer, abstract, rules, clock
+        self._lock = threading.Lock()
+        self._apply = jax.jit(self._updated, donate_argnums=(0,) if donate else ())
+        self._opt_abstract = jax.eval_shape(optimizer.init, abstract)
+        self._state: dict[str, Any] | None = None
+        self.epoch, self.applied = -1, 0
+        self._members = 1
+        self._here: dict[int, int] = {}  # worker -> incarnation that is ready
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen: dict[int, tuple[int, int, Answer]] = {}
+        self._histogram: Counter[int] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._progress: Counter[int] = Counter()
+        self._held: list[Push] = []
+        self._records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
+        self._num_records = 0
+        self._model_state: Arrays | None = None
+        self._next_batch, self._again = 1, list[int]()
+        self._out: dict[int, dict[int, int]] = {}  # worker -> number of the push -> batch
+
+    # ---- the chief's ---------------------------------------------------------------------------------------------------
+
+    def install(
+        self, epoch: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
+    ) -> None:
+        """Takes a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of a snapshot.
+
+        Args:
+            members: worker -> its incarnation.
+        """
+        with self._lock:
+            if epoch <= self.epoch:
+                return
+            self._forget()
+            own = lambda tree, given: jax.tree.map(jnp.array, to_tree(tree, given))
+            params = own(self._abstract, arrays["params"])
+            opt_state = (
+                own(self._opt_abstract, arrays["opt_state"])
+                if arrays.get("opt_state") is not None
+                else self._optimizer.init(params)
+            )
+            ema = own(self._abstract, arrays["ema"]) if arrays.get("ema") is not None else None
+            self._state = {"params": params, "opt_state": opt_state, "ema": ema}
+            self._model_state = arrays.get("model_state")
+            self.epoch, self.applied = epoch, int(table.get("applied", 0))
+            for worker, incarnation, number, outcome in table.get("seen", ()):
+                self._seen[worker] = (incarnation, number, Answer(outcome, self.applied))
+            for worker, incarnation in members.items():
+                self._fence(worker, incarnation)
+            self._members = len(members)
+            self._histogram.update({int(k): v for k, v in table.get("histogram", ())})
+            self._dropped.update(dict(table.get("dropped", ())))
+            self._progress.update({int(k): v for k, v in table.get("progress", ())})
+            self._next_batch, self._again = int(table.get("next_batch", self.applied + 1)), list(table.get("again", ()))
+
+    def admit(self, worker: int, incarnation: int, members: int) -> None:
+        """Takes a worker's new life, the last one being over: its pushes are refused from here on, and its batches go to others."""
+        with self._lock:
+            self._fence(worker, incarnation)
+            self._members = members
+            self._again += self._out.pop(worker, {}).values()
+            self._apply_held()
+
+    def _fence(self, worker: int, incarnation: int) -> None:
+        seen = self._seen.get(worker)
+        if seen is None or seen[0] < incarnation:
+            self._seen[worker] = (incarnation, -1, Answer("none", self.applied))
+
+    def status(self, cursor: int) -> dict[str, Any]:
+        """Returns where the server stands, with its records from number `cursor` on."""
+        with self._lock:
+            new = min(max(0, self._num_records - cursor), len(self._records))
+            records = list(self._records)[len(self._records) - new :]
+            return {
+                "installed": self._state is not None,
+                "here": sorted(self._here),
+                "epoch": self.epoch,
+                "applied": self.applied,
+                "records": records,
+                "cursor": self._num_records,
+                "histogram": dict(self._histogram),
+                "dropped": dict(self._dropped),
+                "progress": dict(self._progress),
+            }
+
+    def snapshot(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """Returns (epoch, arrays as `install` takes them, table): what was applied, and by whom, at one moment; None where there is nothing."""
+        with self._lock:
+            if self._state is None:
+                return None
+            arrays: dict[str, Any] = {
+                name: _copied(to_arrays(tree)) for name, tree in self._state.items() if tree is not None
+            }
+            arrays["model_state"] = self._model_state
+            waiting = [push.batch for push in self._held] + [b for out in self._out.values() for b in out.values()]
+            held = {(push.worker, push.number) for push in self._held}
+            seen = [
+                (
+                    worker,
+                    incarnation,
+                    number - ((worker, number) in held),
+                    "none" if (worker, number) in held else answer.outcome,
+                )
+                for worker, (incarnation, number, answer) in self._seen.items()
+            ]
+            table = {
+                "applied": self.applied,
+                "seen": seen,
+                "next_batch": self._next_batch,
+                "again": sorted({*self._again, *waiting}),
+                "histogram": sorted(self._histogram.items()),
+                "dropped": sorted(self._dropped.items()),
+                "progress": sorted(self._progress.items()),
+            }
+            return self.epoch, arrays, table
+
+    # ---- the workers' --------------------------------------------------------------------------------------------------
+
+    def hello(self, worker: int, incarnation: int) -> None:
+        """Takes note that a worker is ready to compute; on the first server."""
+        with self._lock:
+            self._here[worker] = incarnation
+
+    def take(self, worker: int, incarnation: int, number: int) -> int | None:
+        """Returns the batch for a worker's push `number`, on the first server; asked again, the same one. None: there is no state, or another life of the worker."""
+        with self._lock:
+            if self._state is None or incarnation < self._seen.get(worker, (0,))[0]:
+                return None
+            out = self._out.setdefault(worker, {})
+            if number not in out:
+                if self._again:
+                    out[number] = self._again.pop(0)
+                else:
+                    out[number], self._next_batch = self._next_batch, self._next_batch + 1
+            return out[number]
+
+    def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> Pulled | None:
+        """Returns the parameters; None where there are none yet, or none of a later (epoch, version), unless there are enough updates."""
+        with self._lock:
+            if self._state is None:
+                return None
+            done = self.applied >= self._rules.steps
+            if (self.epoch, self.applied) <= tuple(newer_than) and not done:
+                return None
+            params = {path: np.asarray(x) for path, x in to_arrays(self._state["params"]).items()}
+            return Pulled(self.epoch, self.applied, done, params, self._model_state)
+
+    def push(self, push: Push) -> Answer:
+        """Takes a gradient. Sent again, it is answered and not applied again."""
+        with self._lock:
+            if self._state is None or push.epoch != self.epoch:
+                return Answer("epoch", self.applied)
+            incarnation, number, before = self._seen.get(push.worker, (0, -1, Answer("none", 0)))
+            if push.incarnation < incarnation:
+                return Answer("fenced", self.applied)
+            if push.incarnation == incarnation and push.number <= number:
+                return before if push.number == number else Answer("fenced", self.applied)
+            answer = self._taken(push)
+            self._seen[push.worker] = (push.incarnation, push.number, answer)
+            self._out.get(push.worker, {}).pop(push.number, None)
+            if answer.outcome == "held":
+                self._held.append(push)
+                self._apply_held()
+            elif answer.outcome != "applied":
+                self._dropped[answer.outcome] += 1
+            return self._seen[push.worker][2]
+
+    def _taken(self, push: Push) -> Answer:
+        staleness = self.applied - push.version
+        if self.applied >= self._rules.steps:
+            return Answer("done", self.applied, staleness)
+        if push.gradient is None:
+            return Answer("skipped", self.applied, staleness)
+        if self._rules.aggregate > 1:
+            return Answer("held" if staleness == 0 else "late", self.applied, staleness)
+        most = self._rules.max_staleness
+        if most is not None and staleness > most:
+            return Answer("stale", self.applied, staleness)
+        self._update([push], staleness)
+        return Answer("applied", self.applied, staleness)
+
+    def _apply_held(self) -> None:
+        """Applies the mean of what is held once there is enough: of `aggregate` workers, or of all that live."""
+        held, enough = self._held, min(self._rules.aggregate, max(1, self._members))
+        if len(held) < enough:
+            return
+        self._held = []
+        self._update(held, 0)
+        for push in held:
+            self._seen[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
+
+    def _update(self, pushes: list[Push], staleness: int) -> None:
+        assert self._state is not None
+        total = sum(push.weight for push in pushes) or 1.0
+        first = pushes[0].gradient
+        assert first is not None
+        gradient = dict(first)
+        if len(pushes) > 1:
+            parts = [(push.gradient or {}, push.weight / total) for push in pushes]
+            gradient = {path: sum(g[path] * np.asarray(share, g[path].dtype) for g, share in parts) for path in first}
+        loss = sum(push.loss * push.weight / total for push in pushes)
+        scale = 1 / max(1, staleness) if self._rules.scale_by_staleness else 1.0
+        tree = to_tree(self._abstract, gradient)
+        self._state = self._apply(self._state, tree, np.float32(loss), np.float32(scale))
+        jax.block_until_ready(self._state)  # what is read (a view of the transport's memory) is free from here on
+        self.applied += 1
+        states = [push.told["state"] for push in pushes if push.told and "state" in push.told]
+        if states:
+            self._model_state = _moved(self._model_state, states, fresh=staleness == 0)
+        for push in pushes:
+            self._note(push, staleness)
+
+    def _updated(self, state: dict[str, Any], gradient: Any, loss: Any, scale: Any) -> dict[str, Any]:
+        params, ema, decay = state["params"], state["ema"], self._rules.ema
+        updates, opt_state = self._optimizer.update(gradient, state["opt_state"], params, value=loss)
+        if self._rules.scale_by_staleness:
+            updates = jax.tree.map(lambda u: u * scale.astype(u.dtype), updates)
+        params = optax.apply_updates(params, updates)
+        if decay is not None:
+            ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, params)
+        return {"params": params, "opt_state": opt_state, "ema": ema}
+
+    def _note(self, push: Push, staleness: int) -> None:
+        self._histogram[staleness] += 1
+        self._progress[push.worker] += 1
+        told = {name: value for name, value in (push.told or {}).items() if name != "state"}
+        self._records.append(
+            {
+                "step": self.applied,
+                "worker": push.worker,
+                "number": push.number,
+                "batch": push.batch,
+                "staleness": staleness,
+                "loss": push.loss,
+                "weight": push.weight,
+                "time": self._clock(),
+                **told,
+            }
+        )
+        self._num_records += 1
+
+
+def _moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
+    """Returns the model state after steps of workers, (old, new) of each.
+
+    Of one worker that began with the current state: what it made of it. Otherwise numbers move by the mean of what the workers added to theirs, and
+    what cannot be added to (flags) is that of the last.
+    """
+    _, last = states[-1]
+    if current is None or (fresh and len(states) == 1):
+        return dict(last)
+
+    def moved(path: str) -> Any:
+        if not (np.issubdtype(last[path].dtype, np.number) or last[path].dtype.name == "bfloat16"):
+            return last[path]
+        total = sum((new[path] - old[path] for old, new in states[1:]), start=states[0][1][path] - states[0][0][path])
+        return current[path] + (total / len(states)).astype(total.dtype)
+
+    return {path: moved(path) for path in last}
+
+
+def _copied(arrays: Arrays) -> Arrays:
+    return {path: np.array(x) for path, x in arrays.items()}

@@ -1,0 +1,198 @@
+"""A worker: pulls, computes, pushes, until every server has enough.
+
+With `overlap` the last gradient is on its way, and the next parameters come, while the next one is computed: by a worker's own hand every gradient is
+then one update stale. Without it a worker waits for its push: alone, its staleness is zero.
+
+It keeps nothing: a worker that dies loses what it was computing. Whoever takes its place has a new incarnation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from spmdkit.parameter_server.gradient import Gradient
+from spmdkit.parameter_server.partition import Arrays
+from spmdkit.parameter_server.server import Answer, Pulled, Push
+from spmdkit.parameter_server.transport import Endpoint, ask, wait_for
+
+LONGEST_WAIT_S = 0.02
+"""Between two questions for parameters that are not there yet."""
+
+
+class Computes(Protocol):
+    """What computes gradients: `GradientStep`, or a test's."""
+
+    def batch(self, number: int) -> Any: ...
+
+    def place(self, params: Arrays, model_state: Arrays | None) -> tuple[Any, Any]: ...
+
+    def __call__(self, params: Any, model_state: Any, number: int, batch: Any) -> Gradient: ...
+
+
+class NotFinite(Exception):
+    """Loss, gradient or metrics are not finite, and the policy is to stop."""
+
+
+class Fenced(Exception):
+    """Another life of this worker works: what this one sends is refused."""
+
+
+class _Computed(NamedTuple):
+    gradient: Gradient
+    skips: bool
+    seconds: float
+
+
+class Ready(NamedTuple):
+    """All that a computation needs, on the devices."""
+
+    number: int
+    batch_number: int
+    epoch: int
+    versions: tuple[int, ...]
+    batch: Any
+    params: Any
+    model_state: Any
+    old_state: Arrays | None
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One life of a worker.
+
+    Attributes:
+        number, incarnation: who it is.
+        endpoints: the servers, the first of which gives out batches.
+        owned: for each server the paths of its leaves.
+        computes: gradients.
+        policies: `loss`, `gradient`, `metrics` -> what is done where they are not finite.
+        overlap: push and pull while the next gradient is computed.
+        stopped: whether it has been told to end.
+    """
+
+    number: int
+    incarnation: int
+    endpoints: Sequence[Endpoint]
+    owned: Sequence[Sequence[str]]
+    computes: Computes
+    policies: dict[str, str]
+    overlap: bool = True
+    stopped: Callable[[], bool] = lambda: False
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.perf_counter
+
+    def run(self) -> int:
+        """Works until every server has enough, or it is told to end; returns the number of gradients that it has sent.
+
+        Raises:
+            NotFinite: and the policy says stop.
+            Fenced: the chief has taken it for dead, and another life of it works.
+            Unavailable: it was told to end while a server was away.
+        """
+        self._ask("hello", self.number, self.incarnation)
+        with ThreadPoolExecutor(1, thread_name_prefix=f"worker-{self.number}") as background:
+            return self._overlapping(background) if self.overlap else self._waiting()
+
+    def _waiting(self) -> int:
+        sent, ready = 0, self._fetch(0)
+        while ready is not None:
+            newer_than = self._push(ready, self._compute(ready))
+            sent += 1
+            ready = self._fetch(sent, newer_than)
+        return sent
+
+    def _overlapping(self, background: ThreadPoolExecutor) -> int:
+        def push_and_fetch(ready: Ready, push: _Computed, number: int) -> Ready | None:
+            self._push(ready, push)
+            return self._fetch(number)
+
+        sent, ready = 0, self._fetch(0)
+        following: Future[Ready | None] = background.submit(self._fetch, 1)
+        while ready is not None:
+            computed = self._compute(ready)
+            upcoming = following.result()  # pulled before this gradient was pushed
+            following = background.submit(push_and_fetch, ready, computed, sent + 2)
+            sent, ready = sent + 1, upcoming
+        following.result()
+        return sent
+
+    # ---- parts of a turn -----------------------------------------------------------------------------------------------
+
+    def _fetch(self, number: int, newer_than: Sequence[tuple[int, int]] = ()) -> Ready | None:
+        """Returns what the push `number` is computed from; None where no more is needed."""
+        wait_s, computes = 0.001, self.computes
+        while not self.stopped():
+            pulled = self._pull(newer_than or [(-1, -1)] * len(self.endpoints))
+            if pulled is not None and all(part.done for part in pulled):
+                return None
+            batch = None if pulled is None else self._ask("take", self.number, self.incarnation, number)
+            if pulled is None or batch is None:
+                self.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                continue
+            params = {path: x for part in pulled for path, x in part.params.items()}
+            state, versions = pulled[0].model_state, tuple(part.version for part in pulled)
+            placed = computes.place(params, state)
+            return Ready(number, batch, pulled[0].epoch, versions, computes.batch(batch), *placed, state)
+        return None
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Returns the answer of the first server."""
+        return ask(self.endpoints[0], method, *args, give_up=self.stopped, sleep=self.sleep)
+
+    def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[Pulled] | None:
+        """Returns the parts of all servers; None where one has none that is newer, or they are of different epochs."""
+        parts = self._of_all("pull", [(known,) for known in newer_than])
+        if any(part is None for part in parts) or len({part.epoch for part in parts}) > 1:
+            return None
+        return parts
+
+    def _of_all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Returns the answers of all servers, asked at once."""
+        calls = [
+            (endpoint, endpoint.ask(method, *own), own) for endpoint, own in zip(self.endpoints, args, strict=True)
+        ]
+        return [
+            wait_for(endpoint, answer, method, *own, give_up=self.stopped, sleep=self.sleep)
+            for endpoint, answer, own in calls
+        ]
+
+    def _compute(self, ready: Ready) -> _Computed:
+        begin = self.clock()
+        found = self.computes(ready.params, ready.model_state, ready.batch_number, ready.batch)
+        skips = False
+        for what in found.not_finite:
+            policy = self.policies.get(what, "stop")
+            skips |= policy == "skip"
+            if policy == "stop":
+                raise NotFinite(
+                    f"{what} of batch {ready.batch_number} is not finite on worker {self.number}. Nothing of it was applied. Lower the learning rate, set "
+                    "clip_norm, or on_nonfinite: skip."
+                )
+        return _Computed(found, skips, self.clock() - begin)
+
+    def _push(self, ready: Ready, computed: _Computed) -> list[tuple[int, int]]:
+        """Returns (epoch, version), of each server, which the next parameters have to be newer than: where the gradient waits for those of others."""
+        found, pushes = computed.gradient, []
+        for server, paths in enumerate(self.owned):
+            told: dict[str, Any] | None = None
+            if server == 0:
+                told = {"metrics": found.metrics, "seconds": computed.seconds}
+                if found.model_state is not None:
+                    told["state"] = (ready.old_state or found.model_state, found.model_state)
+            gradient = None if computed.skips else {path: found.arrays[path] for path in paths}
+            where = (ready.epoch, ready.versions[server], ready.batch_number)
+            pushes.append(
+                Push(self.number, self.incarnation, ready.number, *where, gradient, found.loss, found.weight, told)
+            )
+        answers: list[Answer] = self._of_all("push", [(push,) for push in pushes])
+        if any(answer.outcome == "fenced" for answer in answers):
+            raise Fenced(f"worker {self.number} in its life {self.incarnation} is taken for dead")
+        waits = [answer.outcome == "held" for answer in answers]
+        return [
+            (ready.epoch, version) if held else (-1, -1) for held, version in zip(waits, ready.versions, strict=True)
+        ]

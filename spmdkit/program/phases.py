@@ -1,0 +1,152 @@
+"""The programs that a run calls beside its step: that of the reducer's warm-up, that of the steps before groups train alone, those in which they agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit.program.choose_form import choose_form
+from spmdkit.program.state_layout import StateLayout
+from spmdkit.program.task_step import TaskStep
+from spmdkit.step import scope
+from spmdkit.step.exchange import mean_by
+from spmdkit.step.groups import agreed, mean
+from spmdkit.step.state import TrainState
+from spmdkit.step.together import together_step
+from spmdkit.tree import named_leaves
+
+
+class Phase:
+    """A program of a run beside its step.
+
+    Attributes:
+        name: what a plan calls it.
+        every: steps from one call to the next.
+        in_place: it takes the place of a step; otherwise it runs after one.
+        first: the first such step.
+        until: the last such step; None: it never ends.
+
+    Args:
+        lower: gives the program as it is handed to the compiler.
+        compile: compiles it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lower: Callable[[], jax.stages.Lowered],
+        compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
+        *,
+        every: int = 1,
+        in_place: bool = False,
+        first: int = 1,
+        until: int | None = None,
+    ):
+        self.name, self.every, self.in_place, self.first, self.until = name, every, in_place, first, until
+        self._lower, self._compile = lower, compile
+
+    @property
+    def lowered(self) -> jax.stages.Lowered:
+        """The program as it is given to the compiler."""
+        return self._lower()
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled program; the state that it is given is donated."""
+        return self._compile(self._lower())
+
+    def runs(self, step: int) -> bool:
+        """Returns whether it takes the place of `step`, or runs after it."""
+        ended = self.until is not None and step > self.until
+        return step >= self.first and not ended and (step - self.first) % self.every == 0
+
+
+Whole = tuple[StateLayout, Callable[[], scope.Context], int, Callable[[], Any], Callable[[], scope.Context]]
+"""Of a step of the whole mesh: where one copy of its state lives, its context, the number of replicas; and what the guard of a step of groups gives, and
+the context of that step."""
+
+
+def phases_of(
+    task_step: TaskStep,
+    compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
+    warmup: tuple[int, Callable[[], jax.stages.Lowered]],
+    whole: Whole,
+) -> tuple[Phase, ...]:
+    """Returns the programs that a run calls beside its step, those in its place first.
+
+    Args:
+        warmup: the last step of the reducer's warm-up, or 0; its program.
+    """
+    phase, found, groups = functools.partial(Phase, compile=compile), list[Phase](), task_step.groups
+    if warmup[0]:
+        found.append(phase("warmup", warmup[1], in_place=True, until=warmup[0]))
+    if groups is None:
+        return tuple(found)
+    if start := groups.sync.start:
+        found.insert(0, phase("start", lambda: lowered_start(task_step, whole), in_place=True, until=start))
+    for number, turn in enumerate(groups.sync.turns):
+        lower = lowered_beside if turn.beside else lowered_agreement
+        agreed = functools.partial(lower, task_step, whole, number)
+        first = turn.first + turn.beside
+        found.append(phase(turn.name, agreed, every=turn.every, in_place=turn.beside, first=first))
+    return tuple(found)
+
+
+def lowered_agreement(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
+    """Returns the program of a turn in which groups agree, state -> state."""
+    agree = _agree(task_step, whole, turn)
+    jitted = jax.jit(agree, out_shardings=task_step.state.sharding, donate_argnums=0)
+    return jitted.lower(task_step.state.abstract)
+
+
+def lowered_beside(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
+    """Returns the step of groups with a turn that crosses beside it: of the state before the step, whose parameters neither changes for the other.
+
+    Nothing that the turn computes is used in the step, so that the compiler can send while it computes.
+    """
+    agree, step = _agree(task_step, whole, turn), task_step.function(whole[4]())
+
+    def train_step(state: TrainState, batch: Any) -> Any:
+        new, metrics, code = step(state, batch)
+        return new.replace(sync=agree(state).sync), metrics, code
+
+    assert task_step.groups is not None
+    of_metrics = NamedSharding(task_step.mesh, PartitionSpec(task_step.groups.axes))
+    jitted = jax.jit(train_step, out_shardings=(task_step.state.sharding, of_metrics, None), donate_argnums=0)
+    return jitted.lower(task_step.state.abstract, task_step.batch)
+
+
+def _agree(task_step: TaskStep, whole: Whole, turn: int) -> Callable[[TrainState], TrainState]:
+    groups = task_step.groups
+    assert groups is not None
+    specs = {path: x.sharding.spec for path, x in named_leaves(whole[0].abstract.params)}
+
+    def agreement(current: TrainState) -> TrainState:
+        current = task_step.to_device(current)
+        by = groups.reducer
+        over = mean if by is None else mean_by(by, groups, specs, task_step.mesh, current.key)
+        return agreed(groups, current, turn, over)
+
+    return agreement
+
+
+def lowered_start(task_step: TaskStep, whole: Whole) -> jax.stages.Lowered:
+    """Returns the step in which all replicas agree, on the state of all groups."""
+    groups = task_step.groups
+    assert groups is not None
+    single, context, num_replicas, code, _ = whole
+    of_all = dataclasses.replace(task_step, groups=None, state=single)
+    chosen = choose_form(of_all, context(), num_replicas, probe_padding=False)
+    step = together_step(of_all.function(chosen.context), groups, single.abstract, code())
+
+    def train_step(state: TrainState, batch: Any) -> Any:
+        return step(task_step.to_device(state), batch)
+
+    shardings = (task_step.state.sharding, NamedSharding(task_step.mesh, PartitionSpec()), None)
+    jitted = jax.jit(train_step, out_shardings=shardings, donate_argnums=0)
+    return jitted.lower(task_step.state.abstract, task_step.batch)

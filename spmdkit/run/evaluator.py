@@ -1,0 +1,160 @@
+"""The evaluator of TF_CONFIG: one process beside those that train, which evaluates each new checkpoint until the run is finished.
+
+As TensorFlow's: it is no part of the cluster, so that training never waits for it, and it may be killed and started again at any time. It has its own devices (those of the
+config, all in this process), reads `run_dir/checkpoints` and writes `run_dir/evaluator.jsonl`, one line for each step; what stands there is not evaluated again.
+Checkpoints that retention has deleted before it came to them are passed over: the newest always is evaluated.
+Source: tensorflow.org/guide/distributed_training, "TF_CONFIG" (task type "evaluator"); tf.estimator.train_and_evaluate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdkit import journal
+from spmdkit.checkpoint import Checkpoints, held
+from spmdkit.checkpoint.place import Place
+from spmdkit.cluster import Cluster, ClusterSpec, join
+from spmdkit.compile_cache import kept
+from spmdkit.config import Config
+from spmdkit.errors import CheckpointError, ConfigError, Preempted
+from spmdkit.faults import StopSignals, report_and_leave
+from spmdkit.files import FILE_MODE, not_writable
+from spmdkit.metrics import read_lines
+from spmdkit.metrics.jsonl import record_line
+from spmdkit.program.opening import open_program, task_of
+from spmdkit.program.restoring import restored
+from spmdkit.run.hooks.finite import check_evaluation
+from spmdkit.run.remote import checkpoints_of
+from spmdkit.tasks import Task
+from spmdkit.words import visible
+
+POLL_S = 1.0
+FILE = "evaluator.jsonl"
+
+
+def evaluate_each(
+    config: Config,
+    spec: ClusterSpec | None = None,
+    task: Task | None = None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    say: Callable[[str], None] = lambda line: print(visible(line), flush=True),
+) -> list[int]:
+    """Returns the steps that were evaluated, when the last checkpoint of the finished run has been.
+
+    Raises:
+        ConfigError: the run saves no checkpoints.
+        Preempted: a signal asked to stop; start it again to go on.
+        NonFiniteError: an evaluation that `on_nonfinite` does not let be.
+    """
+    if config.checkpoint is None:
+        raise ConfigError(
+            "this process is an evaluator, and checkpoint is null: there will be nothing to evaluate. Set checkpoint: "
+            "{every_steps: 100}, or start no evaluator."
+        )
+    with kept(config.compile_cache, config.folder):
+        return _follow(config, spec, task, sleep, say)
+
+
+def _follow(
+    config: Config,
+    spec: ClusterSpec | None,
+    task: Task | None,
+    sleep: Callable[[float], None],
+    say: Callable[[str], None],
+) -> list[int]:
+    with StopSignals() as signals, signals.nothing_to_save(report_and_leave):
+        cluster = join(spec or ClusterSpec(), config.devices)
+        signals.again()
+        program = open_program(config, task or task_of(config), cluster.devices)
+    if program.task.eval_data is None:
+        raise ConfigError(
+            "this process is an evaluator, and the task has no eval_data. Give Task(eval_data=...), or start no evaluator."
+        )
+    directory, found_in = config.resolved_run_dir(), checkpoints_of(config)
+    evaluated = {line["step"] for line in read_lines(directory / FILE) if isinstance(line.get("step"), int)}
+    say(f"evaluator of {directory}: each new checkpoint, into {FILE}")
+    steps: list[int] = []
+    with StopSignals() as signals:
+        while True:
+            before = len(steps)
+            waiting = [step for step in _steps(cluster, found_in) if step not in evaluated]
+            for step in waiting:
+                if signals.requested is not None:
+                    break
+                if (values := _evaluated(cluster, program, found_in, step)) is None:
+                    continue  # retention was quicker
+                evaluated.add(step)
+                steps.append(step)
+                _write(directory / FILE, step, values)
+                told = (f"{name} {x:.6g}" for name, x in values.items() if isinstance(x, float))
+                say(f"step {step} eval  " + "  ".join(told))
+                check_evaluation(config, step, values)
+            if signals.requested is not None:
+                raise Preempted(f"the evaluator was stopped after {len(steps)} checkpoints. Start it again to go on.")
+            if not waiting and _is_finished(cluster, found_in, config.steps):
+                return steps
+            if len(steps) == before:
+                sleep(POLL_S)
+
+
+def _checkpoints(cluster: Cluster, directory: Place) -> Checkpoints:
+    return Checkpoints(directory, is_main=False, num_processes=1, cluster=cluster)
+
+
+def _steps(cluster: Cluster, directory: Place) -> Sequence[int]:
+    return _checkpoints(cluster, directory).steps()
+
+
+def _evaluated(cluster: Cluster, program: Any, directory: Place, step: int) -> dict[str, Any] | None:
+    """Returns the metrics of a checkpoint, None where it is gone."""
+    checkpoints = _checkpoints(cluster, directory)
+
+    def choose() -> int:
+        if step not in checkpoints.steps():
+            raise _GoneError
+        return step
+
+    try:
+        with held(checkpoints.directory, choose), journal.during("restore"):
+            state, *_ = restored(checkpoints, step, program)
+    except (_GoneError, FileNotFoundError):
+        return None
+    except CheckpointError:
+        if step not in checkpoints.steps():
+            return None
+        raise
+    with journal.during("evaluation"):
+        return dict(program.eval(state))
+
+
+class _GoneError(Exception):
+    """A step went between being seen and being held."""
+
+
+def _is_finished(cluster: Cluster, directory: Place, last: int) -> bool:
+    """Returns whether the newest checkpoint is the run's last: of its last step, or of where a hook has stopped it for good."""
+    checkpoints = _checkpoints(cluster, directory)
+    newest = checkpoints.latest()
+    if newest is None:
+        return False
+    if newest >= last:
+        return True
+    try:
+        return bool(checkpoints.read_record(newest).get("finished"))
+    except CheckpointError:
+        return False
+
+
+def _write(path: Path, step: int, values: dict[str, Any]) -> None:
+    plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}
+    line = record_line({"step": step, "split": "eval", **plain}, arrays=True)
+    try:
+        path.touch(mode=FILE_MODE)
+        with path.open("a") as file:
+            file.write(line)
+    except OSError as error:
+        raise not_writable(path, error) from error

@@ -1,0 +1,63 @@
+"""Stops when this machine, or that of any other process, is about to be taken away: `preemption` in a config; watchers/ has who is asked.
+
+All processes agree on a step, save it, and leave with 42. Where this process waits for data that do not come, the notice is handed on as a signal would be (run/watched.py).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from spmdkit import journal, kinds
+from spmdkit.errors import Preempted
+from spmdkit.run.hooks.base import Action, Hook, Stop
+from spmdkit.watchers.base import Watcher
+
+TAKEN_S = 3.0
+"""A notice that no step has taken by then is handed on as a signal."""
+
+
+def make(config: Any) -> Hook | None:
+    """Returns the hook that heeds notices, None where nobody is asked."""
+    if not config.preemption:
+        return None
+    watchers = [(kinds.split(choice)[0], kinds.make("watchers", choice)) for choice in config.preemption]
+    noticed: list[str] = []
+    taken, ended = threading.Event(), threading.Event()
+
+    def begin(run: Any, step: int, state: Any) -> None:
+        for name, watcher in watchers:
+            thread = threading.Thread(
+                target=_watch, args=(run, name, watcher, noticed, taken, ended), name=f"spmdkit-{name}", daemon=True
+            )
+            thread.start()
+
+    def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
+        if not noticed:
+            return None
+        taken.set()
+        return Stop(Preempted.exit_code, noticed[0])
+
+    return Hook("preemption", order=44, begin=begin, after_step=after_step, end=lambda *_: ended.set())
+
+
+def _watch(
+    run: Any, name: str, watcher: Watcher, noticed: list[str], taken: threading.Event, ended: threading.Event
+) -> None:
+    """Asks until there is a notice, or training ends."""
+    failed = False
+    while not ended.wait(watcher.every_s):
+        try:
+            why = watcher.notice()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not failed:
+                run.events.write("preemption watcher", name=name, error=f"{type(error).__name__}: {error}"[:300])
+            failed = True
+            continue
+        if why:
+            run.events.write("notice", name=name, why=why, phase=journal.place().phase)
+            noticed.append(why)
+            if not taken.wait(TAKEN_S) and not ended.is_set() and run.signals is not None:
+                run.signals.received(signal.SIGUSR1)
+            return

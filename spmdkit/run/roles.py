@@ -1,0 +1,20 @@
+"""Who does what in a run: said in the events `started` and `restored`, and in the guide.
+
+tf.train.Supervisor and MonitoredTrainingSession make one process the chief: it initialises or restores, saves and writes summaries, and the others wait until the model is ready.
+Here every process runs the same program, so there is little that one does for the others.
+"""
+
+from __future__ import annotations
+
+ALL = "all"
+
+ROLES = {
+    "initialises": ALL,  # each its own shards, from the same seed; agreed on before the first step
+    "restores": ALL,  # each reads its own shards
+    "saves": ALL,  # each writes its own shards
+    "commits": 0,  # the record, the name that makes a step one, and retention
+    "decides": 0,  # what depends on a clock or a file: checkpoint.every_seconds, stopping
+    "summaries": 0,  # metrics.jsonl, counts.jsonl, sinks, the report
+    "evaluates": ALL,
+}
+"""Task -> `all`, or the process that does it."""

@@ -1,0 +1,257 @@
+"""`Search`: the walk from results that differ back to where they begin to, through the values of a step on a mesh.
+
+A value inside of a loop is looked at turn by turn: what is wrong in the second turn is so since something was in the first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmdkit.verify.relation import FAR, PARTS, Relation, difference, distance, noise_of, related
+from spmdkit.verify.tapped import Place, Tapped, Value
+
+
+class Taps(NamedTuple):
+    """A program with taps, and what they gave: results by number."""
+
+    program: Tapped
+    results: Mapping[int, Any]
+    taps: Mapping[Place, np.ndarray]
+
+
+class Node(NamedTuple):
+    """A value in one turn of each loop that it is inside of, counted as they run."""
+
+    place: Place
+    turns: tuple[int, ...] = ()
+
+
+class Search:
+    """What differs between one device and a mesh, and where it begins.
+
+    Args:
+        one, many: the values of one device and of the mesh.
+        moved: one device with its input moved by one ulp.
+        axes: sizes of the mesh axes that are larger than one.
+        reordered: rows may stand in another order on the mesh.
+    """
+
+    def __init__(self, one: Taps, moved: Sequence[Taps], many: Taps, axes: Mapping[str, int], reordered: bool = False):
+        self.one, self.moved, self.many, self.axes, self._reordered = one, moved, many, axes, reordered
+        self._match = _matched(one.program.values, many.program.values)
+        self._alike: dict[Any, list[Place]] = {}
+        for place in one.taps:
+            self._alike.setdefault(one.program.values[place].key, []).append(place)
+        self._right: tuple[str, ...] = ("same", *PARTS)
+        self._relations: dict[Node, tuple[Relation | None, Place | None]] = {}
+
+    # ---- the walk ----------------------------------------------------------------------------------------------------
+
+    def first(self) -> dict[Node, list[Node]]:
+        """Returns the first values that differ, each with the values before it that nothing stands for."""
+        first = self._walked()
+        values = self.many.program.values
+        near = [n for node, between in first.items() for n in (node, *between)]
+        added = [n for n in near if values[n.place].primitive.startswith("psum") and not values[n.place].own]
+        if any((r := self.relation(n)) is not None and r.kind == "mean" for node in added for n in self.parents(node)):
+            # What the package adds here as if it were sums has been made too large somewhere before. A user's own sum is itself the mistake.
+            self._right = tuple(kind for kind in self._right if kind != "mean")
+            first = self._walked()
+        return first
+
+    def _walked(self) -> dict[Node, list[Node]]:
+        first: dict[Node, list[Node]] = {}
+        seen: set[Node] = set()
+        todo = [node for place in self._wrong_results() for node in self._nodes(place, (), ())]
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            between, below = self._behind(node)
+            todo += below
+            if not below:
+                first[node] = between
+        return self._earliest(first)
+
+    def _earliest(self, first: Mapping[Node, list[Node]]) -> dict[Node, list[Node]]:
+        """Returns those that are computed from none of the others: a choice (argmax) looks right where what it is made of is not."""
+        values = self.many.program.values
+        before = {place: self.many.program.ancestors(values[place].parents) for place in {n.place for n in first}}
+
+        def is_later(node: Node) -> bool:
+            others = [n for n in first if n != node and n.place in before[node.place]]
+            own = (node.turns, node.place)
+            return any(node.place not in before[n.place] or (n.turns, n.place) < own for n in others)
+
+        return {node: between for node, between in first.items() if not is_later(node)}
+
+    def _wrong_results(self) -> list[Place]:
+        """Returns the places of the results that differ from those of one device."""
+        found = []
+        for i, x in self.many.results.items():
+            y = self.one.results[i]
+            ulps = [side.results[i] for side in self.moved]
+            if x.shape != y.shape or distance(x, y) > noise_of(y, ulps, FAR):
+                found += [place for place in self.many.program.results[i] if place in self.many.program.values]
+        return found
+
+    def parents(self, node: Node) -> list[Node]:
+        """Returns what a value is computed from, the program's arguments left out."""
+        value = self.many.program.values[node.place]
+        found = []
+        for parent in value.parents:
+            if parent[0] == -1:
+                continue
+            turns = node.turns
+            if parent in value.carried:
+                turns = (*turns[:-1], turns[-1] - 1)
+                if turns[-1] < 0:
+                    continue
+            found += self._nodes(parent, value.loops, turns)
+        return found
+
+    def _nodes(self, place: Place, loops: Sequence[Any], turns: tuple[int, ...]) -> list[Node]:
+        """Returns a value in the turns that are seen from others: of a loop that has ended, the first that differs, or the last."""
+        own = self.many.program.values[place].loops
+        shared = 0
+        while shared < min(len(own), len(loops)) and own[shared] == loops[shared]:
+            shared += 1
+        kept, rest = turns[:shared], own[shared:]
+        if not rest:
+            return [Node(place, kept)]
+        every = [Node(place, (*kept, *more)) for more in np.ndindex(*(loop.length for loop in rest))]
+        wrong = (n for n in every if (r := self.relation(n)) is not None and r.kind not in ("same", *PARTS))
+        return [next(wrong, every[-1])] if every else []
+
+    def _behind(self, node: Node) -> tuple[list[Node], list[Node]]:
+        """Returns (values that nothing stands for, between a value and what is right before it; values that differ before it)."""
+        between, below, seen = [], [], set[Node]()
+        todo = self.parents(node)
+        while todo:
+            parent = todo.pop()
+            if parent in seen:
+                continue
+            seen.add(parent)
+            relation = self.relation(parent)
+            if relation is None:
+                between.append(parent)
+                todo += self.parents(parent)
+            elif relation.kind not in self._right:
+                below.append(parent)
+        return between, below
+
+    def misplaced(self, node: Node) -> list[Node]:
+        """Returns the places of rows that the keys behind a draw are made of, where these are other ones than on one device."""
+        values, found, seen = self.many.program.values, list[Node](), set[Node]()
+        todo = self.parents(node)
+        while todo:
+            parent = todo.pop()
+            value = values[parent.place]
+            if parent in seen:
+                continue
+            seen.add(parent)
+            if value.is_key or value.primitive.startswith("random_"):
+                todo += self.parents(parent)
+            elif value.is_index and value.shape:
+                relation, _ = self._compared(parent)
+                found += [parent] * (relation is not None and relation.kind == "differs")
+        return found
+
+    # ---- one value ---------------------------------------------------------------------------------------------------
+
+    def relation(self, node: Node) -> Relation | None:
+        """Returns how a value of the mesh is made of that of one device; None where nothing there stands for it."""
+        return self._known(node)[0]
+
+    def _known(self, node: Node) -> tuple[Relation | None, Place | None]:
+        """Returns (relation, the place on one device whose value it is made of)."""
+        if node not in self._relations:
+            self._relations[node] = (None, None)  # what a loop hands on as it was
+            self._relations[node] = self._look(node)
+        return self._relations[node]
+
+    def _look(self, node: Node) -> tuple[Relation | None, Place | None]:
+        if self.many.program.values[node.place].is_index:
+            return Relation("same"), None  # another on each device by its nature
+        return self._compared(node)
+
+    def _compared(self, node: Node) -> tuple[Relation | None, Place | None]:
+        value = self.many.program.values[node.place]
+        if node.place not in self.many.taps:
+            return None, None
+        match = self._match.get(node.place)
+        match = match if match in self.one.taps else None
+        first = None if match is None else self._against(node, match)
+        if match is not None and (first is None or first.kind != "differs"):
+            return first, match
+        # Another one of the same line may be meant. Without a match, what it is made of may be what it is, too, as a sum over devices is.
+        made_of = [] if match is not None else [self._known(n)[1] for n in self.parents(node)]
+        for other in dict.fromkeys([*self._alike.get(value.key, []), *made_of]):
+            found = None if other is None or other == match else self._against(node, other)
+            if found is not None and found.kind in ("same", *PARTS):
+                return found, other
+        return first, match
+
+    def _against(self, node: Node, other: Place) -> Relation | None:
+        if (found := self._found(node, other)) is None:
+            return None
+        right = self._of_one(self.one, node, other)
+        ulps = [self._of_one(side, node, other) for side in self.moved if other in side.taps]
+        stacked = self.many.program.values[node.place].stacked
+        return related(found, right, stacked, self.axes, lambda least: noise_of(right, ulps, least), self._reordered)
+
+    def _found(self, node: Node, other: Place) -> np.ndarray | None:
+        """Returns a value of the mesh in its turn, stacked over devices; None where one device's loops are others."""
+        value, here = self.many.program.values[node.place], self.many.taps[node.place]
+        if [loop.length for loop in value.loops] != [loop.length for loop in self.one.program.values[other].loops]:
+            return None
+        return here[(slice(None),) * bool(value.stacked) + _index(value, node.turns)]
+
+    def _of_one(self, side: Taps, node: Node, other: Place) -> np.ndarray:
+        value, here = side.program.values[other], side.taps[other]
+        return (here[0] if value.stacked else here)[_index(value, node.turns)]
+
+    def how(self, node: Node) -> tuple[str, str]:
+        """Returns (how a value differs, over which axes) in words."""
+        relation, other = self._known(node)
+        if relation is not None and relation.kind == "mean" and "mean" not in self._right:
+            times = math.prod(self.axes.get(axis, 1) for axis in relation.axes.split(" x "))
+            return (
+                f"is each shard's own mean over {relation.axes}, added over it: {times} times too much",
+                relation.axes,
+            )
+        if relation is not None and relation.kind in PARTS:
+            return f"is each shard's own {relation.kind} over {relation.axes}, used as if it were of all", relation.axes
+        if other is None:
+            other = next((r for n in self.parents(node) if (r := self._known(n)[1]) is not None), None)
+        every = " x ".join(self.axes)
+        found = None if other is None or node.place not in self.many.taps else self._found(node, other)
+        if other is None or found is None:
+            return "stands for nothing on one device, and what follows differs", every
+        stacked = self.many.program.values[node.place].stacked
+        return difference(found, self._of_one(self.one, node, other), stacked, self.axes) or ("is another value", every)
+
+
+def _index(value: Value, turns: Sequence[int]) -> tuple[int, ...]:
+    """Returns where turns stand in the dims of a value's loops."""
+    return tuple(n.length - 1 - turn if n.reverse else turn for n, turn in zip(value.loops, turns, strict=True))
+
+
+def _matched(one: Mapping[Place, Value], many: Mapping[Place, Value]) -> dict[Place, Place]:
+    """Returns place on the mesh -> place on one device, of values of the same text in the same order."""
+    found: dict[Place, Place] = {}
+    for backward in (False, True):
+        a = [(p, v.key) for p, v in one.items() if v.backward == backward]
+        b = [(p, v.key) for p, v in many.items() if v.backward == backward]
+        ids: dict[Any, int] = {}
+        numbers = [[ids.setdefault(key, len(ids)) for _, key in side] for side in (a, b)]
+        matcher = difflib.SequenceMatcher(None, numbers[0], numbers[1], autojunk=False)
+        for i, j, size in matcher.get_matching_blocks():
+            found |= {b[j + n][0]: a[i + n][0] for n in range(size)}
+    return found

@@ -1,0 +1,54 @@
+"""What a watcher is: it asks something outside whether this machine is about to be taken away. A file each in this folder, `make(**options) -> Watcher`.
+
+SIGTERM and SIGUSR1, which most schedulers send, need none (faults/signals.py). It is asked in a thread of its own, in every process of the run, since each may be on
+another machine; one notice is enough, and all processes save at one step and leave with 42 (run/hooks/preemption.py).
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+TIMEOUT_S = 5.0
+"""Until an answer has come; a metadata server is on the same machine."""
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What is asked, and how often.
+
+    Attributes:
+        notice: returns why this machine is about to go, or an empty text. What it raises (`OSError`, `ValueError`) is no notice: asked again, and said once.
+        every_s: seconds between two questions.
+    """
+
+    notice: Callable[[], str]
+    every_s: float = 5.0
+
+
+def address(default: str, *variables: str) -> str:
+    """Returns `http://host` of a metadata server: of the first of these variables that is set, as the cloud's own tools read them, or the default."""
+    given = next((os.environ[name] for name in variables if os.environ.get(name)), default)
+    return (given if "://" in given else f"http://{given}").rstrip("/")
+
+
+def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+    """Returns the text that a metadata server answers, None where it says that there is no such thing (404). No proxy is asked.
+
+    Raises:
+        OSError: no answer, or another status.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(
+            urllib.request.Request(url, headers=dict(headers), method=method), timeout=TIMEOUT_S
+        ) as answer:
+            text: str = answer.read(1 << 16).decode(errors="replace")
+            return text.strip()
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        raise

@@ -1,0 +1,283 @@
+"""Checkpoints in buckets of real protocols, by local servers: round trip, orbax alone, SIGKILL, runs on other disks and of two processes."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support.buckets import BUCKET, free_port, server
+from tests.support.environment import environment_of_a_user
+
+pytestmark = [pytest.mark.storage, pytest.mark.processes]
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parent / "checkpoint_worker.py"
+KILLS = [pytest.param(4), pytest.param(60, marks=pytest.mark.slow)]
+
+TASK = """
+import time
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+
+X = np.linspace(-1, 1, 256, dtype=np.float32).reshape(64, 4)
+
+def loss_fn(params, batch, key):
+    return sk.mean((batch["x"] @ params["w"] - 2 * batch["x"].sum(1)) ** 2)
+
+@sk.task
+def task(pause_s: float = 0.0):
+    pause = lambda run, step, state: time.sleep(pause_s)
+    hooks = [sk.Hook("pause", before_step=pause)]
+    return sk.Task(lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.adam(0.05), train_data={"x": X}, eval_data={"x": X}, hooks=hooks)
+"""
+CONFIG = """
+task: task.py:task
+task_args: {{pause_s: 0.02}}
+run_dir: run
+steps: 60
+batch_size: 8
+devices: cpu:2
+mesh: {{data: 2}}
+checkpoint: {{every_steps: 5, every_seconds: null, keep: 2, directory: "{url}"}}
+eval: {{every_steps: 20}}
+log: {{every_steps: 1, progress: plain}}
+"""
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def store(request):
+    """(scheme, variables) of a server that lives as long as the module."""
+    with server(request.param) as env:
+        yield request.param, env
+
+
+@pytest.fixture
+def url(store, tmp_path):
+    return f"{store[0]}://{BUCKET}/{tmp_path.name}/checkpoints"
+
+
+def env_of(store, **more):
+    return environment_of_a_user() | store[1] | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | more
+
+
+def python(store, code, *arguments):
+    """Returns what a process with the store's variables prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=env_of(store), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def host(folder, url):
+    """A host's own folder with the task and the config: no other host sees it."""
+    folder.mkdir()
+    (folder / "task.py").write_text(TASK)
+    (folder / "run.yaml").write_text(CONFIG.format(url=url))
+    return folder
+
+
+def spmdkit(store, folder, *arguments, **env):
+    return subprocess.Popen(
+        [sys.executable, "-m", "spmdkit", *arguments],
+        cwd=folder,
+        env=env_of(store, TMPDIR=str(folder), **env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def done(process, code=0, timeout_s=240):
+    output, errors = process.communicate(timeout=timeout_s)
+    assert process.returncode == code, (process.returncode, output[-2000:], errors[-3000:])
+    assert "canary-of-a-secret" not in output + errors and "Traceback" not in errors
+    return output, errors
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines() if '"eval"' not in line]  # fmt: skip
+
+
+def losses(folder):
+    return [(x["step"], x["loss"]) for x in map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())]
+
+
+READ_ALL = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from spmdkit.checkpoint import Checkpoints, ls
+from tests.checkpoint.checkpoint_worker import value_of
+abstract = {"w": jax.ShapeDtypeStruct((8, 4096), jnp.float32), "step": jax.ShapeDtypeStruct((), jnp.int32)}
+reader = Checkpoints(sys.argv[1], is_main=False)
+for step in reader.steps():
+    state, record = reader.restore(step, abstract)
+    assert record == {"step": step} and state["step"] == step and np.array_equal(state["w"], value_of(step))
+rows = ls(sys.argv[1])
+assert rows and all(row["complete"] for row in rows), rows
+print(json.dumps([reader.steps(), reader.ignored()]))
+"""
+
+
+@pytest.mark.parametrize("num", KILLS)
+def test_kills_while_saving_lose_no_committed_step_and_leave_none_that_cannot_be_restored(store, url, num):
+    delays, newest, unfinished = random.Random(0), 0, 0
+    for _ in range(num):
+        worker = subprocess.Popen(
+            [sys.executable, WORKER, "loop", url], stdout=subprocess.PIPE, text=True, env=env_of(store)
+        )
+        guard = threading.Timer(90, worker.kill)
+        guard.start()
+        try:
+            assert worker.stdout.readline() == "ready\n"
+            first = worker.stdout.readline()
+            threading.Timer(delays.uniform(0.05, 0.5), worker.send_signal, [signal.SIGKILL]).start()
+            reported = [int(line) for line in (first + worker.stdout.read()).split("\n")[:-1]]
+            assert worker.wait(10) == -signal.SIGKILL
+        finally:
+            guard.cancel()
+            worker.kill()
+            worker.stdout.close()
+        steps, ignored = python(store, READ_ALL, url)
+        assert steps[-1] >= max([newest, *reported])
+        newest, unfinished = steps[-1], unfinished + bool(ignored)
+    assert unfinished > 0, "no kill hit a save: this test has shown nothing"
+
+
+def test_a_killed_run_goes_on_from_the_bucket_on_an_empty_disk_and_ends_as_the_undisturbed_one(store, url, tmp_path):
+    undisturbed = host(tmp_path / "undisturbed", f"{url}-undisturbed")
+    done(spmdkit(store, undisturbed, "train", "run.yaml"))
+    first, second = host(tmp_path / "first", url), host(tmp_path / "second", url)
+    run = spmdkit(store, first, "train", "run.yaml")
+    wait_for_step(first, 23, run)
+    run.kill()
+    run.communicate(timeout=10)
+    output, _ = done(spmdkit(store, second, "train", "run.yaml"))
+    assert "metrics.jsonl up to step" in output and "was fetched from" in output
+    assert steps_of(second) == list(range(1, 61)) and losses(second) == losses(undisturbed)
+    exported = []
+    for name, folder in ((url, second), (f"{url}-undisturbed", undisturbed)):
+        done(spmdkit(store, folder, "checkpoint", "export", name, "w.safetensors"))
+        exported.append(load_file(folder / "w.safetensors")["w"].tobytes())
+    assert exported[0] == exported[1]
+    again, _ = done(spmdkit(store, second, "train", "run.yaml"))
+    assert "already finished" in again
+    commands_agree(store, second, url)
+
+
+def wait_for_step(folder, step, run):
+    deadline = time.monotonic() + 240
+    while not (folder / "run/metrics.jsonl").exists() or max(steps_of(folder), default=0) < step:
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def commands_agree(store, folder, url):
+    """`checkpoint ls|inspect|verify|rm` and `eval`, by the URL and by the run's directory."""
+    for name in (url, "run"):
+        found = json.loads(done(spmdkit(store, folder, "checkpoint", "ls", name, "--json"))[0])
+        assert [(row["step"], row["complete"]) for row in found["checkpoints"]] == [(55, True), (60, True)]
+        assert found["ignored"] == []
+    assert json.loads(done(spmdkit(store, folder, "checkpoint", "inspect", url, "--json"))[0])["step"] == 60
+    assert "good" in done(spmdkit(store, folder, "checkpoint", "verify", url))[0]
+    assert json.loads(done(spmdkit(store, folder, "eval", "run.yaml", "--json"))[0])["step"] == 60
+    done(spmdkit(store, folder, "checkpoint", "rm", url, "55"))
+    _, errors = done(spmdkit(store, folder, "checkpoint", "rm", url, "60"), 79)
+    assert "last good checkpoint" in errors
+
+
+def test_orbax_alone_opens_what_was_saved(store, url, tmp_path):
+    code = """
+import json, sys
+import jax.numpy as jnp, orbax.checkpoint as ocp
+from pathlib import Path
+from spmdkit.checkpoint import Checkpoints, place
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(3, {"w": jnp.arange(6.0)}, {})
+checkpoints.close()
+where = sys.argv[1]
+if where.startswith("s3"):  # which orbax does not read
+    with place.fetched(place.of(where), 3, Path(sys.argv[2])) as here:
+        found = ocp.StandardCheckpointer().restore(here / "3" / "state")
+else:
+    found = ocp.StandardCheckpointer().restore(where + "/3/state")
+print(json.dumps(found["w"].tolist()))
+"""
+    assert python(store, code, url, str(tmp_path)) == [0, 1, 2, 3, 4, 5]
+
+
+def start_two(store, folders, *overrides):
+    port = free_port()
+    return [
+        spmdkit(
+            store,
+            folder,
+            "train",
+            "run.yaml",
+            *overrides,
+            SPMDKIT_PROCESS_ID=str(i),
+            SPMDKIT_NUM_PROCESSES="2",
+            SPMDKIT_COORDINATOR=f"127.0.0.1:{port}",
+        )
+        for i, folder in enumerate(folders)
+    ]
+
+
+def test_two_processes_that_share_no_disk_train_into_one_bucket_and_go_on_after_a_kill(store, url, tmp_path):
+    folders = [host(tmp_path / name, url) for name in ("a", "b")]
+    processes = start_two(store, folders)
+    if store[0] == "s3":
+        for process in processes:
+            _, errors = done(process, 78)
+            assert "2 processes train" in errors and "gs://" in errors and "a disk that all processes share" in errors
+        return
+    wait_for_step(folders[0], 23, processes[0])
+    processes[1].kill()
+    for process in processes:
+        process.communicate(timeout=120)
+    shutil.rmtree(folders[1])  # its host was replaced
+    host(folders[1], url)
+    for process in start_two(store, folders):
+        done(process)
+    assert steps_of(folders[0]) == list(range(1, 61))
+    assert not (folders[1] / "run/metrics.jsonl").exists() and (folders[1] / "run/events.jsonl").exists()
+    alone = host(tmp_path / "alone", f"{url}-alone")
+    done(spmdkit(store, alone, "train", "run.yaml"))
+    np.testing.assert_allclose([x for _, x in losses(folders[0])], [x for _, x in losses(alone)], rtol=1e-5)
+
+
+def test_a_second_run_is_refused_while_the_first_lives(store, url, tmp_path):
+    first, second = host(tmp_path / "first", url), host(tmp_path / "second", url)
+    holder = """
+import sys, json
+from spmdkit.checkpoint import Lease, place
+with Lease(place.of(sys.argv[1]), "held"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", holder, url], env=env_of(store), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:  # fmt: skip
+        assert run.stdout.readline() == "held\n"
+        _, errors = done(spmdkit(store, second, "train", "run.yaml"), 78)
+        assert "is in use by process" in errors and "checkpoint.directory" in errors
+        run.stdin.close()
+    assert first.exists()
+
+
+def test_a_bucket_that_is_not_there_ends_the_run_with_a_message(store, tmp_path):
+    folder = host(tmp_path / "first", f"{store[0]}://no-such-bucket/run")
+    process = spmdkit(store, folder, "train", "run.yaml", "steps=2")
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode in (78, 79), errors
+    assert "no-such-bucket" in errors and "Traceback" not in errors

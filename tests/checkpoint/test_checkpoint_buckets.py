@@ -1,0 +1,256 @@
+"""Checkpoints in a bucket, here one in memory: committed by the last object, cut off at every operation, leased to one run."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdkit import attempt
+from spmdkit.checkpoint import Checkpoints, Lease, best_step, bucket, damage, export, inspect, ls, place, remove, verify
+from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, Unreachable
+from tests.support.buckets import CutOff, InMemory
+
+URL = "s3://bucket-one/runs/first"
+ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((64, 16), jnp.float32)}, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+
+
+@pytest.fixture
+def client(monkeypatch):
+    client = InMemory()
+    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    return client
+
+
+def state_of(step):
+    w = np.random.default_rng(step).standard_normal((64, 16)).astype(np.float32)
+    return {"params": {"w": jnp.asarray(w)}, "step": jnp.int32(step)}
+
+
+def opened(folder, **options):
+    return Checkpoints(URL, stage=folder / "stage", **options)
+
+
+def save(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(step, state_of(step), {"step": step}, {"loss": 1 / step})
+        checkpoints.wait()
+
+
+def check_restores(checkpoints, step):
+    state, record = checkpoints.restore(step, ABSTRACT)
+    assert record == {"step": step} and state["step"] == step
+    assert np.array_equal(state["params"]["w"], state_of(step)["params"]["w"])
+
+
+def test_what_is_saved_is_listed_inspected_verified_exported_and_restored_and_old_steps_go(client, tmp_path):
+    checkpoints = opened(tmp_path, keep=2, best=("loss", "max"))
+    save(checkpoints, 1, 2, 3, 4)
+    assert checkpoints.steps() == [1, 3, 4] and best_step(checkpoints.directory) == 1
+    for step in (1, 4):
+        check_restores(checkpoints, step)
+    assert [(row["step"], row["complete"], row["best"]) for row in ls(URL)] == [(1, True, True), (3, True, False), (4, True, False)]  # fmt: skip
+    assert inspect(URL)["leaves"]["params/w"] == {"shape": [64, 16], "dtype": "float32"}
+    assert all(row["good"] for row in verify(URL))
+    assert export(URL, 3, tmp_path / "w.safetensors") == 3
+    remove(place.of(URL), [3])
+    assert checkpoints.steps() == [1, 4] and checkpoints.ignored() == []
+    assert list((tmp_path / "stage").rglob("*")) == [tmp_path / "stage" / "written"], "a step stays where it was staged"
+    del client.objects[f"bucket-one/runs/first/4/{place.MARKER}"]
+    assert checkpoints.steps() == [1] and checkpoints.ignored() == ["4"]
+    checkpoints.close()
+
+
+def test_wherever_a_save_or_a_deletion_is_cut_off_no_committed_step_is_lost_and_no_half_one_offered(client, tmp_path):
+    checkpoints = opened(tmp_path, keep=2)
+    save(checkpoints, 1, 2)
+    before, already = dict(client.objects), client.changes
+    save(checkpoints, 3)
+    num_changes = client.changes - already
+    checkpoints.close()
+    assert num_changes > 15
+    for done in range(num_changes):
+        client.objects, client.left = dict(before), None
+        checkpoints = opened(tmp_path, keep=2)
+        client.left = done
+        checkpoints.save(3, state_of(3), {"step": 3})
+        with pytest.raises(CutOff):
+            checkpoints._pending.result()
+        client.left = None
+        again = opened(tmp_path, keep=2)
+        steps = again.steps()
+        assert steps in ([1, 2], [1, 2, 3], [2, 3]), (done, steps)
+        assert again.ignored() == [] and damage.newest_sound(again.directory, None, ()) == (steps[-1], {})
+        if done % 4 == 0:
+            check_restores(again, steps[-1])
+        again.close()
+
+
+def test_what_is_damaged_is_found_set_aside_and_passed_over_and_what_is_foreign_stays(client, tmp_path):
+    checkpoints = opened(tmp_path, keep=5)
+    save(checkpoints, 1, 2, 3)
+    data = max((n for n in client.objects if "/3/state/" in n), key=lambda name: len(client.objects[name]))
+    flipped = bytearray(client.objects[data])
+    flipped[len(flipped) // 2] ^= 1
+    client.objects[data] = bytes(flipped)
+    manifest = next(n for n in client.objects if n.endswith("/2/state/_METADATA"))
+    client.objects[manifest] = client.objects[manifest][:-1]
+    client.objects["bucket-one/runs/first/9/notes.txt"] = b"of somebody"
+    assert [row["good"] for row in verify(URL)] == [True, False, False]
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoints.restore(3, ABSTRACT)
+    step, wrong = damage.newest_sound(checkpoints.directory, 2, ())
+    assert step == 1 and "_METADATA has" in wrong[2]
+    assert damage.set_aside(checkpoints.directory, "2") == "2.damaged"
+    assert damage.set_aside(checkpoints.directory, "9") == "9.damaged"
+    again = opened(tmp_path)
+    assert again.steps() == [1, 3] and again.ignored() == ["2.damaged", "9.damaged"]
+    assert client.objects["bucket-one/runs/first/9.damaged/notes.txt"] == b"of somebody"
+    checkpoints.close()
+    again.close()
+
+
+def test_a_save_that_failed_is_made_up_for_at_the_same_step_whatever_it_left(client, tmp_path, monkeypatch):
+    checkpoints, right = opened(tmp_path), client.put_file
+
+    def broken(path, key):
+        if key.endswith("record.json"):
+            raise OSError("the connection was reset")
+        right(path, key)
+
+    monkeypatch.setattr(client, "put_file", broken)
+    checkpoints.save(5, state_of(5), {"step": 5})
+    with pytest.raises(
+        CheckpointWriteError,
+        match=r"saving step 5 to s3://bucket-one/runs/first/5 failed .*connection was reset.*none yet",
+    ):
+        checkpoints.wait()
+    assert checkpoints.steps() == [] and not any("/5/" in name for name in client.objects)
+    monkeypatch.setattr(client, "put_file", right)
+    client.objects["bucket-one/runs/first/5/state/late"] = b"written after all"
+    save(checkpoints, 5)
+    check_restores(checkpoints, 5)
+    assert "bucket-one/runs/first/5/state/late" not in client.objects
+    checkpoints.close()
+
+
+def test_metrics_are_copied_before_a_step_is_committed_and_only_whole_lines(client, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n{"st')
+    checkpoints = opened(tmp_path, beside=[metrics, tmp_path / "not there"])
+    save(checkpoints, 1)
+    assert client.objects["bucket-one/runs/first/run/metrics.jsonl"] == b'{"step": 1}\n'
+    names = list(client.objects)
+    assert names.index("bucket-one/runs/first/run/metrics.jsonl") < names.index("bucket-one/runs/first/1/commit_success.txt")  # fmt: skip
+    checkpoints.close()
+
+
+def test_a_run_whose_folder_was_taken_commits_nothing_more(client, tmp_path):
+    lease = Lease(place.of(URL), "a", sleep=lambda s: None).acquire()
+    checkpoints = opened(tmp_path, is_ours=lease.is_ours)
+    save(checkpoints, 1)
+    client.objects["bucket-one/runs/first/run/lease.json"] = json.dumps({"attempt": "b"}).encode()
+    checkpoints.save(2, state_of(2), {"step": 2})
+    with pytest.raises(Exception, match="belongs to another run by now"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+    lease.release()
+
+
+def test_a_folder_that_is_taken_while_a_step_is_uploaded_does_not_get_its_marker(client, tmp_path):
+    answers = iter([True, False, False])
+    checkpoints = opened(tmp_path, is_ours=lambda: next(answers))
+    checkpoints.save(1, state_of(1), {"step": 1})
+    with pytest.raises(Exception, match="belongs to another run by now"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [] and not any(name.endswith(f"1/{place.MARKER}") for name in client.objects)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("how", ["lives", "was killed", "was killed elsewhere", "gave it back"])
+def test_a_lease_is_refused_while_its_run_lives_and_taken_when_it_does_not(client, monkeypatch, how):
+    now = [0.0]
+    beat = "bucket-one/runs/first/run/alive-a"
+
+    def sleep(seconds):
+        now[0] += seconds
+        if how == "lives" and now[0] > 12:
+            client.objects[beat] = b"1"
+
+    first = Lease(place.of(URL), "a", sleep=sleep).acquire()
+    first._ended.set()
+    holder = json.loads(client.objects["bucket-one/runs/first/run/lease.json"])
+    if how == "was killed":
+        holder |= {"born": 1}
+    if how in ("was killed elsewhere", "lives"):
+        holder |= {"host": "another", "pid": 1}
+    client.objects["bucket-one/runs/first/run/lease.json"] = json.dumps(holder).encode()
+    if how == "gave it back":
+        first.release()
+    second = Lease(place.of(URL), "b", clock=lambda: now[0], sleep=sleep)
+    if how == "lives":
+        with pytest.raises(ConfigError, match=r"is in use by process 1 on another since .* Wait for that run"):
+            second.acquire()
+        return
+    begun = now[0]
+    with second:
+        assert second.is_ours() and not first.is_ours()
+        assert (now[0] - begun > 30) == (how == "was killed elsewhere")
+        assert beat not in client.objects
+
+
+def test_of_two_who_take_a_lease_at_once_one_has_it(client):
+    first = Lease(place.of(URL), "a", sleep=lambda s: Lease(place.of(URL), "b", sleep=lambda s: None)._claim())
+    with pytest.raises(ConfigError, match="is in use by"):
+        first.acquire()
+
+
+def test_this_process_is_not_gone_and_one_of_before_is():
+    mine = attempt.this_process()
+    assert not attempt.is_gone(mine)
+    assert attempt.is_gone(mine | {"born": 1}) and not attempt.is_gone(mine | {"born": 1, "host": "another"})
+
+
+def test_a_storage_that_cannot_be_reached_is_no_damage_and_its_error_holds_no_secret(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-a-secret")
+    checkpoints = opened(tmp_path)
+    save(checkpoints, 1)
+
+    def refuse(*_, **__):
+        raise RuntimeError("signed with canary-of-a-secret: 403")
+
+    monkeypatch.setattr(client, "cat_file", refuse)
+    for ask in (
+        lambda: damage.newest_sound(checkpoints.directory, None, ()),
+        lambda: verify(URL),
+        lambda: inspect(URL),
+    ):
+        with pytest.raises(Unreachable, match=r"could not be read: RuntimeError: signed with \*\*\*: 403") as told:
+            ask()
+        assert told.value.exit_code == 79 and "AWS_PROFILE" in str(told.value)
+    checkpoints.close()
+
+
+def test_a_bucket_that_is_not_there_is_told_by_the_first_write(client, tmp_path, monkeypatch):
+    def missing(*_):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(client, "pipe_file", missing)
+    with pytest.raises(
+        Unreachable, match=r"could not be written: FileNotFoundError: The specified bucket does not exist"
+    ):
+        Lease(place.of(URL), "a").acquire()
+
+
+def test_without_the_clients_it_is_said_what_to_install(monkeypatch, tmp_path):
+    import fsspec
+
+    def missing(*_, **__):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    bucket._client.cache_clear()
+    with pytest.raises(ConfigError, match=r"need the package s3fs.*pip install 'spmdkit\[storage\]'"):
+        opened(tmp_path)

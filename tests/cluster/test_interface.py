@@ -1,0 +1,90 @@
+"""What Gloo advertises: by itself the host's own name, otherwise the address of an interface, or the one that leads to the coordinator."""
+
+import socket
+
+import pytest
+
+from spmdkit import compat_gloo
+from spmdkit.cluster import interface
+from spmdkit.cluster.interface import Advertised, by_name, choose
+from spmdkit.config import parse_config
+from spmdkit.errors import ConfigError
+
+
+def named(monkeypatch, address):
+    """Lets this host's own name mean an address; None: nothing."""
+
+    def lookup(name):
+        if address is None:
+            raise socket.gaierror("unknown")
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", lookup)
+
+
+def own_address():
+    """Returns the address by which this machine reaches others, None where it is alone."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(("192.0.2.99", 9))
+        except OSError:
+            return None
+        return way.getsockname()[0]
+
+
+@pytest.mark.parametrize("coordinator", ["127.0.0.1:8476", "localhost:8476", "[::1]:8476"])
+def test_on_one_machine_nothing_is_changed(monkeypatch, coordinator):
+    named(monkeypatch, "127.0.1.1")
+    assert choose("auto", coordinator) == Advertised(None)
+
+
+def test_a_name_that_means_an_address_of_the_network_is_left_alone(monkeypatch):
+    named(monkeypatch, "10.0.0.7")
+    assert choose("auto", "192.0.2.99:8476") == Advertised(None)
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", None])
+def test_a_name_that_means_loopback_is_replaced_by_the_way_to_the_coordinator(monkeypatch, address):
+    named(monkeypatch, address)
+    own = own_address()
+    if own is None or own.startswith("127."):
+        pytest.skip("this machine reaches no other")
+    found = choose("auto", "192.0.2.99:8476")
+    assert found.address == own and f"means {address or '127.0.0.1'} here" in found.said
+    assert choose("auto", f"{own}:8476").address == own, "the coordinator's own host as well"
+
+
+def test_a_coordinator_that_nobody_knows_changes_nothing(monkeypatch):
+    named(monkeypatch, "127.0.1.1")
+    assert choose("auto", "no-such-host.invalid:8476") == Advertised(None)
+
+
+def test_an_interface_is_named_and_one_that_is_not_there_is_78_with_those_that_are():
+    assert choose("lo", "192.0.2.99:8476") == Advertised(
+        "127.0.0.1", "Gloo advertises 127.0.0.1, as cluster.interface: lo says"
+    )
+    with pytest.raises(ConfigError, match=r"'eth77' has no IPv4 address .*Its interfaces are .*lo.*Name one of them"):
+        choose("eth77", "192.0.2.99:8476")
+    assert parse_config({"task": "a.py:t", "cluster": {"interface": "eth0"}}).cluster.interface == "eth0"
+
+
+def test_jax_hands_it_to_gloo_and_gets_its_own_call_back(monkeypatch):
+    from jax._src import xla_bridge
+
+    monkeypatch.setattr(compat_gloo, "_own", None)
+    monkeypatch.setattr(
+        xla_bridge, "_jax", type("jaxlib", (), {"make_gloo_tcp_collectives": staticmethod(lambda **k: k)})
+    )
+    for address, expected in (
+        ("10.0.0.7", {"hostname": "10.0.0.7"}),
+        ("10.0.0.8", {"hostname": "10.0.0.8"}),
+        (None, {}),
+    ):
+        compat_gloo.advertise(address)
+        made = xla_bridge._jax.make_gloo_tcp_collectives(distributed_client="c")
+        assert made == {"distributed_client": "c", **expected}
+
+
+def test_a_name_that_means_nothing_is_loopback(monkeypatch):
+    named(monkeypatch, None)
+    assert by_name() == "127.0.0.1" and interface.by_name is by_name

@@ -1,0 +1,180 @@
+"""Compiled programs on the disk: private, whole, one folder for each kind of machine, no more than may be."""
+
+import os
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmdkit import compat_cache, compile_cache
+from spmdkit.compile_cache import SUFFIX, Executables, kept, machine, place
+
+OPTIONS = SimpleNamespace(directory=None, min_s=0.0, max_bytes=2**30)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Executables(tmp_path, 1000)
+
+
+def test_what_is_kept_comes_back_and_what_was_asked_for_is_known_by_name(store):
+    assert store.get("jit_train_step-6936e5") is None
+    store.put("jit_train_step-6936e5", b"code" * 9)
+    assert store.get("jit_train_step-6936e5") == b"code" * 9
+    assert (store.missed, store.found) == (["train_step"], ["train_step"])
+    assert [path.stat().st_mode & 0o777 for path in store.folder.iterdir()] == [0o600]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b"", lambda b: b[:50] + b"x" + b[51:]]
+)
+def test_an_entry_that_is_not_as_it_was_written_is_removed_and_made_again(store, damage):
+    store.put("jit_f-1", b"code" * 9)
+    (path,) = store.folder.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert store.get("jit_f-1") is None and not path.exists()
+    store.put("jit_f-1", b"code" * 9)
+    assert store.get("jit_f-1") == b"code" * 9
+
+
+def test_an_entry_under_another_key_is_not_taken(store):
+    store.put("jit_f-1", b"code")
+    store.put("jit_f-2", b"other")
+    one, two = sorted(store.folder.iterdir(), key=lambda path: path.stat().st_size)
+    two.write_bytes(one.read_bytes())
+    assert [store.get("jit_f-1"), store.get("jit_f-2")] == [b"code", None]
+
+
+def test_the_least_recently_used_go_when_there_is_too_much_and_what_a_kill_has_left_with_them(store):
+    (store.folder / ".old.partial").write_bytes(b"x" * 900)
+    os.utime(store.folder / ".old.partial", (1, 1))
+    for number in range(3):
+        store.put(f"jit_f-{number}", bytes(200))
+        for path in store.folder.glob(f"*{SUFFIX}"):
+            os.utime(path, (path.stat().st_atime - 100, path.stat().st_mtime - 100))
+    assert not list(store.folder.glob(".*"))
+    store.get("jit_f-0")  # used now
+    store.put("jit_f-3", bytes(200))
+    store.put("jit_f-4", bytes(200))
+    left = {number for number in range(5) if Executables(store.folder, 0).get(f"jit_f-{number}") is not None}
+    assert left == {0, 2, 3, 4}
+
+
+def test_a_disk_that_takes_nothing_is_no_error(store, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(OSError(28, "full")))
+    store.put("jit_f-1", b"code")
+    assert store.get("jit_f-1") is None and not list(store.folder.iterdir())
+
+
+def test_the_folder_is_made_private_and_one_for_this_kind_of_machine(tmp_path):
+    folder, said = place(None, {"XDG_CACHE_HOME": str(tmp_path)})
+    assert folder == tmp_path / "spmdkit" / "compile" / machine() and said == str(folder)
+    assert [p.stat().st_mode & 0o777 for p in (folder, folder.parent)] == [0o700, 0o700]
+    assert place(None, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "c"
+    assert place(tmp_path / "named", {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "named"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
+def test_a_folder_that_others_can_enter_is_not_used(tmp_path, mode):
+    tmp_path.chmod(mode)
+    folder, said = place(tmp_path, {})
+    assert folder is None and f"mode {mode:o}" in said and "chmod 700" in said
+
+
+def test_a_link_a_stranger_and_a_file_are_not_used(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert "no folder of its own" in place(tmp_path / "link", {})[1]
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in place(tmp_path / "file", {})[1]
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert "belongs to user" in place(tmp_path / "real", {})[1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"SPMDKIT_COMPILE_CACHE": "off"}, "off (SPMDKIT_COMPILE_CACHE=off)"),
+        ({"JAX_COMPILATION_CACHE_DIR": "/x"}, "JAX's own, as JAX_COMPILATION_CACHE_DIR says"),
+        ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, "JAX's own, as JAX_ENABLE_COMPILATION_CACHE says"),
+    ],
+)
+def test_it_is_switched_off_by_the_environment(environ, said):
+    assert place(None, environ) == (None, said)
+
+
+def test_another_cpu_number_of_cores_or_jaxlib_is_another_machine(monkeypatch):
+    found = {machine()}
+    for module, name, value in (
+        (compile_cache, "_cpu", lambda: "avx512f"),
+        (compile_cache, "_size_of_jaxlib", lambda: "1"),
+        (os, "cpu_count", lambda: 4711),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, value)
+            found.add(machine())
+    assert len(found) == 4 and all(re.fullmatch("[0-9a-f]{20}", name) for name in found)
+    assert machine() == machine() and len(compile_cache._cpu()) > 3
+
+
+def compiled(x, options=OPTIONS, **environ):
+    """Returns what a cache in the environment's folder says of one program, compiled anew."""
+    jax.clear_caches()
+    with kept(options, Path("/"), environ) as cache:
+        jax.jit(lambda x: jnp.tanh(x) * 3, keep_unused=True).lower(x).compile()
+    return cache
+
+
+def test_jax_compiles_once_and_afterwards_has_its_own_settings_back(tmp_path):
+    config, x = jax.config, jnp.arange(4.0)
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_compilation_cache_include_metadata_in_key",
+    )
+    before = [getattr(config, name) for name in names]
+    # From one line: that of the caller is part of a program's key.
+    first, again = (compiled(x, SPMDKIT_COMPILE_CACHE=str(tmp_path)) for _ in range(2))
+    assert first.programs()["compiled"] == again.programs()["from_cache"] == ["_lambda"]
+    assert first.programs()["from_cache"] == again.programs()["compiled"] == []
+    assert [getattr(config, name) for name in names] == before and not compat_cache.has_compilation_cache()
+
+
+def test_a_program_that_compiles_quickly_and_one_with_a_callback_are_not_kept(tmp_path):
+    quick = SimpleNamespace(directory=str(tmp_path), min_s=1e3, max_bytes=2**30)
+    assert compiled(jnp.arange(4.0), quick).store.missed == ["_lambda"]
+    x = jnp.ones(2)
+    with kept(SimpleNamespace(directory=str(tmp_path), min_s=0.0, max_bytes=2**30), tmp_path, {}):
+        jax.jit(lambda x: jax.debug.callback(lambda y: None, x)).lower(x).compile()
+    assert not list(tmp_path.rglob(f"*{SUFFIX}"))
+
+
+def test_a_cache_that_somebody_has_given_to_jax_stays(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    try:
+        with kept(OPTIONS, tmp_path, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "ours")}) as cache:
+            assert cache.store is None and cache.said.startswith("JAX's own") and not cache.is_refused
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+    with kept(None, tmp_path, {}) as cache:
+        assert cache.said == "off: compile_cache is null" and cache.programs() == {"cache": cache.said}
+
+
+def test_every_process_writes(tmp_path, monkeypatch):
+    from jax._src import distributed
+
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    compiled(jnp.arange(4.0), SPMDKIT_COMPILE_CACHE=str(tmp_path))
+    assert list(tmp_path.rglob(f"*{SUFFIX}"))
+
+
+def test_what_cannot_be_kept_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(Executables, "put", lambda *args: 1 / 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(jnp.arange(4.0), SPMDKIT_COMPILE_CACHE=str(tmp_path))
+    assert "is not kept in the compile cache: ZeroDivisionError" in str(caught[0].message)

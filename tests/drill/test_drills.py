@@ -1,0 +1,96 @@
+"""A real job hurt on order: each kind of fault is done, noticed, survived where it can be, and the bits are compared."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.slow
+def test_a_kill_at_a_step_is_noticed_at_once_and_leaves_the_same_bits(drills):
+    ended = drills.by_hand("-n", "2", "--kill", "1@17", "--json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(ended.stdout)  # nothing else is there
+    (fault,) = result["faults"]
+    assert (fault["kind"], fault["process"], fault["step"], fault["restored"]) == ("kill", 1, 17, 15) or fault[
+        "restored"
+    ] == 10
+    assert (
+        fault["steps_lost"] == 17 - fault["restored"] or fault["step"] > 17
+    )  # a step more may be in flight in the other
+    assert 0 <= fault["detection_s"] < 3 and fault["detection_s"] < fault["recovery_s"] < 60
+    assert result["passed"] and result["same_parameters"] and result["same_metrics"] and 0 < result["goodput"] <= 1
+    assert {bar[0] for bars in result["bars"] for bar in bars} >= {"start", "step", "dead", "restart"}
+    assert not (drills.path / "run").exists(), "the run's own directory was touched"
+    page = (drills.path / "run_drill" / "1" / "drill.html").read_text()
+    assert page.count('class="chart timeline"') == 2 and page.count('class="fault"') == 1
+    assert drills.by_hand("-n", "2", "--kill", "5@17").returncode == 78
+
+
+@pytest.mark.slow
+def test_several_faults_in_one_drill_come_one_after_the_other(drills):
+    code, output = drills.run(
+        "-n",
+        "2",
+        *(f"--fault={f}" for f in ("term:0@12", "truncate:1@24", "corrupt:0@36", "diskfull:0@48", "slow:1@57")),
+        "checkpoint.timeout_s=5",  # who has nothing to write waits so long for who cannot
+    )
+    assert code == 0, output
+    result = drills.result()
+    told = {fault["kind"]: fault for fault in result["faults"]}
+    assert [fault["kind"] for fault in result["faults"]] == ["term", "truncate", "corrupt", "diskfull", "slow"]
+    assert told["term"]["steps_lost"] == 0, "what all agreed on is saved"
+    for kind in ("truncate", "corrupt"):
+        assert told[kind]["damaged"].startswith("checkpoints/")
+        assert told[kind]["restored"] < int(told[kind]["damaged"].split("/")[1]) <= told[kind]["step"], (
+            "the damaged one is passed over"
+        )
+    assert told["slow"]["restored"] is None and told["slow"]["failed"] is None
+    assert result["attempts"] in (4, 5), (
+        "a disk that is full is made up for, or where the metrics cannot be written a restart"
+    )
+    assert result["same_parameters"] and result["same_metrics"]
+
+
+def test_a_fault_that_does_not_come_fails_the_drill(drills):
+    code, output = drills.run("-n", "1", "steps=20", "--fault", "kill:0@900s")
+    assert code == 1
+    assert "1 of 1 faults did not come before the run was over" in output
+    assert drills.result()["fired"] == 0
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_noticed_where_copies_are_compared_and_fails_the_drill_where_not(drills):
+    code, output = drills.run("-n", "2", "--fault", "flip:1@11", "check_copies={every_steps: 5, then: rollback}")
+    assert code == 0, output
+    (fault,) = drills.result()["faults"]
+    assert "copies differ" in fault["detected_by"] or "rolled back" in fault["detected_by"]
+    assert drills.result()["same_parameters"], "what was computed with it was computed again"
+    code, output = drills.run("-n", "2", "steps=20", "--fault", "flip:1@11")
+    assert code == 1
+    assert "was never noticed: set check_copies" in output and not drills.result(2)["same_parameters"]
+
+
+@pytest.mark.slow
+def test_a_nan_in_one_process_is_left_out_or_ends_the_run_as_the_config_says(drills):
+    code, output = drills.run("-n", "2", "steps=20", "--fault", "nan:1@11", "on_nonfinite=skip")
+    assert code == 0, output
+    (fault,) = drills.result()["faults"]
+    assert fault["detected_by"] == "the event 'skipped'" and fault["restored"] is None
+    code, output = drills.run("-n", "2", "steps=20", "--fault", "nan:1@11")
+    assert code == 1
+    assert "the run ended with exit code 77" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options", "code"), [("stop", ["watchdog.silence_s=4"], 75), ("hang", ["watchdog.step_s=3"], 76)]
+)
+def test_what_hangs_is_ended_by_the_watchdog_and_goes_on(drills, kind, options, code):
+    ended, output = drills.run("-n", "2", "--fault", f"{kind}:1@11", *options)
+    assert ended == 0, output
+    assert f"exit code {code}" in output
+    (fault,) = drills.result()["faults"]
+    assert 2 < fault["detection_s"] < 15
+    assert drills.result()["same_parameters"] and drills.result()["same_metrics"]

@@ -1,0 +1,68 @@
+"""SIGKILLs of any process in any phase, with restarts: the same bits, no committed step lost. Eight of them, and in a slow form a hundred (`make soak`)."""
+
+import json
+import os
+import time
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+KILLS = int(os.environ.get("KILLS", "100"))
+MINUTES = float(os.environ.get("MINUTES", "75"))
+
+
+def figures(result):
+    phases = [fault["phase"] for fault in result["faults"]]
+    return (
+        f"{result['fired']} kills in {result['attempts']} starts: "
+        + ", ".join(f"{phases.count(p)} in {p}" for p in sorted(set(phases)))
+        + f"; process 0: {sum(f['process'] == 0 for f in result['faults'])}; noticed {result['detection_s']}; recovery {result['recovery_s']}; steps done again "
+        f"{result['steps_lost']}; goodput {result['goodput']:.1%}"
+    )
+
+
+def test_eight_kills_of_four_processes_in_any_phase_leave_the_same_bits(drills):
+    seed = int(time.time())
+    code, output = drills.run(
+        "-n",
+        "4",
+        "devices=cpu:4",
+        "steps=120",
+        "checkpoint.on_error_s=null",
+        "--fault",
+        "kill:random",
+        "--count",
+        "8",
+        "--seed",
+        str(seed),
+        timeout_s=280,
+    )
+    assert code == 0, f"seed {seed}\n{output}"
+    result = drills.result()
+    print("seed", seed, figures(result))
+    assert result["fired"] == 8 and result["same_parameters"] and result["same_metrics"]
+    assert result["detection_s"]["max"] < 3
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_of_four_processes_in_any_phase_leave_the_same_bits(drills):
+    """KILLS and MINUTES bound it."""
+    told = ["--fault", "kill:random", "--count", str(KILLS), "--seed", "1"]
+    code, output = drills.run("-n", "4", "devices=cpu:4", f"steps={6 * KILLS}", *told, timeout_s=60 * MINUTES)
+    assert code == 0, output
+    result = drills.result()
+    print(figures(result))
+    assert result["fired"] == KILLS and result["same_parameters"] and result["same_metrics"]
+    phases = {fault["phase"] for fault in result["faults"]}
+    assert {"step", "save", "start"} <= phases, phases
+
+
+@pytest.mark.slow
+def test_restarts_of_processes_that_a_person_has_started_take_less_than_15_s(drills):
+    """Each with a Python of its own, and the compile cache that a user has."""
+    told = ["--fault", "kill:random@random", "--count", "6", "--seed", "2", "--json"]
+    done = drills.by_hand("-n", "4", "devices=cpu:4", "steps=200", *told, timeout_s=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(figures(json.loads(done.stdout)))
+    assert json.loads(done.stdout)["recovery_s"]["median"] < 15

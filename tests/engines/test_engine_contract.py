@@ -1,0 +1,194 @@
+"""The contract of an engine, for every file of launch/engines: complete text, the same each time, in golden files; what cannot work is 78."""
+
+import ast
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spmdkit.errors import ConfigError
+from spmdkit.launch.engines import all_engines
+from spmdkit.launch.engines.base import REQUIRED, ClusterJob, complete
+from spmdkit.launch.engines.submit import launch_on, prepared, submit
+from tests.engines.schema import mistakes
+
+FOLDER = Path(__file__).parent
+ENGINES = all_engines()
+ARGUMENTS = ("train", "my run.yaml", "task_args={title: it's $HOME; `x`}", "steps=8")
+
+GOLDEN = {
+    "slurm": ({"partition": "gpu", "gpus_per_task": "1", "tasks_per_node": "2", "setup": "module load cuda"}, 4),
+    "kubernetes": ({"image": "repo/img:1", "gpus": "8", "memory": "64Gi", "volume": "shared", "queue": "team"}, 2),
+    "kubernetes-tpu": ({"image": "repo/img:1", "tpu": "tpu-v6e-slice", "topology": "4x4", "slices": "2"}, 8),
+    "kubeflow": ({"image": "repo/img:1", "gpus": "8", "volume": "shared"}, 2),
+    "tpu": ({"tpu": "pod-1", "zone": "us-east5-a", "project": "mine"}, 4),
+    "ssh": ({"hosts": "me@host0,host1", "setup": "source ~/venv/bin/activate"}, 2),
+}
+
+
+def rendered(case, arguments=ARGUMENTS, **changes):
+    options, num = GOLDEN[case]
+    engine = ENGINES[case.partition("-")[0]]
+    restarts = 0 if case == "kubeflow" else 3
+    options = complete(case, engine.OPTIONS, options | changes)
+    return engine.render(ClusterJob(arguments, num, "my-run", restarts, 120, options, "/home/me/my project"))
+
+
+def text_of(found):
+    lines = [f"--- {name}\n{text}" for name, text in found.files.items()]
+    return "".join(lines) + "".join(f"$ {shlex.join(command)}\n" for command in found.commands)
+
+
+def test_each_engine_is_in_the_table_and_says_what_its_options_are():
+    assert {case.partition("-")[0] for case in GOLDEN} == set(ENGINES)
+    for name, engine in ENGINES.items():
+        assert (engine.__doc__ and "Source:" in engine.__doc__) or name == "ssh"
+        for option, (default, said) in engine.OPTIONS.items():
+            assert said and not said.endswith(".") and isinstance(default, str), (name, option)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_the_text_is_that_of_the_golden_file_and_the_same_each_time(case, monkeypatch):
+    """`WRITE_GOLDEN=1 pytest tests/engines` writes them anew; a change of them is a change of what users run."""
+    found, write = text_of(rendered(case)), os.environ.get("WRITE_GOLDEN")
+    monkeypatch.setattr(os, "environ", {"HOME": "/elsewhere"})
+    assert text_of(rendered(case)) == found
+    path = FOLDER / "golden" / f"{case}.txt"
+    if write:
+        path.write_text(found)
+    assert found == path.read_text()
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if not case.startswith("kube")])
+def test_scripts_are_scripts(case):
+    for name, text in rendered(case).files.items():
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+        else:
+            assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+
+
+def commands_in(case, text):
+    """Returns the words of the line that starts spmdkit."""
+    if case.startswith("kube"):
+        text = yaml.safe_load(text)["spec"]
+        if "trainer" in text:
+            return text["trainer"]["command"]
+        return text["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    if case == "ray":
+        tree = ast.parse(text)
+        return next(
+            ast.literal_eval(n.value.elts[1])
+            for n in tree.body
+            if isinstance(n, ast.Assign) and "COMMAND" in ast.dump(n.targets[0])
+        )
+    (line,) = [line for line in text.splitlines() if "-m spmdkit" in line][:1]
+    words = shlex.split(line)
+    return shlex.split(words[2]) if case == "ssh" else words
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_every_word_of_the_command_arrives_as_it_was_given(case):
+    (text,) = rendered(case).files.values()
+    words = commands_in(case, text)
+    assert tuple(words[-len(ARGUMENTS) :]) == ARGUMENTS and words[-len(ARGUMENTS) - 2 : -len(ARGUMENTS)] == [
+        "-m",
+        "spmdkit",
+    ]
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case.startswith("kube")])
+def test_kubernetes_replaces_nothing_in_the_command(case):
+    (text,) = rendered(case, ("train", "c.yaml", "run_dir=$(HOME)")).files.values()
+    assert commands_in(case, text)[-1] == "run_dir=$$(HOME)"
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case.startswith("kube")])
+def test_manifests_are_what_the_schemas_of_their_controllers_say(case):
+    (text,) = rendered(case).files.values()
+    document = yaml.safe_load(text)
+    schema = json.loads((FOLDER / "schemas" / f"{document['kind'].lower()}.json").read_text())
+    assert mistakes(document, schema) == []
+    document["spec"]["surprise"] = 1
+    assert mistakes(document, schema) == ["spec.surprise: no such field"]
+
+
+def test_the_schema_check_sees_types_enums_and_what_is_missing():
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "array", "items": {"enum": ["x"]}}}}
+    assert mistakes({}, schema) == ["a: is missing"]
+    assert mistakes({"a": "x"}, schema) == ["a: is no array"]
+    assert mistakes({"a": ["y"]}, schema) == ["a[0]: 'y' is not one of ['x']"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "num", "settings", "words"),
+    [
+        ("slrum", 2, (), ("--on slrum is not known", "'slurm'")),
+        ("slurm", 2, ("partiton=x",), ("no such option", "'partition'")),
+        ("slurm", 2, ("partition",), ("expected NAME=VALUE", "partition=...")),
+        ("slurm", 3, ("tasks_per_node=2",), ("the last node would have 1", "-n 2")),
+        ("slurm", 2, ("tasks_per_node=two",), ("whole number of at least 1",)),
+        ("slurm", 2, ("partition=a\nb",), ("control character",)),
+        ("slurm", 0, (), ("at least one process",)),
+        ("kubernetes", 2, (), ("needs --set image=", "container image")),
+        ("kubernetes", 2, ("image=i", "tpu=tpu-v5p-slice"), ("go together",)),
+        ("kubernetes", 2, ("image=i", "slices=2"), ("is for TPUs",)),
+        ("kubernetes", 2, ("image=i", "tpu=t", "topology=4by4"), ("expected chips", "2x2x2")),
+        ("kubernetes", 2, ("image=i", "tpu=t", "topology=4x4", "slices=2"), ("that is 8 hosts", "-n 8")),
+        ("ssh", 2, ("hosts=a",), ("with 1 hosts (a)", "-n 1")),
+        ("tpu", 2, ("tpu=t",), ("needs --set zone=",)),
+    ],
+)
+def test_what_cannot_work_is_said_with_its_repair(engine, num, settings, words):
+    with pytest.raises(ConfigError) as caught:
+        prepared(engine, ("train", "c.yaml"), num, settings, "run", 0, 60)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_script_of_ones_own_is_started_as_it_is():
+    (text,) = prepared("slurm", ("mine.py", "--x"), 2, (), "run", 0, 60).files.values()
+    assert "srun --kill-on-bad-exit=1 python mine.py --x" in text
+
+
+def test_names_restarts_and_seconds_are_checked():
+    for change, words in (
+        ({"name": "My_Run"}, "small letters"),
+        ({"max_restarts": -1}, "restarts from 0"),
+        ({"grace_s": 0}, "seconds from 1"),
+    ):
+        given = {"name": "run", "max_restarts": 0, "grace_s": 60.0} | change
+        with pytest.raises(ConfigError, match=words):
+            prepared("slurm", ("train", "c.yaml"), 2, (), **given)
+    with pytest.raises(ConfigError, match="decides about restarts"):
+        prepared("kubeflow", ("train", "c.yaml"), 2, ("image=i",), "run", 1, 60)
+
+
+def test_everything_is_printed_before_anything_runs_and_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert launch_on("slurm", ("train", "c.yaml"), 2, (), "run", 0, None, True) == 0
+    printed = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in printed and f"--chdir={tmp_path}" in printed and "$ sbatch run.sbatch" in printed
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="sbatch is not on this machine's PATH"):
+        launch_on("slurm", ("train", "c.yaml"), 2, (), "run", 0, None, False)
+    assert not list(tmp_path.iterdir()), "nothing is written where nothing can be run"
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert launch_on("slurm", ("train", "c.yaml"), 2, (), "run", 0, None, False) == 7
+    assert (tmp_path / "launch_run" / "run.sbatch").read_text() in capsys.readouterr().out.replace(
+        "\n--- in", "\n\n--- in"
+    )
+
+
+def test_the_first_command_that_fails_is_the_last(tmp_path):
+    engine = ENGINES["slurm"].render(
+        ClusterJob(("train", "c"), 1, "run", options=complete("slurm", ENGINES["slurm"].OPTIONS, {}))
+    )
+    two = type(engine)({}, (("false",), ("touch", "x")), "a shell")
+    assert submit(two, tmp_path, True, lambda line: None) == 1 and not (tmp_path / "x").exists()
+    assert REQUIRED not in text_of(engine)

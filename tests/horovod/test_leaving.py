@@ -1,0 +1,33 @@
+"""A rank that raises ends the others within seconds, by name; real processes without a launcher."""
+
+import sys
+import time
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import numpy as np
+import spmdkit.horovod as hvd
+hvd.init()
+hvd.barrier()
+if hvd.rank() == 1:
+    raise ValueError("no data here")
+try:
+    hvd.allreduce(np.ones(3))
+except hvd.HorovodInternalError as error:
+    print("told:", error)
+    raise
+"""
+
+
+def test_a_rank_that_raises_is_named_by_the_others_which_do_not_wait():
+    begin = time.monotonic()
+    first, second = run_ranks([sys.executable, "-c", SCRIPT], 2, timeout_s=100)
+    assert (first.code, second.code) == (1, 1)
+    assert "told: rank 1 ended (ValueError: no data here) while rank 0 waits in allreduce Average" in first.output
+    assert "ValueError: no data here" in second.output
+    assert time.monotonic() - begin < 60

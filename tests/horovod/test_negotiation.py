@@ -1,0 +1,148 @@
+"""What ranks agree on before they send anything: the decision of a round, pure; rounds over a store, with threads for ranks; places on hosts."""
+
+import threading
+
+import pytest
+
+from spmdkit.cluster.store import MemoryStore
+from spmdkit.horovod.negotiation import Blackboard, HorovodInternalError, Patience, Rounds, decide
+from spmdkit.horovod.world import place
+
+
+def want(name, op="allreduce", reduce="Sum", **said):
+    return {"name": name, "op": op, "reduce": reduce, "dtypes": ["float32"], "shapes": [[3]], **said}
+
+
+JOINED = {"name": "join", "op": "join"}
+
+
+def test_what_all_ask_for_runs_in_the_order_of_the_lowest_rank():
+    decision = decide({0: [want("b"), want("a")], 1: [want("a"), want("b"), want("c")]})
+    assert [name for name, _ in decision.run] == ["b", "a"]
+    assert (decision.errors, decision.stuck) == ({}, None)
+
+
+def test_what_one_has_not_asked_for_waits_as_long_as_something_runs():
+    assert decide({0: [want("a"), want("x")], 1: [want("a")]}).stuck is None
+
+
+def test_ranks_that_wait_for_different_names_wait_for_ever():
+    stuck = decide({0: [want("a")], 2: [want("b", op="barrier", reduce=None, dtypes=[], shapes=[])]}).stuck
+    assert "rank 0: allreduce Sum float32[3] 'a'; rank 2: barrier 'b'" in stuck
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (want("a", op="allgather", reduce=None), "mismatched operation"),
+        (want("a", reduce="Max"), "mismatched reduction"),
+        (want("a", dtypes=["int32"]), "mismatched dtypes"),
+        (want("a", shapes=[[4]]), "mismatched shapes"),
+        (want("a", root=1), "mismatched root"),
+        (want("a", prescale=2.0), "mismatched prescale"),
+    ],
+)
+def test_what_ranks_describe_differently_is_an_error_that_says_what_each_has_asked(other, what):
+    decision = decide({0: [want("a")], 1: [other]})
+    assert not decision.run
+    assert what in decision.errors["a"] and "rank 0:" in decision.errors["a"] and "rank 1:" in decision.errors["a"]
+
+
+def test_an_error_of_one_name_leaves_the_others_alone():
+    decision = decide({0: [want("a"), want("b")], 1: [want("a", reduce="Max"), want("b")]})
+    assert list(decision.errors) == ["a"] and [name for name, _ in decision.run] == ["b"]
+
+
+def test_a_rank_that_has_joined_takes_part_in_sums_alone():
+    decision = decide({0: [want("a")], 1: [JOINED]})
+    assert decision.run == [("a", {0: want("a"), 1: None})]
+    for op, reduce in (("allreduce", "Max"), ("allgather", None), ("reducescatter", "Sum"), ("barrier", None)):
+        error = decide({0: [want("a", op=op, reduce=reduce)], 1: [JOINED]}).errors["a"]
+        assert "not supported while ranks have joined" in error and "[1]" in error
+
+
+def test_when_all_have_joined_nothing_is_stuck():
+    decision = decide({0: [JOINED], 1: [JOINED]})
+    assert decision.joined == [0, 1] and decision.stuck is None and not decision.run
+
+
+SHORT = Patience(at_most_s=20.0)
+
+
+def on_ranks(size, body, patience=SHORT, present=None):
+    """Returns what `body(rounds, rank)` returns or raises on each rank that is present, one thread each."""
+    store, found = MemoryStore(), {}
+
+    def run(rank):
+        board = Blackboard(store, "hvd", rank, patience)
+        try:
+            found[rank] = body(Rounds(board, 0, range(size)), board)
+        except HorovodInternalError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (range(size) if present is None else present)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return found, store
+
+
+def test_every_rank_gets_the_same_table_and_old_rounds_are_removed():
+    def body(rounds, board):
+        return [rounds.exchange([want(f"{step} {board.rank}")]) for step in range(5)]
+
+    found, store = on_ranks(3, body)
+    assert found[0] == found[1] == found[2]
+    assert [want["name"] for want in found[1][4][2]] == ["4 2"]
+    assert {key.split("/")[1] for key in store.entries("hvd")} == {"4"}
+
+
+def test_a_rank_that_does_not_come_is_named_on_every_rank_also_on_itself_when_it_comes_late():
+    begun = threading.Event()
+
+    def body(rounds, board):
+        if board.rank == 2:
+            begun.wait(30)
+        try:
+            return rounds.exchange([want("a")])
+        finally:
+            begun.set()
+
+    found, _ = on_ranks(3, body, Patience(60.0, 0.3))
+    assert all(
+        "rank 2 did not come within 0 s" in found[rank] and "rank 0 waits in allreduce" in found[rank]
+        for rank in range(3)
+    )
+
+
+def test_a_rank_that_fails_ends_the_wait_of_the_others_at_once():
+    def body(rounds, board):
+        if board.rank == 1:
+            return board.say_failed("ValueError: no data")
+        return rounds.exchange([want("a")])
+
+    found, _ = on_ranks(3, body)
+    assert "rank 1 ended (ValueError: no data)" in found[0] and "rank 1 ended" in found[2]
+
+
+def test_a_long_wait_is_told_once(capfd):
+    def body(rounds, board):
+        return rounds.exchange([want("a")])
+
+    on_ranks(2, body, Patience(0.4, 1.5), present=[0])
+    err = capfd.readouterr().err
+    assert err.count("rank(s) [1] have not called it") == 1
+
+
+def test_horovods_variables_set_the_limits_and_no_limit_is_ten_minutes():
+    assert Patience.of({}) == (60.0, 600.0)
+    asked = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"}
+    assert Patience.of(asked) == (5.0, 30.0)
+    assert Patience.of({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}).at_most_s == 600.0
+
+
+def test_places_within_and_across_hosts():
+    hosts = ["a", "a", "b", "a", "b"]
+    assert place(hosts, 3) == {"local_rank": 2, "local_size": 3, "cross_rank": 0, "cross_size": 1}
+    assert place(hosts, 4) == {"local_rank": 1, "local_size": 2, "cross_rank": 1, "cross_size": 2}

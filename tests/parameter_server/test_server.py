@@ -1,0 +1,156 @@
+"""One server, called by hand: answers, staleness, snapshots; and which leaf lives where."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spmdkit.errors import ConfigError
+from spmdkit.parameter_server.chief import parts_of
+from spmdkit.parameter_server.partition import check_separable, joined, owners, shard, to_arrays
+from spmdkit.parameter_server.server import Push, Rules, Server
+from spmdkit.step import state as states
+from tests.support.parameter_servers import abstract
+
+W = {"w": jnp.zeros(2)}
+
+
+def server_of(rules, optimizer=None, params=W, members=None):
+    optimizer = optax.with_extra_args_support(optimizer or optax.sgd(1.0))
+    made = Server(optimizer, abstract(params), rules, donate=False)
+    state = states.create(params, None, optimizer, 0, rules.ema)
+    arrays = parts_of(state, optimizer, dict.fromkeys(to_arrays(params), 0), 0)
+    made.install(1, arrays, {"applied": 0}, dict.fromkeys(range(3), 0) if members is None else members)
+    return made
+
+
+def push(number, version, worker=0, gradient=(1.0, 0.0), **more):
+    values = {"incarnation": 0, "epoch": 1, "batch": number + 1, **more}
+    return Push(worker, number=number, version=version, gradient={"w": np.float32(gradient)}, **values)
+
+
+def value(server):
+    return server.pull().params["w"].tolist()
+
+
+def test_a_push_sent_again_is_answered_and_not_applied():
+    server = server_of(Rules(10))
+    first = server.push(push(0, 0))
+    assert first == server.push(push(0, 0)) == ("applied", 1, 0)
+    assert value(server) == [-1, 0] and server.applied == 1
+
+
+def test_staleness_is_the_updates_since_the_pull():
+    server = server_of(Rules(10, max_staleness=1, scale_by_staleness=True))
+    for number in range(3):
+        server.push(push(number, number))
+    assert server.push(push(0, 2, worker=1)) == ("applied", 4, 1)
+    assert server.push(push(1, 2, worker=1)) == ("stale", 4, 2)
+    assert value(server) == [-4, 0]
+    server = server_of(Rules(10, scale_by_staleness=True))
+    for number in range(4):
+        server.push(push(number, number))
+    server.push(push(0, 0, worker=1))
+    assert value(server) == [-4.25, 0]  # four, and a quarter at staleness four
+    assert server.status(0)["histogram"] == {0: 4, 4: 1} and server.status(0)["progress"] == {0: 4, 1: 1}
+
+
+def test_a_mean_of_two_weighs_by_counts_and_what_comes_later_is_dropped():
+    server = server_of(Rules(10, aggregate=2))
+    assert server.push(push(0, 0, weight=3.0)).outcome == "held"
+    assert server.pull((1, 0)) is None and value(server) == [0, 0]
+    assert server.push(push(0, 0, worker=1, gradient=(0.0, 4.0), weight=1.0)) == ("applied", 1, 0)
+    assert value(server) == [-0.75, -1]
+    assert server.push(push(0, 0, worker=2)).outcome == "late"
+    assert server.push(push(0, 0)).outcome == "applied" and server.applied == 1  # sent again
+
+
+def test_the_dead_are_not_waited_for_and_their_late_pushes_are_refused():
+    server = server_of(Rules(10, aggregate=2), members={0: 0, 1: 0})
+    assert server.push(push(0, 0)).outcome == "held"
+    assert server.take(1, 0, 0) == 1
+    server.admit(1, incarnation=1, members=1)
+    assert server.applied == 1
+    assert server.push(push(0, 1, worker=1)).outcome == "fenced"
+    assert server.take(1, 0, 1) is None
+    assert server.take(1, 1, 0) == 1  # the batch that the dead had
+    assert server.take(0, 0, 1) == server.take(0, 0, 1) == 2
+
+
+def test_a_snapshot_knows_what_was_applied_and_a_held_gradient_is_not():
+    server = server_of(Rules(10, aggregate=2), optax.adam(0.1))
+    for worker in (0, 1):
+        server.take(worker, 0, 0)
+        server.push(push(0, 0, worker=worker))
+    server.take(2, 0, 0)
+    server.push(push(0, 1, worker=2, batch=3))
+    epoch, arrays, table = server.snapshot()
+    assert epoch == 1 and table["applied"] == 1 and table["again"] == [3] and table["next_batch"] == 4
+    back = server_of(Rules(10, aggregate=2), optax.adam(0.1))
+    back.install(2, arrays, table, {0: 0, 1: 0, 2: 0})
+    assert value(back) == value(server) and back.applied == 1
+    assert back.push(push(0, 0)).outcome == "epoch"  # of what was lost
+    assert back.push(push(0, 1, epoch=2)).outcome == "applied"  # already: the answer, and nothing else
+    assert back.applied == 1
+    assert back.push(push(0, 1, worker=2, epoch=2)).outcome == "held"  # it was not applied
+    assert back.take(2, 0, 1) == 3
+
+
+def test_after_the_last_update_nothing_is_applied():
+    server = server_of(Rules(1))
+    assert server.push(push(0, 0)).outcome == "applied" and server.push(push(1, 1)).outcome == "done"
+    assert server.pull().done and value(server) == [-1, 0]
+
+
+def test_what_a_worker_skips_is_counted_and_moves_nothing():
+    server = server_of(Rules(5))
+    assert server.push(Push(0, 0, 0, 1, 0, 1, None)).outcome == "skipped"
+    assert value(server) == [0, 0] and server.status(0)["dropped"] == {"skipped": 1}
+
+
+# ---- which leaf lives where -----------------------------------------------------------------------------------------
+
+TREE = {"a": jnp.zeros(10), "b": jnp.zeros(6), "c": [jnp.zeros(5), jnp.zeros(1)]}
+
+
+@pytest.mark.parametrize(
+    "partition, expected",
+    [("greedy", [0, 1, 1, 0]), ("round_robin", [0, 1, 0, 1]), ([("c/.*", 1), ("a", 1)], [1, 0, 1, 1])],
+    ids=["greedy", "round_robin", "rules"],
+)
+def test_leaves_go_to_servers(partition, expected):
+    assert list(owners(TREE, 2, partition).values()) == expected
+
+
+def test_parts_put_together_are_the_whole():
+    optimizer = optax.chain(optax.add_decayed_weights(0.1), optax.adam(optax.linear_schedule(0.1, 0, 10)))
+    whole, owned = optimizer.init(TREE), owners(TREE, 2, "greedy")
+    parts = [to_arrays(optimizer.init(shard(TREE, owned, server))) for server in (0, 1)]
+    assert all(len(part) < len(to_arrays(whole)) for part in parts)
+    assert jax.tree.structure(joined(whole, parts)) == jax.tree.structure(whole)
+
+
+@pytest.mark.parametrize("partition, words", [([("d", 0)], "matches none"), ([(".*", 0)], "leaves server 1 of 2")])
+def test_rules_that_cannot_be_kept_are_refused(partition, words):
+    with pytest.raises(ConfigError, match=words):
+        owners(TREE, 2, partition)
+
+
+def test_more_servers_than_leaves_are_refused():
+    with pytest.raises(ConfigError, match="Try servers: 4"):
+        owners(TREE, 5, "greedy")
+
+
+def test_an_optimizer_that_looks_at_the_whole_tree_is_refused_on_several_servers():
+    clipped = optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
+    check_separable(clipped, TREE, owners(TREE, 1, "greedy"))
+    with pytest.raises(ConfigError, match=r"the update of a leaf of server 0 looks at '.*', which server 1 holds"):
+        check_separable(clipped, TREE, {"a": 0, "b": 1, "c/0": 1, "c/1": 1})
+    for separable in (optax.adamw(0.1), optax.adafactor(0.1), optax.lamb(0.1), optax.sgd(0.1, momentum=0.9)):
+        check_separable(optax.with_extra_args_support(separable), TREE, owners(TREE, 2, "greedy"))
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_refused():
+    with pytest.raises(ConfigError, match="cannot evaluate the loss again"):
+        check_separable(optax.with_extra_args_support(optax.lbfgs()), TREE, owners(TREE, 1, "greedy"))

@@ -1,0 +1,114 @@
+"""A run whose checkpoints are in a bucket, here one in memory: it goes on from an empty disk, is evaluated there, and only one run at a time writes to it."""
+
+import json
+
+import pytest
+
+import spmdkit as sk
+from spmdkit.attempt import newest_saved
+from spmdkit.checkpoint import Lease, bucket, place
+from spmdkit.cluster import ClusterSpec, environment, join
+from spmdkit.errors import CheckpointError, ConfigError
+from spmdkit.launch.local import _newest
+from spmdkit.run import remote, skipped
+from spmdkit.run.evaluator import evaluate_each
+from spmdkit.run.loop import evaluate
+from tests.support.buckets import InMemory
+from tests.support.clusters import on_all
+from tests.support.small_runs import config_of, events, line_task, lines, steps, train
+
+URL = "s3://bucket-one/run"
+SAVED = {"every_steps": 5, "keep": 2, "directory": URL}
+
+
+@pytest.fixture
+def client(monkeypatch):
+    client = InMemory()
+    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    return client
+
+
+def test_a_run_goes_on_on_an_empty_disk_with_all_its_metrics_and_ends_as_one_that_was_not_moved(client, tmp_path):
+    whole = train(tmp_path / "whole", log={"every_steps": 1, "progress": "off"})
+    every = {"log": {"every_steps": 1, "progress": "plain"}, "checkpoint": SAVED}
+    train(tmp_path / "first", steps=12, **every)
+    assert steps(tmp_path / "first") == list(range(1, 13))
+    assert not (tmp_path / "first/run/checkpoints").exists()
+    moved = train(tmp_path / "second", **every)
+    assert steps(tmp_path / "second") == list(range(1, 21)) == steps(tmp_path / "whole")
+    assert float(moved.state.params["w"][0, 0]) == float(whole.state.params["w"][0, 0])
+    assert events(tmp_path / "second", "restored")[0]["step"] == 12
+    assert newest_saved(tmp_path / "second/run") == _newest(tmp_path / "second/run/logs/attempt_1") == 20
+    names = {name.removeprefix("bucket-one/run/").split("/")[0] for name in client.objects}
+    assert names == {"run", "15", "20"} and not any("alive-" in name for name in client.objects)
+    assert train(tmp_path / "third", **every).already_finished
+
+
+def test_eval_and_an_evaluator_read_the_bucket(client, tmp_path):
+    train(tmp_path, checkpoint=SAVED)
+    config = config_of(tmp_path / "elsewhere", checkpoint=SAVED)
+    step, values = evaluate(config, join(environment({}), config.devices), line_task())
+    assert step == 20 and values["loss"] < 1
+    (tmp_path / "elsewhere/run").mkdir(parents=True)
+    assert evaluate_each(config, ClusterSpec(), line_task(), say=lambda line: None) == [15, 20]
+
+
+def test_records_on_this_disk_that_are_older_are_kept_beside_those_that_are_fetched(client, tmp_path):
+    every = {"log": {"every_steps": 1, "progress": "plain"}, "checkpoint": SAVED}
+    train(tmp_path / "a", steps=5, **every)
+    train(tmp_path / "b", steps=10, **every)
+    train(tmp_path / "a", steps=15, **every)
+    assert steps(tmp_path / "a") == list(range(1, 16))
+    assert len((tmp_path / "a/run/metrics.before-5.jsonl").read_text().splitlines()) == 6
+
+
+def test_batches_that_were_left_out_for_good_are_known_on_a_new_disk_and_to_processes_that_have_other_disks(
+    client, tmp_path
+):
+    back = iter([sk.Rollback(to_step=0, skip_batches=2)])
+    hook = sk.Hook("back", after_step=lambda run, step, state, metrics: next(back, None) if step == 3 else None)
+    task = line_task()
+    task = sk.Task(task.init, task.loss_fn, task.optimizer, train_data=task.train_data, hooks=[hook])
+    train(tmp_path / "a", task, steps=4, checkpoint={"every_steps": None, "directory": URL})
+    assert skipped.read(tmp_path / "a/run") == ((1, 2),)
+    (tmp_path / "b/run").mkdir(parents=True)
+    remote.bring_skipped(config_of(tmp_path / "b", checkpoint=SAVED), join(environment({})), tmp_path / "b/run")
+    (tmp_path / "c").mkdir()
+    folder = lambda cluster: tmp_path / ("b/run" if cluster.is_main else "c")
+    assert on_all(2, lambda cluster: skipped.read_for_all(folder(cluster), cluster)) == [((1, 2),), ((1, 2),)]
+
+
+def test_a_second_run_is_refused_and_a_folder_without_its_checkpoints_starts_nothing_over(
+    client, tmp_path, monkeypatch
+):
+    from spmdkit.checkpoint import lease
+
+    train(tmp_path / "a", checkpoint=SAVED)
+    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(lease, "RENEW_S", 0.02)
+    with Lease(place.of(URL), "other"), pytest.raises(ConfigError, match="is in use by process"):
+        train(tmp_path / "b", checkpoint=SAVED, steps=30)
+    client.objects = {name: x for name, x in client.objects.items() if "/run/run/" in name}
+    with pytest.raises(CheckpointError, match=r"s3://bucket-one/run holds no checkpoint.*never starts over"):
+        train(tmp_path / "a", checkpoint=SAVED, steps=30)
+
+
+@pytest.mark.parametrize("text", ["s3://b/run", "gs://bucket-one", "/local/path", "gs:/bucket-one/run", "gs://bucket-one/a b", "file://bucket/x"])  # fmt: skip
+def test_what_is_no_folder_of_a_bucket_is_refused_by_the_config(tmp_path, text):
+    with pytest.raises(Exception, match="folder of a bucket"):
+        config_of(tmp_path, checkpoint={"directory": text})
+
+
+def test_the_commands_find_the_bucket_by_the_runs_directory(client, tmp_path, capsys):
+    from spmdkit.cli_checkpoint import checkpoint_ls, checkpoint_rm
+
+    train(tmp_path, checkpoint=SAVED)
+    capsys.readouterr()
+    for name in (str(tmp_path / "run"), URL):
+        checkpoint_ls(name, json_=True)
+        found = json.loads(capsys.readouterr().out)
+        assert [row["step"] for row in found["checkpoints"]] == [15, 20] and found["ignored"] == []
+    checkpoint_rm(URL, [15])
+    checkpoint_ls(URL, json_=True)
+    assert [row["step"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["checkpoints"]] == [20]
+    assert lines(tmp_path, "metrics.jsonl")

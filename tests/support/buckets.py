@@ -1,0 +1,117 @@
+"""Buckets for tests: one in memory that can be cut off at any operation, and local servers of both protocols."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PACKAGES = ("gcsfs", "s3fs", "moto", "gcp_storage_emulator")
+BUCKET = "bucket-one"
+
+
+class CutOff(BaseException):
+    """As a kill: nothing of ours catches it."""
+
+
+class InMemory:
+    """What bucket.py asks of a client. `left`: changes that are still made; the one after is a kill."""
+
+    def __init__(self):
+        self.objects: dict[str, bytes] = {}
+        self.left: int | None = None
+        self.changes = 0
+
+    def _change(self) -> None:
+        if self.left is not None:
+            if self.left == 0:
+                raise CutOff
+            self.left -= 1
+        self.changes += 1
+
+    def cat_file(self, key):
+        if key not in self.objects:
+            raise FileNotFoundError(key)
+        return self.objects[key]
+
+    def pipe_file(self, key, content):
+        self._change()
+        self.objects[key] = bytes(content)
+
+    def ls(self, key, detail):
+        found = sorted({f"{key}/{name[len(key) + 1 :].split('/')[0]}" for name in self.find(key, False)})
+        if not found:
+            raise FileNotFoundError(key)
+        return found
+
+    def find(self, key, detail):
+        return {name: {"size": len(x)} for name, x in self.objects.items() if name.startswith(key + "/")}
+
+    def rm_file(self, key):
+        self._change()
+        if self.objects.pop(key, None) is None:
+            raise FileNotFoundError(key)
+
+    def cp_file(self, key, to):
+        self._change()
+        self.objects[to] = self.objects[key]
+
+    def put_file(self, path, key):
+        self.pipe_file(key, Path(path).read_bytes())
+
+    def get_file(self, key, path):
+        Path(path).write_bytes(self.cat_file(key))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def server(scheme: str):
+    """Yields the variables with which the clients of a scheme find a local server that holds BUCKET, empty."""
+    port, home = free_port(), Path(sys.executable).parent
+    url = f"http://127.0.0.1:{port}"
+    if scheme == "gs":
+        command = [
+            home / "gcp-storage-emulator",
+            "start",
+            "--host=127.0.0.1",
+            f"--port={port}",
+            "--in-memory",
+            f"--default-bucket={BUCKET}",
+        ]
+        env = {
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "GCSFS_DEFAULT_PROJECT": "x",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks another service what kind a bucket is
+        }
+    else:
+        command = [home / "moto_server", "-H", "127.0.0.1", "-p", str(port)]
+        env = {
+            "AWS_ACCESS_KEY_ID": "not-a-real-id",
+            "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": url,
+        }
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | env)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            assert time.monotonic() < deadline and process.poll() is None, "the server did not start"
+            time.sleep(0.05)
+        if scheme == "s3":
+            import boto3
+
+            keys = {"aws_access_key_id": "x", "aws_secret_access_key": "y", "region_name": "us-east-1"}
+            boto3.client("s3", endpoint_url=url, **keys).create_bucket(Bucket=BUCKET)
+        yield env
+    finally:
+        process.kill()
+        process.wait(10)

@@ -1,0 +1,242 @@
+"""Mistakes in five natural tasks (tests/verify/located), and what `verify` says about where they are.
+
+    python -m tests.support.located --write        every mistake in every task -> docs/locate.md
+    python -m tests.support.located gpt plain_key  one of them
+
+A mistake of a user's is one line, put into the text of the task or in place of one of its lines, so that it is known which line is wrong. One of the
+toolkit's is a mutant of `verify`; its line is one of the function that makes the mistake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import spmdkit as sk
+from spmdkit.step import gradient
+from spmdkit.step.rows import RowOrder
+from spmdkit.verify import mistakes, user_mistakes
+from spmdkit.verify.judge import Judge
+from spmdkit.verify.locate import Locator
+from spmdkit.verify.mutants import MUTANTS
+from spmdkit.verify.subject import Setting, Subject
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests" / "verify" / "located"
+TASKS = ("gpt", "cnn", "moe", "contrastive", "recurrent")
+PAGE = ROOT / "docs" / "locate.md"
+_TEXTS = tempfile.TemporaryDirectory(prefix="located-")
+BATCH = 16
+DATA, TWO = {"data": 4}, {"replica": 2, "data": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A wrong line.
+
+    Attributes:
+        line: the line, without its indent.
+        at: it stands in the place of the line that begins so: of a remark, `# hidden` or `# loss`, or of what it changes.
+        short: batches may be short.
+    """
+
+    line: str
+    at: str = "# hidden"
+    mesh: dict[str, int] = dataclasses.field(default_factory=lambda: DATA)
+    microbatches: int = 1
+    short: bool = False
+
+
+NAMES = '("replica", "data")'
+USERS = {
+    "statistic_of_a_shard": Mistake("h = h - h.mean(0)"),
+    "variance_of_a_shard": Mistake(f"h = h / jnp.sqrt(jax.lax.pmean(h.var(0), {NAMES}) + 1)"),
+    "statistic_of_one_replica": Mistake("h = h - sk.all_gather(h)[: len(h)].mean(0)"),
+    "sum_for_a_mean": Mistake(f"h = h - jax.lax.psum(h.mean(0), {NAMES})"),
+    "axis_forgotten": Mistake('h = h - jax.lax.pmean(h.mean(0), "data")', mesh=TWO),
+    "largest_of_a_shard": Mistake("h = h / (1 + jnp.abs(h).max())"),
+    "median_of_a_shard": Mistake("h = h - jnp.median(h, 0)"),
+    "running_sum_of_a_shard": Mistake("h = h - jnp.cumsum(h, 0) / 16"),
+    "neighbour_in_the_shard": Mistake("h = 0.8 * h + 0.2 * jnp.roll(h, 1, 0)"),
+    "place_in_the_shard": Mistake("h = (h.T * (1 + jnp.arange(len(h)) / 16)).T"),
+    "rows_for_the_batch": Mistake("h = h * (len(h) / 16)"),
+    "key_forgotten": Mistake("h = h * jax.random.bernoulli(key, 0.8, h.shape)"),
+    "key_of_the_device": Mistake(
+        "h = h + 0.1 * jax.random.normal(jax.random.fold_in(jax.random.key(1), sk.replica_index()), h.shape[1:])"
+    ),
+    "gradient_by_rows": Mistake("h = jax.lax.stop_gradient(h) + (h - jax.lax.stop_gradient(h)) * (len(h) / 16)"),
+    "mean_over_the_shard": Mistake(
+        'loss = (loss * batch["weight"]).sum() / batch["weight"].sum()\nreturn sk.mean(loss)',
+        "return sk.mean(loss",
+    ),
+    "times_replicas": Mistake("loss = loss * sk.num_replicas()", "# loss"),
+    "divided_by_replicas": Mistake(f"loss = loss / jax.lax.psum(1, {NAMES})", "# loss"),
+    "softmax_of_a_shard": Mistake("loss = loss * len(loss) * jax.nn.softmax(loss)", "# loss"),
+    "hardest_of_a_shard": Mistake("loss = jnp.where(loss >= jnp.sort(loss)[len(loss) // 2], loss, 0)", "# loss"),
+    "padding_counted": Mistake("loss = loss * (len(loss) / sk.example_mask().sum())", "# loss", short=True),
+}
+"""What users write, by name."""
+
+TOOLKITS = {
+    "reduction_dropped": [mistakes._first_only],
+    "reduction_doubled": [mistakes.doubled],
+    "reduction_over_wrong_axis": [mistakes._first_only],
+    "microbatch_twice": [mistakes.first_microbatch_twice],
+    "key_shared_by_replicas": [
+        mistakes.shared_positions,
+        RowOrder.of_microbatch,
+        RowOrder.position,
+        RowOrder.of_shards,
+        gradient._positions,
+    ],
+    "key_folded_by_device": [mistakes.folded_positions],
+    "mean_over_shard": [user_mistakes.shard_mean],
+    "example_keys_forgotten": [user_mistakes.forgotten_key],
+}
+"""Mutants of `verify` that act on every task, with the functions that make the mistake, or are called by it with what is wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What `verify` says of a mistake: `right`, `silent`, `wrong` line, or `missed`; with its words."""
+
+    verdict: str
+    words: str
+
+
+def told(task: str, name: str) -> Told:
+    """Returns where a mistake in a task is said to be."""
+    if name in TOOLKITS:
+        return _told_of_mutant(_judge_of(task), name)
+    mistake = USERS[name]
+    text, wrong = changed(text_of(task), mistake)
+    subject = judge_of(task, text, mistake.short).subject
+    setting = Setting(mistake.mesh, mistake.microbatches, mistake.short)
+    found = Locator(subject)(setting, subject.program(setting), "gradient", int(mistake.short))
+    if found is None:
+        return Told("silent", "")
+    file, _, number = found.line.partition(" ")[0].rpartition(":")
+    return Told("right" if file.endswith(f"{task}_task.py") and int(number) in wrong else "wrong", found.text)
+
+
+def _told_of_mutant(judge: Judge, name: str) -> Told:
+    found = judge.mutant(name, 4)
+    if not found.get("caught"):
+        return Told("missed", str(found.get("not_applicable", found)))
+    if (located := found["located"]) is None:
+        return Told("silent", found["not_located"])
+    return Told("right" if any(_is_in(located["line"], fn) for fn in TOOLKITS[name]) else "wrong", located["text"])
+
+
+def _is_in(line: str, function: Any) -> bool:
+    file, _, number = line.partition(" ")[0].rpartition(":")
+    lines, first = inspect.getsourcelines(function)
+    return inspect.getsourcefile(function).endswith(file) and first <= int(number) < first + len(lines)
+
+
+def text_of(task: str) -> str:
+    """Returns the text of a task."""
+    return (FOLDER / f"{task}.py").read_text(encoding="utf-8")
+
+
+def changed(text: str, mistake: Mistake) -> tuple[str, set[int]]:
+    """Returns the text with the mistake in it, and the numbers of the lines that are wrong."""
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.strip().startswith(mistake.at))
+    rest = lines[at].partition("])")[2] if mistake.at in lines[at] and not lines[at].strip().startswith("#") else ""
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    new = [indent + line for line in (mistake.line + rest).splitlines()]
+    lines[at : at + 1] = new
+    return "\n".join(lines) + "\n", set(range(at + 1, at + 1 + len(new)))
+
+
+@functools.cache
+def _judge_of(task: str) -> Judge:
+    """Returns the judge of a task as it is; it keeps the references of those before."""
+    return judge_of(task, text_of(task))
+
+
+def judge_of(task: str, text: str, short: bool = False) -> Judge:
+    """Returns the judge of a task's text, in this process."""
+    path = Path(tempfile.mkdtemp(dir=_TEXTS.name)) / f"{task}_task.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"located_{task}_{len(sys.modules)}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    data = {"shuffle": False} | ({"remainder": "mask"} if short else {})
+    config = sk.Config(task="t.py:t", batch_size=BATCH, steps=2, data=data)
+    return Judge(Subject(config, module.task, BATCH, steps=2), locate="all")
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------
+
+
+def _write(found: dict[str, dict[str, Told]]) -> None:
+    what = {name: f"`{mistake.line.splitlines()[0]}`" for name, mistake in USERS.items()}
+    what |= {mutant.name: f"in the toolkit: {mutant.does}" for mutant in MUTANTS}
+    rows = [["mistake", "line", *TASKS], ["---"] * (2 + len(TASKS))]
+    rows += [[f"`{name}`", what[name], *(found[name][task].verdict for task in TASKS)] for name in found]
+    total = {task: [row[task].verdict for row in found.values()] for task in TASKS}
+    rows.append(["right", "", *(f"{verdicts.count('right')} of {len(verdicts)}" for verdicts in total.values())])
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    says = "\n".join(
+        f"- {name}, {task}: {told.words.partition('_task.py:')[2] or told.words}"
+        for name, row in found.items()
+        for task, told in row.items()
+        if task == "gpt"
+    )
+    PAGE.write_text(HEAD + lines + "\n\n## What is said (gpt)\n\n" + says + "\n", encoding="utf-8")
+
+
+HEAD = """# Where a mistake is
+
+Written by `python -m tests.support.located --write`; the tasks are [tests/verify/located](../tests/verify/located), natural programs with one line changed or added, and the
+toolkit itself with a mutant in it. `right`: `verify` names the statement that was changed (of the toolkit, the function that makes the mistake); `silent`: it says that no single line is to blame. A
+`wrong` line, or a mistake that is not seen, is a failed test ([tests/verify/test_verify_located.py](../tests/verify/test_verify_located.py)). Meshes: four replicas, two times two where an axis is forgotten.
+
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Prints what is said of mistakes, and writes the page of all. What was found with the same text of package and tasks is not looked for again."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_disable_most_optimizations", True)
+    tasks = [a for a in arguments if a in TASKS] or TASKS
+    names = [a for a in arguments if a in USERS or a in TOOLKITS] or [*USERS, *TOOLKITS]
+    kept = ROOT / "build" / "located" / f"{_digest()}.jsonl"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines() if kept.exists() else [])
+    found = {(task, name): Told(verdict, words) for task, name, verdict, words in lines}
+    for name in names:
+        for task in tasks:
+            if (task, name) not in found:
+                begin = time.process_time()
+                said = found[task, name] = told(task, name)
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([task, name, *dataclasses.astuple(said)]) + "\n")
+                print(
+                    f"{task:12} {name:28} {said.verdict:7} {time.process_time() - begin:5.1f} s {said.words[-150:]}",
+                    flush=True,
+                )
+    if "--write" in arguments:
+        _write({name: {task: found[task, name] for task in TASKS} for name in names})
+
+
+def _digest() -> str:
+    files = [*sorted((ROOT / "spmdkit").rglob("*.py")), *sorted(FOLDER.glob("*.py")), Path(__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,143 @@
+"""Servers and workers in this process, and a model whose parameters count what was applied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import spmdkit as sk
+from spmdkit.config import replace_keys
+from spmdkit.parameter_server.chief import Chief
+from spmdkit.parameter_server.gradient import Gradient, GradientStep, server_optimizer, synchronous
+from spmdkit.parameter_server.partition import owners, shard, to_arrays
+from spmdkit.parameter_server.server import Rules, Server
+from spmdkit.parameter_server.threads import Threads
+from spmdkit.parameter_server.worker import Worker
+from spmdkit.program.program import Program
+from spmdkit.step import state as states
+
+MOST = 4096
+"""Batches that the counting model can tell apart."""
+
+
+def abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+class Counting:
+    """Gradients with a one at the number of the batch: with plain SGD at rate 1, `-params[batch]` is how often that batch was applied."""
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds = seconds
+
+    def batch(self, number: int) -> Any:
+        return number
+
+    def place(self, params: Any, model_state: Any) -> tuple[Any, Any]:
+        return params, model_state
+
+    def __call__(self, params: Any, model_state: Any, number: int, batch: Any) -> Gradient:
+        time.sleep(self.seconds)
+        one = np.zeros(MOST, np.float32)
+        one[number] = 1
+        return Gradient({"a": one, "b": one.copy()}, 0.5, 1.0, {}, (), None)
+
+
+COUNTS = {"a": jnp.zeros(MOST), "b": jnp.zeros(MOST)}
+
+
+def counting_state(step: int = 0, params: Any = COUNTS) -> states.TrainState:
+    made = states.create(params, None, optax.with_extra_args_support(optax.sgd(1.0)), 0, None)
+    return made.replace(step=jnp.int32(step))
+
+
+class Job:
+    """Servers, workers and their chief over the transport of threads.
+
+    Args:
+        seconds: worker -> how long a gradient of it takes, for the counting model.
+        saves: updates between two checkpoints, which are kept in memory.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        servers: int = 1,
+        workers: int = 1,
+        state: Any = None,
+        optimizer: Any = None,
+        computes: Callable[[int], Any] | None = None,
+        seconds: Callable[[int], float] = lambda worker: 0.0,
+        overlap: bool = False,
+        loses: Callable[[str], bool] = lambda method: False,
+        partition: Any = "greedy",
+        saves: int = 10,
+    ):
+        self.optimizer = optax.with_extra_args_support(optax.sgd(1.0)) if optimizer is None else optimizer
+        self.saved: tuple[Any, Any] = (counting_state() if state is None else state, None)
+        self.steps, self.every = rules.steps, saves
+        params = abstract(self.saved[0].params)
+        self.owned = owners(params, servers, partition)
+        make_server = lambda number: Server(self.optimizer, shard(params, self.owned, number), rules, donate=False)
+        paths = [[p for p, owner in self.owned.items() if owner == number] for number in range(servers)]
+        policies = {"loss": "stop", "gradient": "stop", "metrics": "stop"}
+        computes = computes or (lambda number: Counting(seconds(number)))
+
+        def make_worker(number: int, incarnation: int, endpoints: Any, stopped: Any) -> Worker:
+            return Worker(number, incarnation, endpoints, paths, computes(number), policies, overlap, stopped)
+
+        self.transport = Threads(make_server, make_worker, loses)
+        self.chief = Chief(self.transport, self.optimizer, self.owned, servers, workers, lambda: self.saved)
+        self.records: list[dict[str, Any]] = []
+        self.happened: list[Any] = []
+        self.last: Any = None
+
+    def run(self, limit_s: float = 60, at: Callable[[Job, int], None] = lambda job, applied: None) -> Any:
+        """Returns the state at the end; `at` is called with the updates that all servers have applied."""
+        begin, saved_at = time.monotonic(), 0
+        try:
+            self.chief.install()
+            self.chief.start()
+            while True:
+                assert time.monotonic() - begin < limit_s, (self.last, self.happened[-5:])
+                self.last = seen = self.chief.watch()
+                self.happened += seen.happened
+                if seen.went_back_to is not None:
+                    self.records = [record for record in self.records if record["step"] <= seen.went_back_to]
+                    saved_at = seen.went_back_to
+                self.records += seen.records
+                if seen.applied >= self.steps and (end := self.chief.snapshot()) is not None:
+                    return end[0]
+                if seen.applied >= saved_at + self.every and (found := self.chief.snapshot()) is not None:
+                    self.saved, saved_at = found, int(found[0].step)
+                at(self, seen.applied)
+                time.sleep(0.002)
+        finally:
+            self.chief.close()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.happened if event == name]
+
+
+def of_task(config: sk.Config, task: sk.Task, rules: Rules, **options: Any) -> tuple[Job, Program]:
+    """Returns the job of a task, and its program without servers."""
+    program = Program(replace_keys(synchronous(config), {"mesh": {}}), task, jax.devices()[:1])
+    devices = jax.devices()[: config.mesh.data or 1]
+    computes = lambda number: GradientStep(config, task, devices)
+    optimizer = server_optimizer(config, task)
+    return Job(rules, state=program.init(), optimizer=optimizer, computes=computes, **options), program
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Returns the largest difference of two trees, leaf by leaf, by the larger of a leaf's norm and a thousandth."""
+    error = lambda x, y: float(np.linalg.norm(np.asarray(x) - np.asarray(y)) / max(np.linalg.norm(np.asarray(y)), 1e-3))
+    found, expected = to_arrays(found), to_arrays(expected)
+    assert found.keys() == expected.keys()
+    return max(error(found[path], expected[path]) for path in found)

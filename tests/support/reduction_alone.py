@@ -1,0 +1,77 @@
+"""The reduction of a byte GPT's gradient alone, of width 128 and four layers, compiled: what a reducer sends, without the step around it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import kinds
+from spmdkit.config import load_config
+from spmdkit.mesh import AXES, REPLICA_AXES, make_mesh
+from spmdkit.plan.bill import Bill, read_bill
+from spmdkit.plan.hlo.text import parse
+from spmdkit.program.compiler import own_options
+from spmdkit.program.opening import task_of
+from spmdkit.reducers.base import Added, LeafShapes, Over, Reducer, inner_axes, shard_dim
+from spmdkit.tree import named_leaves
+
+CONFIG = Path(__file__).parents[2] / "configs" / "mirrored.yaml"
+WIDTH = ["task_args.width=128", "task_args.layers=4", "task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
+
+
+@functools.cache
+def gradient() -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns path -> float32[...] of the parameters, abstract."""
+    config = load_config(CONFIG, WIDTH)
+    return dict(named_leaves(jax.eval_shape(task_of(config).init, jax.random.key(0))))
+
+
+def compiled_bill(name: str, devices: Sequence[Any], sizes: Mapping[str, int]) -> Bill:
+    """Returns the collectives of a reducer on a mesh of `replica` and `data`, as its platform's compiler makes them."""
+    reducer, leaves = kinds.make("reducers", name), list(gradient().values())
+    num = sizes["replica"] * sizes["data"]
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | dict(sizes), devices)
+
+    def local(own: Any, states: Any) -> Any:
+        over = Over(REPLICA_AXES, num, lambda: jax.random.key(0), tuple(gradient()))
+        total, new = reducer.apply([x[0] for x in own], jax.tree.map(lambda x: x[0], states), over)
+        return total, jax.tree.map(lambda x: x[None], new)
+
+    specs = [_state_spec(reducer, leaf.shape, sizes) for leaf in leaves]
+    states = [_state(reducer, leaf, sizes) for leaf in leaves]
+    rows = PartitionSpec(REPLICA_AXES)
+    of_states = [dict.fromkeys(state, spec) for state, spec in zip(states, specs, strict=True)]
+    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, of_states), out_specs=(PartitionSpec(), of_states))
+    placed = lambda lead, x, spec: jax.ShapeDtypeStruct((lead, *x.shape), x.dtype, sharding=NamedSharding(mesh, spec))
+    lead = sizes["replica"] if reducer.by_shard else num
+    kept = [{key: placed(lead, x, spec) for key, x in state.items()} for state, spec in zip(states, specs, strict=True)]
+    lowered = jax.jit(run).lower([placed(num, x, rows) for x in leaves], kept)
+    compiled = lowered.compile(compiler_options=dict(own_options(devices[0])))
+    return read_bill(parse(compiled.as_text()), sizes)
+
+
+def _state(reducer: Reducer, leaf: jax.ShapeDtypeStruct, sizes: Mapping[str, int]) -> LeafShapes:
+    is_cut = not reducer.by_shard or shard_dim(leaf.shape, sizes["data"]) is not None
+    return reducer.init(leaf) if is_cut else {}
+
+
+def _state_spec(reducer: Reducer, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns where the state of a leaf lives: as in `spmdkit.step.forms.kept_spec`."""
+    if not reducer.by_shard:
+        return PartitionSpec(REPLICA_AXES)
+    dims: list[Any] = [None] * len(shape)
+    dim = shard_dim(shape, sizes["data"])
+    if dim is not None:
+        dims[dim] = inner_axes(REPLICA_AXES)[0]
+    return PartitionSpec("replica", *dims)
+
+
+def sent_by_formula(name: str, sizes: Mapping[str, int]) -> float:
+    """Returns the bytes of the reducer's own formula."""
+    axes = {axis: size for axis, size in sizes.items() if size > 1}
+    return kinds.make("reducers", name).sent([Added(path, x.shape, axes, ()) for path, x in gradient().items()])
