@@ -36,8 +36,9 @@ def of(directory: Place | str) -> Place:
     return Path(directory).absolute()
 
 
-def is_url(text: str) -> bool:
+def is_url(text: str | Path) -> bool:
     """Returns whether a text names a bucket, and not a local path."""
+    text = str(text)
     return text.partition("://")[0] in SCHEMES and "://" in text
 
 

@@ -8,7 +8,8 @@ added in the same order.
 
 Use it to compare runs bit for bit over machines. Not for speed: the same bytes as `sum`, in two collectives that no reduction hardware
 helps, and a copy of the gradient for the buffer.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: `2 (N-1)/N * 4 bytes` per value, device and step.
+Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: `2 (N-1)/N * 4 bytes` per value, device
+and step, of the values filled up to a multiple of `1,024 N`.
 Source: the layout of a ring all-reduce's two halves, with the additions of each part on its owner; Demmel and Nguyen, "Parallel
 reproducible summation" (2015), for why order is what matters.
 """
@@ -37,7 +38,11 @@ def make() -> Reducer:
                 out[i] = leaf
         return out, states
 
-    return Reducer(exact=True, apply=apply, wire=lambda values, num: 2 * (num - 1) / num * 4 * values, add=add)
+    return Reducer(exact=True, apply=apply, wire=_wire, add=add)
+
+
+def _wire(values: int, num: int) -> float:
+    return 2 * (num - 1) / num * 4 * (values + -values % (num * PAD))
 
 
 def add(tree: Any, axes: tuple[str, ...]) -> Any:

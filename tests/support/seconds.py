@@ -41,7 +41,7 @@ LIMITS_S = {
     "reducers": 240,
     "reference": 10,
     "report": 20,
-    "run": 95,
+    "run": 150,
     "step": 330,
     "sync": 140,
     "system": 200,
