@@ -130,6 +130,12 @@ def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int,
     return tuple(sorted(p for p, b in in_step.items() if b.step == least))
 
 
+def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
+    """Returns who has given no sign of life for `limit_s`, or never came in twice that time; `seen`: when each beat was new, where the store answers."""
+    never = [p for p in others if p not in seen and now > 2 * limit_s]
+    return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
+
+
 def stand(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
     """Returns who stands where: `p3 has been reading data for 41 s at step 812; p0, p1, p2 wait in the step`."""
     blamed = list(blamed)

@@ -25,13 +25,27 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
             f"{who} {left}: {verdict['said']}\nNo step is possible without it, so this process ends too; the "
             "cause is in that one's own output."
         )
-    if verdict["why"] == "silent":
-        seen = "" if last is None else f" It was last seen {last.does} at step {last.step}."
+    seen = "" if last is None else f"was last seen {last.does} at step {last.step}."
+    if verdict["why"] == "unreachable":
         return (
-            f"{who} is silent: no sign of life for longer than watchdog.silence_s.{seen} It is stopped, its machine is gone, or its "
-            f"interpreter is held, and no step is possible without it. {newest} See to it, and start all processes again.".replace(
-                "  ", " "
-            )
+            "the coordination service has not answered for longer than watchdog.silence_s: the machine that holds it (process 0's, or that of "
+            f"the launcher) is gone, or the network to it. {f'Process 0 {seen}' if seen else ''} No step is possible without it. {newest} See to "
+            "it, and start all processes again.".replace("  ", " ")
+        )
+    if verdict["why"] == "silent":
+        one = len(blamed) == 1
+        where = (
+            f" It {seen}"
+            if one and seen
+            else ""
+            if one
+            else " Several at once: look at the network between the machines first."
+        )
+        return (
+            f"{who} {'is' if one else 'are'} silent: no sign of life for longer than watchdog.silence_s.{where} "
+            f"{'It is' if one else 'They are'} stopped, {'its machine is' if one else 'their machines are'} gone or cut off, or "
+            f"{'its interpreter is' if one else 'their interpreters are'} held, and no step is possible without "
+            f"{'it' if one else 'them'}. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
     key, limit = KEYS.get(last.phase, "evaluation_s") if last else "step_s", last.limit_s if last else None
     most = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."

@@ -3,6 +3,7 @@
 | what is seen                                          | code | who is named                                     |
 | ----------------------------------------------------- | ---- | ------------------------------------------------ |
 | no beat of a process for `silence_s`                  | 75   | the silent one                                   |
+| no answer of the store for `silence_s`                | 75   | process 0's machine, or the launcher's           |
 | a process left with an error                          | 75   | that one, with the first line of what it said    |
 | beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
 | the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |
@@ -40,6 +41,7 @@ from spmdkit.faults.liveness import (
     Stragglers,
     culprits,
     from_text,
+    silent,
     to_text,
 )
 from spmdkit.faults.verdict import code_after, in_order, words
@@ -112,6 +114,7 @@ class Watchdog:
         self._alarm: dict[str, Any] | None = None
         self._left: Mapping[int, tuple[float, dict[str, Any]]] = {}
         self._talking_since: float | None = None
+        self._number, self._said = 0, -self._beat_s  # of the last beat, and when it was said
         self._stamps: dict[int, str] = {}
         self._stragglers = Stragglers()
         self._last_beat, self._mistakes = -BEAT_S, 0
@@ -195,8 +198,8 @@ class Watchdog:
         for process, (when, said) in causes_first:
             if now - when > self._patience_s(said["exit"]) and not journal.is_ending(OWN_END_S):
                 return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
-        if silent := self._silent(now):
-            return self._end({"code": int(ExitCode.PEER_LOST), "processes": silent, "why": "silent"})
+        if lost := self._lost(now):
+            return self._end(lost)
         beats = self._beats()
         quiet = [p for p, (when, _) in self._seen.items() if now - when > QUIET_S + 2 * self._beat_s]
         if found := culprits(beats, quiet):
@@ -211,14 +214,15 @@ class Watchdog:
         )  # before the first step all look at the same things
         return AGREED_S if compares or code in AGREED else OWN_WORDS_S
 
-    def _silent(self, now: float) -> list[int]:
-        """Returns who gives no sign of life; process 0 where the store, which it holds, does not answer."""
-        since = self._talking_since
-        limit_s = max(self._silence_s, 4 * self._beat_s)
-        if since is not None and now - since > limit_s:
-            return [0]
-        never = [p for p in range(self._num) if p not in self._seen and p != self._me and now > 2 * limit_s]
-        return never + [p for p, (when, _) in self._seen.items() if now - when > limit_s]
+    def _lost(self, now: float) -> dict[str, Any] | None:
+        """Returns the verdict where somebody gives no sign of life: the store, or, where that answers, a process."""
+        code, limit_s, since = int(ExitCode.PEER_LOST), max(self._silence_s, 4 * self._beat_s), self._talking_since
+        if since is not None and now - since > QUIET_S:  # nobody's beat can be read, which says nothing about anybody
+            gone = now - since > limit_s
+            return {"code": code, "processes": [0], "why": "unreachable"} if gone else None
+        seen = {p: when for p, (when, _) in self._seen.items()}
+        found = silent(now, seen, (p for p in range(self._num) if p != self._me), limit_s)
+        return {"code": code, "processes": found, "why": "silent"} if found else None
 
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
@@ -226,24 +230,27 @@ class Watchdog:
     # ---- the thread that talks ----------------------------------------------------------------------------------------
 
     def _talk(self) -> None:
-        """Puts this process's beat and reads all others'. Hangs while process 0 does not answer; then `_silent` sees it."""
+        """Puts this process's beat and reads all others'. Hangs while the store does not answer; then `_lost` sees it."""
+        while not self._stopped.wait(TICK_S * max(1.0, self._num / 8)):
+            self._exchange()
+
+    def _exchange(self) -> None:
         assert self._board is not None
-        number, said = 0, -self._beat_s
-        listen_s = TICK_S * max(1.0, self._num / 8)
-        while not self._stopped.wait(listen_s):
-            now = self._clock.now
-            self._talking_since = now if self._talking_since is None else self._talking_since
-            try:
-                if now - said >= self._beat_s:
-                    number += 1
-                    beat = f"{number} {to_text(self._mine)}"
-                    self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
-                    said = now
-                found = self._board.entries(self._folder)
-            except Exception:  # noqa: BLE001  process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_silent` sees
-                continue
-            self._talking_since = None
-            self._read(found)
+        now = self._clock.now
+        since = self._talking_since = now if self._talking_since is None else self._talking_since
+        try:
+            if now - self._said >= self._beat_s:
+                self._number += 1
+                beat = f"{self._number} {to_text(self._mine)}"
+                self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
+                self._said = now
+            found = self._board.entries(self._folder)
+        except Exception:  # noqa: BLE001  process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_lost` sees
+            return
+        if self._clock.now - since > QUIET_S:  # nobody could be heard: all deadlines begin anew
+            self._seen = {p: (self._clock.now, beat) for p, (_, beat) in self._seen.items()}
+        self._talking_since = None
+        self._read(found)
 
     def _read(self, found: Mapping[str, str]) -> None:
         now = self._clock.now
@@ -298,7 +305,7 @@ class Watchdog:
         exceptions.taken_over.set()
         self._alarm = verdict
         beats, told = self._beats(), {self._me: stacks.stacks(self._main)}
-        unreachable = verdict["why"] == "silent" and verdict["processes"] == [0] and self._me != 0
+        unreachable = verdict["why"] == "unreachable"
         if self._board is not None and self._num > 1 and not unreachable:
             _within(2 * GATHER_S, lambda: self._gather(verdict, beats, told))
         if self._stopped.is_set():

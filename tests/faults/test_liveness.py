@@ -3,18 +3,21 @@
 import pytest
 
 from spmdkit.clock import RunningClock
+from spmdkit.errors import RendezvousError
 from spmdkit.faults.liveness import (
     Beat,
     Limits,
     Stragglers,
     culprits,
     from_text,
+    silent,
     stand,
     straggler,
     straggler_text,
     to_text,
 )
 from spmdkit.faults.verdict import words
+from spmdkit.faults.watchdog import Watchdog
 
 LIMITS = Limits(step_s=None, import_s=1, compile_s=2, restore_s=3, save_s=4, evaluation_s=5)
 
@@ -45,6 +48,63 @@ def test_a_beat_comes_back_as_it_was_written():
 )
 def test_who_holds_up_the_job(name, beats, quiet, blamed):
     assert culprits(beats, quiet) == blamed, name
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "lost"),
+    [
+        ("all beat", {1: 99.0, 2: 98.0}, []),
+        ("one has stopped", {1: 69.0, 2: 99.0}, [1]),
+        ("several have", {2: 60.0, 1: 69.0}, [1, 2]),
+        ("one never came", {1: 99.0}, [2]),
+    ],
+)
+def test_who_is_silent(name, seen, lost):
+    assert silent(100.0, seen, [1, 2], 30.0) == lost, name
+
+
+def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine_and_afterwards_deadlines_begin_anew():
+    """Seen before on three hosts, of which that of process 0 was cut off: the others called each other silent."""
+
+    class Board:
+        """Answers when it is told to, always with the same beat of process 1."""
+
+        def __init__(self):
+            self.answers = True
+
+        def put(self, key, value, overwrite=False):
+            if not self.answers:
+                raise RendezvousError("gone")
+
+        def entries(self, folder):
+            if not self.answers:
+                raise RendezvousError("gone")
+            said = to_text(beat("step", 1.0))
+            return {"beat/0": f"{now[0]} {said}", "beat/1": f"7 {said}"}
+
+    board, now = Board(), [0.0]
+    dog = Watchdog(
+        board, "w", 2, 3, LIMITS, silence_s=30.0, interpreter_s=None, leave=lambda code: None, clock=lambda: now[0]
+    )
+
+    def pass_(seconds):
+        for _ in range(round(seconds / 0.5)):
+            now[0] += 0.5
+            dog._clock.tick()
+            dog._exchange()
+
+    pass_(1.0)
+    board.answers = False
+    verdicts = []
+    for _ in range(66):
+        pass_(0.5)
+        verdicts.append((dog._lost(dog._clock.now) or {}).get("why"))
+    assert set(verdicts) == {None, "unreachable"} and verdicts.index("unreachable") > 58
+    board.answers = True
+    pass_(1.0)
+    assert dog._lost(dog._clock.now) is None
+    pass_(31.0)
+    assert dog._lost(dog._clock.now) == {"code": 75, "processes": [1], "why": "silent"}
 
 
 def test_who_stands_where_in_one_line():

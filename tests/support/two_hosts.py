@@ -80,11 +80,18 @@ class Hosts:
             run(f"ip -n {switch} link set {port} master br0")
             run(f"ip -n {switch} link set {port} up")
 
+    def cut(self, name: str) -> None:
+        """Pulls a host's cable: no packet leaves it or comes, and no connection is closed."""
+        port = f"p{self.names.index(name)}"
+        subprocess.run(["ip", "-n", f"{self._tag}sw", "link", "set", port, "down"], check=True)
+
     def down(self) -> None:
         for process in self._started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
         for space in (*map(self.space, self.names), f"{self._tag}sw"):
             for pid in subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split():
                 with contextlib.suppress(ProcessLookupError):
