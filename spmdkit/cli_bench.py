@@ -47,7 +47,7 @@ def communication(
     ] = None,
 ) -> None:
     """Train the task under each reducer and sync in turns: bytes on the wire, time, and loss reached, against sum. Exit code 0 or 1."""
-    from spmdkit.bench.communication import Comparison, run_communication
+    from spmdkit.bench.communication import Compared, run_communication
     from spmdkit.cluster import environment, join
     from spmdkit.config import load_config
 
@@ -55,7 +55,7 @@ def communication(
     allocator.one_arena(loaded.devices, os.environ)
     spec = environment(os.environ, loaded.cluster.dialect)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
-    asked = Comparison(reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out)
+    asked = Compared(reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out)
     code = run_communication(loaded, cluster, asked)
     cluster.shutdown()
     raise SystemExit(code)

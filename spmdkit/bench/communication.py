@@ -30,7 +30,7 @@ NAME = "communication"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Compared:
     """The options of the command.
 
     Attributes:
@@ -50,7 +50,7 @@ class Comparison:
     out: Path | None = None
 
 
-def run_communication(config: Config, cluster: Cluster, asked: Comparison) -> int:
+def run_communication(config: Config, cluster: Cluster, asked: Compared) -> int:
     """Trains, prints the table and writes the files. Returns 0, or 1 where a loss is above what `within` allows.
 
     Raises:
@@ -165,7 +165,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _folder(config: Config, asked: Comparison) -> Path:
+def _folder(config: Config, asked: Compared) -> Path:
     folder = asked.out or config.resolved_run_dir() / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)

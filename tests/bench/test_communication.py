@@ -9,7 +9,7 @@ import pytest
 
 from spmdkit.bench import figures
 from spmdkit.bench.choices import BASELINE, Row, read, rows_of, told
-from spmdkit.bench.communication import Comparison, run_communication
+from spmdkit.bench.communication import Compared, run_communication
 from spmdkit.bench.turns import Block, block_steps, period, ratios
 from spmdkit.cluster import environment, join
 from spmdkit.config import load_config
@@ -25,7 +25,7 @@ OVERRIDES = ["devices=cpu:4"]
 def bench(capsys, out, config=CONFIG, overrides=(), **asked):
     loaded = load_config(config, [*OVERRIDES, *overrides])
     cluster = join(environment({}), loaded.devices)
-    code = run_communication(loaded, cluster, Comparison(as_json=True, out=out, **asked))
+    code = run_communication(loaded, cluster, Compared(as_json=True, out=out, **asked))
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -34,7 +34,7 @@ def measured(tmp_path_factory):
     """The linear regression by two reducers and one sync; a third has nothing to send of so small a gradient."""
     out = tmp_path_factory.mktemp("bench")
     config = load_config(CONFIG, OVERRIDES)
-    asked = Comparison(reducers="int8,topk", syncs="local_sgd(every=4)", steps=40, seeds=2, out=out)
+    asked = Compared(reducers="int8,topk", syncs="local_sgd(every=4)", steps=40, seeds=2, out=out)
     return run_communication(config, join(environment({}), config.devices), asked), out
 
 
