@@ -32,17 +32,17 @@ REDUCERS: dict[str, Any] = {
 
 
 def run(reducer: Any, seed: int, steps: int) -> dict[str, Any]:
-    """Returns the evaluation loss, the bytes of a step by the reducer's formula, and the seconds of one run."""
+    """Returns the evaluation loss and the seconds of one run."""
     import spmdkit as sk
+    from spmdkit.bench.turns import Trained, in_turns
 
     rate = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 5e-3, "warmup_steps": 20}
     changes = {"reducer": reducer, "seed": seed, "steps": steps, "learning_rate": rate | {"decay_steps": steps}}
     changes |= {"checkpoint": None, "run_dir": None, "task_args": TASK}
     program = sk.build(sk.load_config(CONFIG, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
-    state, start = program.init(), time.process_time()
-    for _, batch in program.batches():
-        state, _ = program.step(state, batch)
-    return {"eval_loss": float(program.eval(state)["loss"]), "processor_s": time.process_time() - start}
+    start, trained = time.process_time(), Trained(program, steps)
+    in_turns([trained])
+    return {"eval_loss": trained.loss, "processor_s": time.process_time() - start}
 
 
 def table(found: dict[tuple[str, int], dict[str, Any]], names: list[str], seeds: list[int]) -> str:

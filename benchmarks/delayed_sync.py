@@ -45,20 +45,18 @@ def tried() -> dict[str, Any]:
 def run(sync: Any, seed: int, steps: int, width: int, batch_size: int) -> dict[str, Any]:
     """Returns the losses and the seconds of one run."""
     import spmdkit as sk
+    from spmdkit.bench.turns import Trained, in_turns
 
     rate = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 5e-3, "warmup_steps": 20}
     changes = {"sync": sync, "seed": seed, "steps": steps, "learning_rate": rate | {"decay_steps": steps}}
     changes |= {"checkpoint": None, "run_dir": None, "batch_size": batch_size}
     changes |= {"task_args": TASK | {"width": width, "heads": width // 16}}
     program = sk.build(sk.load_config(CONFIG, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
-    state, start, last = program.init(), time.process_time(), float("nan")
-    for step, batch in program.batches():
-        state, metrics = program.step(state, batch)
-        if step == steps:
-            last = float(program.metrics(metrics)["loss"])
+    start, trained = time.process_time(), Trained(program, steps)
+    in_turns([trained])
     return {
-        "train_loss": last,
-        "eval_loss": float(program.eval(state)["loss"]),
+        "train_loss": trained.losses[-1],
+        "eval_loss": trained.loss,
         "processor_s": time.process_time() - start,
     }
 

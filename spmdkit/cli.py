@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmdkit import cli_checkpoint
+from spmdkit import cli_bench, cli_checkpoint
 from spmdkit.cli_checkpoint import say
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
@@ -32,6 +32,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check, show and describe configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(cli_checkpoint.app, name="checkpoint")
+app.add_typer(cli_bench.app, name="bench")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
 Overrides = Annotated[

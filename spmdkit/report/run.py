@@ -21,6 +21,7 @@ from spmdkit.files import write_text
 from spmdkit.metrics.events import parse_time
 from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines
 from spmdkit.report.chart import Series, legend, line_chart
+from spmdkit.report.communication import communication_section
 from spmdkit.report.page import cards, fact_table, page, section, table
 from spmdkit.report.run_plan import plan_section
 from spmdkit.words import format_duration, format_rate, format_seconds, format_value
@@ -67,7 +68,13 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         page(
             f"{name} - spmdkit",
             report_body(
-                name, records, events, _config(folder), _environment(folder), _json_object(folder / "plan.json")
+                name,
+                records,
+                events,
+                _config(folder),
+                _environment(folder),
+                _json_object(folder / "plan.json"),
+                _json_object(folder / "communication" / "communication.json"),
             ),
         ),
     )
@@ -81,6 +88,7 @@ def report_body(
     config: str | None,
     environment: Record | None,
     plan: Record | None = None,
+    communication: Record | None = None,
 ) -> str:
     """Returns the HTML of all sections, from what the run's files hold."""
     train = [r for r in records if "split" not in r]
@@ -93,6 +101,7 @@ def report_body(
         _other_metrics(train, evaluations),
         _throughput(train),
         plan_section(plan, _finite(train, "step_time_s")) if plan else "",
+        communication_section(communication),
         section("Config", f"<pre>{escape(config)}</pre>" if config else _none("No config.yaml was found.")),
         section("Environment", _environment_table(environment)),
         section("Events", _timeline(events)),

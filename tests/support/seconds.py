@@ -18,6 +18,7 @@ from tests.support.forks import SERVERS
 
 LIMITS_S = {
     "bad_input": 40,
+    "bench": 15,
     "checkpoint": 75,
     "cluster": 30,
     "config": 20,

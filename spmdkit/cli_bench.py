@@ -1,0 +1,61 @@
+"""`spmdkit bench communication`: measures on the user's own task."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spmdkit import allocator
+
+app = typer.Typer(help="Measure on your own task.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Keeps `communication` a word of its own while it is the only one."""
+
+
+@app.command(
+    epilog='Example: spmdkit bench communication configs/linear_regression.yaml --reducers int8 --syncs "local_sgd(every=4)" --steps 80'
+)
+def communication(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False),
+    ] = None,
+    reducers: Annotated[str, typer.Option(help="As int8,powersgd(rank=4).", metavar="NAMES")] = "bfloat16,int8",
+    syncs: Annotated[str, typer.Option(help="As local_sgd(every=16),stale(2).", metavar="NAMES")] = "",
+    steps: Annotated[int | None, typer.Option(help="To train; default: the config's.", show_default=False)] = None,
+    seeds: Annotated[int, typer.Option(help="How many, from the config's on.")] = 1,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            help="Exit code 1 where a loss is more than this share above that of sum: 0.01.", show_default=False
+        ),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the page, the JSON and the PNG; default: communication in the run's directory.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train the task under each reducer and sync in turns: bytes on the wire, time, and loss reached, against sum. Exit code 0 or 1."""
+    from spmdkit.bench.communication import Compared, run_communication
+    from spmdkit.cluster import environment, join
+    from spmdkit.config import load_config
+
+    loaded = load_config(config, overrides or [])
+    allocator.one_arena(loaded.devices, os.environ)
+    spec = environment(os.environ, loaded.cluster.dialect)
+    cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
+    asked = Compared(reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out)
+    code = run_communication(loaded, cluster, asked)
+    cluster.shutdown()
+    raise SystemExit(code)
