@@ -1,0 +1,81 @@
+"""`Wires`: this process's connections to the others for CPU collectives (Gloo), so that a collective that can never end can be left.
+
+Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; everybody else waits for a neighbour that has given up and lives, for ever (n >= 4).
+XLA has a time-out for that, one for every collective of the whole run. Here the connections are shut down by who waits, once somebody has said that one is
+dead: the collective then ends with an error within milliseconds. Only connections of Gloo: those on which this process listens for it, and to where another one does.
+
+Linux. Elsewhere nothing is found, and the time-out remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+
+class Wires:
+    """The connections of one backend.
+
+    Attributes:
+        own: the ports on which this process listens for the others' collectives.
+        others: those of all processes, which they tell each other.
+    """
+
+    def __init__(self) -> None:
+        self.own: list[int] = []
+        self.others: set[int] = set()
+
+    @contextlib.contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Takes note of where this process begins to listen while the body makes the backend."""
+        before = _listening()
+        yield
+        self.own = sorted(_listening() - before)
+
+    def cut(self) -> int:
+        """Ends every connection to another process's collectives; returns how many there were. From any thread."""
+        ports, num = self.others | set(self.own), 0
+        for each in _sockets():
+            with each, contextlib.suppress(OSError):
+                if not _listens(each) and (_port(each) in self.own or each.getpeername()[1] in ports):
+                    each.shutdown(socket.SHUT_RDWR)
+                    num += 1
+        return num
+
+
+def _listening() -> set[int]:
+    found = set()
+    for each in _sockets():
+        with each, contextlib.suppress(OSError):
+            if _listens(each):
+                found.add(_port(each))
+    return found
+
+
+def _listens(each: socket.socket) -> bool:
+    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port(each: socket.socket) -> int:
+    return int(each.getsockname()[1])
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yields the TCP sockets of this process, each by a descriptor of its own."""
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return
+    for name in names:
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            each = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # closed by now
+        if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+            yield each
+        else:
+            each.close()
