@@ -9,6 +9,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 KILLS = int(os.environ.get("KILLS", "100"))
+SEED = int(os.environ.get("SEED", "1"))
 MINUTES = float(os.environ.get("MINUTES", "75"))
 
 
@@ -47,15 +48,19 @@ def test_eight_kills_of_four_processes_in_any_phase_leave_the_same_bits(drills):
 
 @pytest.mark.slow
 def test_a_hundred_kills_of_four_processes_in_any_phase_leave_the_same_bits(drills):
-    """KILLS and MINUTES bound it."""
-    told = ["--fault", "kill:random", "--count", str(KILLS), "--seed", "1"]
-    code, output = drills.run("-n", "4", "devices=cpu:4", f"steps={6 * KILLS}", *told, timeout_s=60 * MINUTES)
+    """KILLS and MINUTES bound it; with other SEEDs the kills of several runs add up."""
+    told = ["--fault", "kill:random", "--count", str(KILLS), "--seed", str(SEED)]
+    cache = str(drills.path / "cache")
+    code, output = drills.run(
+        "-n", "4", "devices=cpu:4", f"steps={6 * KILLS}", *told, timeout_s=60 * MINUTES, cache=cache
+    )
     assert code == 0, output
     result = drills.result()
     print(figures(result))
     assert result["fired"] == KILLS and result["same_parameters"] and result["same_metrics"]
-    phases = {fault["phase"] for fault in result["faults"]}
-    assert {"step", "save", "start"} <= phases, phases
+    if KILLS >= 50:
+        phases = {fault["phase"] for fault in result["faults"]}
+        assert {"step", "save", "start"} <= phases, phases
 
 
 @pytest.mark.slow
