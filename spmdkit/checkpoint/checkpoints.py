@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from spmdkit import files
 from spmdkit.checkpoint import leaves, objections, place, restoring, retention
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.bucket import Remote
+from spmdkit.checkpoint.meeting import Ended, KeyValue, Meeting
 from spmdkit.checkpoint.place import Place
 from spmdkit.checkpoint.staging import staging_of
 from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
@@ -35,21 +34,6 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 DISCARD_TRIES = 40
-
-
-class KeyValue(Protocol):
-    """What `Checkpoints` needs of a cluster: process 0 tells the others what it decided."""
-
-    def put(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str, timeout_s: float) -> str: ...
-
-
-class Ended(NamedTuple):
-    """How the save in flight ended: why it failed, or an empty text; and whether its step is committed."""
-
-    why: str = ""
-    committed: bool = False
 
 
 class Checkpoints:
@@ -63,8 +47,7 @@ class Checkpoints:
         best: (metric, "min" or "max"): the best step by that metric stays too.
         timeout_s: how long a save may take to be written by all processes.
         is_main, num_processes: who this process is.
-        cluster: with several processes, so that all learn that process 0 refuses a save (without it the others wait
-            at orbax's barrier until it times out).
+        cluster: with several processes, so that all learn that process 0 refuses a save, and how each one ended.
         is_ours: whether the directory is still this run's; where it is not, nothing is committed or removed.
         stage: a local folder of this process, for steps on their way to or from a bucket; default: in the system's temporary one.
         beside: local files that are copied beside the steps of a bucket, as they are at each commit.
@@ -93,7 +76,7 @@ class Checkpoints:
             raise ConfigError(f"checkpoint.best.mode is {best[1]!r}. It must be 'min' or 'max'. Try mode: min.")
         self.directory: Place = place.of(directory)
         self._keep, self._keep_every, self._best, self._timeout_s = keep, keep_every, best, timeout_s
-        self._is_main, self._num_processes, self._cluster = is_main, num_processes, cluster
+        self._is_main, self._num_processes = is_main, num_processes
         self._is_ours, self._clock, self._beside = is_ours, clock, tuple(beside)
         self._staging = staging_of(self.directory, stage)
         self._checkpointer: ocp.AsyncCheckpointer | None = None
@@ -103,7 +86,7 @@ class Checkpoints:
         self._form: leaves.Form | None = None
         self._committed: list[int] = []
         self._last_committed: int | None = None
-        self._num_saves = self._num_settled = 0
+        self._meeting = Meeting(cluster, num_processes, is_main, timeout_s)
         if is_main:
             try:
                 if isinstance(self.directory, Path):
@@ -154,7 +137,7 @@ class Checkpoints:
         self._join()
         form, arrays = leaves.form_of(state, self._form)
         self._form = form
-        self._refuse_together(self._objection(step, form.num_bytes))
+        self._meeting.begin(self._objection(step, form.num_bytes))
         # Leaves without elements live in the record only: orbax does not save them.
         flat = {path: array for path, array in zip(form.table, arrays, strict=True) if array.size}
         self._draft = records.Record(
@@ -173,7 +156,7 @@ class Checkpoints:
         try:
             storage.start_save(self._orbax(), self._written / str(step), leaves.nest(flat))
         except Exception as error:
-            self._discard(step)
+            self._give_up(step, error)
             failed = self._write_error(step, error)
             failed.__cause__ = error
             if self._num_processes == 1:
@@ -189,24 +172,13 @@ class Checkpoints:
             return ""
         return objections.objection(self.directory, self._written, step, num_bytes)
 
-    def _refuse_together(self, objection: str) -> None:
-        """Raises process 0's objection on every process, so that none waits for the others."""
-        if self._cluster is not None and self._num_processes > 1:
-            key = f"checkpoint/objection/{self._num_saves}"
-            self._num_saves += 1
-            if self._is_main:
-                self._cluster.put(key, objection or "none")
-            else:
-                told = self._cluster.get(key, self._timeout_s)
-                objection = "" if told == "none" else told
-        if objection:
-            raise CheckpointWriteError(objection)
-
     def _orbax(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
             from spmdkit.checkpoint import storage
 
-            self._checkpointer = storage.open_checkpointer(self._num_processes, self._timeout_s, self._add_record)
+            self._checkpointer = storage.open_checkpointer(
+                self._num_processes, self._timeout_s, self._meeting.barrier, self._add_record
+            )
         return self._checkpointer
 
     def _add_record(self) -> None:
@@ -238,12 +210,21 @@ class Checkpoints:
             if self._staging is not None:
                 self._staging.commit(step, self._is_ours)
         except Exception as error:
-            self._discard(step)
+            self._give_up(step, error)
             raise self._write_error(step, error) from error
         self._committed.append(step)
         self._last_committed = step
         if self._is_main:
             retention.delete_old(self.directory, step, self._keep, self._keep_every, self._best)
+
+    def _give_up(self, step: int, error: BaseException) -> None:
+        """Lets nobody wait for this process's part of a save, and removes what was written of it."""
+        if self._num_processes > 1:
+            from spmdkit.checkpoint import storage
+
+            self._meeting.give_up(error)
+            storage.let_others_write()
+        self._discard(step)
 
     def _discard(self, step: int) -> None:
         """Removes what a failed save wrote: on a full disk the room is needed."""
@@ -273,24 +254,10 @@ class Checkpoints:
             self._join()
         except CheckpointWriteError as error:
             why = str(error)
-        if self._cluster is None or self._num_processes == 1:
-            return Ended(why, self._last_committed == step)
-        key, me = f"checkpoint/ended/{self._num_settled}", jax.process_index()
-        self._num_settled += 1
-        if not self._is_main:
-            self._cluster.put(f"{key}/{me}", json.dumps(why))
-        else:
-            others = [json.loads(self._told(f"{key}/{process}")) for process in range(1, self._num_processes)]
-            whys = sorted(
-                filter(None, [why, *others]), key=_is_time_out
-            )  # those who waited for one that failed say less
-            self._cluster.put(key, json.dumps([(whys or [""])[0], self._last_committed == step]))
-        return Ended(*json.loads(self._told(key)))
-
-    def _told(self, key: str) -> str:
-        """Returns what another process tells once its own save has ended, which may be one time-out later than here."""
-        assert self._cluster is not None
-        return self._cluster.get(key, 2 * self._timeout_s + 60)
+        ended = self._meeting.told_by_all(Ended(why, self._last_committed == step))
+        if ended.why and step is not None and self._num_processes > 1:
+            self._discard(step)  # what others still wrote when this process had removed it
+        return ended
 
     def is_saving(self) -> bool:
         """Returns whether a save is being written."""
@@ -392,7 +359,3 @@ class Checkpoints:
         if self._staging is not None and step in self.steps():  # otherwise whoever reads its record says so
             return place.fetched(self.directory, step, self._staging.folder)
         return contextlib.nullcontext(self.directory)
-
-
-def _is_time_out(why: str) -> bool:
-    return any(word in why for word in ("Timed out", "DEADLINE"))

@@ -35,8 +35,14 @@ from spmdkit.checkpoint.place import Place
 from spmdkit.checkpoint.record import STATE_FOLDER
 
 
-def open_checkpointer(num_processes: int, timeout_s: float, before_commit: Callable[[], None]) -> ocp.AsyncCheckpointer:
-    """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written."""
+def open_checkpointer(
+    num_processes: int, timeout_s: float, barrier: Callable[..., None], before_commit: Callable[[], None]
+) -> ocp.AsyncCheckpointer:
+    """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written.
+
+    Args:
+        barrier: where several processes meet in the background (meeting.py).
+    """
     checksums_on_chunks()
     without_leaks_of_tensorstore()
     deadlines_by_a_steady_clock()
@@ -54,7 +60,11 @@ def open_checkpointer(num_processes: int, timeout_s: float, before_commit: Calla
     )
     return ocp.AsyncCheckpointer(
         handler,
-        async_options=ocp.AsyncOptions(timeout_secs=max(1, round(timeout_s)), post_finalization_callback=before_commit),
+        async_options=ocp.AsyncOptions(
+            timeout_secs=max(1, round(timeout_s)),
+            barrier_sync_fn=barrier if num_processes > 1 else None,
+            post_finalization_callback=before_commit,
+        ),
         multiprocessing_options=options,
     )
 
@@ -190,6 +200,17 @@ def close(checkpointer: ocp.AsyncCheckpointer) -> None:
 def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Place, tree: dict[str, Any]) -> None:
     """Copies the arrays to the host and returns; they are written and committed in the background."""
     checkpointer.save(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: ocp.args.PyTreeSave(tree)}))
+
+
+def let_others_write() -> None:
+    """Says on process 0 that the folders of a save are there, which the others wait for before they write: it has failed, and they hear of that afterwards."""
+    from orbax.checkpoint._src.futures import future  # private: pinned by tests/checkpoint/test_checkpoint_processes.py
+
+    if jax.process_index() == 0:
+        with contextlib.suppress(RuntimeError):  # the service is gone, and with it the others
+            signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract()
+            operation = future.synchronization.OperationIdGenerator.get_current_operation_id()
+            future.set_signals(signals, operation_id=operation)
 
 
 def load(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-OPEN, LATE = "open", "late"
+OPEN, LATE, GIVEN_UP = "open", "late", "given up: "
 
 
 class Client:
@@ -37,22 +37,33 @@ class Client:
         """Returns when all of `process_ids` (None: all processes) are here, as the service's own does. A name may be used again.
 
         Raises:
-            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`.
+            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED where somebody has given it up, with the reason.
         """
-        with self._lock:
-            self._times[barrier_id] += 1
-            folder = f"barriers/{barrier_id}/{self._times[barrier_id]}"
+        folder = self._next(barrier_id)
         num = self._num if process_ids is None else len(process_ids)
         if self._client.key_value_increment(f"{folder}/come", 1) >= num:
             self._decide(folder, OPEN)
         elif self._decided(folder, timeout_in_ms) is None:
             self._decide(folder, LATE)
-        if self._decided(folder, timeout_in_ms) != OPEN:
+        how = self._decided(folder, timeout_in_ms)
+        if how is not None and how.startswith(GIVEN_UP):
+            raise RuntimeError(f"ABORTED: {how.removeprefix(GIVEN_UP)}")
+        if how != OPEN:
             raise RuntimeError(
                 f"DEADLINE_EXCEEDED: barrier {barrier_id!r}: not all {num} processes came within {timeout_in_ms / 1000:g} s"
             )
         if self._client.key_value_increment(f"{folder}/gone", 1) >= num:
             self._client.key_value_delete(folder)
+
+    def give_up(self, barrier_id: str, why: str) -> None:
+        """In the place of a visit: nobody waits there any more. A barrier that is open already stays so."""
+        self._decide(self._next(barrier_id), f"{GIVEN_UP}{why}")
+
+    def _next(self, barrier_id: str) -> str:
+        """Returns where this visit to a barrier is counted."""
+        with self._lock:
+            self._times[barrier_id] += 1
+            return f"barriers/{barrier_id}/{self._times[barrier_id]}"
 
     def _decide(self, folder: str, how: str) -> None:
         """Says for all how it ends, where nobody has said so before."""

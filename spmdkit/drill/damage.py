@@ -6,10 +6,17 @@ import os
 import random
 from pathlib import Path
 
+from spmdkit.checkpoint.record import TEMPORARY_MARK
+
 
 def newest(run_dir: Path) -> int:
     """Returns the newest committed step of a run, 0 where there is none."""
     return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()), default=0)
+
+
+def unfinished(run_dir: Path) -> str:
+    """Returns the name of what is there of a save that did not come to its end, an empty text where there is none."""
+    return max((path.name for path in (run_dir / "checkpoints").glob(f"*{TEMPORARY_MARK}")), default="")
 
 
 def damage(run_dir: Path, kind: str, rng: random.Random) -> str:

@@ -122,7 +122,7 @@ class Driver:
                 hit.detected, hit.detected_by = now, "the end of all"
         for hit in self.hits:
             if hit.attempt == len(self.attempts) and hit.fault.kind in ENDS:
-                hit.reached = self._reached
+                hit.reached, hit.unfinished = self._reached, damage.unfinished(self._run_dir)
         newest = damage.newest(self._run_dir)
         self._idle = 0 if newest > attempt.newest_before else self._idle + 1
         done = self._armed

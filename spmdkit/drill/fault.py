@@ -11,7 +11,7 @@
 | flip | one bit of its copy of the largest parameter | `check_copies` finds it; without that, or a copy, nothing does |
 | truncate | killed, and a file of the newest checkpoint is cut in half | a restart from the checkpoint before |
 | corrupt | killed, and one bit of the newest checkpoint is flipped | a restart from the checkpoint before |
-| diskfull | no file of any process can grow beyond 2 KiB until that is noticed: they share a disk | told, with several processes after up to `checkpoint.timeout_s`, and made up for at the next interval |
+| diskfull | no file of any process can grow beyond 2 KiB until that is noticed: they share a disk | told, and made up for at the next interval |
 """
 
 from __future__ import annotations

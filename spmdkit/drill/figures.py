@@ -57,6 +57,8 @@ def told(hit: Hit, begin: float) -> dict[str, Any]:
         "at_s": round(fired - begin, 3),
         "step": hit.reached,
         "phase": hit.phase,
+        "drawn_at": hit.moment.at if hit.moment is not None and hit.fault.step is None else None,
+        "unfinished": hit.unfinished or None,
         "failed": hit.failed or None,
         "damaged": hit.damaged or None,
         "detection_s": since(hit.detected),

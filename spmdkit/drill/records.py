@@ -62,6 +62,7 @@ class Hit:
         restored: the step from which training went on.
         recovered: when every process had begun a step that none had begun before.
         overtaken: another fault came before that.
+        unfinished: the save that the end of the attempt has left half written, if there was one.
     """
 
     fault: Fault
@@ -79,6 +80,7 @@ class Hit:
     recovered: float | None = None
     overtaken: bool = False
     damaged: str = ""
+    unfinished: str = ""
 
     @property
     def lost(self) -> int | None:

@@ -47,8 +47,11 @@ def drill_page(result: Mapping[str, Any]) -> str:
         f'<p class="lead">{_lead(result)}</p>',
         _summary(result),
         _failures(result["why"]),
-        section("With the faults", _legend(result) + time_line(result["bars"], result["faults"])),
-        section("Without a fault, the same job", time_line(result["undisturbed_bars"], [])),
+        section("With the faults", _legend(result["bars"]) + time_line(result["bars"], result["faults"])),
+        section(
+            "Without a fault, the same job",
+            _legend(result["undisturbed_bars"]) + time_line(result["undisturbed_bars"], []),
+        ),
         section("Faults", _faults(result["faults"])),
         section("Facts", fact_table(_facts(result))),
         "<footer>Made by spmdkit from drill.json.</footer>",
@@ -81,12 +84,15 @@ def _failures(why: Sequence[str]) -> str:
     return section("Why it failed", "".join(f'<p class="note">{escape(text)}</p>' for text in why)) if why else ""
 
 
-def _legend(result: Mapping[str, Any]) -> str:
-    there = [kind for kind in COLOURS if kind in result["shares"]]
+def _legend(bars: Sequence[Sequence[Sequence[Any]]]) -> str:
+    """Returns what the colours of a time line mean, and the part of each in the time of all processes."""
+    seconds = {kind: sum(bar[2] - bar[1] for row in bars for bar in row if bar[0] == kind) for kind in COLOURS}
+    total = sum(seconds.values()) or 1.0
     keys = (
         f'<span><i style="display:inline-block;width:12px;height:12px;border-radius:2px;background:{COLOURS[kind]};margin-right:6px;vertical-align:-1px"></i>'
-        f"{WORDS[kind]} {result['shares'][kind]:.0%}</span>"
-        for kind in there
+        f"{WORDS[kind]} {spent / total:.0%}</span>"
+        for kind, spent in seconds.items()
+        if spent > 0
     )
     return f'<div class="legend">{"".join(keys)}</div>'
 

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -84,13 +85,19 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
     )
     from jax.experimental import multihost_utils
 
+    from spmdkit import compat
+    from spmdkit.cluster.barrier import Client
+
+    jax.devices()  # which need the own one
+    compat.replace_coordination_client(Client(compat.coordination_client(), num_processes))  # as `join` does
+
     def forbidden(name: str) -> None:
         raise AssertionError(f"sync_global_devices({name!r}) waits for ever")
 
     multihost_utils.sync_global_devices = forbidden
     checkpoints = Checkpoints(
         directory,
-        timeout_s=5 if command == "lose_one" else 60,
+        timeout_s=600 if command == "lose_one" else 60,
         is_main=process_id == 0,
         num_processes=num_processes,
         cluster=Coordination(),
@@ -164,28 +171,45 @@ def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
 
 
 def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
-    """Process 1 fails to write its part; both must hear of it in time, keep step 1, and go on to save step 3."""
+    """One process fails to write its part, then process 0 to make the folder: both hear of it at once, keep what is committed, and go on to save."""
+    from orbax.checkpoint._src.path import atomicity
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    checkpoints.save(1, global_state(1), {})
-    assert checkpoints.settle() == ("", True)
-    write, fired = tensorstore_utils.ArrayWriteSpec, []
+    fired = []
 
     def broken(*args, **kwargs):
         fired.append(1)
         raise OSError("No space left on device")
 
-    if process_id == 1:
-        tensorstore_utils.ArrayWriteSpec = broken
-    checkpoints.save(2, global_state(2), {})
-    ended = checkpoints.settle()
-    print(ended.why, ended.committed, flush=True)
-    assert checkpoints.steps() == [1], checkpoints.steps()
-    assert bool(fired) == (process_id == 1)
-    tensorstore_utils.ArrayWriteSpec = write
-    checkpoints.save(3, global_state(3), {})
-    assert checkpoints.settle() == ("", True)
-    assert checkpoints.steps() == [1, 3] and checkpoints.ignored() == [], (checkpoints.steps(), checkpoints.ignored())
+    async def broken_later(*args, **kwargs):
+        broken()
+
+    def ends(step: int) -> None:
+        begin = time.monotonic()
+        checkpoints.save(step, global_state(step), {})
+        ended = checkpoints.settle()
+        print(ended.why, ended.committed, flush=True)
+        assert ended.why and not ended.committed and time.monotonic() - begin < 20, time.monotonic() - begin
+
+    def works(step: int) -> None:
+        checkpoints.save(step, global_state(step), {})
+        assert checkpoints.settle() == ("", True)
+
+    works(1)
+    of_folders = (3, 0, atomicity, "_create_paths", broken_later)
+    for step, by, module, name, instead in ((2, 1, tensorstore_utils, "ArrayWriteSpec", broken), of_folders):
+        real = getattr(module, name)
+        if process_id == by:
+            setattr(module, name, instead)
+        ends(step)
+        assert bool(fired) == (process_id == by), "the injection did not fire, or where it should not"
+        setattr(module, name, real)
+        fired.clear()
+        works(step)  # the same step, again
+    assert checkpoints.steps() == [1, 2, 3] and checkpoints.ignored() == [], (
+        checkpoints.steps(),
+        checkpoints.ignored(),
+    )
 
 
 if __name__ == "__main__":

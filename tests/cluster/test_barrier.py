@@ -70,3 +70,20 @@ def test_who_comes_after_the_others_have_given_up_is_told_too():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED"):
             Client(service, 2).wait_at_barrier("late", 20)
+
+
+def test_a_barrier_that_one_gives_up_lets_nobody_wait_and_the_next_visit_counts_anew():
+    service = Service()
+    clients = {process: Client(service, 3) for process in range(3)}
+
+    def visit(process):
+        if process == 1:
+            return clients[1].give_up("save", "process 1: no room")
+        with pytest.raises(RuntimeError, match="ABORTED: process 1: no room"):
+            clients[process].wait_at_barrier("save", 20000)
+
+    begin = time.monotonic()
+    assert in_threads(visit, {p: p for p in range(3)}) == dict.fromkeys(range(3))
+    assert time.monotonic() - begin < 10
+    meet = lambda process: clients[process].wait_at_barrier("save", 5000)
+    assert in_threads(meet, {p: p for p in range(3)}) == dict.fromkeys(range(3))

@@ -58,9 +58,11 @@ class Drills:
         (path / "task.py").write_text(TASK)
         (path / "run.yaml").write_text(CONFIG)
 
-    def run(self, *arguments: str, timeout_s: float = 240) -> tuple[int, str]:
-        """Returns (exit code, output) of `spmdkit drill run.yaml ARGUMENTS`, all of whose processes are forked."""
-        (ended,) = self._forks.run([Process(["drill", "run.yaml", *arguments], self.path, forks=True)], timeout_s)
+    def run(self, *arguments: str, timeout_s: float = 240, cache: str = "off") -> tuple[int, str]:
+        """Returns (exit code, output) of `spmdkit drill run.yaml ARGUMENTS`, all of whose processes are forked. `cache`: a folder for compiled programs."""
+        variables = {"SPMDKIT_COMPILE_CACHE": cache}
+        process = Process(["drill", "run.yaml", *arguments], self.path, variables, forks=True)
+        (ended,) = self._forks.run([process], timeout_s)
         return ended.code, ended.output
 
     def result(self, number: int = 1) -> dict:

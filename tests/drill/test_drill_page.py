@@ -59,7 +59,10 @@ RESULT = {
         [["start", 0.0, 3.0], ["step", 3.0, 6.0], ["dead", 6.0, 7.0], ["restart", 7.0, 8.0]],
         [["start", 0.0, 8.0]],
     ],
-    "undisturbed_bars": [[["start", 0.0, 3.0], ["step", 3.0, 23.0]], [["start", 0.0, 23.0]]],
+    "undisturbed_bars": [
+        [["start", 0.0, 2.0], ["compile", 2.0, 3.0], ["step", 3.0, 23.0]],
+        [["start", 0.0, 23.0]],
+    ],
     "folder": "runs/first_drill/1",
     "time": "2026-11-23T08:00:00Z",
 }
@@ -69,7 +72,10 @@ def test_the_page_says_what_came_what_it_cost_and_why_it_failed():
     text = drill_page(RESULT)
     for part in ("failed", "87.0%", "60 ms", "4.5 s", "overtaken", "step 40 was committed", "kill:1@random", "others"):
         assert part in text, part
-    assert text.count("<rect") == 8 and text.count('class="fault"') == 2
+    assert text.count("<rect") == 9 and text.count('class="fault"') == 2
+    first, second = text.split("Without a fault, the same job")
+    assert "compiling" not in first and "dead 6%" in first, "each time line has the legend of its own colours"
+    assert second.count("<span><i") == 3 and "compiling 2%" in second and "starting 54%" in second
     assert "&lt;mine&gt;" in text and "<mine>" not in text
     assert "src=" not in text and "<script" not in text
 

@@ -34,7 +34,6 @@ def test_several_faults_in_one_drill_come_one_after_the_other(drills):
         "-n",
         "2",
         *(f"--fault={f}" for f in ("term:0@12", "truncate:1@24", "corrupt:0@36", "diskfull:0@48", "slow:1@57")),
-        "checkpoint.timeout_s=5",  # who has nothing to write waits so long for who cannot
     )
     assert code == 0, output
     result = drills.result()
