@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.seconds import LIMITS_S, TOTALS_S, Spent, over_limits, table
+from tests.support.seconds import LIMITS_S, QUICK, TOTALS_S, Spent, over_limits, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,8 +43,8 @@ def test_every_folder_has_a_limit_and_the_suite_twenty_minutes_of_two_cores():
     folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*/test_*.py")}
     assert set(LIMITS_S) == folders
     recipes = (ROOT / "Makefile").read_text()
-    assert re.findall(r"pytest -m '(not slow[^']*)'", recipes) == ["not slow and not processes"]
-    assert TOTALS_S == {"not slow": 2 * 1150, "not slow and not processes": 2 * 575}
+    assert re.findall(r"pytest -m '(not slow[^']*)'", recipes) == [QUICK]
+    assert TOTALS_S == {"not slow": 2 * 1150, QUICK: 2 * 575}
 
 
 def test_a_test_that_hangs_in_native_code_ends_with_the_traceback_of_its_threads(tmp_path):

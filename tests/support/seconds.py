@@ -52,8 +52,12 @@ LIMITS_S = {
 }
 """Folder of tests -> processor seconds: a third and more above what it took on a busy machine (2026-11-22). A new folder has to be entered."""
 
-TOTALS_S = {"not slow": 2 * 1150, "not slow and not processes": 2 * 575}
+QUICK = "not slow and not wide and not processes"
+TOTALS_S = {"not slow": 2 * 1150, QUICK: 2 * 575}
 """Marks -> what all tests with them together may take on a machine that does nothing else: `make test` twenty minutes of two cores, `make quick` ten."""
+
+EACH = Path(__file__).parents[2] / "build/seconds.tsv"
+"""Seconds of each test of the last run of everything, the longest first."""
 
 ROOM = 1.25
 """A busy machine takes more for the same work; above this many times the total a run fails."""
@@ -150,6 +154,9 @@ class Seconds:
         )
         self._by_test[report.nodeid] = self._by_test[report.nodeid].plus(part)
 
+    def _longest(self) -> list[tuple[str, Spent]]:
+        return sorted(self._by_test.items(), key=lambda item: -item[1].cpu_s)
+
     def _by_folder(self) -> dict[str, Spent]:
         spent: dict[str, Spent] = collections.defaultdict(Spent)
         for name, found in self._by_test.items():
@@ -161,6 +168,8 @@ class Seconds:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._total_s is not None and "PYTEST_XDIST_WORKER" not in os.environ:
             self._wrong = over_limits(self._by_folder(), LIMITS_S, self._total_s * ROOM)
+            EACH.parent.mkdir(exist_ok=True)
+            EACH.write_text("".join(f"{found.cpu_s:.2f}\t{name}\n" for name, found in self._longest()))
             if self._wrong and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -171,8 +180,7 @@ class Seconds:
         terminalreporter.section("seconds of processor time", sep="-")
         for line in table(spent):
             terminalreporter.write_line(line)
-        longest = sorted(self._by_test.items(), key=lambda item: -item[1].cpu_s)[:10]
-        for name, found in longest:
+        for name, found in self._longest()[:10]:
             terminalreporter.write_line(f"{found.cpu_s:11.1f} {found.wall_s:8.1f}  {name}")
         for line in self._wrong:
             terminalreporter.write_line(line, red=True)
