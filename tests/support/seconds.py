@@ -26,6 +26,7 @@ LIMITS_S = {
     "data": 15,
     "drill": 150,
     "engines": 35,
+    "epochs": 60,
     "examples": 270,
     "faults": 90,
     "health": 15,
