@@ -1,4 +1,4 @@
-# make demo | test | quick | extras | slurm | engines | thorough | verify | tpu | reference | lint | fuzz | soak | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
+# make demo | test | quick | extras | slurm | mpirun | ray | engines | thorough | verify | tpu | reference | lint | fuzz | soak | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
 # first use; what needs a package of more than 100 MB (the TPU compiler) in .venv-extras.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test quick extras slurm engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo test quick extras slurm mpirun ray engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -29,6 +29,14 @@ extras: $(EXTRAS)/.test
 # What is rendered for clusters, run: a Slurm of two nodes, and hosts as network namespaces. Root; packages slurm-wlm, munge, iproute2.
 slurm: $(VENV)/.test
 	$(BOUND) 900 $(BIN)/python -m pytest -m engines tests/engines/test_slurm.py
+
+# `mpirun` on this machine and over two hosts as network namespaces. Root; packages openmpi-bin, iproute2.
+mpirun: $(VENV)/.test
+	$(BOUND) 600 $(BIN)/python -m pytest -m engines -k mpirun tests/engines
+
+# A Ray on this machine and, as root, of two nodes on hosts as network namespaces.
+ray: $(EXTRAS)/.test
+	$(BOUND) 900 $(EXTRAS)/bin/python -m pytest -m ray tests/engines/test_ray.py
 
 engines: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python -m pytest -m engines

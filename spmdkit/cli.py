@@ -221,7 +221,7 @@ def launch(
         float | None, typer.Option(help="Seconds to save and leave after a signal; default: 15, with --on 120.")
     ] = None,
     on: Annotated[
-        str | None, typer.Option(help="Elsewhere: slurm, kubernetes, kubeflow, tpu or ssh.", metavar="ENGINE")
+        str | None, typer.Option(help="Elsewhere: slurm, kubernetes, kubeflow, tpu, ray or ssh.", metavar="ENGINE")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Option of the engine.", metavar="NAME=VALUE")

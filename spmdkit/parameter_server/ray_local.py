@@ -74,9 +74,11 @@ class LocalRay:
         directory: of the run, for the token.
         num: processes that are to run at once.
         num_bytes: of the arrays that one of them sends at once.
+        log_to_driver: what the others print is printed here too.
     """
 
-    def __init__(self, directory: Path, num: int, num_bytes: int):
+    def __init__(self, directory: Path, num: int, num_bytes: int, log_to_driver: bool = False):
+        self._log_to_driver = log_to_driver
         self._num, self._store = num, min(MOST_STORE, max(LEAST_STORE, 4 * num * num_bytes))
         self._token, self._mark = directory / "ray.token", secrets.token_hex(16)
         self._before: dict[str, str | None] = {}
@@ -118,8 +120,8 @@ class LocalRay:
         except Exception as error:
             self.close()
             raise ConfigError(
-                f"sync: parameter_server: Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at the memory of /dev/shm, "
-                "or use transport: threads."
+                f"Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at the memory of /dev/shm, "
+                "or do without Ray: sync: parameter_server with transport: threads, spmdkit launch without --on."
             ) from error
 
     def _init(self) -> None:
@@ -137,7 +139,7 @@ class LocalRay:
                     num_cpus=self._num,
                     include_dashboard=False,
                     object_store_memory=self._store,
-                    log_to_driver=False,
+                    log_to_driver=self._log_to_driver,
                     logging_level="ERROR",
                     _temp_dir=self._folder,
                     _node_ip_address="127.0.0.1",

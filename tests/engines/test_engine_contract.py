@@ -26,6 +26,7 @@ GOLDEN = {
     "kubernetes-tpu": ({"image": "repo/img:1", "tpu": "tpu-v6e-slice", "topology": "4x4", "slices": "2"}, 8),
     "kubeflow": ({"image": "repo/img:1", "gpus": "8", "volume": "shared"}, 2),
     "tpu": ({"tpu": "pod-1", "zone": "us-east5-a", "project": "mine"}, 4),
+    "ray": ({"address": "10.0.0.1:6379", "gpus": "8", "cpus": "16"}, 2),
     "ssh": ({"hosts": "me@host0,host1", "setup": "source ~/venv/bin/activate"}, 2),
 }
 
@@ -82,9 +83,9 @@ def commands_in(case, text):
     if case == "ray":
         tree = ast.parse(text)
         return next(
-            ast.literal_eval(n.value.elts[1])
+            ast.literal_eval(n.value)
             for n in tree.body
-            if isinstance(n, ast.Assign) and "COMMAND" in ast.dump(n.targets[0])
+            if isinstance(n, ast.Assign) and "'COMMAND'" in ast.dump(n.targets[0])
         )
     (line,) = [line for line in text.splitlines() if "-m spmdkit" in line][:1]
     words = shlex.split(line)
@@ -141,6 +142,8 @@ def test_the_schema_check_sees_types_enums_and_what_is_missing():
         ("kubernetes", 2, ("image=i", "tpu=t", "topology=4x4", "slices=2"), ("that is 8 hosts", "-n 8")),
         ("ssh", 2, ("hosts=a",), ("with 1 hosts (a)", "-n 1")),
         ("tpu", 2, ("tpu=t",), ("needs --set zone=",)),
+        ("ray", 2, ("strategy=spread",), ("STRICT_SPREAD", "strategy=SPREAD")),
+        ("ray", 2, ("gpus=some",), ("whole number",)),
     ],
 )
 def test_what_cannot_work_is_said_with_its_repair(engine, num, settings, words):

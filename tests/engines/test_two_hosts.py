@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.server
 import json
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -276,10 +275,7 @@ def test_a_launcher_over_ssh_that_is_told_to_stop_lets_all_save_and_returns_42(m
     while not (folder / "run/metrics.jsonl").is_file() or len(jobs.losses(folder)) < 2:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
-    (script,) = subprocess.run(
-        ["pgrep", "-g", str(process.pid), "-x", "bash"], capture_output=True, text=True
-    ).stdout.split()[:1]
-    subprocess.run(["kill", f"-{int(signal.SIGTERM)}", script], check=True)
+    process.terminate()  # hands it on to the script
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 42, output
     steps = [int(path.name) for path in (Path(folder) / "run/checkpoints").iterdir() if path.name.isdigit()]

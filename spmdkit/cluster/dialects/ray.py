@@ -24,7 +24,7 @@ def read(env: Mapping[str, str]) -> Answer:
     what = "worker" if env.get(WORKER) else "driver"
     return Partial(
         f"this is a {what} of the Ray job {env[JOB]}, and Ray numbers no processes",
-        "Train inside of ray.train's JaxTrainer, or give each worker its place in runtime_env={'env_vars': {'SPMDKIT_COORDINATOR': "
-        "'HOST:PORT', 'SPMDKIT_NUM_PROCESSES': 'N', 'SPMDKIT_PROCESS_ID': 'I'}}.",
+        "Start it by `spmdkit launch --on ray`, train inside of ray.train's JaxTrainer, or give each worker its place in runtime_env={'env_vars': "
+        "{'SPMDKIT_COORDINATOR': 'HOST:PORT', 'SPMDKIT_NUM_PROCESSES': 'N', 'SPMDKIT_PROCESS_ID': 'I'}}.",
         "allocation",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,9 +89,22 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
     except OSError as error:
         raise not_writable(into, error) from error
     for command in rendered.commands:
-        if code := subprocess.run(command, cwd=into).returncode:
+        if code := _run(command, into):
             return code if code > 0 else 128 - code
     return 0
+
+
+def _run(command: Sequence[str], folder: Path) -> int:
+    """Runs a command; what asks this process to stop is handed on to it, and Ctrl-C, which it gets from the terminal itself, waits for its end."""
+    with subprocess.Popen(command, cwd=folder) as process:
+        asked = (signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in asked}
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return process.wait()
+        finally:
+            for number, answer in before.items():
+                signal.signal(number, answer)
 
 
 def launch_on(

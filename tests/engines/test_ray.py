@@ -1,0 +1,159 @@
+"""The rendered driver in a Ray: the numbers of a local run, started again after a death, 42 after TERM; and two hosts that are network namespaces."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdkit.parameter_server.ray_local import MARK
+from tests.engines import jobs
+from tests.support import two_hosts
+
+pytestmark = [pytest.mark.ray, pytest.mark.processes]
+
+LOCAL = ("--set", "address=local")
+
+
+def words(num, *own, train=()):
+    start = [sys.executable, "-m", "spmdkit", "launch", "--on", "ray", "-n", str(num), "--name", "run"]
+    return [*start, "--set", f"python={sys.executable}", *own, "--", "train", "run.yaml", *train]
+
+
+def launched(folder, num, *own, train=()):
+    """Starts `launch --on ray` in a project; its output goes to a file there."""
+    with open(folder / "output.txt", "w") as output:
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(words(num, *own, train=train), cwd=folder, env=jobs.on_path(), **options)
+
+
+def ended(process, folder, timeout=180):
+    """Returns (code, output); a process that takes longer is killed, and what it has started goes with it."""
+    try:
+        process.wait(timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, (folder / "output.txt").read_text()
+
+
+def of_this_ray(folder: Path) -> list[int]:
+    """Returns the processes whose Ray has its token in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            told = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RAY_AUTH_TOKEN_PATH={folder / 'launch_run/ray.token'}".encode() in told:
+            found.append(int(path.parent.name))
+    return found
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Returns the addresses, as the kernel writes them, at which processes listen."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+            except OSError:
+                continue
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_three_processes_of_a_local_ray_have_the_numbers_of_a_local_run_and_nothing_listens_elsewhere(tmp_path):
+    expected = jobs.local(tmp_path / "local", 3, *jobs.THREE)
+    folder = jobs.project(tmp_path / "project")
+    (folder / "task.py").write_text(jobs.SLOWLY.replace("0.2", "0.05"))
+    process = launched(folder, 3, *LOCAL, train=jobs.THREE)
+    seen, rights = set(), 0
+    while process.poll() is None and not (folder / "run/metrics.jsonl").is_file():
+        time.sleep(0.2)
+    if process.poll() is None:
+        seen, rights = listening(of_this_ray(folder)), (folder / "launch_run/ray.token").stat().st_mode & 0o777
+    code, output = ended(process, folder)
+    assert code == 0, output
+    assert jobs.losses(folder) == expected
+    assert seen and seen <= LOOPBACK and rights == 0o600
+    assert "3 processes: spmdkit (SPMDKIT_NUM_PROCESSES=3, SPMDKIT_PROCESS_ID=0)" in output
+    assert output.index("STRATEGY = 'PACK'") < output.index("3 processes: spmdkit"), "printed before it runs"
+    assert not (folder / "launch_run/ray.token").exists() and of_this_ray(folder) == [] and MARK not in os.environ
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_by_itself_it_goes_on_to_the_same_numbers(tmp_path):
+    expected = jobs.local(tmp_path / "local", 3, *jobs.THREE)
+    folder = jobs.project(tmp_path / "project")
+    (folder / "task.py").write_text(jobs.DIES_WHEN_SAVED)
+    code, output = ended(launched(folder, 3, *LOCAL, "--max-restarts", "1", train=jobs.THREE), folder, 240)
+    assert code == 0, output
+    assert jobs.losses(folder) == expected and (folder / "died").exists()
+    assert "process 1 ended with 137" in output and "restart 1 of 1" in output and "continuing at step" in output
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_told_to_stop_lets_all_save_and_returns_42(tmp_path):
+    folder = jobs.project(tmp_path / "project")
+    (folder / "task.py").write_text(jobs.SLOWLY)
+    process = launched(folder, 2, *LOCAL, train=("steps=800",))
+    end = time.monotonic() + 90
+    while not (folder / "run/metrics.jsonl").is_file() or len(jobs.losses(folder)) < 2:
+        assert time.monotonic() < end and process.poll() is None, (folder / "output.txt").read_text()
+        time.sleep(0.1)
+    process.terminate()  # hands it on to the driver
+    code, output = ended(process, folder, 60)
+    assert code == 42, output
+    steps = [int(path.name) for path in (folder / "run/checkpoints").iterdir() if path.name.isdigit()]
+    assert max(steps) == max(event["step"] for event in jobs.events(folder, "preempted"))
+    assert of_this_ray(folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.skipif(bool(two_hosts.missing()), reason=two_hosts.missing())
+def test_two_hosts_of_a_ray_cluster_have_the_numbers_of_a_local_run_also_when_a_process_dies(tmp_path, expected):
+    """A head and a second node in network namespaces, a token that both know; actors are one a host."""
+    folder, token = jobs.project(tmp_path / "project"), tmp_path / "token"
+    (folder / "task.py").write_text(jobs.DIES)
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    start = [
+        os.path.dirname(sys.executable) + "/ray",
+        "start",
+        "--block",
+        "--num-cpus=1",
+        "--object-store-memory=100000000",
+    ]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short, two_hosts.hosts() as machines:
+        nodes = {
+            "host0": [*start, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={short}"],
+            # The folder of sockets and logs is the head's by name: each host has its own.
+            "host1": ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', short, *start, "--address=10.77.0.1:6379"],
+        }
+        for name, node in nodes.items():
+            with open(tmp_path / f"{name}.txt", "w") as log:
+                node = [*node, f"--node-ip-address={machines.address[name]}"]
+                machines.start(name, node, env=jobs.on_path(**own), stdout=log)
+            time.sleep(5)
+        driver = words(2, "--set", "address=10.77.0.1:6379", "--max-restarts", "1")
+        process = machines.start("host0", driver, cwd=folder, env=jobs.on_path(**own))
+        output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    assert jobs.losses(folder) == expected and (folder / "died").exists()
+    assert "ip=10.77.0.2" in output and "restart 1 of 1" in output and "continuing at step 21" in output
