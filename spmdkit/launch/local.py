@@ -25,6 +25,7 @@ from pathlib import Path
 from spmdkit.attempt import directory_of, newest_saved
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.keeper import Keeper, reserve_port
+from spmdkit.launch import pinning
 from spmdkit.launch.cause import Exit, cause, coded, ended_by, lost
 from spmdkit.launch.logs import Logs
 from spmdkit.launch.output import Output
@@ -167,6 +168,7 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
     held = [reserve_port() for _ in range(2)]
     coordinator, service = (f"127.0.0.1:{port}" for _, port in held)
     keeper = Keeper(job.num_processes, -1, start) if job.num_processes > 1 else None
+    shown = _pinned(job)
     try:
         if keeper is not None:
             keeper.listen(service)
@@ -175,7 +177,12 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
             env = child_environment(
                 job.env, coordinator, job.num_processes, process, job.devices_per_process, errors.path
             )
-            env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: deaths.path, SERVICE: service}
+            env |= shown[process] | {
+                BEAT_FILE: beats.path,
+                STEP_FILE: step.path,
+                DEATHS_FILE: deaths.path,
+                SERVICE: service,
+            }
             descriptors = [note.descriptor for note in (*notes, deaths)]
             if job.witness is not None:
                 variables, more = job.witness.given(process)
@@ -211,6 +218,16 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         else:
             _explain(first, children[first.process])
     return found
+
+
+def _pinned(job: Job) -> list[dict[str, str]]:
+    """Returns for each process the variables that show it its own GPUs, and says which."""
+    seen = pinning.gpus(job.env)
+    shown = [pinning.pinned(seen, job.num_processes, i, job.devices_per_process) for i in range(job.num_processes)]
+    if shown[0]:
+        told = ", ".join(f"{own[pinning.VISIBLE]} for process {i}" for i, own in enumerate(shown))
+        _say(f"{pinning.VISIBLE}: {told}")
+    return shown
 
 
 def _look(job: Job, logs: Logs, children: Sequence[Child]) -> None:

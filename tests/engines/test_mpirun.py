@@ -27,7 +27,7 @@ os.execvp(enter[0], [*enter, "sh", "-c", " ".join(words[1:])])
 """What mpirun is told to take for ssh: `[-x] HOST COMMAND`."""
 
 
-def test_mpirun_over_two_hosts_has_the_numbers_of_three_local_processes(tmp_path):
+def test_mpirun_over_two_hosts_has_the_numbers_of_a_local_run(tmp_path):
     expected = jobs.local(tmp_path / "local", 3, *jobs.THREE)
     folder, agent = jobs.project(tmp_path / "project"), tmp_path / "agent"
     with two_hosts.hosts() as machines:
