@@ -1,9 +1,12 @@
 """A parameter server against one device, on the line and the digits: docs/benchmarks.md has the table.
 
     python benchmarks/parameter_server.py equal|converge [--transport threads] [--tasks line digits]
+    python benchmarks/parameter_server.py slow|wire
 
 equal      one worker at staleness 0: largest relative difference of the parameters after 40 updates.
 converge   two workers, after the same number of applied updates: evaluation loss, three seeds.
+slow       two workers that wait for their data, one of them for five times as long from the middle on: rates of both before and after.
+wire       a push with its update, and a pull, against a transfer of the same arrays to and from an actor of Ray that does nothing else: 50 MB, in turn.
 
 Each writes one JSON object to standard output.
 """
@@ -12,15 +15,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import jax.numpy as jnp
 import numpy as np
+import optax
+
+import spmdkit as sk
 
 TASKS = {
     "line": {"task": "examples/linear_regression.py:task", "steps": 100, "batch_size": 64},
@@ -29,7 +40,7 @@ TASKS = {
         "task_args": {"width": 16},
         "steps": 300,
         "batch_size": 64,
-        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "optimizer": {"name": "sgd", "learning_rate": 0.02},
     },
 }
 
@@ -101,9 +112,126 @@ def converge(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+# ---- slow ----------------------------------------------------------------------------------------------------------------
+
+WAIT_S, FAST_READS = 0.03, 200
+
+
+class Waits:
+    """Examples of a line, for each of which a worker waits, and worker 1 for five times as long after `FAST_READS`."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 1024
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        self.reads += 1
+        slow = os.environ.get("SPMDKIT_WORKER") == "1" and self.reads > FAST_READS
+        time.sleep(WAIT_S * (5 if slow else 1))
+        return {"x": np.float32(index / 1024)}
+
+
+@sk.task
+def waiting() -> sk.Task:
+    """Returns a task of one number."""
+    loss = lambda params, batch, key: sk.mean((params["w"] * batch["x"] - batch["x"]) ** 2)
+    return sk.Task(lambda key: {"w": jnp.zeros(())}, loss, optax.sgd(0.01), train_data=Waits())
+
+
+def slow(options: argparse.Namespace) -> dict[str, Any]:
+    """Rates of both workers, in intervals in which they are alike, and in those in which one is slow."""
+    sync = {"parameter_server": {"transport": "ray", "workers": 2}}
+    more = {"task": "benchmarks/parameter_server.py:waiting", "sync": sync, "checkpoint": None}
+    with tempfile.TemporaryDirectory() as folder:
+        log = {"progress": "off", "every_steps": 30}
+        path = config_of(Path(folder), "", **more, steps=4 * FAST_READS, batch_size=1, log=log)
+        directory = sk.train(path).run.directory
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rates = [(x["worker_0_pushes_per_s"], x["worker_1_pushes_per_s"]) for x in lines if "worker_1_pushes_per_s" in x]
+    kinds = {
+        "alike": [pair for pair in rates if pair[1] > 0.7 * pair[0]],
+        "one slow": [pair for pair in rates if pair[1] < 0.4 * pair[0]],
+    }
+    of = {kind: [statistics.median(pair[i] for pair in found) for i in (0, 1)] for kind, found in kinds.items()}
+    ratios = {f"worker {i}": of["one slow"][i] / of["alike"][i] for i in (0, 1)}
+    return {"pushes per s": of, "intervals": {kind: len(found) for kind, found in kinds.items()}, "ratio": ratios}
+
+
+# ---- wire ----------------------------------------------------------------------------------------------------------------
+
+LEAVES, FLOATS = 8, 1_600_000
+
+
+@sk.task
+def wide() -> sk.Task:
+    """Returns a task of 50 MB of parameters."""
+    loss = lambda params, batch, key: sk.mean(sum(leaf[0] for leaf in params.values()) * batch["x"])
+    params = {f"w{i}": jnp.zeros(FLOATS) for i in range(LEAVES)}
+    return sk.Task(lambda key: params, loss, optax.sgd(0.01), train_data={"x": np.ones(64, np.float32)})
+
+
+class Plain:
+    """An actor that takes and gives arrays, and does nothing with them."""
+
+    def keep(self, arrays: dict[str, np.ndarray]) -> None:
+        self.arrays = {path: np.array(x) for path, x in arrays.items()}
+
+    def take(self, arrays: dict[str, np.ndarray]) -> int:
+        return len(arrays)
+
+    def give(self) -> dict[str, np.ndarray]:
+        return self.arrays
+
+
+def wire(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each, the median of 15 in turn, and the ratios of rates."""
+    from spmdkit.parameter_server.actors import Actors, imported
+    from spmdkit.parameter_server.server import Push
+    from spmdkit.parameter_server.transport import ask
+
+    random = np.random.default_rng(0)
+    arrays = {f"w{i}": random.normal(size=FLOATS).astype(np.float32) for i in range(LEAVES)}
+    num_bytes = sum(x.nbytes for x in arrays.values())
+    found: dict[str, list[float]] = {"plain to": [], "push": [], "plain from": [], "pull": []}
+    with tempfile.TemporaryDirectory() as folder:
+        sync = {"parameter_server": {"workers": 1}}
+        path = config_of(
+            Path(folder), "", task="benchmarks/parameter_server.py:wide", sync=sync, steps=1000, batch_size=64
+        )
+        transport = Actors(sk.load_config(path), Path(folder), "local", 2, num_bytes)
+        try:
+            ray = imported()
+            server, plain = transport.server(0), ray.remote(num_cpus=0)(Plain).remote()
+            ray.get(plain.keep.remote(arrays))
+            ask(server, "install", 1, {"params": arrays}, {"applied": 0}, {0: 0})
+            for number in range(18):
+                push = Push(0, 0, number, 1, number, number + 1, arrays)
+                calls: dict[str, Callable[[], Any]] = {
+                    "plain to": lambda: ray.get(plain.take.remote(arrays)),
+                    "push": lambda push=push: ask(server, "push", push),
+                    "plain from": lambda: ray.get(plain.give.remote()),
+                    "pull": lambda: ask(server, "pull"),
+                }
+                for name, call in calls.items():
+                    begin = time.perf_counter()
+                    call()
+                    found[name].append(time.perf_counter() - begin)
+            assert ask(server, "pull").version == 18
+        finally:
+            transport.close()
+    seconds = {name: statistics.median(values[3:]) for name, values in found.items()}
+    return {
+        "MB": num_bytes / 1e6,
+        "MB/s": {name: num_bytes / 1e6 / value for name, value in seconds.items()},
+        "push over plain": seconds["plain to"] / seconds["push"],
+        "pull over plain": seconds["plain from"] / seconds["pull"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["equal", "converge"])
+    parser.add_argument("what", choices=["equal", "converge", "slow", "wire"])
     parser.add_argument("--transport", default="ray")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS])
     parser.add_argument("--seeds", type=int, default=3)

@@ -211,7 +211,8 @@ class Actors:
 
     def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
         ray = imported()
-        handle = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=1)(WorkerActor).remote()
+        num_cpus = 1 if self._local is None else 0  # a Ray of this run alone has room for a worker that joins
+        handle = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=num_cpus)(WorkerActor).remote()
         servers = [endpoint.handle for endpoint in endpoints if isinstance(endpoint, RayEndpoint)]
         self._handles.append(handle)
         return RayWorker(handle, self._values, self._source, number, incarnation, servers)

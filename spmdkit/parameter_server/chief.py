@@ -19,6 +19,7 @@ import numpy as np
 
 from spmdkit import errors
 from spmdkit.parameter_server.partition import Arrays, joined, shard, to_arrays
+from spmdkit.parameter_server.settled import Settled
 from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Transport, Unavailable, ask
 from spmdkit.step.state import TrainState
 
@@ -99,10 +100,10 @@ class Chief:
         """Gives every server its part of the state to begin with, under a new epoch; returns the number of updates that are in it."""
         state, tables = self._load()
         self._first, self._epoch, self._cursor = state, self._epoch + 1, 0
+        tables = [{"applied": int(state.step)}] * len(self.endpoints) if tables is None else agreed(tables)
         for number, endpoint in enumerate(self.endpoints):
             arrays = parts_of(state, self._optimizer, self._owned, number)
-            table = {"applied": int(state.step)} if tables is None else tables[number]
-            self._ask(endpoint, "install", self._epoch, arrays, table, self._incarnations)
+            self._ask(endpoint, "install", self._epoch, arrays, tables[number], self._incarnations)
         return int(state.step)
 
     def snapshot(self) -> tuple[TrainState, list[dict[str, Any]]] | None:
@@ -160,8 +161,11 @@ class Chief:
         return self._start(number)
 
     def _admit(self, number: int) -> None:
-        for endpoint in self.endpoints:
-            self._ask(endpoint, "admit", number, self._incarnations[number], len(self._incarnations))
+        """Tells all servers of a worker's new life; a batch with which the old one has reached the first server alone is given out again."""
+        life = number, self._incarnations[number], len(self._incarnations)
+        last, *others = [self._ask(endpoint, "admit", *life) for endpoint in self.endpoints]
+        if last is not None and any(other != last for other in others):
+            self._ask(self.endpoints[0], "give_again", last)
 
     def watch(self) -> Seen:
         """Returns what is new, and replaces what has died.
@@ -235,6 +239,15 @@ class Chief:
     def close(self) -> None:
         """Ends everything."""
         self._transport.close()
+
+
+def agreed(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the tables of a snapshot, by which the first server gives out again what it has settled and another one lacks."""
+    if not all("settled" in table for table in tables):
+        return tables
+    first, *others = [Settled(*table["settled"]) for table in tables]
+    lacking = set().union(*(first.beyond(other) for other in others))
+    return [{**tables[0], "again": sorted(lacking.union(tables[0]["again"]))}, *tables[1:]]
 
 
 def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server: int) -> dict[str, Arrays | None]:

@@ -3,7 +3,7 @@
 A push names itself: (worker, incarnation, number). `seen` is what a server has answered to the last push of each worker, and is part of the state
 that is saved: the same push, sent again after a lost answer or a restart, is answered and not applied. An incarnation is one life of a worker;
 pushes of an earlier life are refused once the chief knows of its end. An epoch is one life of the servers' state: when a server dies, all go back
-to the last checkpoint, and gradients of what was lost are refused.
+to the last checkpoint, and gradients of what was lost are refused. A batch that other servers lack is given out again: settled.py.
 
     staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spmdkit.parameter_server.model_state import moved
 from spmdkit.parameter_server.partition import Arrays, to_arrays, to_tree
+from spmdkit.parameter_server.settled import Settled
 
 RECORDS = 4096
 """Applied pushes that a server can tell of at once; the chief asks several times a second."""
@@ -82,7 +84,7 @@ class Push:
 
 class Answer(NamedTuple):
     """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced` (of an earlier life), `epoch`
-    (of parameters that were lost), `done` (there are enough updates); and the updates that the server has applied."""
+    (of parameters that were lost), `again` (this batch is settled here), `done` (there are enough updates); and the updates that the server has applied."""
 
     outcome: str
     version: int
@@ -131,6 +133,8 @@ class Server:
         self._num_records = 0
         self._model_state: Arrays | None = None
         self._next_batch, self._again = 1, list[int]()
+        self._settled = Settled(1)
+        self._last: dict[int, int] = {}  # worker -> the last batch of it that is settled
         self._out: dict[int, dict[int, int]] = {}  # worker -> number of the push -> batch
 
     # ---- the chief's ---------------------------------------------------------------------------------------------------
@@ -167,14 +171,25 @@ class Server:
             self._dropped.update(dict(table.get("dropped", ())))
             self._progress.update({int(k): v for k, v in table.get("progress", ())})
             self._next_batch, self._again = int(table.get("next_batch", self.applied + 1)), list(table.get("again", ()))
+            self._settled = Settled(*table.get("settled", (min([self._next_batch, *self._again]),)))
 
-    def admit(self, worker: int, incarnation: int, members: int) -> None:
-        """Takes a worker's new life, the last one being over: its pushes are refused from here on, and its batches go to others."""
+    def admit(self, worker: int, incarnation: int, members: int) -> int | None:
+        """Takes a worker's new life, the last one being over: its pushes are refused from here on, and its batches go to others.
+
+        Returns the last batch of it that is settled here.
+        """
         with self._lock:
             self._fence(worker, incarnation)
             self._members = members
             self._again += self._out.pop(worker, {}).values()
             self._apply_held()
+            return self._last.get(worker)
+
+    def give_again(self, batch: int) -> None:
+        """Takes note, on the first server, that another one lacks a batch."""
+        with self._lock:
+            if batch not in self._again and not any(batch in out.values() for out in self._out.values()):
+                self._again.append(batch)
 
     def _fence(self, worker: int, incarnation: int) -> None:
         seen = self._seen.get(worker)
@@ -223,6 +238,7 @@ class Server:
                 "seen": seen,
                 "next_batch": self._next_batch,
                 "again": sorted({*self._again, *waiting}),
+                "settled": self._settled.table(),
                 "histogram": sorted(self._histogram.items()),
                 "dropped": sorted(self._dropped.items()),
                 "progress": sorted(self._progress.items()),
@@ -270,14 +286,19 @@ class Server:
                 return Answer("fenced", self.applied)
             if push.incarnation == incarnation and push.number <= number:
                 return before if push.number == number else Answer("fenced", self.applied)
-            answer = self._taken(push)
+            twice = push.batch in self._settled or any(held.batch == push.batch for held in self._held)
+            answer = Answer("again", self.applied) if twice else self._taken(push)
             self._seen[push.worker] = (push.incarnation, push.number, answer)
             self._out.get(push.worker, {}).pop(push.number, None)
             if answer.outcome == "held":
                 self._held.append(push)
                 self._apply_held()
-            elif answer.outcome != "applied":
-                self._dropped[answer.outcome] += 1
+            elif answer.outcome == "done":
+                self._again.append(push.batch)  # for a run that goes on
+            else:
+                self._settle(push)
+                if answer.outcome != "applied":
+                    self._dropped[answer.outcome] += 1
             return self._seen[push.worker][2]
 
     def _taken(self, push: Push) -> Answer:
@@ -302,7 +323,12 @@ class Server:
         self._held = []
         self._update(held, 0)
         for push in held:
+            self._settle(push)
             self._seen[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
+
+    def _settle(self, push: Push) -> None:
+        self._settled.add(push.batch)
+        self._last[push.worker] = push.batch
 
     def _update(self, pushes: list[Push], staleness: int) -> None:
         assert self._state is not None
@@ -321,7 +347,7 @@ class Server:
         self.applied += 1
         states = [push.told["state"] for push in pushes if push.told and "state" in push.told]
         if states:
-            self._model_state = _moved(self._model_state, states, fresh=staleness == 0)
+            self._model_state = moved(self._model_state, states, fresh=staleness == 0)
         for push in pushes:
             self._note(push, staleness)
 
@@ -353,25 +379,6 @@ class Server:
             }
         )
         self._num_records += 1
-
-
-def _moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
-    """Returns the model state after steps of workers, (old, new) of each.
-
-    Of one worker that began with the current state: what it made of it. Otherwise numbers move by the mean of what the workers added to theirs, and
-    what cannot be added to (flags) is that of the last.
-    """
-    _, last = states[-1]
-    if current is None or (fresh and len(states) == 1):
-        return dict(last)
-
-    def moved(path: str) -> Any:
-        if not (np.issubdtype(last[path].dtype, np.number) or last[path].dtype.name == "bfloat16"):
-            return last[path]
-        total = sum((new[path] - old[path] for old, new in states[1:]), start=states[0][1][path] - states[0][0][path])
-        return current[path] + (total / len(states)).astype(total.dtype)
-
-    return {path: moved(path) for path in last}
 
 
 def _copied(arrays: Arrays) -> Arrays:

@@ -36,6 +36,8 @@ WORKERS_S = 60.0
 """How long the beginning waits for workers that are not there yet: on a cluster they may wait for a machine."""
 RECORD = "parameter_server"
 """Under which name the servers' tables are in a checkpoint's record."""
+JOIN = "workers"
+"""A file of the run's directory: how many workers there are to be, so that others join."""
 
 
 def one_step(config: Config) -> Config:
@@ -168,11 +170,21 @@ class _Watch:
             seen = chief.watch()
             self._tell(seen.happened)
             self._note(seen)
+            self._join()
             if seen.went_back_to is None and seen.applied >= run.config.steps:
                 return self._stopped(None)
             if seen.went_back_to is None:
                 self._due(seen)
             time.sleep(LOOK_S)
+
+    def _join(self) -> None:
+        """Starts as many workers more as the file asks for."""
+        try:
+            asked = int((self.run.directory / JOIN).read_text())
+        except (OSError, ValueError):
+            return
+        while self.chief.num_workers < asked:
+            self._tell([self.chief.join()])
 
     def _tell(self, happened: Any) -> None:
         for event, fields in happened:
@@ -253,7 +265,10 @@ class _Watch:
         step, elapsed_s = max(record["step"] for record in records), now - before_s
         self._logged = now, step
         run.note_commits()
-        run.write({"step": step, **means(records), **rates(records, step - before, elapsed_s, run.config.batch_size)})
+        progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(seen.progress.items())}
+        progress["pushes_dropped"] = float(sum(seen.dropped.values()))
+        rate = rates(records, step - before, elapsed_s, run.config.batch_size)
+        run.write({"step": step, **means(records), **rate, **progress})
         counts = [seen.histogram.get(i, 0) for i in range(max(seen.histogram, default=0) + 1)]
         run.write({"step": step, "staleness_counts": counts}, kind="histogram")
 
@@ -295,4 +310,5 @@ def saved_tables(run: Run, servers: int) -> list[dict[str, Any]] | None:
     if len(tables) == servers:
         return tables
     first = {**tables[0], "applied": run.step}
-    return [first, *({"applied": run.step, "seen": first["seen"]} for _ in range(servers - 1))]
+    same: dict[str, Any] = {name: first[name] for name in ("applied", "seen", "settled", "next_batch") if name in first}
+    return [first, *[same] * (servers - 1)]

@@ -1,174 +1,150 @@
-"""Servers and workers on Ray: one command, kills, and what is left afterwards. `make extras`."""
+"""Servers and workers on Ray: one command, kills, and what is left afterwards. `make extras`; the long forms in `make thorough`."""
 
 import json
-import os
-import re
+import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
+
+from spmdkit.checkpoint.reading import saved_state
+from tests.support.counted_batches import NUM_EXAMPLES
+from tests.support.ray_runs import LOOPBACK, ROOT, Cluster, Driver, kill, listening, pid_of, ports_in_use, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.processes]
 
-ROOT = Path(__file__).parents[2]
-MARK = "SPMDKIT_PARAMETER_SERVER"
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts drivers, which are ended with the test."""
+    drivers = []
+
+    def started(*overrides, **options):
+        drivers.append(Driver(tmp_path, *overrides, **options))
+        return drivers[-1]
+
+    yield started
+    for driver in drivers:
+        driver.kill()
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "spmdkit", "train", str(ROOT / "configs" / "parameter_server.yaml")]
-    options = [f"run_dir={folder / 'run'}", "log.progress=plain", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    STARTED.append(
-        subprocess.Popen(
-            [*command, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    )
-    return STARTED[-1]
+@pytest.fixture
+def cluster(tmp_path):
+    made = Cluster(tmp_path)
+    yield made
+    made.end()
 
 
-def marked(driver: int) -> dict[int, str]:
-    """Returns pid -> command of what the run of a driver has started: all that carries its mark, the same for all."""
-    found: dict[str, dict[int, str]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        for entry in environment:
-            if entry.startswith(f"{MARK}=".encode()):
-                found.setdefault(entry.decode(), {})[int(folder.name)] = command
-    own = [pids for mark, pids in found.items() if mark not in BEFORE]
-    return own[0] if own else {}
+def working(driver):
+    """Returns the newest event of each worker's life in a process."""
+    return {event["worker"]: event for event in driver.events("worker runs") if event["where"]}
 
 
-BEFORE: set[str] = set()
-"""Marks of runs of others."""
-STARTED: list[subprocess.Popen] = []
-
-
-@pytest.fixture(autouse=True)
-def marks_of_others():
-    BEFORE.clear()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            entries = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        BEFORE.update(entry.decode() for entry in entries if entry.startswith(f"{MARK}=".encode()))
-    yield
-    while STARTED:
-        process = STARTED.pop()
-        process.kill()
-        process.wait()
-
-
-def listening(pids: dict[int, str]) -> set[str]:
-    """Returns the addresses on which processes listen, as in /proc/net/tcp."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                if match := re.match(r"socket:\[(\d+)\]", os.readlink(link)):
-                    inodes.add(match[1])
-            except OSError:
-                continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].rpartition(":")[0])
-    return found
-
-
-def events(folder: Path, name: str) -> list[dict]:
-    path = folder / "run" / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == name]
-
-
-def wait_for(what, process=None, limit_s: float = 240):
-    end = time.monotonic() + limit_s
-    while not (found := what()):
-        assert process is None or process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.1)
-    return found
-
-
-def killed(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-def workers(folder: Path) -> list[dict]:
-    return [event for event in events(folder, "worker runs") if event["where"]]
-
-
-def pid_of(event: dict) -> int:
-    return int(event["where"].split()[1])
-
-
-def test_one_command_trains_the_line_by_three_processes_and_leaves_nothing(tmp_path):
-    process = start(tmp_path, "steps=1000")
-    wait_for(lambda: len(workers(tmp_path)) == 2, process)
-    token = tmp_path / "run" / "ray.token"
+def test_one_command_trains_the_line_by_three_processes_and_leaves_nothing(start):
+    driver = start("steps=1000")
+    driver.wait_for(lambda: len(working(driver)) == 2)
+    token = driver.run / "ray.token"
     assert token.stat().st_mode & 0o777 == 0o600
-    pids = marked(process.pid)
-    assert sum("ray::ServerActor" in command or "ray::WorkerActor" in command for command in pids.values()) >= 3, pids
-    addresses = listening(pids)
-    assert addresses and addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}, addresses
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, out
-    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    commands = driver.started()
+    assert sum("ray::ServerActor" in text or "ray::WorkerActor" in text for text in commands.values()) >= 3, commands
+    addresses = {address for address, _ in listening(commands)}
+    assert addresses and addresses <= LOOPBACK, addresses
+    assert driver.ends() == 0, driver.said()
+    line = driver.metrics()[-1]
     assert line["split"] == "eval" and line["loss"] < 0.012, line
-    record = json.loads(next((tmp_path / "run" / "checkpoints").glob("1000/record.json")).read_text())
+    record = json.loads((driver.run / "checkpoints" / "1000" / "record.json").read_text())
     assert record["record"]["parameter_server"]["servers"][0]["applied"] == 1000
-    wait_for(lambda: not marked(process.pid), limit_s=20)
+    wait_for(lambda: not driver.started(), 20)
     assert not token.exists()
 
 
-def test_workers_and_servers_that_are_killed_come_back_and_a_killed_driver_leaves_nothing(tmp_path):
-    process = start(tmp_path, "steps=1000000", "checkpoint.every_steps=200")
-    wait_for(lambda: events(tmp_path, "saved"), process)
-    first = wait_for(lambda: workers(tmp_path), process)[-1]
-    killed(pid_of(first))
-    again = wait_for(
-        lambda: [
-            e for e in workers(tmp_path) if e["worker"] == first["worker"] and e["incarnation"] > first["incarnation"]
-        ]
-    )
-    assert pid_of(again[0]) != pid_of(first)
-    server = wait_for(lambda: events(tmp_path, "server runs"), process)[-1]
-    killed(pid_of(server))
-    restored = wait_for(lambda: events(tmp_path, "servers restored"), process)
-    assert restored[0]["step"] >= 200
-    newer = wait_for(
-        lambda: [event for event in events(tmp_path, "saved") if event["step"] > restored[0]["step"]], process
-    )
-    assert newer
-    pids = marked(process.pid)
-    killed(process.pid)
-    process.wait()
-    begin = time.monotonic()
-    wait_for(lambda: not marked(process.pid) and not listening(pids), limit_s=60)
-    assert time.monotonic() - begin < 60
+@pytest.mark.parametrize(
+    "workers, servers", [(1, 1), pytest.param(20, 5, marks=pytest.mark.slow)], ids=["one each", "twenty and five"]
+)
+def test_under_kills_of_workers_and_servers_every_batch_is_applied_once_and_training_ends(
+    start, tmp_path, workers, servers
+):
+    """Parameters count how often the batch of each example was applied (tests/support/counted_batches.py)."""
+    pace, config = tmp_path / "pace", tmp_path / "config.yaml"
+    steps = 400 if workers == 1 else 5000
+    pace.write_text("0.1")
+    values = {
+        "task": f"{ROOT}/tests/support/counted_batches.py:task",
+        "task_args": {"pace": str(pace)},
+        "steps": steps,
+        "batch_size": 1,
+        "devices": "cpu:1",
+        "sync": {"parameter_server": {"servers": 2, "workers": 2}},
+        "checkpoint": {"every_steps": 10},
+        "log": {"every_steps": 20},
+    }
+    config.write_text(yaml.safe_dump(values))
+    driver = start(config=config)
+    dice, kinds = random.Random(workers), ["worker"] * workers + ["server"] * servers
+    dice.shuffle(kinds)
+    driver.wait_for(lambda: driver.events("saved"))
+    lost, restored = 0, 0
+    for kind in kinds:
+        time.sleep(dice.random())
+        if kind == "worker":
+            victim = dice.choice(list(working(driver).values()))
+        else:
+            places = {event["server"]: event for event in driver.events("server runs")}
+            victim = dice.choice(list(places.values()))
+        saved = max(event["step"] for event in driver.events("saved"))
+        kill(pid_of(victim))
+        if kind == "worker":
+            lost += 1
+            driver.wait_for(lambda: len(driver.events("worker lost")) >= lost)  # noqa: B023
+            driver.wait_for(lambda: working(driver)[victim["worker"]] != victim)  # noqa: B023
+        else:
+            restored += 1
+            driver.wait_for(lambda: len(driver.events("servers restored")) >= restored)  # noqa: B023
+            assert driver.events("servers restored")[-1]["step"] >= saved  # nothing lost beyond the last checkpoint
+    now = max(event["step"] for event in driver.events("saved"))
+    driver.wait_for(lambda: max(event["step"] for event in driver.events("saved")) > now)
+    pace.write_text("0")
+    assert driver.ends(240) == 0, driver.said()
+    assert len(driver.events("worker lost")) == workers and len(driver.events("servers restored")) == servers
+    state = saved_state(driver.run / "checkpoints")
+    for leaf in ("params/a", "params/b"):
+        counts = state[leaf]
+        assert counts.shape == (NUM_EXAMPLES,) and set(np.unique(counts)) <= {0.0, 1.0}, np.unique(counts)
+        assert counts.sum() == steps
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_from_there(tmp_path):
-    process = start(tmp_path, "steps=1000000", "checkpoint.every_steps=1000000")
-    wait_for(
-        lambda: (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "run" / "metrics.jsonl").read_text(),
-        process,
-    )
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 42, out
-    saved = events(tmp_path, "saved")[-1]["step"]
+@pytest.mark.slow
+def test_a_driver_that_is_killed_leaves_no_process_and_no_port(start):
+    driver = start("steps=1000000")
+    driver.wait_for(lambda: driver.metrics())
+    pids = driver.started()
+    ports = {port for _, port in listening(pids)}
+    assert len(pids) >= 5 and ports
+    driver.kill()
+    wait_for(lambda: not driver.started() and not ports & ports_in_use(), 90)
+    assert not (driver.run / "ray.token").exists()
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_from_there(start):
+    driver = start("steps=1000000", "checkpoint.every_steps=1000000")
+    driver.wait_for(lambda: driver.metrics())
+    driver.send(signal.SIGTERM)
+    assert driver.ends() == 42, driver.said()
+    saved = driver.events("saved")[-1]["step"]
     assert saved > 1
-    done = start(tmp_path, f"steps={saved + 20}", "sync=every_step")
-    out, _ = done.communicate(timeout=120)
-    assert done.returncode == 0 and events(tmp_path, "restored")[-1]["step"] == saved, out
+    again = start(f"steps={saved + 20}", "sync=every_step")
+    assert again.ends() == 0 and again.events("restored")[-1]["step"] == saved, again.said()
+
+
+def test_a_ray_cluster_that_is_there_trains_the_line_by_its_address_and_goes_on_afterwards(start, cluster):
+    driver = start(f"sync={{parameter_server: {{workers: 2, address: '{cluster.address}'}}}}", cluster=cluster)
+    driver.wait_for(lambda: len(working(driver)) == 2)
+    places = {pid_of(event) for event in (*driver.events("server runs"), *working(driver).values())}
+    assert len(places) == 3 and places <= cluster.processes().keys()
+    assert driver.ends() == 0, driver.said()
+    line = driver.metrics()[-1]
+    assert line["split"] == "eval" and line["loss"] < 0.012, line
+    wait_for(lambda: not places & cluster.processes().keys(), 30)
+    assert cluster.runs() and not (driver.run / "ray.token").exists()

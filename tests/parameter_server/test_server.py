@@ -7,9 +7,12 @@ import optax
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.parameter_server.chief import parts_of
+from spmdkit.parameter_server.chief import Chief, parts_of
 from spmdkit.parameter_server.partition import check_separable, joined, owners, shard, to_arrays
 from spmdkit.parameter_server.server import Push, Rules, Server
+from spmdkit.parameter_server.settled import Settled
+from spmdkit.parameter_server.threads import Threads
+from spmdkit.parameter_server.transport import Ending, ask
 from spmdkit.step import state as states
 from tests.support.parameter_servers import abstract
 
@@ -26,7 +29,7 @@ def server_of(rules, optimizer=None, params=W, members=None):
 
 
 def push(number, version, worker=0, gradient=(1.0, 0.0), **more):
-    values = {"incarnation": 0, "epoch": 1, "batch": number + 1, **more}
+    values = {"incarnation": 0, "epoch": 1, "batch": 3 * number + worker + 1, **more}
     return Push(worker, number=number, version=version, gradient={"w": np.float32(gradient)}, **values)
 
 
@@ -107,6 +110,70 @@ def test_what_a_worker_skips_is_counted_and_moves_nothing():
     server = server_of(Rules(5))
     assert server.push(Push(0, 0, 0, 1, 0, 1, None)).outcome == "skipped"
     assert value(server) == [0, 0] and server.status(0)["dropped"] == {"skipped": 1}
+
+
+# ---- what one server has and another has not ---------------------------------------------------------------------------
+
+
+class Still:
+    """A worker that does nothing until it dies."""
+
+    where, dead = "", False
+
+    def ended(self):
+        return Ending("lost") if self.dead else None
+
+
+class ByHand(Threads):
+    """Servers whose workers are the test."""
+
+    def worker(self, number, incarnation, endpoints):
+        self.workers.append(Still())
+        return self.workers[-1]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("loss", ["servers go back", "the worker dies"])
+@pytest.mark.parametrize("reached", [0, 1])
+def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached, loss):
+    optimizer = optax.with_extra_args_support(optax.sgd(1.0))
+    params, owned = {"v": jnp.zeros(2), "w": jnp.zeros(2)}, {"v": 0, "w": 1}
+    saved = [(states.create(params, None, optimizer, 0, None), None)]
+    make = lambda number: Server(optimizer, shard(abstract(params), owned, number), Rules(10), donate=False)
+    transport = ByHand(make, None)
+    chief = Chief(transport, optimizer, owned, 2, 2, lambda: saved[-1])
+    chief.install()
+    chief.start()
+
+    def pushed(server, worker, batch, epoch):
+        gradient = {"vw"[server]: np.float32([1, 0])}
+        sent = Push(worker, 0, 0, epoch, 0, batch, gradient)
+        return ask(chief.endpoints[server], "push", sent).outcome
+
+    assert ask(chief.endpoints[0], "take", 0, 0, 0) == 1
+    assert pushed(reached, 0, 1, epoch=1) == "applied"
+    if loss == "servers go back":
+        saved.append(chief.snapshot())
+        chief.install()
+    else:
+        transport.workers[0].dead = True
+        assert [happened.event for happened in chief.watch().happened] == ["worker lost", "worker started"]
+    epoch = len(saved)
+    assert ask(chief.endpoints[0], "take", 1, 0, 0) == 1  # whoever asks next has it
+    assert [pushed(server, 1, 1, epoch) == "again" for server in (0, 1)] == [reached == 0, reached == 1]
+    assert ask(chief.endpoints[0], "take", 1, 0, 1) == 2
+    state, _ = chief.snapshot()
+    assert state.params["v"].tolist() == state.params["w"].tolist() == [-1, 0]
+
+
+def test_batches_that_are_settled_are_known_by_a_number_and_a_few_above():
+    one, other = Settled(1), Settled(3, [5])
+    for batch in (2, 4, 1, 7):
+        one.add(batch)
+    assert one.table() == (3, [4, 7]) and [batch in one for batch in (1, 3, 4, 5)] == [True, False, True, False]
+    assert one.beyond(other) == {4, 7} and other.beyond(one) == {5} and Settled(6).beyond(one) == {3, 5}
 
 
 # ---- which leaf lives where -----------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def test_a_run_tells_who_does_what_and_how_stale_gradients_are(tmp_path):
         told[-1]["step"] == 40 and told[-1]["pushes_per_s"] > 0 and told[-1]["staleness_max"] >= told[-1]["staleness"]
     )
     assert {"loss", "examples_per_s", "step_time_s"} <= told[-1].keys()
+    assert told[-1]["worker_0_pushes"] + told[-1]["worker_1_pushes"] == 40 and told[-1]["pushes_dropped"] == 0
     assert sum(lines(tmp_path, "counts.jsonl")[-1]["staleness_counts"]) == 40
     saved = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved[-1] == 40
@@ -75,6 +76,16 @@ def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch
     assert [event["step"] for event in events(tmp_path, "rolled back")] == killed
     told = [line["step"] for line in lines(tmp_path, "metrics.jsonl") if line.get("split") != "eval"]
     assert told == sorted(set(told)) and told[-1] == 1000
+
+
+def test_a_worker_joins_when_a_file_says_so_and_the_chief_saves_every_so_many_seconds(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "workers").write_text("3\n")
+    train(tmp_path, sync=TWO, steps=150, checkpoint={"every_seconds": 0.5})
+    assert [event["worker"] for event in events(tmp_path, "worker started")] == [0, 1, 2]
+    told = [line for line in lines(tmp_path, "metrics.jsonl") if line.get("split") != "eval"][-1]
+    assert told["worker_2_pushes"] > 0 and sum(told[f"worker_{i}_pushes"] for i in range(3)) == 150
+    assert len(events(tmp_path, "saved")) >= 2
 
 
 def test_what_is_not_finite_ends_the_run_with_77(tmp_path):
