@@ -15,7 +15,7 @@ from typing import Any
 
 from spmdkit.horovod import callbacks, elastic
 from spmdkit.horovod.absent import (
-    ABSENT,
+    absent_from,
     ccl_built,
     cuda_built,
     ddl_built,
@@ -24,7 +24,6 @@ from spmdkit.horovod.absent import (
     mpi_built,
     mpi_enabled,
     nccl_built,
-    raising,
     rocm_built,
 )
 from spmdkit.horovod.asked import Handle, poll, synchronize
@@ -79,9 +78,7 @@ from spmdkit.horovod.world import (
 
 
 def __getattr__(name: str) -> Any:
-    if name in ABSENT:
-        return raising(name)
-    raise AttributeError(f"module 'spmdkit.horovod' has no attribute {name!r}")
+    return absent_from("", name)
 
 
 __all__ = [

@@ -13,6 +13,12 @@ _VARIABLES = (
     "params = hvd.broadcast_parameters(params, root_rank=0)",
 )
 
+_STATE = (
+    "a state is a pytree, whatever made it",
+    "hvd.elastic.State(params=params, opt_state=opt_state, batch=0, epoch=0)",
+)
+_FIT = "there is no fit that calls back: the loop is yours"
+
 ABSENT: dict[str, tuple[str, str]] = {
     **{
         f"{plain}_": (_IN_PLACE[0], _IN_PLACE[1].format(plain=plain))
@@ -26,6 +32,21 @@ ABSENT: dict[str, tuple[str, str]] = {
         )
     },
     **dict.fromkeys(("broadcast_variables", "broadcast_global_variables", "BroadcastGlobalVariablesHook"), _VARIABLES),
+    **{
+        f"{name}_op": ("JAX has no graph in which it would be an operation", f"hvd.{name}()")
+        for name in ("size", "rank", "local_size", "local_rank")
+    },
+    **dict.fromkeys(
+        (f"elastic.{kind}State" for kind in ("Torch", "TensorFlow", "TensorFlowKeras", "Keras", "Object")), _STATE
+    ),
+    "elastic.CommitStateCallback": (_FIT, "state.commit() after so many batches"),
+    "elastic.UpdateBatchStateCallback": (_FIT, "state.batch = batch before state.commit()"),
+    "elastic.UpdateEpochStateCallback": (_FIT, "state.epoch = epoch before state.commit()"),
+    "callbacks.BroadcastGlobalVariablesCallback": _VARIABLES,
+    "callbacks.BestModelCheckpoint": (
+        _FIT,
+        "orbax on rank 0 after the evaluation, or `checkpoint: {best: ...}` of `spmdkit train`",
+    ),
     "SyncBatchNorm": (
         "a statistic over all ranks is computed in the middle of the step, where hvd's calls cannot be",
         "train with `spmdkit train` and flax's BatchNorm(axis_name=('replica', 'data')), whose statistics are those of the global batch",
@@ -55,12 +76,15 @@ ABSENT: dict[str, tuple[str, str]] = {
 }
 
 
-def raising(name: str) -> Callable[..., Any]:
-    """Returns a function that says why `name` means nothing here."""
-    why, instead = ABSENT[name]
+def absent_from(module: str, name: str) -> Callable[..., Any]:
+    """Returns a function that says why a name of `hvd`, or of its module, means nothing here. Raises AttributeError for any other name."""
+    known = f"{module}.{name}" if module else name
+    if known not in ABSENT:
+        raise AttributeError(f"module 'spmdkit.horovod{f'.{module}' if module else ''}' has no attribute {name!r}")
+    why, instead = ABSENT[known]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"hvd.{name} means nothing in JAX: {why}. Instead: {instead}.")
+        raise NotImplementedError(f"hvd.{known} means nothing in JAX: {why}. Instead: {instead}.")
 
     call.__name__ = name
     return call

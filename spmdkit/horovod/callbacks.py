@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from spmdkit.horovod import world
+from spmdkit.horovod.absent import absent_from
 from spmdkit.horovod.asked import synchronize
 from spmdkit.horovod.operations import Average, grouped_allreduce_async
 
@@ -120,14 +121,18 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class MetricAverageCallback:
-    """Replaces the numbers of `logs` by their means over ranks, each rank counting once. Weigh them yourself where ranks saw unequal numbers of examples."""
+    """Replaces the numbers of `logs` by their means over ranks, each rank counting once. Weigh them yourself where ranks saw unequal numbers of examples.
+
+    Raises HorovodInternalError on every rank where one has other names.
+    """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages in place."""
         if not logs:
             return
         names = sorted(logs)
-        means = synchronize(grouped_allreduce_async([jnp.asarray(logs[name], float) for name in names], op=Average))
+        values = [jnp.asarray(logs[name], float) for name in names]
+        means = synchronize(grouped_allreduce_async(values, op=Average, leaves=names))
         logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
 
 
@@ -152,3 +157,7 @@ def set_hyperparameter(opt_state: Any, name: str, value: Any) -> Any:
     return optax.tree_utils.tree_set(
         opt_state, **{name: jnp.asarray(value, jnp.result_type(hyperparameter(opt_state, name)))}
     )
+
+
+def __getattr__(name: str) -> Any:
+    return absent_from("callbacks", name)

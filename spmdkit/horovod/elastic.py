@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdkit.horovod import world
+from spmdkit.horovod.absent import absent_from
 from spmdkit.horovod.negotiation import HorovodInternalError
 from spmdkit.horovod.objects import broadcast_object, broadcast_parameters
 
@@ -219,3 +220,7 @@ def _synced(value: Any) -> Any:
     moved = iter(broadcast_parameters([leaves[i] for i in sorted(arrays)], root_rank=0))
     others = iter(broadcast_object([leaf for i, leaf in enumerate(leaves) if i not in arrays]))
     return jax.tree.unflatten(form, [next(moved) if i in arrays else next(others) for i in range(len(leaves))])
+
+
+def __getattr__(name: str) -> Any:
+    return absent_from("elastic", name)

@@ -30,7 +30,7 @@ SLICE_S = 0.5
 """How often a rank that waits looks whether another has failed."""
 
 JOIN = "join"
-COMPARED = ("op", "reduce", "root", "prescale", "postscale", "dtypes", "shapes", "rest", "ranks")
+COMPARED = ("op", "reduce", "root", "prescale", "postscale", "leaves", "dtypes", "shapes", "rest", "ranks")
 """What all ranks have to say the same of an operation, in the order in which a difference is told."""
 
 OFFERED_TO_THE_JOINED = ("Sum", "Average", "Adasum")
@@ -204,8 +204,16 @@ def disagreement(name: str, said: Mapping[int, dict[str, Any] | None]) -> str | 
         return f"{name}: " + "; ".join(f"rank {rank}: {fault}" for rank, fault in faults.items())
     for key in COMPARED:
         if len({json.dumps(want.get(key)) for want in present.values()}) > 1:
-            told = "; ".join(f"rank {rank}: {describe([want])}" for rank, want in present.items())
-            what = {"op": "operation", "reduce": "reduction", "rest": "dims after the first"}.get(key, key)
+            told = "; ".join(
+                f"rank {rank}: {describe([want])}{_of_its_own(rank, present)}" for rank, want in present.items()
+            )
+            names = {
+                "op": "operation",
+                "reduce": "reduction",
+                "rest": "dims after the first",
+                "leaves": "names of leaves",
+            }
+            what = names.get(key, key)
             return f"mismatched {what}: {told}. All ranks have to say the same."
     first = next(iter(present.values()))
     offered = first["op"] == "allreduce" and first["reduce"] in OFFERED_TO_THE_JOINED
@@ -217,6 +225,13 @@ def disagreement(name: str, said: Mapping[int, dict[str, Any] | None]) -> str | 
             f"Average or Adasum is. Make the call before the first rank joins."
         )
     return None
+
+
+def _of_its_own(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns the names of leaves that this rank has and not all others have, in words."""
+    of_ranks = [set(want.get("leaves") or ()) for want in present.values()]
+    own = [name for name in present[rank].get("leaves") or () if any(name not in names for names in of_ranks)]
+    return f" with {', '.join(own[:3])}{' ...' if len(own) > 3 else ''}" if own else ""
 
 
 def describe(wants: Sequence[Mapping[str, Any]]) -> str:

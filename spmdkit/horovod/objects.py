@@ -53,7 +53,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
     """Returns `root_rank`'s values of a pytree of arrays and numbers on every rank, in one program. Arrays do not change in place: keep what is returned."""
     leaves, form = jax.tree.flatten(params)
-    handle = ops.broadcast_all_async(leaves, root_rank, process_set=process_set)
+    handle = ops.broadcast_all_async(leaves, root_rank, process_set=process_set, leaves=ops.names_of(params))
     values = synchronize(handle)
     kept = [type(x)(y.item()) if isinstance(x, bool | int | float) else y for x, y in zip(leaves, values, strict=True)]
     return jax.tree.unflatten(form, kept)

@@ -8,7 +8,7 @@ Source: horovod/torch/mpi_ops.py (Horovod 0.28.1); what its tests assert is in t
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +43,12 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    leaves: Sequence[str] | None = None,
 ) -> Handle:
-    """Returns a handle of the reductions of several arrays, which run together in one program or not at all."""
+    """Returns a handle of the reductions of several arrays, which run together in one program or not at all.
+
+    `leaves`: their names in a tree, which ranks have to share: Horovod waits for ever where they do not.
+    """
     how, queue = chosen(op, average), process_set.queue()
     if how == Adasum:
         if process_set is not global_process_set:
@@ -57,7 +61,8 @@ def grouped_allreduce_async(
     arrays = [local_array(x, "allreduce") for x in tensors]
     error: Exception | None = next((why for x in arrays if (why := unfit(x, "allreduce", how)) is not None), None)
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return queue.ask({"op": "allreduce", "reduce": how.value, **scales, **shapes_of(arrays)}, arrays, name, error)
+    want = {"op": "allreduce", "reduce": how.value, **scales, **shapes_of(arrays), **named(leaves)}
+    return queue.ask(want, arrays, name, error)
 
 
 def grouped_allgather_async(
@@ -81,15 +86,20 @@ def broadcast_all_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     error: Exception | None = None,
+    leaves: Sequence[str] | None = None,
 ) -> Handle:
-    """Returns a handle of several arrays of one rank on all of them. `error`: what is wrong on this rank, raised here and told to the others."""
+    """Returns a handle of several arrays of one rank on all of them.
+
+    `error`: what is wrong on this rank, raised here and told to the others; `leaves`: names of the arrays in a tree, which ranks have to share.
+    """
     queue = process_set.queue()
     arrays = [local_array(x, "broadcast") for x in tensors]
     if root_rank not in queue.ranks:
         error = ValueError(
             f"broadcast from root_rank {root_rank}, which is none of the ranks {queue.ranks}. Name one of them."
         )
-    return queue.ask({"op": "broadcast", "root": int(root_rank), **shapes_of(arrays)}, arrays, name, error)
+    want = {"op": "broadcast", "root": int(root_rank), **shapes_of(arrays), **named(leaves)}
+    return queue.ask(want, arrays, name, error)
 
 
 def alltoall_async(
@@ -234,6 +244,16 @@ def local_array(x: Any, what: str) -> jax.Array:
             f"Call jax.config.update('jax_enable_x64', True) first."
         )
     return jnp.asarray(whole, narrow)
+
+
+def named(leaves: Sequence[str] | None) -> dict[str, list[str]]:
+    """Returns what the other ranks are told of names of leaves: nothing, where there are none."""
+    return {} if leaves is None else {"leaves": list(leaves)}
+
+
+def names_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """Returns the names of the leaves of a tree, as JAX writes them: `['w']`, `.mu['b']`."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
 def unfit(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:

@@ -109,6 +109,7 @@ def reduced(
     if not process_set.included():
         return dense(gradients)
     leaves, form = jax.tree.flatten(gradients, is_leaf=_is_sparse)
+    names = ops.names_of(gradients, _is_sparse)
     leaves = [x.todense() if sparse_as_dense and _is_sparse(x) else x for x in leaves]
     rows = {
         i: sparse_allreduce_async(x, f"gradient.{i}", op, process_set) for i, x in enumerate(leaves) if _is_sparse(x)
@@ -118,7 +119,8 @@ def reduced(
     scales = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
     sent = [x for x, _ in pairs]
     if sent:
-        totals = synchronize(ops.grouped_allreduce_async(sent, None, None, op, *scales, process_set))
+        of = [names[i] for i in places]
+        totals = synchronize(ops.grouped_allreduce_async(sent, None, None, op, *scales, process_set, leaves=of))
         for i, total, (_, context) in zip(places, totals, pairs, strict=True):
             leaves[i] = compression.decompress(total, context)
     for i, handle in rows.items():

@@ -890,6 +890,22 @@ def better_another_operation_on_another_rank_is_an_error_everywhere():
     same(hvd.allreduce(np.ones(3, np.float32), op=hvd.Sum), np.full(3, hvd.size(), np.float32))
 
 
+@row("none: tensors are matched by name, and a name that one rank has alone is waited for")
+def better_other_names_of_leaves_are_an_error_everywhere():
+    import optax
+
+    own = "head" if hvd.rank() else "tail"
+    tree = {"w": np.ones(2, np.float32), own: np.ones(2, np.float32)}
+    asked = "mismatched names of leaves", "rank 0: ", "with ['tail']", "rank 1: ", "with ['head']"
+    optimizer = hvd.DistributedOptimizer(optax.sgd(1.0))
+    with raises(hvd.HorovodInternalError, *asked):
+        optimizer.update(tree, optimizer.init(tree))
+    with raises(hvd.HorovodInternalError, *asked):
+        hvd.broadcast_parameters(tree, root_rank=0)
+    with raises(hvd.HorovodInternalError, "mismatched names of leaves", "with loss", "with accuracy"):
+        hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {"accuracy" if hvd.rank() else "loss": 1.0})
+
+
 @row("none: live Horovod 0.28.1 hangs")
 def better_a_mistake_of_one_rank_is_told_to_all():
     kind = ValueError if hvd.rank() == 0 else hvd.HorovodInternalError
@@ -914,8 +930,15 @@ def what_means_nothing_here_says_why_and_what_instead():
     for transform in (jax.jit, jax.vmap):
         with raises(NotImplementedError, "while JAX traces", "outside of it"):
             transform(lambda x: hvd.allreduce(x))(np.zeros(3, np.float32))
-    with raises(AttributeError, "has no attribute 'nothing'"):
-        hvd.nothing  # noqa: B018
+    with raises(NotImplementedError, "hvd.elastic.State(params=params"):
+        hvd.elastic.TorchState(model=None)
+    with raises(NotImplementedError, "hvd.broadcast_parameters"):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with raises(NotImplementedError, "Instead: hvd.size()"):
+        hvd.size_op()
+    for module, name in ((hvd, ""), (hvd.elastic, ".elastic"), (hvd.callbacks, ".callbacks")):
+        with raises(AttributeError, f"'spmdkit.horovod{name}' has no attribute 'nothing'"):
+            module.nothing  # noqa: B018
     assert (hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.cuda_built()) == (False, True, 0, False)
 
 
