@@ -10,6 +10,7 @@ from typing import Any
 from spmdkit.migrate import deepspeed
 from spmdkit.migrate.base import (
     AUTOMATIC,
+    UNKNOWN,
     Migration,
     Table,
     automatic,
@@ -17,6 +18,7 @@ from spmdkit.migrate.base import (
     flag,
     is_on,
     meaningless,
+    section,
     to,
     walk,
     when,
@@ -50,13 +52,14 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path | None = Non
     walk(migration, settings, table)
     mesh, zero = migration.config.setdefault("mesh", {}), migration.config.get("layout", {}).get("zero")
     fsdp = settings.get("distributed_type") == "FSDP" or zero is not None
-    strategy = str((settings.get("fsdp_config") or {}).get("fsdp_sharding_strategy", ""))
+    strategy = str(section(settings, "fsdp_config").get("fsdp_sharding_strategy", ""))
     if strategy in ("NO_SHARD", "3"):
         mesh["data"] = -1
         migration.config.pop("layout", None)
     elif -1 not in mesh.values() and settings.get("distributed_type", "NO") != "NO":
         if strategy.startswith("HYBRID") or strategy in ("4", "5"):
-            mesh.setdefault("replica", max(1, int(settings.get("num_machines") or 1)))
+            machines = settings.get("num_machines")
+            mesh.setdefault("replica", machines if deepspeed.is_count(machines) else 1)
         if not fsdp or "fsdp" not in mesh:
             mesh["fsdp" if fsdp else "data"] = -1
     if not mesh:
@@ -141,7 +144,12 @@ def _deepspeed_table(folder: Path | None) -> Table:
                 value,
                 "the file is not beside this one: migrate it, `spmdkit migrate` reads it",
             )
-        inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices)
+        try:
+            inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices)
+        except (ValueError, AttributeError) as error:
+            return migration.say(
+                UNKNOWN, key, value, f"that file is no config of DeepSpeed: {' '.join(str(error).split())}"
+            )
         migration.config |= inner.config
         migration.say("mapped", key, value, "read, line by line below")
         migration.lines += inner.lines

@@ -84,11 +84,25 @@ def walk(migration: Migration, settings: Mapping[str, Any], table: Table, prefix
         if rule is None:
             migration.say(UNKNOWN, key, value, "not known here: look it up, nothing was done about it")
         elif callable(rule):
-            rule(migration, key, value)
+            apply(rule, migration, key, value)
         elif isinstance(value, Mapping):
             walk(migration, value, rule, f"{key}.")
         elif value not in (None, {}):
             migration.say(UNKNOWN, key, value, "a section was expected, nothing was done about it")
+
+
+def apply(rule: Rule, migration: Migration, key: str, value: Any) -> None:
+    """Applies the rule of a setting; a value that it can make nothing of is told, and nothing was done about it."""
+    try:
+        rule(migration, key, value)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+        migration.say(UNKNOWN, key, value, "the value has another form than theirs, nothing was done about it")
+
+
+def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns the settings of a section, none where it is no section."""
+    found = settings.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = "") -> Rule:

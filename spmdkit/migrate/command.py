@@ -9,12 +9,15 @@ from typing import Any
 
 import yaml
 
+from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.migrate import accelerate, deepspeed, maxtext
 from spmdkit.migrate.base import KINDS, UNKNOWN, Fate, Migration, shown, tidy
+from spmdkit.words import visible
 
 PROJECTS = {"accelerate": accelerate.NAMES, "deepspeed": deepspeed.NAMES, "maxtext": maxtext.NAMES}
 MOST_BYTES = 10**6
+TASK = "task.py:task"
 
 
 def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> str:
@@ -34,7 +37,16 @@ def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> s
     else:
         found = {"deepspeed": deepspeed, "maxtext": maxtext}[whose].migrate(settings, devices)
     tidy(found)
-    return text(found, f"{Path(path).name}, a config of {whose}")
+    return text(found, f"{Path(path).name}, a config of {whose}", problem_of(found))
+
+
+def problem_of(migration: Migration) -> str:
+    """Returns why `spmdkit config check` would not take the config, in one line; empty where it does."""
+    try:
+        parse_config({"task": TASK, **migration.config})
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def read(path: Path) -> Mapping[str, Any]:
@@ -77,10 +89,11 @@ def chosen(settings: Mapping[str, Any], project: str | None, path: str | Path) -
     return project or best
 
 
-def text(migration: Migration, source: str) -> str:
-    """Returns the config as YAML with a comment for each setting, unknown ones first."""
+def text(migration: Migration, source: str, problem: str = "") -> str:
+    """Returns the config as YAML with a comment for each setting, unknown ones first, and at the top what keeps it from being one."""
     head = [f"# From {source}; check it with `spmdkit config check`. What became of each setting stands at the end."]
-    config = {"task": "task.py:task", **migration.config}
+    head += [f"# NOT ACCEPTED YET: {visible(problem)}"] if problem else []
+    config = {"task": TASK, **migration.config}
     for name, value in config.items():
         note = "  # yours: a function under @sk.task that returns sk.Task(...)" if name == "task" else ""
         flow = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()

@@ -8,6 +8,7 @@ from typing import Any
 from spmdkit.migrate.base import (
     AUTOMATIC,
     MEANINGLESS,
+    UNKNOWN,
     Migration,
     Rule,
     Table,
@@ -37,7 +38,7 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
     migration = Migration(devices)
     walk(migration, settings, TABLE)
     _batch(migration, settings)
-    stage = (settings.get("zero_optimization") or {}).get("stage", 0)
+    stage = migration.config.get("layout", {}).get("zero", 0)
     if not migration.config.get("mesh"):
         migration.put("mesh", {"data": -1} if stage == 0 else {"fsdp": -1})
     elif "fsdp" not in migration.config["mesh"]:
@@ -51,7 +52,7 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
         k: settings.get(k)
         for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     }
-    total, micro, passes = (x if isinstance(x, int) else None for x in asked.values())
+    total, micro, passes = (x if is_count(x) else None for x in asked.values())
     if total is None and micro is not None:
         total = micro * (passes or 1) * migration.devices
     if passes is None and total is not None and micro is not None and total % (micro * migration.devices) == 0:
@@ -68,7 +69,7 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
     for key, value in asked.items():
         if key in settings:
             told = {k: v for k, v in found.items() if k in notes[key] and v is not None}
-            if isinstance(value, int) and told:
+            if is_count(value) and told:
                 migration.say(
                     "mapped",
                     key,
@@ -80,8 +81,15 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
                         else ""
                     ),
                 )
-            else:
+            elif value in (None, "auto"):
                 migration.say(AUTOMATIC, key, value, "the trainer's own value: set batch_size and microbatches")
+            else:
+                migration.say(UNKNOWN, key, value, "it is no number of examples: set batch_size and microbatches")
+
+
+def is_count(value: Any) -> bool:
+    """Returns whether a value is a whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _stage(migration: Migration, key: str, value: Any) -> None:
@@ -125,7 +133,11 @@ def _optimizer(migration: Migration, key: str, value: Any) -> None:
             "no optax optimizer has this name: give it in the task, Task(optimizer=...)",
         )
     chosen: dict[str, Any] = {"name": name}
-    note = "its compression is a reducer here: reducer: sign, where that is there" if compressed else ""
+    note = (
+        f"its compression is a reducer here, over replicas: reducer: {{sign: {{warmup: {params.get('freeze_step', 100)}}}}}"
+        if compressed
+        else ""
+    )
     for option, given in params.items():
         if given == "auto":
             migration.say(AUTOMATIC, f"{key}.params.{option}", given, "the trainer's own value: set it under optimizer")

@@ -12,6 +12,7 @@ from spmdkit.migrate.base import (
     UNKNOWN,
     Migration,
     Rule,
+    apply,
     automatic,
     beside,
     flag,
@@ -159,9 +160,10 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
         key = str(name)
         axis = _MESH.fullmatch(key)
         if axis is not None:
-            _axis(migration, key, axis.group(1), axis.group(2), value)
+            where, name = axis.groups()
+            apply(lambda m, k, v, where=where, name=name: _axis(m, k, where, name, v), migration, key, value)
         elif key in TABLE:
-            TABLE[key](migration, key, value)
+            apply(TABLE[key], migration, key, value)
         elif MODEL.fullmatch(key):
             migration.mapped(key, value, f"task_args.{key}", value)
         else:
@@ -174,7 +176,7 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
                 )
             )
     _optimizer(migration, settings)
-    _rate(migration, settings)
+    apply(lambda m, key, value: _rate(m, settings), migration, "learning_rate", settings.get("learning_rate"))
     _mesh(migration)
     return migration
 

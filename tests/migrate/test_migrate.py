@@ -242,6 +242,43 @@ def test_every_setting_has_one_line_whatever_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("a.json", {"train_batch_size": 16, "optimizer": "Adam"}),
+        ("a.json", {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"betas": 0.9}}}),
+        ("a.json", {"train_batch_size": 16, "zero_optimization": True}),
+        ("a.json", {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 0}),
+        ("a.json", {"train_batch_size": 16, "gradient_accumulation_steps": 0}),
+        ("a.json", {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupCosineLR", "params": {}}}),
+        ("a.json", {"train_batch_size": 16, "data_types": {"grad_accum_dtype": []}}),
+        ("a.yaml", {"distributed_type": "FSDP", "fsdp_config": "full"}),
+        ("a.yaml", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_clipping": "much"}}),
+        ("a.yaml", {"base_config": "base.yml", "steps": "many"}),
+        ("a.yaml", {"base_config": "base.yml", "per_device_batch_size": [2]}),
+        ("a.yaml", {"base_config": "base.yml", "learning_rate": None}),
+        ("a.yaml", {"base_config": "base.yml", "ici_data_parallelism": "all"}),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_form_is_told_and_nothing_is_done_about_it(tmp_path, name, settings):
+    _, kinds = migrated(tmp_path, name, json.dumps(settings) if name.endswith("json") else yaml.safe_dump(settings))
+    last = list(settings)[-1]
+    assert any(line.startswith(last) for line in kinds[UNKNOWN]), kinds
+
+
+def test_a_number_that_cannot_be_is_said_at_the_top(tmp_path):
+    (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\ngradient_accumulation_steps: -4\n")
+    second = migrate(tmp_path / "a.yaml").splitlines()[1]
+    assert second.startswith("# NOT ACCEPTED YET: microbatches") and "-4" in second
+
+
+def test_a_deepspeed_file_that_accelerate_names_and_that_is_none_is_told(tmp_path):
+    (tmp_path / "zero.json").write_text("{]")
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero.json}"
+    _, kinds = migrated(tmp_path, "a.yaml", text)
+    assert any("zero.json -> that file is no config of DeepSpeed" in line for line in kinds[UNKNOWN])
+
+
+@pytest.mark.parametrize(
     ("name", "text", "parts"),
     [
         ("a.yaml", "lr: 3", ["its settings (lr)", "accelerate, deepspeed, maxtext", "--project"]),
