@@ -17,6 +17,7 @@ import jax
 
 from spmdkit.errors import ConfigError
 from spmdkit.program.program import Program
+from spmdkit.run.run import most_in_flight
 
 BLOCKS = 20
 """Into how many blocks a run is cut, where the period of its sync allows."""
@@ -55,6 +56,7 @@ class Trained:
     def __post_init__(self) -> None:
         self._state: Any = self.program.init()
         self._batches = self.program.batches(1, self.steps)
+        self._in_flight = most_in_flight(list(self.program.mesh.devices.flat), jax.process_count())
         self.block_steps = block_steps(self.program, self.steps)
 
     @property
@@ -72,6 +74,8 @@ class Trained:
             _, batch = next(self._batches)
             self._state, found = self.program.step(self._state, batch)
             metrics.append(found)
+            if len(metrics) > self._in_flight:
+                jax.block_until_ready(metrics[-1 - self._in_flight])
         jax.block_until_ready(self._state)
         seconds = time.perf_counter() - begun
         is_whole = last - first + 1 == self.block_steps

@@ -45,6 +45,16 @@ from spmdkit.step.state import TrainState
 STEPS_IN_FLIGHT = 16
 
 
+def most_in_flight(devices: Sequence[jax.Device], num_processes: int) -> int:
+    """Returns how many steps may be dispatched before the first of them is waited for.
+
+    Several CPU devices in each of several processes deadlock in Gloo when many are (jaxlib 0.10.2). In one process `join` has made the thread pool large
+    enough; there, waiting after each step cost 7 % at 10 ms a step (two devices on two cores, 2026-11-20).
+    """
+    several = num_processes > 1 and len(devices) > num_processes
+    return 1 if several and devices[0].platform == "cpu" else STEPS_IN_FLIGHT
+
+
 class Run:
     """What happens around the steps. A context manager: entered with the directory locked, left with all of it written."""
 
@@ -69,12 +79,7 @@ class Run:
         self.input_given_up = False
         self._stack = ExitStack()
         self.flying: collections.deque[Any] = collections.deque()
-        cpu = cluster.devices[0].platform == "cpu"
-        several = cluster.num_processes > 1 and len(cluster.devices) > cluster.num_processes
-        # Several CPU devices in each of several processes deadlock in Gloo when many steps are dispatched without waiting
-        # (jaxlib 0.10.2). In one process `join` has made the thread pool large enough; there, waiting after each step
-        # cost 7 % at 10 ms a step (two devices on two cores, 2026-11-20).
-        self._most_in_flight = 1 if cpu and several else STEPS_IN_FLIGHT
+        self._most_in_flight = most_in_flight(cluster.devices, cluster.num_processes)
         self.last_logged: dict[str, float] = {}
         self.last_eval: tuple[int, dict[str, Any]] | None = None
         self.saved_at_step, self.saved_at_time = 0, clock()
