@@ -51,7 +51,7 @@ BASE = {
 NEAR = {"4: wrap the optimizer": 2e-2, "Communication hooks": 2e-2}
 """Rows whose reducer rounds, and how far they may be."""
 
-OTHER = ("stale updates", "Callbacks")
+OTHER = ("stale updates", "asynchronous", "Callbacks")
 """Rows that the page says to be another trajectory."""
 
 
@@ -141,19 +141,34 @@ def test_the_six_steps_of_horovod_give_what_one_device_gives(tmp_path, monkeypat
 
 
 def test_every_system_of_the_texts_has_its_rows():
-    titles = " ".join(ROWS)
-    for name in (
-        "OneDevice",
-        "Mirrored",
-        "CentralStorage",
-        "MultiWorkerMirrored",
-        "TPU",
-        "ParameterServer",
-        "Supervisor",
-        "MonitoredTrainingSession",
-        "no_sync",
-        "join",
-        "hvd",
-    ):
-        assert name in titles
-    assert all(ours for ours in ROWS.values())
+    sections = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
+    wanted = {
+        "tf.distribute": (
+            "OneDeviceStrategy",
+            "MirroredStrategy\n",
+            "MirroredStrategy with devices and a choice of reduction",
+            "CentralStorageStrategy",
+            "MultiWorkerMirroredStrategy",
+            "TPUStrategy",
+            "ParameterServerStrategy, synchronous",
+            "ParameterServerStrategy, asynchronous",
+        ),
+        "tf.train.Supervisor and MonitoredTrainingSession": (
+            "Supervisor",
+            "MonitoredTrainingSession with hooks",
+            "A hook of your own",
+        ),
+        "Horovod in six steps": ("The six steps", "1 and 2", "3:", "4:", "5:", "6:"),
+        "PyTorch DDP": ("no_sync", "Communication hooks", "Uneven inputs (join)"),
+        "Accelerate": ("Your own loop", "Metrics"),
+        "Keras": ("compile, fit, evaluate", "Callbacks"),
+    }
+    assert list(sections) == list(wanted)
+    for section, titles in wanted.items():
+        for title in titles:
+            assert f"\n### {title}" in sections[section], (section, title)
+        rows_of_section = sections[section].split("\n### ")[1:]
+        assert all(
+            row.count("<th>theirs</th><th>here</th>") == 1 and row.count("</td><td>") == 1 for row in rows_of_section
+        )
+    assert len(TRAINED) + 1 == len(ROWS) == PAGE.count("\n### ") and all(ROWS.values())
