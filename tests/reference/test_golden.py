@@ -8,6 +8,8 @@ import numpy as np
 import optax
 
 import spmdkit as sk
+from spmdkit.cluster import environment, join
+from spmdkit.config import replace_keys
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())["tensorflow"]
 
@@ -47,3 +49,17 @@ def test_one_asynchronous_worker_of_tensorflow_is_sgd_on_one_device():
     _, w, b = run(program_of(golden, 8, devices="cpu:1"), golden["updates"])
     assert golden["updates"] == 20
     np.testing.assert_allclose((w[-1], b[-1]), (golden["w"], golden["b"]), rtol=1e-5, atol=1e-6)
+
+
+def test_one_worker_of_our_parameter_server_is_one_of_tensorflows(tmp_path):
+    """A worker there runs its closures one after the other, and reads what it has written."""
+    golden = GOLDEN["parameter_server_1"]
+    sync = {"parameter_server": {"servers": 1, "workers": 1, "max_staleness": 0, "transport": "threads"}}
+    one = program_of(golden, 8, devices="cpu:1")
+    config = replace_keys(
+        one.config, {"sync": sync, "steps": golden["updates"], "run_dir": str(tmp_path), "checkpoint": None}
+    )
+    params = sk.train(config, join(environment({}), "cpu:1"), one.task).state.params
+    np.testing.assert_allclose(
+        (float(params["w"]), float(params["b"])), (golden["w"], golden["b"]), rtol=1e-5, atol=1e-6
+    )
