@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,10 @@ def test_the_first_command_that_fails_is_the_last(tmp_path):
     two = type(engine)({}, (("false",), ("touch", "x")), "a shell")
     assert submit(two, tmp_path, True, lambda line: None) == 1 and not (tmp_path / "x").exists()
     assert REQUIRED not in text_of(engine)
+
+
+def test_a_python_without_ray_says_so():
+    (text,) = rendered("ray").files.values()
+    without = "import importlib.util\nimportlib.util.find_spec = lambda name: None\n"
+    ended = subprocess.run([sys.executable, "-I", "-c", without + text], capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 78 and "has no Ray: pip install" in ended.stderr and "Traceback" not in ended.stderr

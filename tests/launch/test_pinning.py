@@ -1,11 +1,8 @@
 """Which GPUs the processes of one machine see."""
 
-import json
-import sys
-
 import pytest
 
-from spmdkit.launch import launch, pinning
+from spmdkit.launch import pinning
 
 
 def shown(seen, num, each=None):
@@ -32,10 +29,8 @@ def test_gpus_are_those_of_the_machine_or_those_that_are_left_by_who_lent_it(tmp
 
 
 @pytest.mark.processes
-def test_the_launcher_hands_each_process_its_own_and_says_so(tmp_path, capfd):
-    (tmp_path / "show.py").write_text("import os, json; print(json.dumps(os.environ.get('CUDA_VISIBLE_DEVICES')))")
-    env = {"PATH": "/usr/bin", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    assert launch([sys.executable, str(tmp_path / "show.py")], 2, env=env) == 0
-    printed = capfd.readouterr()
-    assert sorted(json.loads(line.rpartition("] ")[2]) for line in printed.out.splitlines()) == ["4,5", "6,7"], printed
-    assert "CUDA_VISIBLE_DEVICES: 4,5 for process 0, 6,7 for process 1" in printed.err
+def test_the_launcher_hands_each_process_its_own_and_says_so(start):
+    script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    result = start(script, 2, CUDA_VISIBLE_DEVICES="4,5,6,7", JAX_PLATFORMS="").wait()
+    assert sorted(result.out.splitlines()) == ["[0] 4,5", "[1] 6,7"], result
+    assert "CUDA_VISIBLE_DEVICES: 4,5 for process 0, 6,7 for process 1" in result.err

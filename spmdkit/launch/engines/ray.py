@@ -35,6 +35,7 @@ HERE = "# What follows is all that this job is.\n"
 
 DRIVER = '''
 import ctypes
+import importlib.util
 import os
 import signal
 import socket
@@ -46,24 +47,24 @@ from pathlib import Path
 # What follows is all that this job is.
 
 os.environ["RAY_DEDUP_LOGS"] = "0"  # two processes may say the same
-own = None
-try:
-    if ADDRESS == "local":  # before Ray is imported, which reads its token then
-        from spmdkit.errors import ConfigError
-        from spmdkit.parameter_server.ray_local import LocalRay
-
-        own = LocalRay(Path(__file__).resolve().parent, NUM * BUNDLE["CPU"], 0, log_to_driver=True)
-        try:
-            own.start()
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-            sys.exit(78)
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError as error:
-    print(f"this Python ({sys.executable}) has no Ray ({error}): pip install 'ray>=2.60'", file=sys.stderr)
+if importlib.util.find_spec("ray") is None:
+    print(f"this Python ({sys.executable}) has no Ray: pip install 'ray>=2.60'", file=sys.stderr)
     sys.exit(78)
+own = None
+if ADDRESS == "local":  # before Ray is imported, which reads its token then
+    from spmdkit.errors import ConfigError
+    from spmdkit.parameter_server.ray_local import LocalRay
+
+    own = LocalRay(Path(__file__).resolve().parent, NUM * BUNDLE["CPU"], 0, log_to_driver=True)
+    try:
+        own.start()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(78)
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 TERM_WITH_ME = (1, signal.SIGTERM)  # prctl(PR_SET_PDEATHSIG): whoever loses its actor saves and leaves
 asked = False
