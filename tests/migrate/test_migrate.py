@@ -186,6 +186,28 @@ def test_a_deepspeed_file(tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupCosineLR"])
+def test_a_schedule_holds_wherever_it_stands(tmp_path, kind):
+    params = {"warmup_max_lr": 0.01} if kind == "WarmupLR" else {"total_num_steps": 100, "warmup_num_steps": 10}
+    scheduler, optimizer = {"type": kind, "params": params}, {"type": "Adam", "params": {"lr": 0.01}}
+    found = [
+        migrated(tmp_path, "ds.json", json.dumps({"train_batch_size": 8} | settings))[0]["learning_rate"]
+        for settings in (
+            {"scheduler": scheduler, "optimizer": optimizer},
+            {"optimizer": optimizer, "scheduler": scheduler},
+        )
+    ]
+    assert (
+        found[0] == found[1]
+        and found[0]["name"] == {"WarmupLR": "linear_schedule", "WarmupCosineLR": "warmup_cosine_decay_schedule"}[kind]
+    )
+
+
+def test_what_the_trainer_fills_in_is_not_said_to_be_off(tmp_path):
+    _, kinds = migrated(tmp_path, "ds.json", json.dumps({"train_batch_size": 8, "bf16": {"enabled": "auto"}}))
+    assert "bf16.enabled: auto -> the trainer's own value: set precision" in kinds["automatic here"]
+
+
 def test_deepspeeds_batch_for_each_device_and_a_rate_that_is_elsewhere(tmp_path):
     settings = {
         "train_micro_batch_size_per_gpu": 4,
