@@ -136,6 +136,11 @@ def test_an_accelerate_file_with_hybrid_shards(tmp_path):
     [
         ("distributed_type: 'NO'", {}),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp16", {"mesh": {"data": -1}, "precision": "bfloat16"}),
+        ("distributed_type: XLA\ndowncast_bf16: 'yes'\nmixed_precision: 'no'", {"mesh": {"data": -1}}),
+        (
+            "distributed_type: XLA\ndowncast_bf16: 'yes'\nmixed_precision: bf16",
+            {"mesh": {"data": -1}, "precision": {"compute": "bfloat16", "params": "bfloat16"}},
+        ),
         ("distributed_type: MULTI_GPU\ngpu_ids: 0,2", {"mesh": {"data": -1}, "devices": [0, 2]}),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}", {"mesh": {"fsdp": -1}, "layout": {"zero": 2}}),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}", {"mesh": {"data": -1}}),
