@@ -12,6 +12,7 @@ from spmdkit.migrate.base import (
     AUTOMATIC,
     UNKNOWN,
     Migration,
+    Rule,
     Table,
     automatic,
     beside,
@@ -48,8 +49,9 @@ _FP8 = meaningless("products in float8 are the model's own; `precision` is that 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path | None = None) -> Migration:
     """Returns what the settings are here. `folder`: where the file lies, for a DeepSpeed file that it names."""
     migration = Migration(devices)
-    table = {**TABLE, "deepspeed_config": _deepspeed_table(folder)}
-    walk(migration, settings, table)
+    table = {**TABLE, "deepspeed_config": _deepspeed_table(folder), "downcast_bf16": _downcast(settings)}
+    ordered = sorted(settings, key=lambda name: name == "downcast_bf16")  # which says more of mixed_precision
+    walk(migration, {name: settings[name] for name in ordered}, table)
     mesh, zero = migration.config.setdefault("mesh", {}), migration.config.get("layout", {}).get("zero")
     fsdp = settings.get("distributed_type") == "FSDP" or zero is not None
     strategy = str(section(settings, "fsdp_config").get("fsdp_sharding_strategy", ""))
@@ -79,6 +81,14 @@ def _precision(migration: Migration, key: str, value: Any) -> None:
         return migration.say(AUTOMATIC, key, value, "float32")
     notes = {"fp16": "no float16: bfloat16 needs no loss scale", "fp8": "float8 products are the model's own"}
     return migration.mapped(key, value, "precision", "bfloat16", notes.get(str(value), ""))
+
+
+def _downcast(settings: Mapping[str, Any]) -> Rule:
+    """Returns the rule of `downcast_bf16`, which is about bf16 on TPUs alone: everything is in it then, the parameters too."""
+    if str(settings.get("mixed_precision")) != "bf16":
+        return automatic("it has no effect without mixed_precision: bf16")
+    whole = {"compute": "bfloat16", "params": "bfloat16"}
+    return when(is_on, to("precision", lambda value: whole), automatic("float32 stays float32"))
 
 
 def _cpu(migration: Migration, key: str, value: Any) -> None:
@@ -251,7 +261,7 @@ TABLE: dict[str, Any] = {
     "gpu_ids": _gpus,
     "use_cpu": _cpu,
     "main_training_function": meaningless("a config names the task: task: file.py:name"),
-    "downcast_bf16": when(is_on, to("precision.params", lambda v: "bfloat16"), automatic("float32 stays float32")),
+    "downcast_bf16": automatic("float32 stays float32"),
     "debug": automatic("processes compare config, data, program and parameters before the first step"),
     "enable_cpu_affinity": meaningless("threads are XLA's; use numactl around the command"),
     "dynamo_config": automatic("the whole step is compiled"),

@@ -143,8 +143,9 @@ def when(wanted: Callable[[Any], bool], then: Rule, otherwise: Rule) -> Rule:
 
 
 def flag(path: str, value: Any, why_not: str, note: str = "") -> Rule:
-    """Returns the rule of a switch: on, a key is set to `value`; off, nothing is."""
-    return when(is_on, lambda m, key, given: m.mapped(key, given, path, value, note), automatic(why_not))
+    """Returns the rule of a switch: on, a key is set to `value`; off, nothing is; "auto" is for whoever starts the training."""
+    off = when(lambda given: given == "auto", automatic(f"the trainer's own value: set {path}"), automatic(why_not))
+    return when(is_on, lambda m, key, given: m.mapped(key, given, path, value, note), off)
 
 
 def is_on(value: Any) -> bool:

@@ -36,7 +36,10 @@ _MODEL = meaningless("part of the model, so of the task")
 def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
     """Returns what the settings are here."""
     migration = Migration(devices)
-    walk(migration, settings, TABLE)
+    ordered = sorted(
+        settings, key=lambda name: name == "scheduler"
+    )  # whose rate is the optimizer's, wherever it stands
+    walk(migration, {name: settings[name] for name in ordered}, TABLE)
     _batch(migration, settings)
     stage = migration.config.get("layout", {}).get("zero", 0)
     if not migration.config.get("mesh"):

@@ -190,6 +190,8 @@ def _axis(migration: Migration, key: str, where: str, name: str, value: Any) -> 
         return migration.say(MEANINGLESS, key, value, "there is no such axis: its devices go to another")
     if axis == "replica" and value == -1:
         return migration.say(AUTOMATIC, key, value, "one slice; for several, mesh.replica is their number")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is no size of an axis")
     mesh = migration.config.setdefault("mesh", {})
     before = mesh.get(axis, 1)
     mesh[axis] = -1 if -1 in (before, value) else before * value

@@ -136,6 +136,11 @@ def test_an_accelerate_file_with_hybrid_shards(tmp_path):
     [
         ("distributed_type: 'NO'", {}),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp16", {"mesh": {"data": -1}, "precision": "bfloat16"}),
+        ("distributed_type: XLA\ndowncast_bf16: 'yes'\nmixed_precision: 'no'", {"mesh": {"data": -1}}),
+        (
+            "distributed_type: XLA\ndowncast_bf16: 'yes'\nmixed_precision: bf16",
+            {"mesh": {"data": -1}, "precision": {"compute": "bfloat16", "params": "bfloat16"}},
+        ),
         ("distributed_type: MULTI_GPU\ngpu_ids: 0,2", {"mesh": {"data": -1}, "devices": [0, 2]}),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}", {"mesh": {"fsdp": -1}, "layout": {"zero": 2}}),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}", {"mesh": {"data": -1}}),
@@ -184,6 +189,28 @@ def test_a_deepspeed_file(tmp_path):
         "optimizer.params.torch_adam: true -> optax.adamw has no such argument" in line
         for line in kinds["meaningless here"]
     )
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupCosineLR"])
+def test_a_schedule_holds_wherever_it_stands(tmp_path, kind):
+    params = {"warmup_max_lr": 0.01} if kind == "WarmupLR" else {"total_num_steps": 100, "warmup_num_steps": 10}
+    scheduler, optimizer = {"type": kind, "params": params}, {"type": "Adam", "params": {"lr": 0.01}}
+    found = [
+        migrated(tmp_path, "ds.json", json.dumps({"train_batch_size": 8} | settings))[0]["learning_rate"]
+        for settings in (
+            {"scheduler": scheduler, "optimizer": optimizer},
+            {"optimizer": optimizer, "scheduler": scheduler},
+        )
+    ]
+    assert (
+        found[0] == found[1]
+        and found[0]["name"] == {"WarmupLR": "linear_schedule", "WarmupCosineLR": "warmup_cosine_decay_schedule"}[kind]
+    )
+
+
+def test_what_the_trainer_fills_in_is_not_said_to_be_off(tmp_path):
+    _, kinds = migrated(tmp_path, "ds.json", json.dumps({"train_batch_size": 8, "bf16": {"enabled": "auto"}}))
+    assert "bf16.enabled: auto -> the trainer's own value: set precision" in kinds["automatic here"]
 
 
 def test_deepspeeds_batch_for_each_device_and_a_rate_that_is_elsewhere(tmp_path):
