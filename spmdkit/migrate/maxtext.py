@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -160,8 +161,7 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
         key = str(name)
         axis = _MESH.fullmatch(key)
         if axis is not None:
-            where, name = axis.groups()
-            apply(lambda m, k, v, where=where, name=name: _axis(m, k, where, name, v), migration, key, value)
+            apply(functools.partial(_axis, axis[1], axis[2]), migration, key, value)
         elif key in TABLE:
             apply(TABLE[key], migration, key, value)
         elif MODEL.fullmatch(key):
@@ -181,7 +181,7 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
     return migration
 
 
-def _axis(migration: Migration, key: str, where: str, name: str, value: Any) -> None:
+def _axis(where: str, name: str, migration: Migration, key: str, value: Any) -> None:
     """One size of the mesh; data across slices is `replica`, everything else is the product of both."""
     axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name, _MERGED.get(name))
     if value == 1:
