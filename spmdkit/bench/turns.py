@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from spmdkit.errors import ConfigError
+from spmdkit.program.in_flight import most_in_flight
 from spmdkit.program.program import Program
-from spmdkit.run.run import most_in_flight
 
 BLOCKS = 20
 """Into how many blocks a run is cut, where the period of its sync allows."""

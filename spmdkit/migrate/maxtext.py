@@ -160,8 +160,7 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
         key = str(name)
         axis = _MESH.fullmatch(key)
         if axis is not None:
-            where, name = axis.groups()
-            apply(lambda m, k, v, where=where, name=name: _axis(m, k, where, name, v), migration, key, value)
+            apply(_axis, migration, key, value)
         elif key in TABLE:
             apply(TABLE[key], migration, key, value)
         elif MODEL.fullmatch(key):
@@ -181,8 +180,9 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
     return migration
 
 
-def _axis(migration: Migration, key: str, where: str, name: str, value: Any) -> None:
+def _axis(migration: Migration, key: str, value: Any) -> None:
     """One size of the mesh; data across slices is `replica`, everything else is the product of both."""
+    where, name = _MESH.fullmatch(key).groups()  # type: ignore[union-attr]
     axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name, _MERGED.get(name))
     if value == 1:
         return migration.say(AUTOMATIC, key, value, "an axis that is not named is 1")

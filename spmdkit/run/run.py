@@ -29,6 +29,7 @@ from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
 from spmdkit.faults import Asked, StopSignals, Watchdog, describe, taken_over
 from spmdkit.mesh import describe_mesh
 from spmdkit.metrics import sinks
+from spmdkit.program.in_flight import most_in_flight
 from spmdkit.program.program import Program
 from spmdkit.report.run import write_report
 from spmdkit.run import changes, coming_back, hooks, remote, skipped, watched
@@ -41,18 +42,6 @@ from spmdkit.run.saves import Saves
 from spmdkit.run.together import Together
 from spmdkit.step import keys
 from spmdkit.step.state import TrainState
-
-STEPS_IN_FLIGHT = 16
-
-
-def most_in_flight(devices: Sequence[jax.Device], num_processes: int) -> int:
-    """Returns how many steps may be dispatched before the first of them is waited for.
-
-    Several CPU devices in each of several processes deadlock in Gloo when many are (jaxlib 0.10.2). In one process `join` has made the thread pool large
-    enough; there, waiting after each step cost 7 % at 10 ms a step (two devices on two cores, 2026-11-20).
-    """
-    several = num_processes > 1 and len(devices) > num_processes
-    return 1 if several and devices[0].platform == "cpu" else STEPS_IN_FLIGHT
 
 
 class Run:
