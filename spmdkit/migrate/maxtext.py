@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -161,7 +160,7 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
         key = str(name)
         axis = _MESH.fullmatch(key)
         if axis is not None:
-            apply(functools.partial(_axis, axis[1], axis[2]), migration, key, value)
+            apply(_axis, migration, key, value)
         elif key in TABLE:
             apply(TABLE[key], migration, key, value)
         elif MODEL.fullmatch(key):
@@ -181,8 +180,9 @@ def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
     return migration
 
 
-def _axis(where: str, name: str, migration: Migration, key: str, value: Any) -> None:
+def _axis(migration: Migration, key: str, value: Any) -> None:
     """One size of the mesh; data across slices is `replica`, everything else is the product of both."""
+    where, name = _MESH.fullmatch(key).groups()  # type: ignore[union-attr]
     axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name, _MERGED.get(name))
     if value == 1:
         return migration.say(AUTOMATIC, key, value, "an axis that is not named is 1")
