@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -19,6 +20,8 @@ from spmdkit.errors import CheckpointWriteError, ConfigError
 PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 """The folder of spmdkit itself, to tell its own frames in a traceback from the user's."""
 
+
+_PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
 """The most rights that a file or folder of a run has."""
@@ -37,11 +40,23 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         tighten(beside)
         os.replace(beside, path)
     finally:
-        if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+        _remove(beside)
+
+
+def remove_unfinished(folder: Path, besides: tuple[str, ...]) -> None:
+    """Removes what writers that were killed have left beside their files in a folder, which the caller alone writes; `besides`: files that others write there too."""
+    for path in folder.glob(".*.partial"):
+        found = _PARTIAL.fullmatch(path.name)
+        if found is not None and found["name"] not in besides:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def tighten(path: Path) -> None:

@@ -20,6 +20,7 @@ from spmdkit.config import Config, load_config
 from spmdkit.drill import compare, figures
 from spmdkit.drill.driver import Driver
 from spmdkit.drill.fault import BY_POLICY, Fault, parse
+from spmdkit.drill.network import Network, network_for
 from spmdkit.drill.records import Bars
 from spmdkit.errors import ConfigError, ExitCode, outcome
 from spmdkit.files import write_json, write_text
@@ -55,16 +56,22 @@ def run_drill(asked: Drill) -> int:
     if config.checkpoint is not None and config.checkpoint.directory is not None:  # the run's own, which is not hurt
         _say(f"note: the drill's checkpoints stay on this machine; {config.checkpoint.directory} is left alone")
         asked = dataclasses.replace(asked, overrides=[*asked.overrides, "checkpoint.directory=null"])
+    with network_for(faults, asked.num_processes) as network:
+        return _hurt(asked, config, faults, network)
+
+
+def _hurt(asked: Drill, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
+    """Runs the job without and with its faults, and says how that went."""
     folder = _new_folder(config)
     _say(f"without a fault, in {folder / 'undisturbed'}")
-    clean = Driver(folder / "undisturbed", asked.num_processes)
+    clean = Driver(folder / "undisturbed", asked.num_processes, network=network)
     code = _run(asked, folder / "undisturbed", clean, 0)
     if code != 0:
         _say(f"the drill ends: the run does not get to its end undisturbed (exit code {code}, {outcome(code)})")
         return code
     pace = figures.pace_of(clean.attempts, config.steps, clean.num_saves)
     _say(f"with {', '.join(map(str, faults))}{f' (each {asked.count} times)' if asked.count > 1 else ''}")
-    hurt = Driver(folder / "disturbed", asked.num_processes, faults, asked.seed, pace, config.steps)
+    hurt = Driver(folder / "disturbed", asked.num_processes, faults, asked.seed, pace, config.steps, network=network)
     code = _run(asked, folder / "disturbed", hurt, hurt.num_asked + SPARE_RESTARTS)
     if hurt.asked is not None:
         return code

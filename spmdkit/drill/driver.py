@@ -11,13 +11,14 @@ import random
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from spmdkit.attempt import step_of
 from spmdkit.drill import damage, moments
-from spmdkit.drill.fault import ENDS, Fault
+from spmdkit.drill.fault import ENDS, LASTS, NETWORK, Fault
 from spmdkit.drill.moments import Moment, Pace
+from spmdkit.drill.network import LAUNCHER, Network, host_address
 from spmdkit.drill.order import FULL_BYTES, ORDER_BYTES, SAID_AT, SIGNALS, SLOW_FOR_S
 from spmdkit.drill.records import Bars, Events, Hit, Start, bar_of
 from spmdkit.errors import ExitCode
@@ -38,6 +39,9 @@ TELLS = (
 )
 """Events by which a run says that it has noticed something."""
 
+FROM_HERE = ("diskfull", *NETWORK)
+"""What no process can do to itself."""
+
 
 class Driver:
     """A launcher's witness. `pace` and `steps` (of the run) are needed by random faults alone."""
@@ -51,9 +55,10 @@ class Driver:
         pace: Pace | None = None,
         steps: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        network: Network | None = None,
     ):
         self._run_dir, self._num, self._pace, self._steps, self._clock = run_dir, num_processes, pace, steps, clock
-        self._rng = random.Random(seed)
+        self._rng, self._network = random.Random(seed), network
         self._queue = [(fault, turn) for fault in _in_order(faults) for turn in range(1, fault.count + 1)]
         self.num_asked = len(self._queue)
         self.hits: list[Hit] = []
@@ -73,6 +78,15 @@ class Driver:
         self._fresh = True
 
     # ---- the launcher's calls ------------------------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Returns where process 0 listens, and where the launcher and what it keeps do."""
+        return ("127.0.0.1", "127.0.0.1") if self._network is None else (host_address(0), LAUNCHER)
+
+    def host(self, process: int) -> AbstractContextManager[None]:
+        """Returns within what a process is started."""
+        return nullcontext() if self._network is None else self._network.host(process)
 
     def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
         """Returns the variable of one process and the open file that it names."""
@@ -116,6 +130,8 @@ class Driver:
         self._take_events()
         self._take_answer()
         attempt.end = now
+        if self._network is not None:
+            self._network.heal()
         died = [child.process for child in children if child.exit is None or child.exit.code]
         for hit in self._open():
             if hit.detected is None and died:
@@ -178,7 +194,7 @@ class Driver:
                 hit.moment = Moment("step", hit.moment.delay_s, from_step + 1)
         if hit.moment.at == "start":
             self._due = begun + hit.moment.delay_s
-        elif fault.kind != "diskfull":
+        elif fault.kind not in FROM_HERE:
             self._order(hit, hit.moment.at, hit.moment.number, hit.moment.delay_s)
 
     def _order(self, hit: Hit, at: str, moment: int = 0, delay_s: float = 0.0) -> None:
@@ -191,7 +207,8 @@ class Driver:
         hit = self._armed
         if hit is None or hit.fired is not None:
             return
-        if hit.fault.kind == "diskfull" and hit.moment is not None and self._reached >= hit.moment.number:
+        at = hit.moment
+        if hit.fault.kind in FROM_HERE and at is not None and at.at != "start" and self._reached >= at.number:
             self._due = now
         if now < self._due:
             return
@@ -202,6 +219,9 @@ class Driver:
         if hit.fault.kind == "diskfull":
             self._fired(hit, self._clock(), "step")
             return _room(children, FULL_BYTES)
+        if hit.fault.kind in NETWORK and self._network is not None:
+            self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
+            return self._network.hurt(hit.fault.kind, hit.process)
         if hit.fault.kind not in SIGNALS:
             return self._order(hit, "now")
         self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
@@ -238,7 +258,7 @@ class Driver:
             if hit.detected is None and dead:
                 hit.detected, hit.detected_by = now, f"the exit of process {dead[0]}"
             ends = hit.fault.kind in ENDS
-            is_over = hit.detected is not None or (hit.fault.kind == "slow" and now > hit.fired)
+            is_over = hit.detected is not None or (hit.fault.kind in LASTS and now > hit.fired)
             if (
                 is_over
                 and len(steps) == len(children)
@@ -249,13 +269,15 @@ class Driver:
         armed = self._armed
         if armed is None or armed.fired is None or armed.fault.kind in ENDS:
             return
-        if armed.fault.kind == "slow":
+        if armed.fault.kind in LASTS:
             done = now - armed.fired > SLOW_FOR_S
         else:
             done = armed.detected is not None or bool(armed.failed)
         if done:
             if armed.fault.kind == "diskfull":
                 _room(children, None)
+            if self._network is not None:
+                self._network.heal()
             self._armed = None
 
     def _take_events(self) -> None:

@@ -12,6 +12,13 @@
 | truncate | killed, and a file of the newest checkpoint is cut in half | a restart from the checkpoint before |
 | corrupt | killed, and one bit of the newest checkpoint is flipped | a restart from the checkpoint before |
 | diskfull | no file of any process can grow beyond 2 KiB until that is noticed: they share a disk | told, and made up for at the next interval |
+| cut | its host neither sends nor gets a frame until all have ended | 75 after `watchdog.silence_s`, a restart |
+| oneway | what its host sends is lost until all have ended; what is sent to it comes | as cut |
+| partial | nothing passes between its host and that of the next process; both reach the coordination service, until all have ended | 76 after `watchdog.step_s`, a restart |
+| delay | what its host sends and gets comes 50 ms later, for 5 s | no restart |
+| loss | 2 % of what its host sends and gets is lost, for 5 s | no restart |
+
+The last five put each process into a network namespace of its own (network.py): Linux, as root.
 """
 
 from __future__ import annotations
@@ -22,9 +29,12 @@ from dataclasses import dataclass
 from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
 
-KINDS = ("kill", "stop", "term", "hang", "slow", "nan", "flip", "truncate", "corrupt", "diskfull")
-ENDS = ("kill", "stop", "term", "hang", "truncate", "corrupt")
+NETWORK = ("cut", "delay", "loss", "oneway", "partial")
+KINDS = ("kill", "stop", "term", "hang", "slow", "nan", "flip", "truncate", "corrupt", "diskfull", *NETWORK)
+ENDS = ("kill", "stop", "term", "hang", "truncate", "corrupt", "cut", "oneway", "partial")
 """What ends the attempt in which it comes."""
+LASTS = ("slow", "delay", "loss")
+"""What lasts for a while, and ends nothing."""
 BY_POLICY = ("nan", "flip")
 """What may change the numbers, as the config says."""
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -166,7 +167,8 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
     children: list[Child] = []
     found, logs, deaths = Outcome(), Logs(), Note()
     held = [reserve_port() for _ in range(2)]
-    coordinator, service = (f"127.0.0.1:{port}" for _, port in held)
+    addresses = ("127.0.0.1", "127.0.0.1") if job.witness is None else job.witness.addresses
+    coordinator, service = (f"{address}:{port}" for address, (_, port) in zip(addresses, held, strict=True))
     keeper = Keeper(job.num_processes, -1, start) if job.num_processes > 1 else None
     shown = _pinned(job)
     try:
@@ -187,7 +189,8 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
             if job.witness is not None:
                 variables, more = job.witness.given(process)
                 env, descriptors = {**env, **variables}, [*descriptors, *more]
-            popen = _start(job.command, env, pass_fds=descriptors)
+            with nullcontext() if job.witness is None else job.witness.host(process):
+                popen = _start(job.command, env, pass_fds=descriptors)
             children.append(Child(process, popen, *notes))
         lock = threading.Lock()
         for child in children:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from spmdkit.launch.supervise import Child
@@ -10,6 +11,15 @@ from spmdkit.launch.supervise import Child
 
 class Witness(Protocol):
     """Called by one launcher, in its main thread; what it does there holds up the launcher."""
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Returns where process 0 listens, and where the launcher and what it keeps do."""
+        ...
+
+    def host(self, process: int) -> AbstractContextManager[None]:
+        """Returns within what a process is started."""
+        ...
 
     def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
         """Returns variables and open descriptors that a process is started with besides. Called for each process of each attempt."""

@@ -7,11 +7,14 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from spmdkit import files
 from spmdkit.checkpoint import RunLock
 from spmdkit.checkpoint.fence import LOOK_EVERY_S, Fence, claim, wait_to_see
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 
+WRITTEN_BY_OTHERS = ("report.html",)
+"""What `spmdkit report` writes beside a run that lives."""
 SEEN_WITHIN_S = 5.0
 """How long another process may need to see a file that process 0 has written: NFS keeps what it knows of a folder for seconds."""
 
@@ -31,6 +34,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
         if cluster.is_main:
             stack.enter_context(RunLock(directory))
             claimed.append(claim(directory))
+            files.remove_unfinished(directory, besides=WRITTEN_BY_OTHERS)
         return {}
 
     if cluster.num_processes == 1:

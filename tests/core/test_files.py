@@ -47,3 +47,12 @@ def test_scalars_of_any_library_are_numbers_in_json():
 
     given = {"a": np.float32(0.5), "b": jnp.int32(3), "c": np.array(np.inf), "d": (jnp.bfloat16(1.5),)}
     assert files.strict_json(given) == {"a": 0.5, "b": 3, "c": "Infinity", "d": [1.5]}
+
+
+def test_what_a_killed_writer_has_left_is_removed_and_nothing_that_others_write(tmp_path):
+    names = (".plan.json.d96553fc.partial", ".report.html.0123abcd.partial", ".partial", "mine.partial", "plan.json")
+    for name in names:
+        (tmp_path / name).write_text("half")
+    (tmp_path / ".model.01234567.partial").mkdir()
+    files.remove_unfinished(tmp_path, besides=("report.html",))
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])

@@ -1,6 +1,7 @@
 """A real job hurt on order: each kind of fault is done, noticed, survived where it can be, and the bits are compared."""
 
 import json
+import time
 
 import pytest
 
@@ -93,3 +94,14 @@ def test_what_hangs_is_ended_by_the_watchdog_and_goes_on(drills, kind, options, 
     (fault,) = drills.result()["faults"]
     assert 2 < fault["detection_s"] < 15
     assert drills.result()["same_parameters"] and drills.result()["same_metrics"]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_save_too_many_ends_all_with_74_at_once_and_a_restart_goes_on(drills):
+    begin = time.monotonic()
+    code, output = drills.run("-n", "2", "--fault", "diskfull:0@12", "checkpoint.max_failures=1")
+    assert code == 0, output
+    assert "exit code 74" in output and "saving step 15" in output
+    (fault,) = drills.result()["faults"]
+    assert fault["detection_s"] < 15 and drills.result()["attempts"] == 2
+    assert time.monotonic() - begin < 200, "nobody waits for checkpoint.timeout_s, 600 s"

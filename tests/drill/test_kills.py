@@ -61,6 +61,8 @@ def test_a_hundred_kills_of_four_processes_in_any_phase_leave_the_same_bits(dril
     result = drills.result()
     print(figures(result))
     assert result["fired"] == KILLS and result["same_parameters"] and result["same_metrics"]
+    left = [path.name for path in (drills.path / "run_drill" / "1" / "disturbed").rglob("*")]
+    assert not [name for name in left if name.endswith((".partial", ".orbax-checkpoint-tmp"))], left
     if KILLS >= 20:
         drawn = [fault["drawn_at"] for fault in result["faults"]]
         assert all(drawn.count(at) >= KILLS / 10 for at in ("start", "save", "step")), drawn
@@ -75,3 +77,16 @@ def test_restarts_of_processes_that_a_person_has_started_take_less_than_15_s(dri
     assert done.returncode == 0, done.stdout + done.stderr
     print(figures(json.loads(done.stdout)))
     assert json.loads(done.stdout)["recovery_s"]["median"] < 15
+
+
+@pytest.mark.slow
+def test_with_a_kill_each_minute_and_restarts_most_of_the_time_is_work(drills):
+    """Five minutes of work; forked, so without the seconds of imports, with the compile cache that a user has."""
+    minutes = 5
+    work = [f"steps={minutes * 600}", "task_args.pause_s=0.1", "checkpoint.every_steps=20", "log.every_steps=100"]
+    told = ["--fault", "kill:random@60s", "--count", str(minutes), "--seed", "3"]
+    cache = str(drills.path / "cache")
+    code, output = drills.run("-n", "4", "devices=cpu:4", *work, *told, timeout_s=1500, cache=cache)
+    assert code == 0, output
+    print(figures(drills.result()))
+    assert drills.result()["goodput"] > 0.6

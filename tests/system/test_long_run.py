@@ -1,8 +1,8 @@
-"""A run of 20,000 steps and 500 saves stays as large as it is."""
+"""A run of 20,000 steps and 500 saves stays as large as it is, and so do eight processes of one."""
 
 from __future__ import annotations
 
-import subprocess
+import json
 import time
 from pathlib import Path
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 STEPS, EVERY, MOST_KIB = 20_000, 40, 1024
 
 
-def resident_kib(child: subprocess.Popen) -> int:
-    lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+def resident_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
@@ -29,7 +29,7 @@ def test_memory_grows_by_at_most_a_mebibyte_in_a_thousand_steps_of_25_saves(real
         if len(lines) > read:
             read, step = len(lines), 100 * sum('"split"' not in line for line in lines)
             try:
-                seen.append((step, resident_kib(child), len(list(Path(f"/proc/{child.pid}/fd").iterdir()))))
+                seen.append((step, resident_kib(child.pid), len(list(Path(f"/proc/{child.pid}/fd").iterdir()))))
             except (FileNotFoundError, StopIteration):
                 break
         time.sleep(0.2)
@@ -44,3 +44,64 @@ def test_memory_grows_by_at_most_a_mebibyte_in_a_thousand_steps_of_25_saves(real
     assert grown < MOST_KIB
     fifth = len(files) // 5
     assert np.median(files[-fifth:]) <= np.median(files[:fifth]) + 2
+
+
+def below(pid: int) -> dict[int, str]:
+    """Returns the processes that a process has started, and those that they have, with what each is."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has just ended
+    found = [pid]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return {child: what_is(child) for child in found}
+
+
+def what_is(pid: int) -> str:
+    """Returns "process 3" of a process of the job, "keeper" of the one that holds the coordination service, otherwise "launcher"."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    number = next((v for v in variables if v.startswith(b"SPMDKIT_PROCESS_ID=")), None)
+    if number is not None:
+        return f"process {number.partition(b'=')[2].decode()}"
+    return "keeper" if b"service.py" in Path(f"/proc/{pid}/cmdline").read_bytes() else "launcher"
+
+
+def test_eight_processes_stay_as_large_as_they_are_for_2000_steps_and_200_saves_and_leave_nothing(real_folder):
+    steps, every = 2000, 10
+    train = ["train", "run.yaml", f"steps={steps}", f"checkpoint.every_steps={every}", "log.every_steps=20"]
+    begin = time.monotonic()
+    child = real_folder.start("launch", "-n", "8", "--", *train, "devices=cpu:8", "eval.every_steps=1000")
+    seen, metrics, read, started = [], real_folder.path / "run" / "metrics.jsonl", 0, {}
+    while child.poll() is None:
+        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        if len(lines) > read:
+            read, step = len(lines), 20 * sum('"split"' not in line for line in lines)
+            started |= below(child.pid)
+            for pid, what in started.items():
+                try:
+                    seen.append((what, step, resident_kib(pid), len(list(Path(f"/proc/{pid}/fd").iterdir()))))
+                except (FileNotFoundError, StopIteration):
+                    continue  # it has just ended
+        time.sleep(0.2)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 0, output
+    told = []
+    for what in sorted({row[0] for row in seen}):
+        at, kib, files = np.array([row[1:] for row in seen if row[0] == what and steps // 10 <= row[1] < steps]).T
+        grown = 1000 * np.polyfit(at, kib, 1)[0]
+        fifth = len(files) // 5
+        more = np.median(files[-fifth:]) - np.median(files[:fifth])
+        told.append((what, len(kib), round(grown), int(kib[0]), int(kib[-1]), int(files.min()), int(files.max()), more))
+    for row in told:
+        print("{}: {} readings, {} KiB in 1,000 steps, {} to {} KiB, {} to {} files".format(*row))
+    print(f"{time.monotonic() - begin:.0f} s")
+    assert {row[0] for row in told} == {f"process {i}" for i in range(8)} | {"keeper", "launcher"}
+    assert all(row[2] < MOST_KIB and row[7] <= 2 for row in told), told
+    events = [json.loads(line) for line in (real_folder.path / "run" / "events.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "saved" for event in events) >= steps // every
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a process is left"
+    left = [p.name for p in (real_folder.path / "run").rglob("*") if "tmp" in p.name or "partial" in p.name]
+    assert not left, left

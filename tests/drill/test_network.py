@@ -1,0 +1,98 @@
+"""Two and three hosts whose network fails: the run ends or goes on within its deadline, and never with a wrong number. As root: each process is in a network namespace of its own."""
+
+import socket
+import time
+
+import pytest
+
+from spmdkit.drill import network
+from spmdkit.drill.fault import NETWORK, parse
+from spmdkit.errors import ConfigError
+from tests.drill.test_kills import figures
+
+reason = network.missing()
+hosts = pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def test_what_a_switch_does_is_of_the_hosts_that_are_named():
+    assert network.rules_of("oneway", 1, 2) == [(1, 0, 1.0, 0.0), (1, 2, 1.0, 0.0)]
+    assert network.rules_of("partial", 2, 3) == [(2, 0, 1.0, 0.0), (0, 2, 1.0, 0.0)], "both reach the launcher, port 3"
+    assert {(a, b) for a, b, *_ in network.rules_of("cut", 0, 2)} == {(0, 1), (1, 0), (0, 2), (2, 0)}
+    assert {rule[2:] for rule in network.rules_of("delay", 0, 2)} == {(0.0, 0.05)}
+    assert {rule[2:] for rule in network.rules_of("loss", 0, 2)} == {(0.02, 0.0)}
+
+
+def test_where_no_hosts_can_be_played_the_drill_says_why_and_what_else_there_is(monkeypatch):
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError) as error, network.network_for([parse("cut:1@20", 2)], 2):
+        pass
+    assert all(
+        part in str(error.value) for part in ("--fault cut:1@20: network namespaces need root", "--fault stop:1@20")
+    )
+    with network.network_for([parse("kill:1@20", 2)], 2) as nothing:
+        assert nothing is None
+
+
+@hosts
+def test_frames_pass_are_lost_one_way_come_late_and_the_machines_own_network_is_as_before():
+    before = socket.if_nameindex()
+    faults = [parse("cut:0@9", 2)]
+    with network.network_for(faults, 2) as made:
+        assert [name for _, name in socket.if_nameindex() if name not in ("lo", "tap0")] == [], "a namespace of its own"
+        with made.host(0):
+            here = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            here.bind(("10.77.0.1", 5000))
+        with made.host(1):
+            there = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            there.bind(("10.77.0.2", 5000))
+        here.settimeout(5)
+        there.settimeout(5)
+
+        def arrives(sender, receiver, to, within_s):
+            receiver.settimeout(within_s)
+            begin = time.monotonic()
+            sender.sendto(b"x", (to, 5000))
+            try:
+                receiver.recv(1)
+            except TimeoutError:
+                return None
+            return time.monotonic() - begin
+
+        forth = lambda within_s=5.0: arrives(here, there, "10.77.0.2", within_s)
+        back = lambda within_s=5.0: arrives(there, here, "10.77.0.1", within_s)
+        assert forth() is not None and back() is not None
+        made.hurt("oneway", 0)
+        time.sleep(0.2)
+        assert forth(0.5) is None and back() is not None
+        made.hurt("delay", 0)
+        time.sleep(0.2)
+        assert forth() >= 0.05 and back() >= 0.05
+        made.hurt("cut", 1)
+        time.sleep(0.2)
+        assert forth(0.3) is None and back(0.3) is None
+        made.heal()
+        time.sleep(0.2)
+        assert forth() is not None and back() is not None
+        here.close()
+        there.close()
+    assert socket.if_nameindex() == before
+
+
+@hosts
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", NETWORK)
+def test_a_run_whose_network_fails_ends_or_goes_on_within_its_deadline_and_never_with_a_wrong_number(drills, kind):
+    num = 3 if kind == "partial" else 2
+    limits = ["watchdog.silence_s=5", "watchdog.step_s=6"]
+    code, output = drills.run("-n", str(num), f"devices=cpu:{num}", "batch_size=12", "--fault", f"{kind}:1@21", *limits)
+    print(kind, figures(drills.result()))
+    assert code == 0, output
+    result = drills.result()
+    (fault,) = result["faults"]
+    assert result["same_parameters"] and result["same_metrics"]
+    if kind in ("delay", "loss"):
+        assert result["attempts"] == 1, output
+    else:
+        assert result["attempts"] == 2 and fault["detection_s"] < 12, output
+        assert "exit code 75" in output or "exit code 76" in output
