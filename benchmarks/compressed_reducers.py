@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = Path(__file__).parents[1] / "configs" / "mirrored.yaml"
-BOUNDS = {"bfloat16": 1.01, "int8": 1.01, "powersgd": 1.02}
+BOUNDS = {"bfloat16": 1.01, "int8": 1.01, "powersgd, rank 16, warm-up 40": 1.02}
 TASK = {"width": 64, "layers": 2, "heads": 4, "context": 64, "train_bytes": 1_000_000, "eval_bytes": 65_536}
 REDUCERS: dict[str, Any] = {
     "sum": "sum",
     "bfloat16": "bfloat16",
     "int8": "int8",
     "powersgd": {"powersgd": {"rank": 4}},
+    "powersgd, rank 8, warm-up 40": {"powersgd": {"rank": 8, "warmup": 40}},
+    "powersgd, rank 16, warm-up 40": {"powersgd": {"rank": 16, "warmup": 40}},
     "float8": "float8",
     "topk, 5 %": {"topk": {"fraction": 0.05}},
     "sign, warm-up 40": {"sign": {"warmup": 40}},

@@ -1,6 +1,6 @@
-"""What delayed synchronisation costs in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three seeds, against agreeing in every step.
+"""What delayed synchronisation costs in loss: a byte GPT as in configs/mirrored.yaml, 1,600 steps, 8 replicas, three seeds, against agreeing in every step.
 
-    python benchmarks/delayed_sync.py [--tune] [--seeds 0 1 2] [--steps 400] [--width 32] [--batch-size 256] [--results FILE] [--json]
+    python benchmarks/delayed_sync.py [--tune] [--seeds 0 1 2] [--steps 1600] [--width 16] [--layers 1] [--batch-size 256] [--results FILE] [--json]
 
 Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after the last step, for syncs
 of groups of the parameters that all have agreed on. `--tune` tries outer learning rates and momenta of DiLoCo with the first seed alone. FILE
@@ -20,8 +20,8 @@ from typing import Any
 
 CONFIG = Path(__file__).parents[1] / "configs" / "mirrored.yaml"
 MOST = 1.03
-TASK = {"layers": 2, "context": 64, "train_bytes": 4_000_000, "eval_bytes": 65_536}
-TUNED = {"name": "sgd", "learning_rate": 0.7, "momentum": 0.5, "nesterov": True}
+TASK = {"train_bytes": 4_000_000, "eval_bytes": 65_536}
+TUNED = {"name": "sgd", "learning_rate": 1.0, "momentum": 0.5, "nesterov": True}
 SYNCS: dict[str, Any] = {
     "every_step": "every_step",
     "local_sgd every 16": {"local_sgd": {"every": 16}},
@@ -42,7 +42,9 @@ def tried() -> dict[str, Any]:
     return found
 
 
-def run(sync: Any, seed: int, steps: int, width: int, batch_size: int) -> dict[str, Any]:
+def run(
+    sync: Any, seed: int, steps: int, width: int, batch_size: int, layers: int = 2, context: int = 64
+) -> dict[str, Any]:
     """Returns the losses and the seconds of one run."""
     import spmdkit as sk
     from spmdkit.bench.turns import Trained, in_turns
@@ -50,7 +52,7 @@ def run(sync: Any, seed: int, steps: int, width: int, batch_size: int) -> dict[s
     rate = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 5e-3, "warmup_steps": 20}
     changes = {"sync": sync, "seed": seed, "steps": steps, "learning_rate": rate | {"decay_steps": steps}}
     changes |= {"checkpoint": None, "run_dir": None, "batch_size": batch_size}
-    changes |= {"task_args": TASK | {"width": width, "heads": width // 16}}
+    changes |= {"task_args": TASK | {"width": width, "heads": width // 16, "layers": layers, "context": context}}
     program = sk.build(sk.load_config(CONFIG, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
     start, trained = time.process_time(), Trained(program, steps)
     in_turns([trained])
@@ -81,9 +83,11 @@ def main() -> int:
     """Returns 0 where DiLoCo is within its bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--width", type=int, default=32, help="of the model")
-    parser.add_argument("--batch-size", type=int, default=256, help="of all eight replicas; windows of 64 bytes")
+    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--width", type=int, default=16, help="of the model")
+    parser.add_argument("--layers", type=int, default=1, help="of the model")
+    parser.add_argument("--context", type=int, default=32, help="bytes of a window")
+    parser.add_argument("--batch-size", type=int, default=256, help="windows of all eight replicas")
     parser.add_argument("--tune", action="store_true", help="try outer optimizers with the first seed")
     parser.add_argument("--only", nargs="*", help="parts of the names of the syncs to run")
     parser.add_argument("--results", type=Path, default=Path("delayed_sync.jsonl"))
@@ -94,9 +98,9 @@ def main() -> int:
     seeds = options.seeds[:1] if options.tune else options.seeds
     names = [*(["every_step"] if "every_step" not in names else []), *names]
     lines = options.results.read_text().splitlines() if options.results.exists() else []
-    setting = {"steps": options.steps, "width": options.width, "batch_size": options.batch_size}
+    setting = {k: getattr(options, k) for k in ("steps", "width", "layers", "context", "batch_size")}
     records = [json.loads(line) for line in lines]
-    found = {(r["sync"], r["seed"]): r for r in records if all(r[k] == v for k, v in setting.items())}
+    found = {(r["sync"], r["seed"]): r for r in records if all(r.get(k) == v for k, v in setting.items())}
     for seed, name in itertools.product(seeds, names):
         if (name, seed) not in found:
             record = {"sync": name, "seed": seed} | setting

@@ -308,7 +308,7 @@ TABLE: Table = {
     "prescale_gradients": automatic("sums are divided once, by the count of the whole batch"),
     "gradient_predivide_factor": automatic("sums are divided once, by the count of the whole batch"),
     "sparse_gradients": when(
-        is_on, meaningless("which leaves have sparse gradients is an option of a reducer, or off"), automatic("off")
+        is_on, meaningless("embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}"), automatic("off")
     ),
     "steps_per_print": to("log.every_steps"),
     "wall_clock_breakdown": automatic("metrics.jsonl has the times of each step; a trace: profile"),

@@ -72,7 +72,7 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
     """Returns the reducer by which a sync has groups agree; one with error feedback without it, unless that is asked for.
 
     Raises:
-        ConfigError: there is no such reducer, or it keeps something from one agreement to the next.
+        ConfigError: there is no such reducer, or it keeps something from one agreement to the next, or tells something.
     """
     asked = sync.reducer
     if asked is None:
@@ -87,6 +87,11 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
         raise ConfigError(
             f"sync: {name}: its reducer {kinds.split(asked)[0]} {what}, and outer gradients are added without a memory. Use a reducer without a state, for "
             f"example sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
+        )
+    if made.apply_and_tell is not None:
+        raise ConfigError(
+            f"sync: {name}: its reducer {kinds.split(asked)[0]} tells of each step what it has sent, and between groups nobody hears it. It is for gradients. "
+            f"Write it as the config's reducer, and sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     return made
 

@@ -28,6 +28,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
+from spmdkit.reducers.base import TOLD
 from spmdkit.step import scope
 from spmdkit.step.step import Batch
 from spmdkit.tree import common_dtype, named_leaves
@@ -178,7 +179,7 @@ def check_first_dims(
 def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed: Any, whole: Any) -> jax.stages.Lowered:
     """Returns `(state, batch) -> tree of what must not follow padding` from the trace of the step; nothing is donated.
 
-    That is the metrics and the floating point leaves of the model state, or of the parameters where a step has no metrics. Gradient
+    That is the metrics (what a reducer tells asks for the gradient) and the floating point leaves of the model state, or of the parameters where a step has no metrics. Gradient
     and update are not computed: nothing asks for them. It computes with parameters that have been moved a little.
 
     Args:
@@ -192,7 +193,8 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
         parts = {"model state": (state.model_state, abstract_state.model_state)}
         if not metrics:
             parts["parameter"] = (state.params, abstract_state.params)
-        return {"metric": metrics} | {name: _floating(*pair) for name, pair in parts.items()}
+        own = {name: x for name, x in metrics.items() if not name.startswith(TOLD)}
+        return {"metric": own} | {name: _floating(*pair) for name, pair in parts.items()}
 
     def step_from_moved(state: Any, batch: Batch) -> dict[str, Any]:
         state = state.replace(params=jax.tree.map(_moved, state.params, placed.params))

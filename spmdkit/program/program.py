@@ -160,6 +160,7 @@ class Program:
         chosen = choose_form(self._task_step, self._context(), self.num_replicas, self.probe_padding)
         self._step_context, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
         self.form, self._kept_by_reducer = chosen.context.cuts.form, chosen.kept
+        self._first_look = reducer_state.FirstLook(chosen.context)
         self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
         self._place(chosen.state)
 
@@ -176,9 +177,6 @@ class Program:
             batch=self.abstract_batch,
             always_full=self.schedule.always_full,
         )
-
-    def _to_device(self, current: TrainState) -> TrainState:
-        return to_device(self.layout, self.mesh, current)
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
@@ -242,10 +240,10 @@ class Program:
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
 
-        `batch` comes from `batches` or `put`. Never waits for the device, but the first time, where batches can be short, groups train alone or the reducer warms up.
+        `batch` comes from `batches` or `put`. Never waits for the device, but the first time: for short batches, groups that train alone, a reducer's warm-up or look.
 
         Raises:
-            ConfigError: padding rows of a short batch would count.
+            ConfigError: padding rows of a short batch would count, or the reducer sees in the first one that it is the wrong one.
         """
         if self._devices[0].platform == "cpu":
             check_not_donated(state, "program.step")
@@ -253,23 +251,23 @@ class Program:
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
             self._probed = True
-        if not self.phases:
-            state, metrics, self.code = self.compiled(state, batch)
-            return state, metrics
-        known = self._stepped is not None and self._stepped[0] is state.step
-        number = 1 + (self._stepped[1] if known and self._stepped is not None else int(state.step))
-        all_compiled = [(phase, phase.compiled) for phase in self.phases]  # before the first step: nobody waits later
-        due = [(phase.in_place, compiled) for phase, compiled in all_compiled if phase.runs(number)]
-        step = next((compiled for in_its_place, compiled in due if in_its_place), self.compiled)
+        number, due = 0, list[tuple[bool, jax.stages.Compiled]]()
+        if self.phases:
+            last = self._stepped if self._stepped is not None and self._stepped[0] is state.step else None
+            number = 1 + (int(state.step) if last is None else last[1])
+            compiled = [(p, p.compiled) for p in self.phases]  # before the first step: nobody waits later
+            due = [(p.in_place, program) for p, program in compiled if p.runs(number)]
+        step = next((program for in_its_place, program in due if in_its_place), self.compiled)
         state, metrics, self.code = step(state, batch)
-        for compiled in (compiled for in_its_place, compiled in due if not in_its_place):
-            state = compiled(state)
+        self._first_look(metrics, self.metrics)
+        for program in (program for in_its_place, program in due if not in_its_place):
+            state = program(state)
         self._stepped = (state.step, number)
         return state, metrics
 
     @property
     def warmup(self) -> int:
-        """The number of the last step in which gradients are added by `sum`, whatever the reducer; 0 where nothing is added."""
+        """The last step in which gradients are added by `sum`, whatever the reducer; 0 where nothing is added."""
         return self.reducer.warmup if self._step_context.cuts.num_replicas > 1 else 0
 
     @functools.cached_property
@@ -301,7 +299,7 @@ class Program:
 
     def _one_copy(self, current: TrainState) -> TrainState:
         """Returns the state that is evaluated: on the devices, one copy of all groups."""
-        current = self._to_device(current)
+        current = to_device(self.layout, self.mesh, current)
         return current if self.groups is None else groups.whole(self.groups, current, self._agree)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:

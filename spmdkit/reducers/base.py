@@ -16,7 +16,12 @@ from spmdkit.tree import common_dtype
 
 Leaves = list[jax.Array]
 LeafState = Mapping[str, jax.Array]
+Told = Mapping[str, jax.Array]
+"""name -> float32[], the same on every device of the mesh: what a reducer tells of one step."""
 LeafShapes = Mapping[str, jax.ShapeDtypeStruct]
+
+TOLD = "reducer/"
+"""Begins the names of metrics that are what a reducer tells."""
 
 PAD = 1024
 """A buffer has a multiple of this many values for each replica: the TPU compiler turns shorter gathers into all-reduces (libtpu 0.0.42)."""
@@ -31,6 +36,7 @@ class Over:
             along all of them.
         num: the product of their sizes, at least 2.
         key: makes the key of this step, the same on every replica; fold in `lax.axis_index(axes)` for a replica's own.
+        paths: of the leaves, in their order; empty where they have none.
     """
 
     axes: tuple[str, ...]
@@ -122,6 +128,10 @@ class Reducer:
         check: `(leaves)`: raises a `ConfigError` where these leaves cannot be added so, or not with less than `sum` sends: what asks for
             it, what is found, and the smallest change that works.
         lossless: options at which the result equals `sum` (rank full, fraction 1), or None.
+        apply_and_tell: `apply` with a third result, `Told`: metrics of the step, `reducer/NAME`. Where it is given it is what is called in a step.
+            None: there is nothing to tell. A reducer that tells is not taken where nobody would hear it: between groups that agree, as `outer`
+            of `hierarchical`.
+        look: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in which it adds shows a mistake.
     """
 
     exact: bool
@@ -136,6 +146,8 @@ class Reducer:
     warmup: int = 0
     check: Callable[[Sequence[Added]], None] = accepts_all
     lossless: Mapping[str, Any] | None = None
+    apply_and_tell: Callable[[Leaves, list[LeafState], Over], tuple[Leaves, list[LeafState], Told]] | None = None
+    look: Callable[[Sequence[Added], Mapping[str, float]], None] | None = None
 
     def __post_init__(self) -> None:
         if self.init is not stateless and self.takes == "sum":
@@ -152,7 +164,7 @@ class Reducer:
     @property
     def is_sum(self) -> bool:
         """Whether gradients are added as everything else is: a step without a call of `sk.value_and_grad` loses nothing by it."""
-        return self.exact and self.takes == "sum" and self.add is lax.psum
+        return self.exact and self.takes == "sum" and self.add is lax.psum and self.apply_and_tell is None
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:

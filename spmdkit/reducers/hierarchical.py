@@ -132,6 +132,11 @@ def _outer(choice: Choice) -> tuple[str, Reducer]:
     if wrong := kinds.problem("reducers", choice):
         raise ConfigError(f"hierarchical.outer: {wrong}")
     made: Reducer = kinds.make("reducers", choice)
+    if made.apply_and_tell is not None:
+        raise ConfigError(
+            f"hierarchical.outer is {name}: what it sends depends on the gradient and is told as a metric, which nobody hears between positions. Write "
+            f"outer: int8, or reducer: {name} alone."
+        )
     return name, made
 
 

@@ -1,4 +1,4 @@
-"""`Carried`: how the state of a reducer gets into a step and out of it again, and the gradient to the step's guard; the only thing that leaves a trace by another way than its results.
+"""`Carried`: how the state of a reducer gets into a step and out of it again with what it tells, and the gradient to the step's guard; the only thing that leaves a trace by another way than its results.
 
 A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer behind it may keep something from step
 to step. It lives in `TrainState.reducer`, one entry for each call in the order of tracing. Each call takes its entry and puts the new one,
@@ -8,11 +8,12 @@ once; what was put has to be an array of the step itself, and so a call inside o
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
@@ -33,6 +34,7 @@ class Carried:
         self._gradients = gradients
         self._put: list[Any] = []
         self._seen: list[Any] = []
+        self.told: dict[str, jax.Array] = {}
         self._all_seen = True
         self._trace = compat.current_trace()
 
@@ -65,6 +67,11 @@ class Carried:
         """Takes the new state of the call that took last."""
         if self._states:
             self._put.append(state)
+
+    def tell(self, numbers: Mapping[str, jax.Array]) -> None:
+        """Takes what the reducer tells of a call, for the metrics of the step (`told`); of several calls the largest. Nothing leaves a loop of the user's."""
+        if compat.current_trace() is self._trace:
+            self.told |= {name: jnp.maximum(self.told.get(name, x), x) for name, x in numbers.items()}
 
     def see(self, gradient: Any) -> None:
         """Takes note of a gradient that the optimizer is given, for the guard of the step; one inside of a trace of the user's own cannot leave it."""

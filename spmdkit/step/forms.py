@@ -173,6 +173,8 @@ def _reduce_stacked(context: scope.Context, sums: Sums, added: Any, call: Call |
         dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
     if not context.gives_sums:
         after = (dataclasses.replace(after[0], count_gradient=None), after[1])
+    if call is not None:  # a prefix of the metrics: a reducer may tell more
+        after = (dataclasses.replace(after[0], metrics=PartitionSpec()), after[1])
     kept = None if call is None else call.kept
     kept_specs = None if kept is None else _kept_specs(context, after[0].gradient, kept)
 

@@ -89,7 +89,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         sums, new_state, kept = map_replicas(context, local, params, model_state, batch, kinds, call)
         context.carried.put(kept)
         loss = total(sums.loss)
-        metrics = {name: total(metric, name) for name, metric in sums.metrics.items()}
+        context.carried.tell({name: metric.value for name, metric in sums.metrics.items() if name not in counts})
+        metrics = {name: total(metric, name) for name, metric in sums.metrics.items() if name in counts}
         grads = sums.mean_gradient(loss) if context.gives_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads
 

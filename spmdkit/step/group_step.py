@@ -49,7 +49,7 @@ def group_step(
         rows = whole_rows(own, examples, mask, state.key)
         with scope.tracing(own), scope.over(rows):
             new_state, metrics = checked(state, train_step(state, examples))
-            new_state = owned(state, new_state, own)
+            new_state, metrics = owned(state, new_state, own), {**metrics, **carried.told}
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
             new_state, code = guarded(own, state, new_state, metrics, carried.seen)
             return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code

@@ -8,7 +8,7 @@ A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
 from spmdkit.mesh import describe_mesh
-from spmdkit.reducers.base import Added, Reducer, inner_axes
+from spmdkit.reducers.base import TOLD, Added, Reducer, inner_axes
 from spmdkit.step import scope
 from spmdkit.step.forms import kept_spec, part_shape, replica_axes_of, shard_dim_of
 from spmdkit.tree import named_leaves
@@ -60,6 +60,24 @@ def check_leaves(reducer: Reducer, context: scope.Context) -> None:
     """
     if found := added(context):
         reducer.check(found)
+
+
+class FirstLook:
+    """Has the reducer look, once, at what it tells of the first step in which it adds; that is waited for."""
+
+    def __init__(self, context: scope.Context):
+        self._look, self._context = context.chosen.reducer.look, context
+
+    def __call__(self, metrics: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """Looks at the metrics of a step, which `read` makes numbers of all groups.
+
+        Raises:
+            ConfigError: they show a mistake.
+        """
+        if self._look is not None and any(name.startswith(TOLD) for name in metrics):
+            look, self._look = self._look, None
+            numbers = {name: x for name, x in read(metrics).items() if name.startswith(TOLD)}
+            look(added(self._context), {name.removeprefix(TOLD): float(x) for name, x in numbers.items()})
 
 
 def added(context: scope.Context) -> list[Added]:

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit.reducers.base import LeafState, Leaves, Over, Reducer
+from spmdkit.reducers.base import TOLD, LeafState, Leaves, Over, Reducer, Told
 from spmdkit.step import keys, scope
 from spmdkit.step.means import Mean, Means
-from spmdkit.step.metric import crossed
+from spmdkit.step.metric import Metric, crossed
 from spmdkit.step.sums import Sums
+from spmdkit.step.totals import Sum
 from spmdkit.tree import named_leaves
 
 
@@ -45,6 +46,8 @@ def reduced(
         added: what else is added: the model state.
         call: None in an evaluation.
         dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is.
+
+    What the reducer tells is among the metrics of the sums, under names that begin with `TOLD`.
     """
     with jax.named_scope(scope.REDUCE):
         reducer = context.chosen.reducer
@@ -53,8 +56,9 @@ def reduced(
             return sums, added, None
         loss, metrics, added = _exact(reducer, (sums.loss, sums.metrics, added), axes)
         gradients = _as_taken(reducer, sums, loss, call)
-        gradients, kept = _by_reducer(context, reducer, gradients, axes, call, dims)
-        return Sums(loss, metrics, *gradients), added, kept
+        gradients, kept, told = _by_reducer(context, reducer, gradients, axes, call, dims)
+        numbers: dict[str, Metric] = {f"{TOLD}{name}": Sum(number) for name, number in told.items()}
+        return Sums(loss, numbers | metrics, *gradients), added, kept
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
@@ -74,8 +78,8 @@ def _as_taken(reducer: Reducer, own: Sums, loss: Mean | Means, call: Call) -> tu
 
 def _by_reducer(
     context: scope.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
-) -> tuple[Any, Any]:
-    """Returns (gradients over all replicas, the reducer's new state)."""
+) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """Returns (gradients over all replicas, the reducer's new state, what it tells)."""
     leaves, structure = jax.tree.flatten(gradients)
     num = len(jax.tree.leaves(gradients[0]))
     states = _states_of(gradients, call.kept)
@@ -83,17 +87,18 @@ def _by_reducer(
     leaves = [x if dim < 0 else reduce_scatter(x, dim) for x, dim in zip(leaves, scattered, strict=True)]
     outer = tuple(a for a in axes if a != "fsdp")
     paths = [path for path, _ in named_leaves(gradients[0])] * (len(leaves) // num)
+    told = dict[str, jax.Array]()
     for is_cut, over in ((False, axes), (True, outer)):
         chosen = [i for i, dim in enumerate(scattered) if (dim >= 0) == is_cut]
         if chosen and over:
             names = tuple(paths[i] for i in chosen)
-            found = _apply(
-                context, reducer, [leaves[i] for i in chosen], [states[i] for i in chosen], over, call, names
-            )
-            for i, leaf, state in zip(chosen, *found, strict=True):
+            given = [leaves[i] for i in chosen], [states[i] for i in chosen]
+            totals, new_states, more = _apply(context, reducer, *given, over, call, names)
+            told |= more
+            for i, leaf, state in zip(chosen, totals, new_states, strict=True):
                 leaves[i], states[i] = leaf, state
     new = None if call.kept is None else jax.tree.unflatten(jax.tree.structure(gradients[0]), states[:num])
-    return jax.tree.unflatten(structure, leaves), new
+    return jax.tree.unflatten(structure, leaves), new, told
 
 
 def _apply(
@@ -104,17 +109,20 @@ def _apply(
     axes: tuple[str, ...],
     call: Call,
     paths: tuple[str, ...],
-) -> tuple[Leaves, list[LeafState]]:
+) -> tuple[Leaves, list[LeafState], Told]:
     num = context.cuts.size(*axes)
     if num == 1:
-        return lax.psum(leaves, axes), states
+        return lax.psum(leaves, axes), states, {}
 
     def key() -> jax.Array:
         if call.key is None:
             raise ValueError("a reducer that draws numbers needs the step's key: sk.value_and_grad got None")
         return keys.reducer_key(call.key)
 
-    return reducer.apply(leaves, states, Over(axes, num, key, paths))
+    over = Over(axes, num, key, paths)
+    if reducer.apply_and_tell is not None:
+        return reducer.apply_and_tell(leaves, states, over)
+    return *reducer.apply(leaves, states, over), {}
 
 
 def _states_of(gradients: Any, kept: Any) -> list[LeafState]:

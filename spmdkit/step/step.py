@@ -117,6 +117,7 @@ def global_step(
         with scope.tracing(dataclasses.replace(context, mask=batch.mask, carried=carried)), scope.over(rows):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
+        metrics = {**metrics, **carried.told}
         new_state = owned(state, new_state, context).replace(reducer=carried.collected())
         new_state, code = guarded(context, state, new_state, metrics, carried.seen, batch.limit)
         return new_state, metrics, code
@@ -152,6 +153,7 @@ def replica_step(
         with scope.tracing(inner), scope.over(own_rows):
             handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
             new_state, metrics = _checked(state, train_step(handed, examples))
+            metrics = {**metrics, **carried.told}
         new_state = originals(owned(state, new_state, inner)).replace(reducer=())
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):

@@ -90,3 +90,23 @@ def test_with_a_kill_each_minute_and_restarts_most_of_the_time_is_work(drills):
     assert code == 0, output
     print(figures(drills.result()))
     assert drills.result()["goodput"] > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "reducer=int8",
+        "reducer={powersgd: {rank: 2}}",
+        "reducer={topk: {fraction: 0.5, most: null}}",
+        "reducer={sign: {warmup: 10}}",
+        "sync={diloco: {every: 5, reducer: int8}}",
+    ],
+)
+def test_kills_leave_the_bits_of_a_run_that_owes_something_from_step_to_step(drills, changes):
+    code, output = drills.run(
+        "-n", "2", "devices=cpu:2", changes, "--fault", "kill:random", "--count", "2", "--seed", "3"
+    )
+    assert code == 0, output
+    result = drills.result()
+    assert result["fired"] == 2 and result["same_parameters"] and result["same_metrics"]

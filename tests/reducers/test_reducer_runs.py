@@ -45,7 +45,9 @@ def differing_copies(tree):
     return found
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OTHERS else pytest.mark.slow) for name in ROWS]
+)
 def test_replicas_hold_the_same_bits_after_200_steps_and_have_learned(name):
     state, losses = train(made(name), 200)
     assert differing_copies((state.params, state.opt_state)) == 0
@@ -88,7 +90,7 @@ SETTINGS = {"microbatches": 2, "clip_norm": 0.5, "ema": 0.9, "precision": {"comp
 
 @pytest.mark.parametrize("name", once_of_each(OTHERS))
 def test_with_microbatches_clipping_an_average_and_mixed_precision_it_is_the_sum_where_nothing_is_lost(name):
-    if not kinds.make("reducers", chosen(name)).lossless:
+    if not (made := kinds.make("reducers", chosen(name))).lossless and not made.exact:
         pytest.skip("is another mathematics than the sum")
     expected, losses = train(program(FOUR[name], "sum", adam(), **SETTINGS), 4)
     state, found = train(program(FOUR[name], lossless(name), adam(), **SETTINGS), 4)

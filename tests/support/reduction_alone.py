@@ -23,6 +23,15 @@ from spmdkit.tree import named_leaves
 CONFIG = Path(__file__).parents[2] / "configs" / "mirrored.yaml"
 WIDTH = ["task_args.width=128", "task_args.layers=4", "task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
 
+CHOICES: dict[str, Any] = {"sparse_rows": {"sparse_rows": {"leaves": "embed", "rows": 16}}}
+"""Reducer -> its choice, where it needs options."""
+
+
+def reducer_of(name: str) -> Reducer:
+    """Returns the reducer of a name."""
+    made: Reducer = kinds.make("reducers", CHOICES.get(name, name))
+    return made
+
 
 @functools.cache
 def gradient() -> dict[str, jax.ShapeDtypeStruct]:
@@ -33,7 +42,7 @@ def gradient() -> dict[str, jax.ShapeDtypeStruct]:
 
 def compiled_bill(name: str, devices: Sequence[Any], sizes: Mapping[str, int]) -> Bill:
     """Returns the collectives of a reducer on a mesh of `replica` and `data`, as its platform's compiler makes them."""
-    reducer, leaves = kinds.make("reducers", name), list(gradient().values())
+    reducer, leaves = reducer_of(name), list(gradient().values())
     num = sizes["replica"] * sizes["data"]
     mesh = make_mesh(dict.fromkeys(AXES, 1) | dict(sizes), devices)
 
@@ -74,4 +83,4 @@ def _state_spec(reducer: Reducer, shape: Sequence[int], sizes: Mapping[str, int]
 def sent_by_formula(name: str, sizes: Mapping[str, int]) -> float:
     """Returns the bytes of the reducer's own formula."""
     axes = {axis: size for axis, size in sizes.items() if size > 1}
-    return kinds.make("reducers", name).sent([Added(path, x.shape, axes, ()) for path, x in gradient().items()])
+    return reducer_of(name).sent([Added(path, x.shape, axes, ()) for path, x in gradient().items()])
