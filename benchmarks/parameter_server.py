@@ -104,6 +104,7 @@ def converge(options: argparse.Namespace) -> dict[str, Any]:
                 with tempfile.TemporaryDirectory() as folder:
                     evaluation, _, staleness = trained(config_of(Path(folder), name, sync=sync, seed=seed))
                 row[kind] = evaluation["loss"]
+                row |= {f"{kind}, accuracy": value for name, value in evaluation.items() if name == "accuracy"}
                 if staleness:
                     row["stale"] = 1 - staleness[0] / sum(staleness)
             rows.append(row)

@@ -206,6 +206,7 @@ class Chief:
                 Happened("servers restored", {"servers": sorted(self._away), "step": back, "epoch": self._epoch})
             )
             seen.went_back_to = back
+            self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # what they have done since is lost
             self._away.clear()
             return False
         first = found[0]

@@ -135,17 +135,23 @@ class ByHand(Threads):
         pass
 
 
-@pytest.mark.parametrize("loss", ["servers go back", "the worker dies"])
-@pytest.mark.parametrize("reached", [0, 1])
-def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached, loss):
+def by_hand(owned, workers):
+    """Returns (chief, transport, what is saved, the last of which servers go back to): of leaves of two numbers."""
     optimizer = optax.with_extra_args_support(optax.sgd(1.0))
-    params, owned = {"v": jnp.zeros(2), "w": jnp.zeros(2)}, {"v": 0, "w": 1}
+    params = {path: jnp.zeros(2) for path in owned}
     saved = [(states.create(params, None, optimizer, 0, None), None)]
     make = lambda number: Server(optimizer, shard(abstract(params), owned, number), Rules(10), donate=False)
     transport = ByHand(make, None)
-    chief = Chief(transport, optimizer, owned, 2, 2, lambda: saved[-1])
+    chief = Chief(transport, optimizer, owned, len(set(owned.values())), workers, lambda: saved[-1])
     chief.install()
     chief.start()
+    return chief, transport, saved
+
+
+@pytest.mark.parametrize("loss", ["servers go back", "the worker dies"])
+@pytest.mark.parametrize("reached", [0, 1])
+def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached, loss):
+    chief, transport, saved = by_hand({"v": 0, "w": 1}, workers=2)
 
     def pushed(server, worker, batch, epoch):
         gradient = {"vw"[server]: np.float32([1, 0])}
@@ -166,6 +172,19 @@ def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached,
     assert ask(chief.endpoints[0], "take", 1, 0, 1) == 2
     state, _ = chief.snapshot()
     assert state.params["v"].tolist() == state.params["w"].tolist() == [-1, 0]
+
+
+def test_a_worker_whose_gradients_were_lost_with_a_server_has_not_died_for_nothing():
+    chief, transport, _ = by_hand({"w": 0}, workers=1)
+    for life in range(4):
+        sent = Push(0, life, 0, life + 1, 0, 1, {"w": np.float32([1, 0])})
+        assert ask(chief.endpoints[0], "push", sent).outcome == "applied"
+        assert chief.watch().applied == 1
+        transport.servers[0].kill()
+        chief.watch()
+        assert chief.watch().went_back_to == 0
+        transport.workers[-1].dead = True
+        assert [happened.event for happened in chief.watch().happened] == ["worker lost", "worker started"]
 
 
 def test_batches_that_are_settled_are_known_by_a_number_and_a_few_above():
