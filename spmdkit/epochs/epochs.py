@@ -32,11 +32,9 @@ from spmdkit.epochs.wires import Wires
 from spmdkit.errors import (
     CheckpointError,
     ConfigError,
-    ExitCode,
     NonFiniteError,
     Preempted,
     RendezvousError,
-    SpmdkitError,
     UserCodeError,
 )
 from spmdkit.faults import lost_peer
@@ -53,10 +51,8 @@ FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted)
 """What ends a run whoever has died."""
 
 
-class Called(SpmdkitError):
+class Called(RendezvousError):
     """This process is called to the next epoch: no failure."""
-
-    exit_code = ExitCode.PEER_LOST
 
 
 class Epochs:

@@ -234,8 +234,9 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
         if stop is None and run.input_given_up:
             state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
     except Exception as error:
-        keep_work(run, state, error)
-        together.part()
+        if epochs is None or not epochs.takes(error):
+            keep_work(run, state, error)
+            together.part()
         raise
     finally:
         due.keeps_errors = False
