@@ -17,6 +17,7 @@ import json
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -47,7 +48,7 @@ ORDER_S = 600.0
 """How long at most a process waits for the others in between: it is the launcher that decides."""
 LAG = 16
 """Steps that may be in flight when processes agree on the last step of an epoch."""
-FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted)
+FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted, UserCodeError)
 """What ends a run whoever has died."""
 
 
@@ -195,10 +196,10 @@ class Epochs:
         """Returns whether an error is that another process has died, and the next epoch begins. May wait a moment for the launcher to say so."""
         if isinstance(error, Called):
             return self._order is not None
-        if not isinstance(error, Exception) or isinstance(error, FINAL):
+        if not isinstance(error, Exception):
             return False
-        is_lost = lost_peer(error)
-        if isinstance(error, UserCodeError) and not is_lost:
+        is_lost = lost_peer(error)  # also what a user's hook was told, who has waited for a metric
+        if isinstance(error, FINAL) and not is_lost:
             return False
         return self._called.wait(TOLD_S if is_lost else 0.0)
 
@@ -206,7 +207,9 @@ class Epochs:
         """Gives up the backend. Nothing of the epoch is referred to any more but by this object."""
         self._copier, self._waits = None, True
         _clear_caches()
-        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # what a save had not begun yet
+            gc.collect()
         compat.leave_backend()
         self._gone.set()  # now: what was in flight may have begun to connect to others meanwhile
         if self._thread is not None:
