@@ -245,12 +245,13 @@ def launch(
         from spmdkit.launch.engines.submit import launch_on
 
         raise SystemExit(launch_on(on, context.args, num, settings or (), name, max_restarts, grace_s, dry_run))
-    resize = None
+    resize = wanted = None
     if elastic is not None:
         from spmdkit.elastic import Elastic
 
         sizes = Elastic(context.args, elastic, num, devices_per_process)
         devices_per_process, resize = sizes.devices_per_process, sizes.resize
+        wanted = sizes.wanted if sizes.in_process else None
     script = [] if context.args[0].endswith(".py") else ["-m", "spmdkit"]
     code = run(
         [sys.executable, *script, *context.args],
@@ -259,6 +260,7 @@ def launch(
         grace_s=15.0 if grace_s is None else grace_s,
         max_restarts=max_restarts,
         resize=resize,
+        wanted=wanted,
     )
     raise SystemExit(code)
 

@@ -57,6 +57,15 @@ DEATHS_FILE = "SPMDKIT_DEATHS_FILE"
 STEP_FILE = "SPMDKIT_STEP_FILE"
 """Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set the variable."""
 
+ORDER_FILE = "SPMDKIT_ORDER_FILE"
+"""Names the file in which the launcher says who the processes of the next epoch are (order.py)."""
+
+READY_FILE = "SPMDKIT_READY_FILE"
+"""Names the file in which a process says for which epoch it is ready."""
+
+MEMBER, BORN = "SPMDKIT_MEMBER", "SPMDKIT_BORN"
+"""The number that the launcher gave to a process, and that of the epoch for which it was started."""
+
 COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
 """off: no compile cache; otherwise the folder of it, where the config names none."""
 
@@ -78,6 +87,10 @@ OUR_VARIABLES = frozenset(
         ERROR_FILE,
         BEAT_FILE,
         STEP_FILE,
+        ORDER_FILE,
+        READY_FILE,
+        MEMBER,
+        BORN,
         COMPILE_CACHE,
         DRILL_FILE,
         "SPMDKIT_ALLOCATOR",

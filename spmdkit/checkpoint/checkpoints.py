@@ -311,6 +311,15 @@ class Checkpoints:
             if self._staging is not None:
                 self._staging.close()
 
+    def abandon(self, patience_s: float) -> None:
+        """Returns when the save in flight has ended, for good or bad, after `patience_s` at most; nothing is saved any more. Never raises."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with contextlib.suppress(Exception):
+                pending.exception(patience_s)
+        self._background.shutdown(wait=False, cancel_futures=True)
+        self._checkpointer = None
+
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints after `step`: training has gone back to it, and those steps come again. On process 0.
 

@@ -8,6 +8,7 @@ Cost: five short requests of each process instead of one, 0.7 ms on loopback.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ from threading import Lock
 from typing import Any
 
 OPEN, LATE, GIVEN_UP = "open", "late", "given up: "
+SLICE_MS = 200
+"""How long a wait that may be ended from outside goes on without looking."""
 
 
 class Client:
@@ -23,15 +26,42 @@ class Client:
     Args:
         client: JAX's.
         num_processes: who meets at a barrier that names nobody.
+
+    Attributes:
+        is_over: set from any thread, so that nobody waits for the others any more: every call raises CANCELLED.
     """
 
     def __init__(self, client: Any, num_processes: int):
         self._client, self._num = client, num_processes
+        self.is_over, self.can_end = False, False
         self._times: Counter[str] = Counter()
         self._lock = Lock()
 
+    @property
+    def own(self) -> Any:
+        """JAX's own client."""
+        return self._client
+
     def __getattr__(self, name: str) -> Any:
+        self._check()
         return getattr(self._client, name)
+
+    def _check(self) -> None:
+        if self.is_over:
+            raise RuntimeError("CANCELLED: this epoch is over")
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> Any:
+        """Returns the value, waiting for it. Raises RuntimeError: DEADLINE_EXCEEDED, or CANCELLED."""
+        deadline = time.monotonic() + timeout_in_ms / 1000
+        while True:
+            self._check()
+            left_ms = max(1, int(1000 * (deadline - time.monotonic())))
+            is_last = not self.can_end or left_ms <= SLICE_MS
+            try:
+                return self._client.blocking_key_value_get(key, left_ms if is_last else SLICE_MS)
+            except RuntimeError as error:
+                if is_last or "DEADLINE_EXCEEDED" not in str(error):
+                    raise
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
         """Returns when all of `process_ids` (None: all processes) are here, as the service's own does. A name may be used again.
@@ -73,7 +103,7 @@ class Client:
     def _decided(self, folder: str, timeout_in_ms: int) -> str | None:
         """Returns how it ends, None when that is not known in time."""
         try:
-            return str(self._client.blocking_key_value_get(f"{folder}/ended", timeout_in_ms))
+            return str(self.blocking_key_value_get(f"{folder}/ended", timeout_in_ms))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None

@@ -11,6 +11,8 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import jax
 
@@ -18,7 +20,7 @@ from spmdkit import compat, compat_gloo
 from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
-from spmdkit.cluster.rendezvous import roll_call
+from spmdkit.cluster.rendezvous import roll_call, wait_for_service
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
 from spmdkit.errors import ConfigError, RendezvousError
@@ -32,11 +34,24 @@ COLLECTIVE_MARGIN_S = 60
 INITIALIZE_S = 30
 
 
+class Epoch(NamedTuple):
+    """One of several jobs that a process is in, one after the other.
+
+    Attributes:
+        number: counted from 1; from 2 on a launcher has made sure that all are there.
+        noticed: entered while the devices are made.
+    """
+
+    number: int
+    noticed: AbstractContextManager[None]
+
+
 def join(
     spec: ClusterSpec,
     devices: str | Sequence[int] = "auto",
     collective_timeout_s: float | None = None,
     interface: str = "auto",
+    epoch: Epoch | None = None,
 ) -> Cluster:
     """Returns the cluster of all processes in `spec` with the asked devices.
 
@@ -44,6 +59,7 @@ def join(
     `spec.devices_per_process` wins over it), or a list of local device indices, the same on every process.
     `collective_timeout_s`: the longest that a process may make the others wait; CPU collectives fail a little later.
     `interface`: whose address CPU collectives give to the others, see interface.py.
+    `epoch`: this process may leave and join again.
     Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
     """
     joined = jax.distributed.is_initialized()
@@ -66,10 +82,15 @@ def join(
         told = choose(interface, spec.coordinator or "localhost:1")
         compat_gloo.advertise(told.address)
         notes += (told.said,) if told.said else ()
-        notes += open_to_all(spec, _initialize(spec))
-    found = jax.devices("cpu") if num_cpu is not None else jax.devices()
+        if epoch is not None:
+            compat.let_others_die()
+        notes += open_to_all(spec, _initialize(spec, is_first=epoch is None or epoch.number == 1))
+    with epoch.noticed if epoch is not None else nullcontext():
+        found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     if num_processes > 1 and not joined:
-        compat.replace_coordination_client(barrier.Client(compat.coordination_client(), num_processes))
+        client = barrier.Client(compat.coordination_client(), num_processes)
+        client.can_end = epoch is not None
+        compat.replace_coordination_client(client)
     chosen = _choose(found, spec, devices, num_cpu, num_processes)
     return Cluster(
         process_index=jax.process_index(),
@@ -78,6 +99,7 @@ def join(
         store=open_store(),
         notes=notes,
         advertises=told.address or by_name(),
+        namespace=None if epoch is None else f"spmdkit/epoch/{epoch.number}",
     )
 
 
@@ -154,14 +176,14 @@ def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
     return (text,)
 
 
-def _initialize(spec: ClusterSpec) -> str:
+def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
     """Connects to JAX's coordination service, which process 0 has started where no launcher holds it.
 
     Returns the address that process 0 has bound: loopback for a loopback coordinator.
     """
     keeper = Keeper(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
     try:
-        bind = roll_call(spec)
+        bind = roll_call(spec) if is_first else wait_for_service(spec, INITIALIZE_S)
     except BaseException:
         if keeper is not None:
             keeper.kill()

@@ -173,6 +173,13 @@ def _answer(spec: ClusterSpec, deadline: float) -> None:
     _wait_for_service(*(split_address(spec.service) if spec.service else (host, port)), deadline)
 
 
+def wait_for_service(spec: ClusterSpec, timeout_s: float) -> str:
+    """Returns the address of the service that a launcher holds as soon as it accepts: all processes are known to be there."""
+    assert spec.service is not None
+    _wait_for_service(*split_address(spec.service), time.monotonic() + timeout_s)
+    return spec.service
+
+
 def _wait_for_service(host: str, port: int, deadline: float) -> None:
     """Waits until JAX's service accepts; without this, gRPC would find the port closed and back off a whole second."""
     while time.monotonic() < deadline:

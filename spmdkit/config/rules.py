@@ -346,6 +346,17 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             ("checkpoint", "best"),
             "needs evaluations while training, found eval.every_steps: null. Try eval: {every_steps: 100}.",
         )
+    if not config.elastic.in_process and config.elastic.peer_every != type(config.elastic)().peer_every:
+        yield Problem(
+            ("elastic", "peer_every"),
+            f"is {config.elastic.peer_every}, and elastic.in_process is false, so it has no effect. Remove it, or set in_process: true.",
+        )
+    if config.elastic.in_process and parameter_server.is_chosen(config):
+        yield Problem(
+            ("elastic", "in_process"),
+            "is true, and with sync: parameter_server there is no step of all processes to go back to. A worker that dies is started again there anyway. "
+            "Remove it.",
+        )
     if config.profile and (last := config.profile.start + config.profile.steps - 1) > config.steps:
         yield Problem(
             ("profile",),

@@ -17,6 +17,7 @@ from spmdkit.config.sections import (
     ClusterOptions,
     CompileCache,
     Data,
+    Elastic,
     Eval,
     Layout,
     Log,
@@ -131,6 +132,7 @@ class Settings(Section):
     watchdog: Watchdog | None = Field(
         default_factory=Watchdog, description="How long nothing may happen before the job ends; null: for ever."
     )
+    elastic: Elastic = Field(default_factory=Elastic, description="How a job goes on without a process that dies.")
     preemption: list[fields.NamedChoice] = Field(
         default_factory=list,
         description="Who is asked whether this machine is about to be taken away, beside SIGTERM and SIGUSR1: gce, aws, {file: {path: /run/preempt}}. At a notice "

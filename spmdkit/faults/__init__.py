@@ -1,6 +1,6 @@
 """What happens when a run is asked to stop, cannot go on, or does not: signals, the one way out for every exception, the watchdog."""
 
-from spmdkit.faults.exceptions import describe, leave_with, report_and_leave, run_process, taken_over
+from spmdkit.faults.exceptions import describe, leave_with, lost_peer, report_and_leave, run_process, taken_over
 from spmdkit.faults.signals import Asked, StopSignals
 from spmdkit.faults.watchdog import Watchdog, watching
 
@@ -10,6 +10,7 @@ __all__ = [
     "Watchdog",
     "describe",
     "leave_with",
+    "lost_peer",
     "report_and_leave",
     "run_process",
     "taken_over",

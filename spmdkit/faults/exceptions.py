@@ -193,7 +193,7 @@ def describe(error: BaseException) -> tuple[int, str]:
         return ExitCode.PREEMPTED, str(error)
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
-    if _one_of_many() and (lost := _peer_lost(error)):
+    if _one_of_many() and (lost := lost_peer(error)):
         return RendezvousError.exit_code, (
             f"lost contact with another process: {lost}\nIt ended or became unreachable, so this one cannot go on; the "
             f"cause is in that process's own output."
@@ -217,7 +217,7 @@ def _one_of_many() -> bool:
     return compat.coordination_client() is not None
 
 
-def _peer_lost(error: BaseException) -> str | None:
+def lost_peer(error: BaseException) -> str | None:
     """Returns the line that tells of a dead peer, from the exception or one that it was raised from."""
     link: BaseException | None = error
     while link is not None:

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.keeper import Keeper, reserve_port
 from spmdkit.launch import pinning
 from spmdkit.launch.cause import Exit, cause, coded, ended_by, lost
+from spmdkit.launch.epochs import Epochs, Resize, Wanted
 from spmdkit.launch.logs import Logs
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
@@ -57,6 +58,7 @@ class Job:
     env: Mapping[str, str]
     grace_s: float
     witness: Witness | None
+    epochs: tuple[Resize, Wanted] | None = None
 
 
 @dataclass
@@ -68,16 +70,14 @@ class Outcome:
         asked: the first signal that the launcher received meanwhile.
         newest: the newest step that the run has committed.
         lost: how many processes are gone as if their machine was.
+        processes: how many there were at the end.
     """
 
     code: int = 0
     asked: int | None = None
     newest: int | None = None
     lost: int = 0
-
-
-Resize = Callable[[int, int], tuple[int, Sequence[str]] | None]
-"""`(processes of the start before, how many of them are lost)` -> processes of the next start and what its command is given besides; None: no number will do."""
+    processes: int = 0
 
 
 def launch(
@@ -89,13 +89,14 @@ def launch(
     max_restarts: int = 0,
     witness: Witness | None = None,
     resize: Resize | None = None,
+    wanted: Wanted | None = None,
 ) -> int:
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
     signal kills them. `max_restarts`: how often all are started again after a failure (restarts.py); a launcher that was told to stop starts nothing.
     `witness`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
-    processes are started again (elastic.py). To be called from the main thread.
+    processes are started again (elastic.py). `wanted`: processes go on without their dead (epochs.py); how many there are to be now. To be called from the main thread.
     """
     if num_processes < 1:
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
@@ -105,7 +106,8 @@ def launch(
         raise ConfigError(f"--grace-s {grace_s:g}: seconds, from 0 to less than a day. Try 60.")
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
-    job = Job(command, num_processes, devices_per_process, env, grace_s, witness)
+    epochs = None if resize is None or wanted is None else (resize, wanted)
+    job = Job(command, num_processes, devices_per_process, env, grace_s, witness, epochs)
     restarts = Restarts(max_restarts)
     with queued_signals() as signals:
         while True:
@@ -135,7 +137,7 @@ def launch(
 
 def _resized(job: Job, command: list[str], resize: Resize, ended: Outcome) -> Job | None:
     """Returns the job as it is started again, None where no number of processes will do."""
-    before = job.num_processes
+    before = ended.processes
     found = resize(before, ended.lost)
     if found is None:
         _say(
@@ -165,61 +167,47 @@ def _asked_within(seconds: float, signals: deque[int]) -> bool:
 def _attempt(job: Job, signals: deque[int]) -> Outcome:
     """Starts all processes, with ports and a coordination service of their own, and returns when all are gone."""
     children: list[Child] = []
-    found, logs, deaths = Outcome(), Logs(), Note()
+    found, logs, deaths = Outcome(processes=job.num_processes), Logs(), Note()
     held = [reserve_port() for _ in range(2)]
     addresses = ("127.0.0.1", "127.0.0.1") if job.witness is None else job.witness.addresses
     coordinator, service = (f"{address}:{port}" for address, (_, port) in zip(addresses, held, strict=True))
     keeper = Keeper(job.num_processes, -1, start) if job.num_processes > 1 else None
-    shown = _pinned(job)
+    starter = _Starter(job, logs, deaths, coordinator, service, children, _pinned(job))
+    epochs = None
     try:
         if keeper is not None:
             keeper.listen(service)
+            if job.epochs is not None:
+                epochs = Epochs(job.num_processes, *job.epochs, starter.newcomer, keeper)
         for process in range(job.num_processes):
-            errors, beats, step = notes = Note(), Note(), Note()
-            env = child_environment(
-                job.env, coordinator, job.num_processes, process, job.devices_per_process, errors.path
-            )
-            env |= shown[process] | {
-                BEAT_FILE: beats.path,
-                STEP_FILE: step.path,
-                DEATHS_FILE: deaths.path,
-                SERVICE: service,
-            }
-            descriptors = [note.descriptor for note in (*notes, deaths)]
-            if job.witness is not None:
-                variables, more = job.witness.given(process)
-                env, descriptors = {**env, **variables}, [*descriptors, *more]
-            with nullcontext() if job.witness is None else job.witness.host(process):
-                popen = _start(job.command, env, pass_fds=descriptors)
-            children.append(Child(process, popen, *notes))
-        lock = threading.Lock()
-        for child in children:
-            child.output = Output(child.process, child.popen, lock, logs, shown=job.witness is None)
+            more: tuple[Mapping[str, str], list[int]] = ({}, []) if epochs is None else epochs.given(process)
+            child = starter.start(process, *more)
+            if epochs is not None:
+                epochs.take(child)
+        starter.shows_output()
         look = partial(_look, job, logs, children)
-        found.asked = Supervisor(children, signals, job.grace_s, deaths, look).run()
+        supervisor = Supervisor(children, signals, job.grace_s, deaths, look)
+        if epochs is not None:
+            supervisor.goes_on, supervisor.each_turn = epochs.goes_on, partial(_turn, look, epochs, supervisor)
+        found.asked = supervisor.run()
         look()
-        if keeper is not None and (status := keeper.ended()) is not None:
+        if keeper is not None and epochs is None and (status := keeper.ended()) is not None:
             _say(f"the process of the coordination service has ended with {status}, which ends all that use it")
     finally:
         end(children)
         logs.close()
         if keeper is not None:
             keeper.kill()
+        if epochs is not None:
+            found.processes = len(epochs.members)
+            epochs.close()
         deaths.close()
         for holder, _ in held:
             holder.close()
     found.newest = _newest(logs.folder)
     if job.witness is not None:
         job.witness.ended(children, found.asked)
-    exits = [child.exit for child in children if child.exit is not None]
-    first, found.lost = cause(exits), len(lost(exits))
-    if first is not None:
-        found.code = first.code
-        if first.ended_by_us and found.asked is not None:
-            _say(f"{job.num_processes} processes were killed after signal {found.asked}")
-            found.code = 128 + found.asked
-        else:
-            _explain(first, children[first.process])
+    _judge(found, job, children)
     return found
 
 
@@ -231,6 +219,78 @@ def _pinned(job: Job) -> list[dict[str, str]]:
         told = ", ".join(f"{own[pinning.VISIBLE]} for process {i}" for i, own in enumerate(shown))
         _say(f"{pinning.VISIBLE}: {told}")
     return shown
+
+
+def _turn(look: Callable[[], None], epochs: Epochs, supervisor: Supervisor) -> None:
+    look()
+    if not epochs.turn():
+        supervisor.end_all()
+
+
+def _judge(found: Outcome, job: Job, children: Sequence[Child]) -> None:
+    """Says how the attempt ended, and why, as the last thing that is printed."""
+    exits = [child.exit for child in children if child.exit is not None and not child.mourned]
+    first, found.lost = cause(exits), len(lost(exits))
+    if first is None:
+        return
+    found.code = first.code
+    if first.ended_by_us and found.asked is not None:
+        _say(f"{job.num_processes} processes were killed after signal {found.asked}")
+        found.code = 128 + found.asked
+    else:
+        _explain(first, next(child for child in children if child.exit is first))
+
+
+@dataclass
+class _Starter:
+    """Starts the processes of one attempt."""
+
+    job: Job
+    logs: Logs
+    deaths: Note
+    coordinator: str
+    service: str
+    children: list[Child]
+    pinned: Sequence[Mapping[str, str]]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(
+        self, process: int, variables: Mapping[str, str], descriptors: Sequence[int], more: Sequence[str] = ()
+    ) -> Child:
+        """Returns one process, started."""
+        job = self.job
+        errors, beats, step = notes = Note(), Note(), Note()
+        env = child_environment(
+            job.env, self.coordinator, job.num_processes, process, job.devices_per_process, errors.path
+        )
+        env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: self.deaths.path, SERVICE: self.service}
+        env |= {**(self.pinned[process] if process < len(self.pinned) else {}), **variables}
+        passed = [*descriptors, *(note.descriptor for note in (*notes, self.deaths))]
+        if job.witness is not None:
+            told, opened = job.witness.given(process)
+            env, passed = {**env, **told}, [*passed, *opened]
+        keys = tuple(f"{setting.partition('=')[0]}=" for setting in more)
+        command = [word for word in job.command if not keys or not word.startswith(keys)]
+        with nullcontext() if job.witness is None else job.witness.host(process):
+            popen = _start([*command, *more], env, pass_fds=passed)
+        child = Child(process, popen, *notes)
+        self.children.append(child)
+        return child
+
+    def newcomer(
+        self, process: int, variables: Mapping[str, str], descriptors: list[int], overrides: list[str]
+    ) -> Child:
+        """Returns a process that joins a later epoch."""
+        child = self.start(process, variables, descriptors, overrides)
+        self.shows_output()
+        return child
+
+    def shows_output(self) -> None:
+        """Lets what they print be read. After all of the first are started: a thread that reads holds up the start of the next."""
+        for child in self.children:
+            if child.output is None:
+                shown = self.job.witness is None
+                child.output = Output(child.process, child.popen, self.lock, self.logs, shown=shown)
 
 
 def _look(job: Job, logs: Logs, children: Sequence[Child]) -> None:

@@ -51,6 +51,7 @@ class Logs:
         file = self._files.get((process, stream))
         if file is None:
             path = self.folder / f"p{process:03}" / f"{stream}.txt"
+            path.parent.mkdir(exist_ok=True)  # of one that has come later
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
             file = self._files[process, stream] = os.fdopen(
                 descriptor, "w", buffering=1, encoding="utf-8", errors="replace"

@@ -66,6 +66,7 @@ class Child:
         beat, said: its last beat: where it stands, and for how long no Python may run in it.
         heard: when that came, by the launcher's running clock.
         held: what the launcher says of it, when its interpreter is held.
+        mourned: it is dead, and the others go on without it (epochs.py).
     """
 
     process: int
@@ -80,6 +81,7 @@ class Child:
     said: Mapping[str, Any] | None = None
     heard: float = 0.0
     held: str | None = None
+    mourned: bool = False
 
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
@@ -108,7 +110,7 @@ class Supervisor:
 
     def __init__(
         self,
-        children: Sequence[Child],
+        children: Sequence[Child],  # one list; newcomers may be added to it
         signals: deque[int],
         grace_s: float,
         deaths: Note | None = None,
@@ -117,7 +119,8 @@ class Supervisor:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._children, self._signals, self._grace_s = children, signals, grace_s
-        self._deaths, self._each_turn = deaths, each_turn
+        self._deaths, self.each_turn = deaths, each_turn
+        self.goes_on: Callable[[Child], bool] = lambda child: False  # whether the others do, without a dead one
         self._dead: dict[int, dict[str, Any]] = {}
         self._clock, self._sleep = clock, sleep
         self._asked: int | None = None
@@ -128,7 +131,7 @@ class Supervisor:
     def run(self) -> int | None:
         """Returns when every child is dead: the first signal that the launcher received, or None."""
         while any(child.exit is None for child in self._children):
-            self._each_turn()
+            self.each_turn()
             self._take_signals()
             self._take_beats()
             self._take_exits()
@@ -180,7 +183,7 @@ class Supervisor:
         send(child.popen.pid, signal.SIGKILL)
 
     def _take_exits(self) -> None:
-        for child in self._children:
+        for child in list(self._children):
             if child.exit is not None:
                 continue
             status = exit_status(child.popen.pid)
@@ -195,6 +198,10 @@ class Supervisor:
                     status, told = int(ExitCode.FAILED), {"message": left, "time": time.time()}
                 child.exit = Exit(child.process, status, self._num_exits, child.told_to_end, **told)
             self._num_exits += 1
+            child.mourned = self._asked is None and self._kill_at == float("inf") and self.goes_on(child)
+            if child.mourned:
+                end_group(child)
+                continue
             self._tell_of(child.exit)
             self._limit_the_others(child.exit)
             if child.exit.code == ExitCode.PEER_LOST:
@@ -224,6 +231,10 @@ class Supervisor:
             self._term_at = min(self._term_at, now + COLLECT_S)
             self._kill_at = min(self._kill_at, now + COLLECT_S + FAILED_GRACE_S)
 
+    def end_all(self) -> None:
+        """Lets all that are left be killed."""
+        self._kill_at = self._clock()
+
     def _send_all(self, number: signal.Signals) -> None:
         for child in self._children:
             if child.exit is None:
@@ -231,10 +242,17 @@ class Supervisor:
                 send(child.popen.pid, number)
 
 
+def end_group(child: Child) -> None:
+    """Kills what a dead process has left of its group, and reaps it."""
+    send(child.popen.pid, signal.SIGKILL)
+    child.popen.wait()
+
+
 def end(children: Sequence[Child]) -> None:
     """Kills what is left of every group, reaps, and lets the output run out."""
     for child in children:
-        send(child.popen.pid, signal.SIGKILL)
+        if not child.mourned:  # whose number may be another's by now
+            send(child.popen.pid, signal.SIGKILL)
     for child in children:
         child.popen.wait()
     for child in children:

@@ -18,6 +18,7 @@ from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.metrics import read_lines
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
+from spmdkit.step import keys
 from spmdkit.step.state import TrainState
 
 RECORDS = ("metrics.jsonl", "counts.jsonl")
@@ -31,6 +32,28 @@ class Restored(NamedTuple):
     record: dict[str, Any]
     lines: list[str]
     wrong: dict[str, str]
+    is_saved: bool = True
+
+
+def newest(run: Any) -> Restored | None:
+    """Returns what the memory of the processes holds, where that is newer than every checkpoint, otherwise the newest that can be restored, None where there is neither."""
+    checkpoints, epochs = run.checkpoints, run.epochs
+    if epochs is not None and epochs.number > 1:
+        on_disk = None if checkpoints is None else latest_for_all(run.cluster, checkpoints, " of the disk")
+        found = epochs.restored(run.cluster, run.program, (on_disk or 0), restored)
+        if found is not None:
+            step, state, record, lines = found
+            return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
+    return None if checkpoints is None else newest_good(run.cluster, checkpoints, run.program)
+
+
+def abandon(run: Any) -> None:
+    """Lets a save end that will never be committed, since a process that was to write a part of it has died."""
+    if run.checkpoints is not None:
+        run.checkpoints.abandon(ABANDON_S)
+
+
+ABANDON_S = 10.0
 
 
 def newest_good(
@@ -185,3 +208,18 @@ def _of_all(cluster: Cluster, key: str, mine: str) -> list[str]:
         return [mine]
     cluster.put(f"{key}/{cluster.process_index}", json.dumps(mine))
     return [json.loads(cluster.get(f"{key}/{process}")) for process in range(cluster.num_processes)]
+
+
+def note_randomness(run: Any, record: dict[str, Any], step: int) -> None:
+    """Says so where the keys of the coming steps are not those that the run would have had before."""
+    before, now = record.get("randomness", {"version": 1}), keys.identity()
+    if before != now:
+        run.events.write("randomness changed", step=step, before=before, now=now)
+        run.message(
+            f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
+            "continues differently from here, dropout and noise are not what they would have been"
+        )
+
+
+def _described(randomness: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in randomness.items())

@@ -54,6 +54,11 @@ class Due:
                 self._ask(hook, what, call, *args)
 
     @property
+    def epoch(self) -> int:
+        """How often training went back: a step that comes again is asked about under another name."""
+        return self._epoch
+
+    @property
     def has_own(self) -> bool:
         """Whether there are hooks of the user's."""
         return any(hook.name not in self._ours for hook in self._hooks)

@@ -18,8 +18,9 @@ from spmdkit.attempt import unfinished
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
 from spmdkit.compile_cache import Programs, kept
-from spmdkit.config import Config, load_config
+from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.data import DeviceBatches
+from spmdkit.epochs import Epochs, ending, epochs_of
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, report_and_leave, watching
 from spmdkit.mesh import describe_mesh
@@ -86,13 +87,50 @@ def train(
         config = load_config(config)
     changes.check_allowed(allow)
     one_arena = allocator.one_arena(config.devices, os.environ)
+    epochs = epochs_of(os.environ, config.elastic) if cluster is None else None
     with StopSignals() as signals:
-        with signals.nothing_to_save(report_and_leave):
+        while True:
+            try:
+                return _epoch(config, cluster, task, allow, signals, one_arena, epochs)
+            except Exception as error:
+                if epochs is None or not epochs.takes(error):
+                    raise
+            epochs.leave()  # now that nobody holds the frames of the error
+
+
+def _epoch(
+    config: Config,
+    cluster: Cluster | None,
+    task: Task | None,
+    allow: Sequence[str],
+    signals: StopSignals,
+    one_arena: bool,
+    epochs: Epochs | None,
+) -> Result:
+    """Trains as long as the processes stay the same."""
+    with signals.nothing_to_save(report_and_leave):
+        if epochs is None:
             cluster = cluster or join_as(config)
-            signals.again()  # JAX has just taken SIGTERM
-        signals.announce = cluster.is_main
-        with watched(config, cluster) as watchdog, kept(config.compile_cache, config.folder) as cache:
-            return _trained(config, cluster, task, allow, signals, watchdog, one_arena, cache)
+        else:
+            cluster, config = _joined_epoch(config, epochs)
+        signals.again()  # JAX has just taken SIGTERM
+    signals.announce = cluster.is_main
+    with (
+        watched(config, cluster) as watchdog,
+        kept(config.compile_cache, config.folder) as cache,
+        ending(epochs, watchdog, signals),
+    ):
+        if epochs is not None:
+            epochs.joined(cluster)
+        return _trained(config, cluster, task, allow, signals, watchdog, one_arena, cache, epochs)
+
+
+def _joined_epoch(config: Config, epochs: Epochs) -> tuple[Cluster, Config]:
+    """Returns the processes of the next epoch, joined, and the config as it is with so many."""
+    spec, epoch, overrides = epochs.place(environment(os.environ, config.cluster.dialect))
+    limit_s = config.watchdog.longest_s if config.watchdog else None
+    cluster = join(spec, config.devices, limit_s, config.cluster.interface, epoch)
+    return cluster, replace_keys(config, {key: int(value) for key, value in (each.split("=") for each in overrides)})
 
 
 def _trained(
@@ -104,6 +142,7 @@ def _trained(
     watchdog: Watchdog | None,
     one_arena: bool,
     cache: Programs,
+    epochs: Epochs | None = None,
 ) -> Result:
     with signals.nothing_to_save(report_and_leave), journal.during("import"):
         preflight.same_start(cluster, config)
@@ -114,7 +153,7 @@ def _trained(
         config = asynchronous.settled(config, program)  # with auto settled
         check_state(program, cluster, limit_bytes)
         certificate.require(config, program.sizes)
-    with ExitStack() as unsaved, Run(config, cluster, program, signals, watchdog, allow=allow) as run:
+    with ExitStack() as unsaved, Run(config, cluster, program, signals, watchdog, epochs=epochs, allow=allow) as run:
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if found_well is not None:
             run.events.write("preflight", why=found_well)
@@ -179,7 +218,10 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     run.throughput.start()
     due.tell("begin", run, run.step, state)
     due.keeps_errors = together.is_on
+    epochs = run.epochs
     try:
+        if epochs is not None:
+            epochs.after_step(run, run.step, state)
         while (taken := next_of_all(run, state, batches, stop)) is not None:
             step, batch, wait_s = taken
             state, metrics = program.step(state, batch)
@@ -187,11 +229,14 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
             due.after_step(run, step, state, metrics)
             if (decision := due.decision(step)) is not NOTHING:
                 state, batches, stop = perform(run, step, state, batches, decision)
+            if epochs is not None and stop is None:
+                epochs.after_step(run, run.step, state)
         if stop is None and run.input_given_up:
             state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
     except Exception as error:
-        keep_work(run, state, error)
-        together.part()
+        if epochs is None or not epochs.takes(error):
+            keep_work(run, state, error)
+            together.part()
         raise
     finally:
         due.keeps_errors = False

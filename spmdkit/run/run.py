@@ -25,6 +25,7 @@ from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
+from spmdkit.epochs import Epochs
 from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
 from spmdkit.faults import Asked, StopSignals, Watchdog, describe, taken_over
 from spmdkit.mesh import describe_mesh
@@ -55,6 +56,7 @@ class Run:
         signals: StopSignals | None = None,
         watchdog: Watchdog | None = None,
         *,
+        epochs: Epochs | None = None,
         allow: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -63,7 +65,7 @@ class Run:
         self.directory = config.resolved_run_dir()
         self.step, self.first_step = 0, 1
         self.finished: str | None = None
-        self.signals, self.watchdog = signals, watchdog
+        self.signals, self.watchdog, self.epochs = signals, watchdog, epochs
         self.batches: DeviceBatches | None = None  # those that are read now
         self.input_given_up = False
         self._stack = ExitStack()
@@ -118,6 +120,11 @@ class Run:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is not None and issubclass(kind, Asked):
             self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
+        elif self.epochs is not None and self.epochs.takes(error):
+            self.events.write(
+                "left the epoch", step=self.step, epoch=self.epochs.number, why=f"{kind.__name__}: {error}"[:200]
+            )
+            coming_back.abandon(self)
         elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():
             code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
@@ -160,11 +167,10 @@ class Run:
             ConfigError: the directory holds a run that would see other examples.
             CheckpointError: all checkpoints are damaged, or gone; or the newest is of another model.
         """
-        found = None
         if self.checkpoints is not None:  # described now: at the first save another thread reads the data
             self._described = changes.described(self.config, self.program.task)
-            found = coming_back.newest_good(self.cluster, self.checkpoints, self.program)
             remote.bring_skipped(self.config, self.cluster, self.directory)
+        found = coming_back.newest(self)
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
         if found is None:
             if self.checkpoints is not None:
@@ -188,7 +194,7 @@ class Run:
             self.message(f"since step {found.step} was saved, these have changed:\n{changes.table(changed)}")
             self.events.write("settings changed", step=found.step, changes=[change._asdict() for change in changed])
         self._mark = note_running(self, found.step)
-        self._note_randomness(found.record, found.step)
+        coming_back.note_randomness(self, found.record, found.step)
         ended = found.record.get("finished")
         if ended is not None and ended["steps"] == self.config.steps:
             self.finished = ended["why"]
@@ -201,7 +207,8 @@ class Run:
         self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
         for name in self.due.restore(found.record.get("hooks", {})):
             self.events.write("hook is gone", step=found.step, hook=name)
-        self.step = self.saved_at_step = found.step
+        self.step = found.step
+        self.saved_at_step = found.step if found.is_saved else 0
 
     def go_back(self, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
         """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
@@ -214,6 +221,8 @@ class Run:
         left, before = self.step, self.program.schedule.skipped
         epoch = self.due.went_back()
         self.flying.clear()
+        if self.epochs is not None:
+            self.epochs.memory.forget()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
         target, found = 0, None
         if self.checkpoints is not None and self.saves is not None:
@@ -248,16 +257,6 @@ class Run:
         self.message(f"back to step {target}, from step {left}{told}")
         self.throughput.start()
         return state
-
-    def _note_randomness(self, record: dict[str, Any], step: int) -> None:
-        """Says so where the keys of the coming steps are not those that the run would have had before."""
-        before, now = record.get("randomness", {"version": 1}), keys.identity()
-        if before != now:
-            self.events.write("randomness changed", step=step, before=before, now=now)
-            self.message(
-                f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
-                "continues differently from here, dropout and noise are not what they would have been"
-            )
 
     def _open_records(self, step: int) -> None:
         config = self.config
@@ -386,7 +385,3 @@ class Run:
             self.sinks.close()
             self.progress.close()
             write_report(self.directory)
-
-
-def _described(randomness: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in randomness.items())

@@ -72,6 +72,7 @@ def test_what_an_op_sends_is_read_from_a_compiled_program(home):
 
 
 UNTYPED = {
+    "spmdkit/epochs/memory.py": 1,
     "spmdkit/program/copies.py": 2,
     "spmdkit/step/forms.py": 1,
     "spmdkit/step/group_step.py": 1,
@@ -84,7 +85,7 @@ UNTYPED = {
 """Files that speak of the check of varying axes, and how often: the manual form and the step of groups, whose replicas differentiate for themselves (proven by
 counts of psums and by the replicas' bits, tests/natural); the second trace of a per-replica step and of a part, which runs
 nothing; the copies of groups that agree in every step, equal by their bits (tests/sync/test_post_local.py); the mutant that takes the first back; the comparison of copies, which are the same by their types and may not be by their bits (tests/run/test_copies.py);
-the taps, which evaluate a region as it was traced."""
+the taps, which evaluate a region as it was traced; the permutation in which devices send their shards to the next process, whose results are no array of a place (tests/epochs)."""
 
 
 def test_nobody_else_turns_the_check_of_varying_axes_off():

@@ -1,0 +1,186 @@
+"""How long a job stands still after a kill, in process and by a restart; what copies in memory cost; goodput under kills.
+
+    python benchmarks/epochs.py in_process --kills 4 --every 12      recovery: SIGKILL of a random process to the next new step
+    python benchmarks/epochs.py shrink | restart --kills 4 --every 20
+    python benchmarks/epochs.py cost --width 2048                    seconds of a step with a copy, and without, in one run
+
+Four processes of one device each on this machine, replicas of a small model (cost: cut over fsdp). One JSON line at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+TASK = """
+import time
+import jax, jax.numpy as jnp, numpy as np, optax
+import spmdkit as sk
+
+@sk.task
+def task(width=256, wait=0.0):
+    x = np.random.default_rng(0).normal(size=(960, 64)).astype(np.float32)
+
+    def loss_fn(params, batch, key):
+        h = jnp.tanh(jnp.tanh(batch["x"] @ params["a"]) @ params["b"])
+        return sk.mean((h.sum(1) - batch["y"]) ** 2)
+
+    def after(run, step, state, metrics):
+        jax.block_until_ready(metrics)
+        time.sleep(wait)
+        if run.cluster.process_index == 0:
+            with open("steps", "a") as file:
+                file.write(f"{step} {time.time()}\\n")
+
+    init = lambda key: {"a": jax.random.normal(key, (64, width)) / 8, "b": jax.random.normal(key, (width, width)) / width**0.5}
+    return sk.Task(init, loss_fn, optax.adam(1e-3), train_data={"x": x, "y": np.sin(x.sum(1))}, hooks=[sk.Hook("clock", order=0, after_step=after)])
+"""
+
+
+def config(mode: str, every: int) -> str:
+    alive = mode != "restart"
+    section = f"elastic: {{in_process: true, peer_every: {every}}}\n" if alive else ""
+    cut = "mesh: {fsdp: -1}\n" if mode == "cost" else "mesh: {data: -1}\n"
+    return (
+        f"task: task.py:task\nrun_dir: run\nsteps: 1000000\nbatch_size: 96\ndevices: cpu:4\n{cut}{section}checkpoint: {{every_steps: 100, keep: 2, on_error_s: null}}\n"
+        "log: {every_steps: 1000, progress: plain}\n"
+    )
+
+
+def children(launcher: int) -> list[int]:
+    """Returns the processes that train."""
+    found = []
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"train" in command:
+            found.append(int(pid))
+    return sorted(found)
+
+
+def steps_of(folder: Path) -> list[tuple[int, float]]:
+    path = folder / "steps"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(step), float(when)) for step, when in (line.split() for line in lines if line.count(" ") == 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=("in_process", "shrink", "restart", "cost"))
+    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument(
+        "--every", type=float, default=15.0, help="seconds between the next new step after a kill and the next kill"
+    )
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--peer-every", type=int, default=10)
+    parser.add_argument("--wait", type=float, default=0.02, help="seconds that a step is made longer")
+    parser.add_argument("--seconds", type=float, default=20.0, help="cost: how long")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "task.py").write_text(TASK)
+        (folder / "run.yaml").write_text(config(asked.mode, asked.peer_every))
+        sizes = "2:4" if asked.mode == "shrink" else "4:4"
+        command = [
+            sys.executable,
+            "-m",
+            "spmdkit",
+            "launch",
+            "-n",
+            "4",
+            "--max-restarts",
+            "50",
+            "--elastic",
+            sizes,
+            "--",
+            "train",
+            "run.yaml",
+        ]
+        settings = [f"task_args={{width: {asked.width}, wait: {asked.wait}}}"]
+        with open(folder / "out", "w") as out:
+            popen = subprocess.Popen([*command, *settings], cwd=folder, stdout=out, stderr=out, start_new_session=True)
+            threading.Thread(target=popen.wait, daemon=True).start()
+            try:
+                measured(asked, folder, popen)
+            finally:
+                popen.send_signal(signal.SIGTERM)
+                time.sleep(1.0)
+                os.killpg(popen.pid, signal.SIGKILL)
+        if os.environ.get("SHOW"):
+            print((folder / "out").read_text()[-6000:])
+            print("\n".join(line[:200] for line in (folder / "run/events.jsonl").read_text().splitlines()))
+
+
+def measured(asked: argparse.Namespace, folder: Path, popen: subprocess.Popen[bytes]) -> None:
+    def reach(step: int, seconds: float = 120) -> float:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and popen.poll() is None:
+            if (seen := steps_of(folder)) and max(s for s, _ in seen) >= step:
+                return next(when for s, when in seen if s >= step)
+            time.sleep(0.02)
+        raise SystemExit(f"step {step} was not reached\n{(folder / 'out').read_text()[-3000:]}")
+
+    if asked.mode == "cost":
+        reach(2 * asked.peer_every)
+        time.sleep(asked.seconds)
+        seen = steps_of(folder)[2 * asked.peer_every :]
+        took = [(s, b - a) for (_, a), (s, b) in itertools.pairwise(seen)]
+        with_copy = [
+            t for s, t in took if (s - 1) % asked.peer_every == 0
+        ]  # the copy of step s - 1 is in the time of s
+        without = [t for s, t in took if (s - 1) % asked.peer_every]
+        kept = next(
+            json.loads(line)
+            for line in (folder / "run/events.jsonl").read_text().splitlines()
+            if "kept in memory" in line
+        )
+        more = statistics.median(with_copy) - statistics.median(without)
+        found = {"step_s": statistics.median(without), "copy_s": more, "bytes": kept["bytes"], "steps": len(took)}
+        print(json.dumps({k: round(v, 4) for k, v in found.items()}))
+        return
+    rng, recovery, lost = random.Random(0), [], []
+    reach(20)
+    begun = time.time()
+    first = max(s for s, _ in steps_of(folder))
+    for _ in range(asked.kills):
+        time.sleep(asked.every)
+        last, killed = max(s for s, _ in steps_of(folder)), time.time()
+        os.kill(rng.choice(children(popen.pid)), signal.SIGKILL)
+        time.sleep(0.3)
+        last = max(s for s, _ in steps_of(folder))
+        recovery.append(reach(last + 1) - killed)
+        again = [s for s, when in steps_of(folder) if when > killed + 0.3]
+        lost.append(last - min(again) + 1)
+    time.sleep(asked.every)
+    seen = steps_of(folder)
+    good = [b - a for (s, a), (t, b) in itertools.pairwise(seen) if t == s + 1]
+    new = max(s for s, _ in seen) - first
+    print(
+        json.dumps(
+            {
+                "mode": asked.mode,
+                "recovery_s": [round(x, 2) for x in recovery],
+                "median_s": round(statistics.median(recovery), 2),
+                "steps_repeated": lost,
+                "goodput": round(new * statistics.median(good) / (time.time() - begun), 3),
+                "kill_every_s": round((time.time() - begun) / asked.kills, 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""`Epochs`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what they do, and where they meet again.
+
+    a member dies       -> order k: who the members of epoch k are; newcomers are started for it
+    all say ready k     -> a coordination service of its own for epoch k, and its address
+
+What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without epochs, and `--max-restarts` starts it again; so does an epoch in
+which not all come within `READY_S`, or the third one in a row after which no step was done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from spmdkit.attempt import step_of
+from spmdkit.keeper import Keeper, reserve_port
+from spmdkit.launch.cause import ended_by, lost
+from spmdkit.launch.process import send, start
+from spmdkit.launch.supervise import Child, Note
+from spmdkit.names import BORN, MEMBER, NUM_PROCESSES, ORDER_FILE, PROCESS_ID, READY_FILE
+from spmdkit.order import Order, ready_of
+
+READY_S = 120.0
+"""How long processes may take to come out of what they do, and newcomers to import."""
+MOST_IDLE = 3
+LOOK_EVERY_S = 1.0
+"""Between two looks at whether more processes are wanted."""
+LEAST = 2
+
+Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
+"""(processes before, lost) -> (processes of the next epoch, `key=value` for their config), None where no number will do."""
+Wanted = Callable[[int], "tuple[int, list[str]] | None"]
+"""Processes now -> the same of more processes, None where nobody asks for them."""
+
+
+class Epochs:
+    """The epochs of one attempt.
+
+    Args:
+        resize, wanted: how many are to go on after a death; and how many there are to be now, None where nobody asks for more.
+        newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
+        keeper: of the first epoch.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        resize: Resize,
+        wanted: Wanted,
+        newcomer: Callable[[int, Mapping[str, str], list[int], list[str]], Child],
+        keeper: Keeper,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._resize, self._wanted, self._newcomer, self._clock = resize, wanted, newcomer, clock
+        self._note, self._order = Note(), Order(1, tuple(range(num)), service="given by the environment")
+        self._note.write(self._order.text())
+        self._ready: dict[int, Note] = {}
+        self._children: dict[int, Child] = {}
+        self._keepers, self._holders = [keeper], list[socket.socket]()
+        self._since: float | None = None  # all are waited for
+        self._coming: Order | None = None  # newcomers are started for it, and everybody trains
+        self._dismissed: set[int] = set()
+        self._refused = 0
+        self._looked, self._best, self._idle = clock(), -1, 0
+        self.gave_up = ""
+
+    # ---- what a process is given ---------------------------------------------------------------------------------------
+
+    def given(self, process: int, born: int = 1) -> tuple[Mapping[str, str], list[int]]:
+        """Returns variables and open descriptors of one process."""
+        if process in self._ready:
+            self._ready[process].close()
+        ready = self._ready[process] = Note()
+        told = {ORDER_FILE: self._note.path, READY_FILE: ready.path, MEMBER: str(process), BORN: str(born)}
+        return told, [self._note.descriptor, ready.descriptor]
+
+    def take(self, child: Child) -> Child:
+        """Takes note of a started process."""
+        self._children[child.process] = child
+        return child
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who is in the newest epoch, in the order of their ranks."""
+        return self._order.members
+
+    # ---- deaths --------------------------------------------------------------------------------------------------------
+
+    def goes_on(self, child: Child) -> bool:
+        """Returns whether the others go on without a process that has ended; tells them."""
+        assert child.exit is not None
+        if child.process in self._dismissed:
+            self._dismissed.discard(child.process)
+            return True
+        if self._coming is not None and child.process in self._coming.members[len(self._order.members) :]:
+            self._say(
+                f"process {child.process}, which was to join, has ended; {len(self._order.members)} go on as before"
+            )
+            self._refused = len(self._coming.members)  # asked for again when the number changes
+            self._dismiss(self._coming)
+            return True
+        if self.gave_up or not lost([child.exit]) or child.process not in self._order.members:
+            return False
+        living = [p for p in self._order.members if self._children[p].exit is None]
+        size = self._resize(len(self._order.members), 1)
+        if len(living) < LEAST - 1 or size is None or size[0] < LEAST or self._is_idle():
+            return False
+        if self._coming is not None:
+            self._dismiss(self._coming)
+        self._begin(living, child.process, size, f"process {child.process}: {ended_by(child.exit)}")
+        return True
+
+    def _begin(self, living: list[int], dead: int, size: tuple[int, list[str]], why: str) -> None:
+        processes, overrides = size
+        members = [p for p in self._order.members if p in living]
+        for process in members[processes:]:
+            self._send_home(process)
+        members = members[:processes]
+        free = [p for p in (dead, *range(processes + len(self._children))) if p not in members]
+        more = list(dict.fromkeys(free))[: processes - len(members)]
+        if more and more[0] == dead:  # its place, and with it its rank
+            members.insert(min(self._order.members.index(dead), len(members)), more.pop(0))
+            started = [dead]
+        else:
+            started = []
+        members, started = [*members, *more], [*started, *more]
+        self._order = Order(self._order.number + 1, tuple(members), overrides=tuple(overrides), why=why)
+        self._note.write(self._order.text())
+        self._since = self._clock()
+        self._say(f"{why}; {len(living)} go on in this start, as {len(members)} processes (epoch {self._order.number})")
+        self._prepare(processes)
+        for process in started:
+            self._start(process, self._order)
+
+    def _is_idle(self) -> bool:
+        """Returns whether epochs come and go and no step is done."""
+        steps = [step for c in self._children.values() if (step := step_of(c.step.read())) is not None]
+        newest = max(steps, default=-1)
+        self._idle = 0 if newest > self._best else self._idle + 1
+        self._best = max(self._best, newest)
+        return self._idle >= MOST_IDLE
+
+    # ---- every turn of the launcher ------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Does what is due; returns False where all have to be started anew."""
+        now = self._clock()
+        if self._coming is not None and any(self._is_done(p) for p in self._order.members):
+            self._dismiss(self._coming)
+        if self._since is not None:
+            gone = [p for p in self._order.members if self._children[p].exit is not None]
+            if gone or now - self._since > READY_S:
+                self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {READY_S:g} s"
+                self._say(f"epoch {self._order.number} is given up: {self.gave_up}")
+                self._since = None
+                return False
+            if all(self._is_ready(p, self._order.number) for p in self._order.members):
+                self._go()
+        elif self._coming is not None:
+            new = self._coming.members[len(self._order.members) :]
+            if all(self._is_ready(p, self._coming.number) for p in new):
+                self._order, self._coming, self._since = self._coming, None, now
+                self._note.write(self._order.text())
+        elif now - self._looked > LOOK_EVERY_S:
+            self._looked = now
+            self._grow()
+        return True
+
+    def _is_done(self, process: int) -> bool:
+        return self._children[process].exit is not None
+
+    def _is_ready(self, process: int, number: int) -> bool:
+        return ready_of(self._ready[process].read()) >= number
+
+    def _prepare(self, num: int) -> None:
+        """Starts the process of the next service while the others leave: importing takes it a moment."""
+        for keeper in self._keepers[1:]:
+            if keeper.ended() is not None:
+                self._keepers.remove(keeper)
+                keeper.kill()
+        self._keepers.append(Keeper(num, -1, start))
+
+    def _go(self) -> None:
+        """Tells all members where they meet."""
+        holder, port = reserve_port()
+        self._holders.append(holder)
+        if len(self._holders) > 2:
+            self._holders.pop(0).close()
+        service = f"127.0.0.1:{port}"
+        self._keepers[-1].listen(service)
+        self._order = dataclasses.replace(self._order, service=service)
+        self._note.write(self._order.text())
+        self._since = None
+        for keeper in self._keepers[:-1]:
+            keeper.shutdown()  # it stays until nobody is connected to it
+
+    def _grow(self) -> None:
+        """Starts newcomers where more processes are wanted; the others train until those can join."""
+        now = len(self._order.members)
+        size = self._wanted(now)
+        if size is None or size[0] <= now or size[0] == self._refused:
+            self._refused = 0 if size is None else self._refused
+            return
+        free = [p for p in range(size[0] + len(self._children)) if p not in self._order.members]
+        more = free[: size[0] - now]
+        self._coming = Order(
+            self._order.number + 1,
+            (*self._order.members, *more),
+            planned=True,
+            overrides=tuple(size[1]),
+            why=f"{size[0]} processes are wanted",
+        )
+        self._say(
+            f"{size[0]} processes are wanted instead of {now}: {len(more)} more are started, and join as soon as they can"
+        )
+        self._prepare(size[0])
+        for process in more:
+            self._start(process, self._coming)
+
+    def _start(self, process: int, order: Order) -> None:
+        variables, descriptors = self.given(process, order.number)
+        place = {NUM_PROCESSES: str(len(order.members)), PROCESS_ID: str(order.members.index(process))}
+        variables = {**variables, **place}  # as its environment says it; the order that it waits for decides
+        self.take(self._newcomer(process, variables, descriptors, list(order.overrides)))
+
+    def _dismiss(self, order: Order) -> None:
+        for process in order.members[len(self._order.members) :]:
+            if self._children[process].exit is None:
+                self._send_home(process)
+        self._coming = None
+
+    def _send_home(self, process: int) -> None:
+        """Ends a process that nobody needs."""
+        child = self._children[process]
+        child.told_to_end = True
+        self._dismissed.add(child.process)
+        send(child.popen.pid, signal.SIGKILL)
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Ends what is left."""
+        for keeper in self._keepers[1:]:
+            keeper.kill()
+        for note in (self._note, *self._ready.values()):
+            note.close()
+        for holder in self._holders:
+            holder.close()
