@@ -250,8 +250,7 @@ def launch(
         from spmdkit.elastic import Elastic
 
         sizes = Elastic(context.args, elastic, num, devices_per_process)
-        devices_per_process, resize = sizes.devices_per_process, sizes.resize
-        wanted = sizes.wanted if sizes.in_process else None
+        devices_per_process, resize, wanted = sizes.devices_per_process, sizes.resize, sizes.wanted
     script = [] if context.args[0].endswith(".py") else ["-m", "spmdkit"]
     code = run(
         [sys.executable, *script, *context.args],

@@ -42,7 +42,8 @@ class Elastic:
 
     Attributes:
         devices_per_process: the same for all sizes.
-        in_process: whether processes go on without their dead.
+        wanted: where processes go on without their dead: processes now -> what `resize` returns of the number in the file `processes`, None unless that is
+            larger.
 
     Raises:
         ConfigError: see the messages.
@@ -57,7 +58,7 @@ class Elastic:
         config = load_config(Path(command[1]), list(command[2:]))
         self._batch, self._mesh = config.batch_size, config.mesh.sizes()
         self._run_dir = config.resolved_run_dir()
-        self.in_process = config.elastic.in_process
+        self.wanted = self._wanted if config.elastic.in_process else None
         self._start = _microbatches(config)
         self.devices_per_process = devices_per_process or _devices(config, num)
         if -1 not in self._mesh.values() and self._least < self._most:
@@ -94,8 +95,7 @@ class Elastic:
         size = self.after(before, lost)
         return None if size is None else (size.processes, [f"microbatches={size.microbatches}"])
 
-    def wanted(self, now: int) -> tuple[int, list[str]] | None:
-        """Returns the same of the number in the file `processes` where that is larger than `now`, otherwise None."""
+    def _wanted(self, now: int) -> tuple[int, list[str]] | None:
         asked = self._allowed()
         size = self.after(now, 0) if asked is not None and asked > now else None
         return (

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 
-from spmdkit import compat, compat_gloo
+from spmdkit import compat, compat_epochs, compat_gloo
 from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
@@ -83,7 +83,7 @@ def join(
         compat_gloo.advertise(told.address)
         notes += (told.said,) if told.said else ()
         if epoch is not None:
-            compat.let_others_die()
+            compat_epochs.let_others_die()
         notes += open_to_all(spec, _initialize(spec, is_first=epoch is None or epoch.number == 1))
     with epoch.noticed if epoch is not None else nullcontext():
         found = jax.devices("cpu") if num_cpu is not None else jax.devices()

@@ -40,6 +40,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         *_precision(config),
         *_deterministic(config),
         *_without_effect(config),
+        *_elastic(config),
     ]
 
 
@@ -346,6 +347,16 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             ("checkpoint", "best"),
             "needs evaluations while training, found eval.every_steps: null. Try eval: {every_steps: 100}.",
         )
+    if config.profile and (last := config.profile.start + config.profile.steps - 1) > config.steps:
+        yield Problem(
+            ("profile",),
+            f"asks for steps {config.profile.start} to {last}, found steps: {config.steps}. The trace lies within the "
+            f"run. Try profile: {{start: {max(1, config.steps - config.profile.steps + 1)}, "
+            f"steps: {min(config.profile.steps, config.steps)}}}.",
+        )
+
+
+def _elastic(config: Settings) -> Iterator[Problem]:
     if not config.elastic.in_process and config.elastic.peer_every != type(config.elastic)().peer_every:
         yield Problem(
             ("elastic", "peer_every"),
@@ -356,13 +367,6 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             ("elastic", "in_process"),
             "is true, and with sync: parameter_server there is no step of all processes to go back to. A worker that dies is started again there anyway. "
             "Remove it.",
-        )
-    if config.profile and (last := config.profile.start + config.profile.steps - 1) > config.steps:
-        yield Problem(
-            ("profile",),
-            f"asks for steps {config.profile.start} to {last}, found steps: {config.steps}. The trace lies within the "
-            f"run. Try profile: {{start: {max(1, config.steps - config.profile.steps + 1)}, "
-            f"steps: {min(config.profile.steps, config.steps)}}}.",
         )
 
 

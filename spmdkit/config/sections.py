@@ -340,19 +340,6 @@ class OnSpike(Section):
     )
 
 
-class Elastic(Section):
-    """How a job goes on without a process that dies, under launch --elastic MIN:MAX."""
-
-    in_process: fields.Flag = Field(
-        default=False,
-        description="The other processes go on, with the state from their memory; false: all are started again, from the newest checkpoint. CPU devices.",
-    )
-    peer_every: fields.Count = Field(
-        default=10,
-        description="Steps between two copies of the state in the memory of its processes, each shard on two of them: as many are repeated at most.",
-    )
-
-
 class CheckCopies(Section):
     """Whether copies of the train state on several devices still have the same bits."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from spmdkit.config import fields, problems
+from spmdkit.config.elastic import ElasticOptions
 from spmdkit.config.fields import Section
 from spmdkit.config.sections import (
     Attention,
@@ -17,7 +18,6 @@ from spmdkit.config.sections import (
     ClusterOptions,
     CompileCache,
     Data,
-    Elastic,
     Eval,
     Layout,
     Log,
@@ -132,7 +132,9 @@ class Settings(Section):
     watchdog: Watchdog | None = Field(
         default_factory=Watchdog, description="How long nothing may happen before the job ends; null: for ever."
     )
-    elastic: Elastic = Field(default_factory=Elastic, description="How a job goes on without a process that dies.")
+    elastic: ElasticOptions = Field(
+        default_factory=ElasticOptions, description="How a job goes on without a process that dies."
+    )
     preemption: list[fields.NamedChoice] = Field(
         default_factory=list,
         description="Who is asked whether this machine is about to be taken away, beside SIGTERM and SIGUSR1: gce, aws, {file: {path: /run/preempt}}. At a notice "

@@ -22,12 +22,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from spmdkit import compat
+from spmdkit import compat, compat_epochs
 from spmdkit.checkpoint import storage_counters
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.join import Epoch
 from spmdkit.cluster.spec import ClusterSpec
-from spmdkit.epochs.memory import Copier, Held, Memory
+from spmdkit.epochs.memory import Copier, FromMemory, HostMemory
 from spmdkit.epochs.sharing import completed, found
 from spmdkit.epochs.wires import Wires
 from spmdkit.errors import (
@@ -67,7 +67,7 @@ class Epochs:
 
     def __init__(self, orders: Orders, every: int):
         self._orders, self._every = orders, every
-        self.number, self.memory, self.why = orders.born, Memory(), ""
+        self.number, self.memory, self.why = orders.born, HostMemory(), ""
         self._order: Order | None = None  # the next one
         self._called, self._gone = threading.Event(), threading.Event()
         self._wires = Wires()
@@ -186,7 +186,7 @@ class Epochs:
             return None
         step, holders = where
         snapshot = completed(cluster, self.memory, step, holders, program.abstract_state)
-        state, record, lines = restore(Held(snapshot), step, program)
+        state, record, lines = restore(FromMemory(snapshot), step, program)
         self.memory.forget()  # what is kept next is of the new mesh
         return step, state, record, lines
 
@@ -210,7 +210,7 @@ class Epochs:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what a save had not begun yet
             gc.collect()
-        compat.leave_backend()
+        compat_epochs.leave_backend()
         self._gone.set()  # now: what was in flight may have begun to connect to others meanwhile
         if self._thread is not None:
             self._thread.join()

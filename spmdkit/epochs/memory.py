@@ -1,4 +1,4 @@
-"""`Memory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that one of them may die.
+"""`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that one of them may die.
 
 Every `elastic.peer_every` steps each process copies its own shards from the devices; of the leaves of which some shard is on one process alone (ZeRO, fsdp, tensor) each
 device also sends its shard to the same device of the next process, by one permutation. A process that dies takes nothing with it that its neighbour has not.
@@ -32,7 +32,7 @@ Place = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class Parts:
     """What this process holds of one leaf."""
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Snapshot:
 
     step: int
     record: str
-    leaves: dict[str, Leaf]
+    leaves: dict[str, Parts]
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +75,7 @@ def common(one: Place, other: Place) -> Place | None:
     return both if all(begin < end for begin, end in both) else None
 
 
-class Memory:
+class HostMemory:
     """The snapshots of one process; they outlive its backends."""
 
     def __init__(self) -> None:
@@ -166,17 +166,17 @@ def _on_device(path: str, leaf: Any) -> jax.Array:
     return leaf  # type: ignore[no-any-return]
 
 
-def _own(leaf: jax.Array) -> Leaf:
+def _own(leaf: jax.Array) -> Parts:
     """Returns the shards of this process, copied: the memory of the device goes to the next step."""
     parts: dict[Place, np.ndarray] = {}
     for shard in leaf.addressable_shards:
         place = place_of(shard.index, leaf.shape)
         if place not in parts:
             parts[place] = np.array(shard.data)
-    return Leaf(leaf.shape, np.dtype(leaf.dtype), parts)
+    return Parts(leaf.shape, np.dtype(leaf.dtype), parts)
 
 
-class Held:
+class FromMemory:
     """A snapshot in the place of the checkpoints of a directory, for `program.restoring.restored`."""
 
     def __init__(self, snapshot: Snapshot):
@@ -192,11 +192,11 @@ class Held:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), made), json.loads(self._snapshot.record)
 
 
-def _placed(leaf: Leaf, asked: Any) -> jax.Array:
+def _placed(leaf: Parts, asked: Any) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, asked.sharding, functools.partial(whole, leaf))
 
 
-def whole(leaf: Leaf, index: Any) -> np.ndarray:
+def whole(leaf: Parts, index: Any) -> np.ndarray:
     """Returns what is at a tuple of slices, put together of the parts that overlap with it."""
     wanted = place_of(index, leaf.shape)
     if wanted in leaf.parts:

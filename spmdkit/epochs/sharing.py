@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.cluster import Cluster
-from spmdkit.epochs.memory import Leaf, Memory, Place, Snapshot, common, place_of, size_of
+from spmdkit.epochs.memory import HostMemory, Parts, Place, Snapshot, common, place_of, size_of
 from spmdkit.tree import named_leaves
 
 PIECE_BYTES = 1 << 22
@@ -69,7 +69,7 @@ def newest_whole(by_process: list[list[Said]]) -> int | None:
     return None
 
 
-def found(cluster: Cluster, memory: Memory, least: int) -> tuple[int, list[Said | None]] | None:
+def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[Said | None]] | None:
     """Returns (step, what each process holds of it) of the newest state that the processes have together, None where it is older than `least` or there is none."""
     texts = cluster.gather("memory", json.dumps([told(snapshot) for snapshot in memory.kept]))
     by_process = [[said(value) for value in json.loads(text)] for text in texts]
@@ -79,7 +79,9 @@ def found(cluster: Cluster, memory: Memory, least: int) -> tuple[int, list[Said 
     return step, [next((each for each in of_one if each.step == step), None) for of_one in by_process]
 
 
-def completed(cluster: Cluster, memory: Memory, step: int, holders: list[Said | None], abstract_state: Any) -> Snapshot:
+def completed(
+    cluster: Cluster, memory: HostMemory, step: int, holders: list[Said | None], abstract_state: Any
+) -> Snapshot:
     """Returns the snapshot of `step` with everything that this process needs on the new mesh, received from the others where it lacks it. On all processes."""
     first = next(i for i, each in enumerate(holders) if each is not None)
     leaves = holders[first].leaves  # type: ignore[union-attr]
@@ -89,7 +91,9 @@ def completed(cluster: Cluster, memory: Memory, step: int, holders: list[Said | 
         cluster.put("memory's record", mine.record)
     record = cluster.get("memory's record")
     if mine is None:
-        mine = Snapshot(step, record, {path: Leaf(shape, _dtype(dtype), {}) for path, (shape, dtype) in leaves.items()})
+        mine = Snapshot(
+            step, record, {path: Parts(shape, _dtype(dtype), {}) for path, (shape, dtype) in leaves.items()}
+        )
     needed = _needed(cluster.num_processes, leaves, abstract_state)
     stream = list(_lacking(holders, needed, leaves))
     wants = {path for path, _, _, wanting in stream if cluster.process_index in wanting}

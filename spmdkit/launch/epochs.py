@@ -1,4 +1,4 @@
-"""`Epochs`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what they do, and where they meet again.
+"""`Succession`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what they do, and where they meet again.
 
     a member dies       -> order k: who the members of epoch k are; newcomers are started for it
     all say ready k     -> a coordination service of its own for epoch k, and its address
@@ -37,7 +37,7 @@ Wanted = Callable[[int], "tuple[int, list[str]] | None"]
 """Processes now -> the same of more processes, None where nobody asks for them."""
 
 
-class Epochs:
+class Succession:
     """The epochs of one attempt.
 
     Args:

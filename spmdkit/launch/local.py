@@ -28,7 +28,7 @@ from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.keeper import Keeper, reserve_port
 from spmdkit.launch import pinning
 from spmdkit.launch.cause import Exit, cause, coded, ended_by, lost
-from spmdkit.launch.epochs import Epochs, Resize, Wanted
+from spmdkit.launch.epochs import Resize, Succession, Wanted
 from spmdkit.launch.logs import Logs
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import start
@@ -178,7 +178,7 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         if keeper is not None:
             keeper.listen(service)
             if job.epochs is not None:
-                epochs = Epochs(job.num_processes, *job.epochs, starter.newcomer, keeper)
+                epochs = Succession(job.num_processes, *job.epochs, starter.newcomer, keeper)
         for process in range(job.num_processes):
             more: tuple[Mapping[str, str], list[int]] = ({}, []) if epochs is None else epochs.given(process)
             child = starter.start(process, *more)
@@ -221,7 +221,7 @@ def _pinned(job: Job) -> list[dict[str, str]]:
     return shown
 
 
-def _turn(look: Callable[[], None], epochs: Epochs, supervisor: Supervisor) -> None:
+def _turn(look: Callable[[], None], epochs: Succession, supervisor: Supervisor) -> None:
     look()
     if not epochs.turn():
         supervisor.end_all()

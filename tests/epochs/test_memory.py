@@ -12,7 +12,7 @@ from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import MemoryStore
 from spmdkit.epochs import memory as rooms
 from spmdkit.epochs import sharing
-from spmdkit.epochs.memory import Copier, Held, Leaf, Memory, Snapshot, place_of
+from spmdkit.epochs.memory import Copier, FromMemory, HostMemory, Parts, Snapshot, place_of
 from spmdkit.epochs.sharing import Said, newest_whole
 from spmdkit.errors import ConfigError
 
@@ -34,16 +34,16 @@ def test_a_state_comes_back_on_another_mesh_with_the_same_bits():
     before = state(mesh(2, 4))
     snapshot = Copier(mesh(2, 4), 0).take(7, before, {"seed": 1})
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(mesh(1, 3)))
-    after, record = Held(snapshot).restore(7, abstract)
+    after, record = FromMemory(snapshot).restore(7, abstract)
     assert record == {"seed": 1}
     for name, leaf in before.items():
         assert np.asarray(after[name]).tobytes() == np.asarray(leaf).tobytes() and after[name].dtype == leaf.dtype
         assert after[name].sharding == abstract[name].sharding
-    assert Held(snapshot).read_tree(7)["half"] == ((24,), "bfloat16")
+    assert FromMemory(snapshot).read_tree(7)["half"] == ((24,), "bfloat16")
 
 
 def test_a_snapshot_is_a_copy_and_the_two_newest_stay():
-    kept, copier = Memory(), Copier(mesh(2, 2), 0)
+    kept, copier = HostMemory(), Copier(mesh(2, 2), 0)
     current = state(mesh(2, 2))
     for step in (1, 2, 3):
         kept.put(copier.take(step, current, {}))
@@ -71,7 +71,7 @@ def test_shards_that_one_process_alone_holds_are_sent_on(monkeypatch):
     def of_one(leaf):
         whole = own(leaf)
         mine = [place_of(s.index, leaf.shape) for s in leaf.addressable_shards if four[s.device] == 1]
-        return Leaf(whole.shape, whole.dtype, {place: whole.parts[place] for place in mine})
+        return Parts(whole.shape, whole.dtype, {place: whole.parts[place] for place in mine})
 
     monkeypatch.setattr(rooms, "_own", of_one)
     parts = copier.take(1, {"w": put}, {}).leaves["w"].parts
@@ -120,7 +120,9 @@ def test_a_stream_in_pieces_brings_the_bits(monkeypatch):
         "n": np.float32(-0.0),
     }
     places = {path: tuple((0, size) for size in x.shape) for path, x in whole.items()}
-    mine = Snapshot(1, "{}", {path: Leaf(x.shape, x.dtype, {places[path]: np.asarray(x)}) for path, x in whole.items()})
+    mine = Snapshot(
+        1, "{}", {path: Parts(x.shape, x.dtype, {places[path]: np.asarray(x)}) for path, x in whole.items()}
+    )
     stream = [(path, place, 0, frozenset({0})) for path, place in places.items()]
     got = sharing._received(cluster, mine, stream)
     for path, x in whole.items():

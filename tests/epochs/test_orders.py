@@ -8,7 +8,7 @@ import pytest
 
 from spmdkit.launch import epochs as rooms
 from spmdkit.launch.cause import Exit
-from spmdkit.launch.epochs import Epochs
+from spmdkit.launch.epochs import Succession
 from spmdkit.launch.supervise import Note
 from spmdkit.order import Order, Orders, order_of, ready_of
 
@@ -40,7 +40,7 @@ class Job:
         OPEN.append(self)
         self.opened = []
         self.now, self.started, self.killed = 0.0, [], []
-        self.epochs = Epochs(num, after, wanted, self.newcomer, Keeper(num), clock=lambda: self.now)
+        self.epochs = Succession(num, after, wanted, self.newcomer, Keeper(num), clock=lambda: self.now)
         self.orders = {}
         for process in range(num):
             self.child(process, *self.epochs.given(process))
