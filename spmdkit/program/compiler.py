@@ -25,6 +25,7 @@ Source: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (the same opti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,32 @@ _DETERMINISTIC_GPU: Mapping[str, Value] = {
     "xla_gpu_deterministic_ops": True,  # and no autotuning, which chooses by time
     "xla_gpu_exclude_nondeterministic_ops": True,  # what has no such form ends the compilation
 }
+
+
+_QUICK: Mapping[str, Value] = {
+    "xla_cpu_use_fusion_emitters": False,  # the older emitter
+    "xla_cpu_parallel_codegen_split_count": 1,  # one LLVM module a program
+}
+
+
+@functools.cache
+def quick_options() -> Mapping[str, Value]:
+    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time, those that it knows in this version.
+
+    There are none where JAX computes on something else.
+    """
+
+    def is_known(name: str) -> bool:
+        if jax.default_backend() != "cpu":
+            return False
+        alone: Any = {name: _QUICK[name]}
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options=alone)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return {name: _QUICK[name] for name in _QUICK if is_known(name)}
 
 
 def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]:

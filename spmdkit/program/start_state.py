@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
     )
-    inner = optax.with_extra_args_support(optimizer)
+    inner = _with_any_extra(optimizer)
     if config.clip_norm is None:
         return inner
     clip = optax.clip_by_global_norm(config.clip_norm)
@@ -149,5 +150,22 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
             grads, clip.init(params), params
         )  # which has no state: the optimizer's stays as its author knows it
         return inner.update(clipped, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _with_any_extra(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that may be given anything beside a gradient, and takes of it what it knows.
+
+    optax asks that of every one that takes more than a gradient; `optax.contrib.sam` (0.2.8) takes `grad_fn` and nothing else.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+    parameters = inspect.signature(inner.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return inner
+    known = {p.name for p in parameters}
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return inner.update(grads, state, params, **{name: x for name, x in extra.items() if name in known})
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

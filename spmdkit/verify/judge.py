@@ -30,6 +30,9 @@ from spmdkit.verify.plain import plain
 from spmdkit.verify.subject import Results, Setting, Subject
 from spmdkit.verify.unpadded import Unpadded
 
+MOST_KEPT = 8
+"""Cases after which JAX forgets what it has traced and compiled."""
+
 
 class Reference(NamedTuple):
     """One device: its results, how far it may be missed, how far one ulp in the input moves it, what is noise, and the type of that ulp."""
@@ -53,6 +56,7 @@ class Judge:
         self.subject, self._folder, self.locate = subject, folder, locate
         self._references: dict[str, Reference] = {}
         self._locator = Locator(subject)
+        self._kept = 0
 
     # ---- references --------------------------------------------------------------------------------------------------
 
@@ -87,10 +91,11 @@ class Judge:
     def _make(self, setting: Setting) -> Reference:
         subject = self.subject
         program = self._plain_program(setting)
-        results = subject.run(program, evaluate=True)
+        evaluate = self._is_of_cases(setting)
+        results = subject.run(program, evaluate=evaluate)
 
         def probe(i: int) -> Results:
-            return subject.run(program, evaluate=True, moved=one_ulp(np.random.default_rng(i), dtype))
+            return subject.run(program, evaluate=evaluate, moved=one_ulp(np.random.default_rng(i), dtype))
 
         dtype = working_dtype(program) if subject.dtype == "float64" else subject.dtype
         probes = [probe(i) for i in range(compare.NUM_PROBES)]
@@ -103,14 +108,18 @@ class Judge:
     def _plain_program(self, setting: Setting) -> Program | Unpadded:
         # A mutant's short batches are not the user's: a loss that only ever has full ones may mix examples as it likes.
         as_configured = setting.short == self.subject.short
-        first = as_configured and setting.microbatches == 1 and setting.clip_norm is None
-        program = self.subject.program(setting, probe=first)
+        first = self._is_of_cases(setting) and setting.microbatches == 1
+        program = self.subject.program(setting, probe=first, evaluated=self._is_of_cases(setting))
         if not (as_configured and setting.short and setting.microbatches == 1) or program.schedule.always_full:
             return program
         if first:
             (_, batch), *_ = program.batches(stop=1)
             program.check_padding(program.init(), batch)
         return Unpadded(program)
+
+    def _is_of_cases(self, setting: Setting) -> bool:
+        """Returns whether cases are compared with a setting, and not mutants alone, which evaluate nothing."""
+        return setting.short == self.subject.short and setting.clip_norm is None
 
     def against_plain_jax(self) -> dict[str, Any]:
         """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable` with the reason."""
@@ -119,7 +128,7 @@ class Judge:
             return {"not_applicable": "the task's own train_step differentiates; there is no loss to compare it with"}
         setting = Setting({}, short=self.subject.short, plain=True)
         reference = self.reference(setting)
-        program = self.subject.program(setting)
+        program = self.subject.program(setting, evaluated=False)
         (_, batch), *_ = program.batches(stop=1)
         right, taken = plain(program, loss_fn, program.init(), batch), reference.results.batches[0]
         errors = leaf_errors(taken.gradient, right.gradient)
@@ -148,7 +157,7 @@ class Judge:
                 "skipped": "this is the reference itself: with model state, batch statistics are those of a microbatch"
             }
         try:
-            program = self.subject.program(setting)
+            program = self.subject.program(setting, evaluated=whole)
         except ConfigError as error:
             return name | {"skipped": _first_line(error)}
         found = self.subject.run(program, evaluate=whole, restore=whole)
@@ -162,8 +171,14 @@ class Judge:
             outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
             outcome |= self._located(setting, program, finding) if self.locate else {}
         del program
-        jax.clear_caches()
+        self._forget()
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
+
+    def _forget(self) -> None:
+        """Frees what JAX keeps of programs that are over, after every few: what the next one has in common with them need not be traced again."""
+        self._kept = (self._kept + 1) % MOST_KEPT
+        if self._kept == 0:
+            jax.clear_caches()
 
     def _located(self, setting: Setting, program: Program, finding: Deviation) -> dict[str, Any]:
         """Returns `located`: the first value of the step that differs, or the reason why there is no single line to tell."""
@@ -206,7 +221,7 @@ class Judge:
     def _differs(self, setting: Setting) -> bool:
         expected = self._one(Setting({}, short=self.subject.short, plain=True))
         try:
-            found = self.subject.run(self.subject.program(setting))
+            found = self.subject.run(self.subject.program(setting, evaluated=False))
         except SpmdkitError:
             return False
         found.batches, results = found.batches[:1], expected.results
@@ -230,6 +245,8 @@ class Judge:
             if "not_applicable" not in tried:
                 return outcome | tried | {"seconds": round(time.perf_counter() - begin, 2)}
             reason = reason or tried["not_applicable"]
+            if tried["not_applicable"] == mutant.unused:
+                break  # a program that is legal, and calls nothing of what is changed: no more on the other meshes
         return outcome | {"not_applicable": reason}
 
     def _known(self, num_devices: int) -> mutants.Known:
@@ -241,6 +258,7 @@ class Judge:
         short = setting.short or self.subject.short
         asked, setting = setting, Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
         try:
+            jax.clear_caches()  # a part of the step that JAX has traced without the mistake would be taken again
             with mutant.apply(setting) as acted:
                 program = self.subject.program(setting, evaluated=False)
                 if mutant.traced and not acted:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from spmdkit.program import compiler
 from spmdkit.program.program import Program
 from spmdkit.tree import is_key, named_leaves
 from spmdkit.verify.instruments import one_ulp
@@ -87,7 +88,7 @@ def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequen
     program = Tapped(closed, wanted)
     order: list[Place] = []
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options={**compiler.quick_options()})
     def run(*given: Any) -> Any:
         results, taps = program(*given)
         order[:] = taps

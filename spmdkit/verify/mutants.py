@@ -104,16 +104,21 @@ def _accumulating(known: Known) -> list[Setting] | str:
     return [Setting({axis: known.num_devices}, microbatches=2) for axis in ("data", "fsdp")]
 
 
-def _cut(axis: str) -> Settings:
-    """Returns the settings in which a model axis is larger than one."""
+def _cut(axis: str, needs: str = "", otherwise: str = "") -> Settings:
+    """Returns the settings in which a model axis is larger than one; of a task that does not call `needs`, what it is `otherwise`."""
 
     def settings(known: Known) -> list[Setting] | str:
+        if needs and needs not in known.uses:
+            return otherwise
         num = known.num_devices
         meshes = [{"data": num // 2, axis: 2}, {"data": num // 4, axis: 4}, {axis: num}]
         return [Setting({a: n for a, n in mesh.items() if n > 1}) for mesh in meshes if 0 not in mesh.values()]
 
     return settings
 
+
+NO_RING = "the loss uses no ring: sk.attention with attention.context: ring"
+NO_PIPELINE = "the loss uses no sk.pipeline"
 
 MUTANTS = (
     Mutant("reduction_dropped", "every replica keeps its own sums", _replicas(), mistakes.reducing(mistakes.dropped)),
@@ -250,16 +255,16 @@ MUTANTS = (
     Mutant(
         "wrong_ring_step",
         "keys and values skip a device of the ring",
-        _cut("context"),
+        _cut("context", "attention", NO_RING),
         mistakes.seam(ring_attention, "ring_shift", mistakes.one_step_too_far),
-        unused="the loss uses no ring: sk.attention with attention.context: ring",
+        unused=NO_RING,
     ),
     Mutant(
         "stage_gradient_dropped",
         "the layers of the last stage get no gradient",
-        _cut("pipeline"),
+        _cut("pipeline", "pipeline", NO_PIPELINE),
         mistakes.last_stage_without_gradient,
-        unused="the loss uses no sk.pipeline",
+        unused=NO_PIPELINE,
     ),
     Mutant(
         "checkpoint_loses_leaf",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spmdkit.program import compiler
 from spmdkit.program.program import Program
 from spmdkit.step import gradient, scope
 from spmdkit.step.returned import checked_loss
@@ -43,5 +44,6 @@ def plain(program: Program, loss_fn: Callable[..., Any], state: TrainState, batc
         by_data = jax.vmap(value, (None, 0), axis_name="data")
         return jax.vmap(by_data, (None, 0), axis_name="replica")(params, rows)[0, 0]
 
-    loss, grads = jax.jit(jax.value_and_grad(over_one_replica))(state.params)
+    both = jax.jit(jax.value_and_grad(over_one_replica), compiler_options={**compiler.quick_options()})
+    loss, grads = both(state.params)
     return Plain(float(loss), flat(grads))

@@ -78,6 +78,7 @@ def related(
 
 def _is_rearranged(x: np.ndarray, right: np.ndarray, near: float) -> bool:
     """Returns whether `x` is `right` with its dims in another order: cut along another dim than the first, or mapped over it."""
+    x = x.squeeze()  # most axes of a mesh have one device
     if x.ndim > MAX_DIMS:
         return True
     orders = itertools.permutations(range(x.ndim))

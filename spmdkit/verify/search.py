@@ -147,7 +147,7 @@ class Search:
         return between, below
 
     def misplaced(self, node: Node) -> list[Node]:
-        """Returns the places of rows that the keys behind a draw are made of, where these are other ones than on one device."""
+        """Returns the places of rows that the keys behind a draw are made of, where these begin to be other ones than on one device."""
         values, found, seen = self.many.program.values, list[Node](), set[Node]()
         todo = self.parents(node)
         while todo:
@@ -158,10 +158,22 @@ class Search:
             seen.add(parent)
             if value.is_key or value.primitive.startswith("random_"):
                 todo += self.parents(parent)
-            elif value.is_index and value.shape:
-                relation, _ = self._compared(parent)
-                found += [parent] * (relation is not None and relation.kind == "differs")
+            elif self._is_place(parent, ("differs",)):
+                found += self._begins(parent)
         return found
+
+    def _begins(self, node: Node) -> list[Node]:
+        """Returns the first of the places of rows that another one comes from: those before it are right."""
+        before = [n for n in self.parents(node) if self._is_place(n, ("differs", None))]
+        return list(dict.fromkeys(m for n in before for m in self._begins(n))) or [node]
+
+    def _is_place(self, node: Node, kinds: tuple[str | None, ...]) -> bool:
+        """Returns whether a value is the places of rows, made of those on one device in one of the ways; None: nothing there stands for it."""
+        value = self.many.program.values[node.place]
+        if not (value.is_index and value.shape):
+            return False
+        relation, _ = self._compared(node)
+        return (None if relation is None else relation.kind) in kinds
 
     # ---- one value ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +195,7 @@ class Search:
 
     def _compared(self, node: Node) -> tuple[Relation | None, Place | None]:
         value = self.many.program.values[node.place]
-        if node.place not in self.many.taps:
+        if value.is_key or node.place not in self.many.taps:
             return None, None
         match = self._match.get(node.place)
         match = match if match in self.one.taps else None

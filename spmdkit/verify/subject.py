@@ -23,6 +23,7 @@ from spmdkit.config import Config, replace_keys
 from spmdkit.data.source import ArraySource
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.mesh import count
+from spmdkit.program import compiler
 from spmdkit.program.program import Program
 from spmdkit.program.start_state import make_optimizer
 from spmdkit.step import agree
@@ -163,6 +164,7 @@ class Subject:
             "eval.batch_size": None,
             "checkpoint": None,
             "profile": None,
+            "compiler_options": {**compiler.quick_options()},  # the user's are of the devices that train
             # In the instrumented optimizer:
             "optimizer": None,
             "learning_rate": None,

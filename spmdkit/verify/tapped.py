@@ -74,7 +74,7 @@ class Value:
         stacked: sizes of the mesh axes over whose devices it is stacked, in order.
         loops: that it is inside of, the outermost first; a value has a dim for each, after those of the devices.
         carried: those of the parents that are of the turn before.
-        is_key: it is a random key, which is no number.
+        is_key: it is a random key, or the data of one, which are no numbers: a loss's plain key is another one on each replica.
         is_index: it depends on no argument, and is an integer or spmdkit's own: a shard's number of rows, what is counted, a replica's place.
     """
 
@@ -163,7 +163,7 @@ class Tapped:
                 dict(at.stacked),
                 at.loops,
                 frozenset(p for before in at.carried for p in before),
-                is_key(var.aval),
+                is_key(var.aval) or eqn.primitive.name == "random_unwrap",
                 by_index and (not at.line.own or getattr(dtype, "kind", "f") in "iub"),
             )
         return [[(*here, i)] for i in range(len(eqn.outvars))]

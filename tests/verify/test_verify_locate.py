@@ -101,6 +101,13 @@ def test_rows_in_another_order_are_right_where_the_mesh_reorders_them_and_choice
     assert relation(np.arange(4), np.array(0)).kind == "differs"  # a device's number has no smallest
 
 
+def test_choices_of_which_as_many_are_true_are_other_ones_on_a_mesh_of_many_axes():
+    many_axes = {"replica": 1, "data": 4, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+    right = np.arange(24).reshape(8, 3) % 5 > 0
+    assert relation(right.reshape(4, 2, 3), right, many_axes) == ("same", "")
+    assert relation(np.roll(right, 1).reshape(4, 2, 3), right, many_axes).kind == "differs"
+
+
 def test_what_is_not_finite_is_the_same_where_it_is_in_both():
     masked = np.where(RIGHT > 0, RIGHT, -np.inf)
     assert relation(masked.reshape(4, 2, 3), masked).kind == "same"
