@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmdkit import cli_bench, cli_checkpoint
+from spmdkit import cli_bench, cli_checkpoint, cli_launch
 from spmdkit.cli_checkpoint import say
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
@@ -208,82 +207,10 @@ def verify(
     raise SystemExit(run_verify(_load(config, overrides), options, certificate=certificate, as_json=json_))
 
 
-@app.command(
+app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: spmdkit launch -n 2 -- train configs/linear_regression.yaml devices=cpu:2",
-)
-def launch(
-    context: typer.Context,
-    num: Annotated[int, typer.Option("-n", help="Processes, on this machine or all together.")],
-    devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
-    max_restarts: Annotated[int, typer.Option(help="How often all are started again after a failure.")] = 0,
-    grace_s: Annotated[
-        float | None, typer.Option(help="Seconds to save and leave after a signal; default: 15, with --on 120.")
-    ] = None,
-    on: Annotated[
-        str | None, typer.Option(help="Elsewhere: slurm, kubernetes, kubeflow, tpu, ray or ssh.", metavar="ENGINE")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Option of the engine.", metavar="NAME=VALUE")
-    ] = None,
-    name: Annotated[str, typer.Option(help="Name of the job, with --on.")] = "spmdkit",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --on: print what would be run, and stop.")] = False,
-    elastic: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MIN:MAX",
-            help="Start again with the processes that are left, the global batch as it was.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Run a spmdkit command, or a script of yours (-- script.py ...), in several processes, here or on a cluster; the first failure ends all."""
-    from spmdkit.launch import launch as run
-
-    _check_launch(context.args, on, elastic, max_restarts, devices_per_process, bool(settings) or dry_run)
-    if on is not None:
-        from spmdkit.launch.engines.submit import launch_on
-
-        raise SystemExit(launch_on(on, context.args, num, settings or (), name, max_restarts, grace_s, dry_run))
-    resize = wanted = None
-    if elastic is not None:
-        from spmdkit.elastic import Elastic
-
-        sizes = Elastic(context.args, elastic, num, devices_per_process)
-        devices_per_process, resize, wanted = sizes.devices_per_process, sizes.resize, sizes.wanted
-    script = [] if context.args[0].endswith(".py") else ["-m", "spmdkit"]
-    code = run(
-        [sys.executable, *script, *context.args],
-        num,
-        devices_per_process,
-        grace_s=15.0 if grace_s is None else grace_s,
-        max_restarts=max_restarts,
-        resize=resize,
-        wanted=wanted,
-    )
-    raise SystemExit(code)
-
-
-def _check_launch(
-    command: list[str], on: str | None, elastic: str | None, max_restarts: int, devices: int | None, is_for_engine: bool
-) -> None:
-    """Refuses options of `launch` that do not go together."""
-    if not command:
-        raise ConfigError(
-            "launch: nothing to run. The command follows two dashes. Try spmdkit launch -n 2 -- train CONFIG."
-        )
-    if on is not None and devices is not None:
-        raise ConfigError("--devices-per-process with --on: processes have the devices of their hosts. Leave it out.")
-    if on is not None and elastic is not None:
-        raise ConfigError(
-            f"--elastic with --on {on}: the number of processes is the engine's. Leave it out, or start here."
-        )
-    if on is None and is_for_engine:
-        raise ConfigError("--set and --dry-run are for --on ENGINE. Leave them out, or add --on slurm.")
-    if elastic is not None and max_restarts < 1:
-        raise ConfigError(
-            f"launch --elastic {elastic}: nothing is started again without --max-restarts. Try --max-restarts 10."
-        )
+)(cli_launch.launch)
 
 
 @app.command(epilog="Example: spmdkit drill configs/linear_regression.yaml devices=cpu:2 --fault kill:1@20")
