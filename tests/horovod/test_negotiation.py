@@ -40,12 +40,23 @@ def test_ranks_that_wait_for_different_names_wait_for_ever():
         (want("a", shapes=[[4]]), "mismatched shapes"),
         (want("a", root=1), "mismatched root"),
         (want("a", prescale=2.0), "mismatched prescale"),
+        (want("a", leaves=["['head']"]), "mismatched names of leaves"),
     ],
 )
 def test_what_ranks_describe_differently_is_an_error_that_says_what_each_has_asked(other, what):
     decision = decide({0: [want("a")], 1: [other]})
     assert not decision.run
     assert what in decision.errors["a"] and "rank 0:" in decision.errors["a"] and "rank 1:" in decision.errors["a"]
+
+
+def test_of_other_names_of_leaves_each_rank_is_told_its_own():
+    names = (["['w']", "['head']"], ["['w']", "['tail']"])
+    error = decide({rank: [want("a", leaves=list(of))] for rank, of in enumerate(names)}).errors["a"]
+    assert (
+        "rank 0: allreduce Sum float32[3] 'a' with ['head'];" in error
+        and "with ['tail']" in error
+        and "['w']" not in error
+    )
 
 
 def test_an_error_of_one_name_leaves_the_others_alone():
