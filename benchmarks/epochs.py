@@ -23,6 +23,9 @@ import threading
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from spmdkit.launch.process import start  # dies with this one
+
 TASK = """
 import time
 import jax, jax.numpy as jnp, numpy as np, optax
