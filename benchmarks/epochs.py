@@ -23,6 +23,9 @@ import threading
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from spmdkit.launch.process import start  # dies with this one
+
 TASK = """
 import time
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -111,7 +114,7 @@ def main() -> None:
         ]
         settings = [f"task_args={{width: {asked.width}, wait: {asked.wait}}}"]
         with open(folder / "out", "w") as out:
-            popen = subprocess.Popen([*command, *settings], cwd=folder, stdout=out, stderr=out, start_new_session=True)
+            popen = start([*command, *settings], cwd=folder, stdout=out, stderr=out, start_new_session=True)
             threading.Thread(target=popen.wait, daemon=True).start()
             try:
                 measured(asked, folder, popen)

@@ -1,7 +1,7 @@
 """`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that one of them may die.
 
 Every `elastic.peer_every` steps each process copies its own shards from the devices; of the leaves of which some shard is on one process alone (ZeRO, fsdp, tensor) each
-device also sends its shard to the same device of the next process, by one permutation. A process that dies takes nothing with it that its neighbour has not.
+device also sends its shard to the same device of another process, by one permutation. A process that dies takes nothing with it that this one has not.
 
 Wire: a shard of these leaves from each device, every `peer_every` steps; nothing where every process holds all (replicas alone).
 Memory of the host: two states of its devices, and as much again of what is sent. Two, since the last one may be whole on some processes only.
@@ -26,6 +26,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.tree import is_key, named_leaves
 
 KEPT = 2
+AWAY = 2
+"""So many processes further is the other copy, with four and more: the one that comes next after a dead one may have to die too (launch/epochs.py, OUT_S)."""
 
 Place = tuple[tuple[int, int], ...]
 """Where a shard lies in its leaf: (begin, end) of each dim."""
@@ -104,7 +106,7 @@ class Copier:
         self._send: Callable[[list[jax.Array]], list[jax.Array]] | None = None
         self._alone: list[str] = []
         devices = list(mesh.devices.flat)
-        self._to = _next_process(devices)
+        self._to = _copied_to(devices)
         self._from: dict[Any, Any] = {devices[there]: devices[here] for here, there in self._to}
 
     def take(self, step: int, state: Any, record: Mapping[str, Any]) -> Snapshot:
@@ -127,7 +129,7 @@ class Copier:
         return Snapshot(step, json.dumps(record, allow_nan=False), kept)
 
     def _sender(self, leaves: list[jax.Array]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        """Returns the program in which each device sends its shards to the same device of the next process."""
+        """Returns the program in which each device sends its shards to the same device of another process."""
         axes = tuple(self._mesh.axis_names)
         specs = [leaf.sharding.spec for leaf in leaves]  # type: ignore[attr-defined]
         shift = lambda shards: [lax.ppermute(x, axes, self._to) for x in shards]
@@ -135,13 +137,14 @@ class Copier:
         return jax.jit(jax.shard_map(shift, mesh=self._mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
 
 
-def _next_process(devices: list[Any]) -> list[tuple[int, int]]:
-    """Returns (position, position of the same device of the next process) for all devices of a mesh, given in its order."""
+def _copied_to(devices: list[Any]) -> list[tuple[int, int]]:
+    """Returns (position, position of the same device of the process that holds its copy) for all devices of a mesh, given in its order."""
     of = dict[int, list[int]]()
     for position, device in enumerate(devices):
         of.setdefault(device.process_index, []).append(position)
     processes = sorted(of)
-    after = dict(zip(processes, [*processes[1:], processes[0]], strict=True))
+    away = AWAY if len(of) > AWAY + 1 else 1
+    after = dict(zip(processes, [*processes[away:], *processes[:away]], strict=True))
     return [pair for p in processes for pair in zip(of[p], of[after[p]], strict=True)]
 
 

@@ -52,10 +52,12 @@ def test_a_snapshot_is_a_copy_and_the_two_newest_stay():
     assert [int(each.leaves["step"].parts[()]) for each in kept.kept] == [8, 9]
 
 
-def test_each_device_sends_to_the_same_device_of_the_next_process():
+def test_each_device_sends_to_the_same_device_of_another_process_that_is_not_next_where_there_are_four():
     of = [0, 0, 2, 2, 1, 1]
-    pairs = rooms._next_process([types.SimpleNamespace(process_index=p) for p in of])
+    pairs = rooms._copied_to([types.SimpleNamespace(process_index=p) for p in of])
     assert sorted(pairs) == [(0, 4), (1, 5), (2, 0), (3, 1), (4, 2), (5, 3)]
+    pairs = rooms._copied_to([types.SimpleNamespace(process_index=p) for p in range(5)])
+    assert pairs == [(0, 2), (1, 3), (2, 4), (3, 0), (4, 1)]
 
 
 def test_shards_that_one_process_alone_holds_are_sent_on(monkeypatch):

@@ -30,7 +30,7 @@ class Keeper:
         pass
 
 
-OPEN = []
+OPEN, KILLED = [], []
 
 
 class Job:
@@ -48,7 +48,12 @@ class Job:
     def child(self, process, variables, descriptors):
         note = Note()
         child = types.SimpleNamespace(
-            process=process, popen=types.SimpleNamespace(pid=-process), exit=None, step=note, told_to_end=False
+            process=process,
+            popen=types.SimpleNamespace(pid=-process),
+            exit=None,
+            step=note,
+            told_to_end=False,
+            said={"phase": "step"},
         )
         order, ready = (os.dup(descriptor) for descriptor in descriptors)
         self.opened += [lambda: os.close(order), lambda: os.close(ready), note.close]
@@ -78,7 +83,8 @@ class Job:
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch):
     monkeypatch.setattr(rooms, "Keeper", Keeper)
-    monkeypatch.setattr(rooms, "send", lambda pid, number: None)
+    monkeypatch.setattr(rooms, "send", lambda pid, number: KILLED.append(-pid))
+    KILLED.clear()
     yield
     while OPEN:
         job = OPEN.pop()
@@ -158,3 +164,15 @@ def test_a_newcomer_that_fails_to_start_is_not_started_again_and_again():
     for job.now in (4.0, 6.0, 8.0):
         assert job.epochs.turn() and len(job.started) == 2
     assert job.orders[0].read().number == 1
+
+
+def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_waited_for():
+    job = Job(4, lambda before, lost: (before - lost, []))
+    job.trains(5)
+    assert job.dies(3)
+    job.epochs._children[1].said = {"phase": "compile"}
+    job.now = rooms.OUT_S - 1
+    assert job.comes(2) and KILLED == []
+    job.now = rooms.OUT_S + 1
+    assert job.comes(2) and job.comes(2) and KILLED == [0]
+    assert job.dies(0) and job.orders[1].read().members == (1, 2)
