@@ -6,7 +6,7 @@ often a body runs) stay with those who ask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -52,6 +52,16 @@ def equations(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
         if into(eqn):
             for below in inner(eqn):
                 yield from equations(below, into)
+
+
+def needed(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[Any]:
+    """Returns those equations that the wanted variables need, in their order."""
+    needs, found = set(map(id, wanted)), []
+    for eqn in reversed(eqns):
+        if any(id(var) in needs for var in eqn.outvars):
+            found.append(eqn)
+            needs.update(map(id, eqn.invars))
+    return found[::-1]
 
 
 def equations_within(jaxpr: Any, around: T, enter: Callable[[Any, T], tuple[T, T]]) -> Iterator[tuple[Any, T]]:

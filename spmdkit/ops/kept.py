@@ -18,6 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from spmdkit import compat
+from spmdkit.jaxprs import needed
 from spmdkit.ops.remat import KEPT
 
 _TYPES = frozenset({"pvary", "pcast"})
@@ -82,7 +83,7 @@ class Linearized:
         """Returns the gradients of the arguments that have one."""
         values = dict(zip(self._wanted, kept, strict=True)) | dict(zip(self._closed.jaxpr.invars, args, strict=True))
         again = [var for var in self._leaves if self._origin.get(var) not in values]
-        computed = iter(self._compute(_needed(self._closed.jaxpr.eqns, again), again, args))
+        computed = iter(self._compute(needed(self._closed.jaxpr.eqns, again), again, args))
 
         def leaf(var: Any) -> jax.Array:
             if (origin := self._origin.get(var)) not in values:
@@ -99,16 +100,6 @@ class Linearized:
         run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(part, self._closed.consts))
         found: list[jax.Array] = run(*args)
         return found
-
-
-def _needed(eqns: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Returns those operations that the wanted variables need."""
-    needed, found = set(map(id, wanted)), []
-    for eqn in reversed(eqns):
-        if any(id(var) in needed for var in eqn.outvars):
-            found.append(eqn)
-            needed.update(map(id, eqn.invars))
-    return found[::-1]
 
 
 def _origins(jaxpr: Any) -> dict[Any, Any]:

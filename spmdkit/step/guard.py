@@ -47,21 +47,45 @@ def guarded(
         gradients: what the optimizer was given, a tree for each call; None: look at the new parameters.
         limit: above which a loss is a spike.
     """
+    code = code_of(context, new.params, metrics, gradients, limit)
+    if code is not None and skips(context):
+        with jax.named_scope(scope.GUARD):
+            skip = is_skipped(context, code)
+            kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
+        new = kept.replace(step=new.step, rng=new.rng)  # of all groups, and the same for ever
+    return new, code
+
+
+def skips(context: scope.Context) -> bool:
+    """Returns whether a step may have to leave everything as it was."""
+    return context.chosen.guard is not None and bool(context.chosen.guard.skips)
+
+
+def is_skipped(context: scope.Context, code: jax.Array) -> jax.Array:
+    """Returns bool[], whether a step of this code leaves everything as it was."""
+    assert context.chosen.guard is not None
+    return code & context.chosen.guard.skips != 0
+
+
+def code_of(
+    context: scope.Context,
+    params: Any,
+    metrics: Mapping[str, Any],
+    gradients: Sequence[Any] | None,
+    limit: jax.Array | None = None,
+) -> jax.Array | None:
+    """Returns the code of a step, as `guarded`; None where nobody looks."""
     asked = context.chosen.guard
     if asked is None:
-        return new, None
+        return None
     with jax.named_scope(scope.GUARD):
         code = jnp.int32(_of_metrics(asked, metrics))
         if limit is not None and "loss" in metrics:
             loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
             code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
         if asked.looks & GRADIENT:
-            code = _with_gradients(context, code, [new.params] if gradients is None else gradients)
-        if asked.skips:
-            skip = code & asked.skips != 0
-            kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
-            new = kept.replace(step=new.step, rng=new.rng)  # of all groups, and the same for ever
-    return new, code
+            code = _with_gradients(context, code, [params] if gradients is None else gradients)
+    return code
 
 
 def _of_metrics(asked: scope.GuardSettings, metrics: Mapping[str, Any]) -> Any:

@@ -18,10 +18,11 @@ from spmdkit.step import scope
 from spmdkit.step.carried import Carried
 from spmdkit.step.forms import whole_kept_specs
 from spmdkit.step.gradient import means_and_grad, whole_rows
-from spmdkit.step.guard import guarded
+from spmdkit.step.guard import code_of, guarded, is_skipped, skips
 from spmdkit.step.metric import is_metric
 from spmdkit.step.returned import RULE, check_metric_names, is_array, shape_of
 from spmdkit.step.state import FIELDS, Mirrored, TrainState, originals
+from spmdkit.step.unless import unless
 from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
 COMPILED_NAME = "train_step"
@@ -110,8 +111,7 @@ def global_step(
         gradients: a list that a trace fills with the shapes of what each call of `sk.value_and_grad` reduces; see `reducer_state.calls_of`.
     """
 
-    def whole_step(state: TrainState, batch: Batch) -> Stepped:
-        state = to_device(state)
+    def stepped(state: TrainState, batch: Batch) -> Stepped:
         rows = whole_rows(context, batch.examples, batch.mask, state.key)
         carried = Carried(state.reducer, gradients)
         with scope.tracing(dataclasses.replace(context, mask=batch.mask, carried=carried)), scope.over(rows):
@@ -119,8 +119,20 @@ def global_step(
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **carried.told}
         new_state = owned(state, new_state, context).replace(reducer=carried.collected())
-        new_state, code = guarded(context, state, new_state, metrics, carried.seen, batch.limit)
-        return new_state, metrics, code
+        return new_state, metrics, code_of(context, new_state.params, metrics, carried.seen, batch.limit)
+
+    def skippable(state: TrainState, batch: Batch) -> tuple[TrainState, Any, jax.Array]:
+        new, metrics, code = stepped(state, batch)
+        assert code is not None
+        return new.replace(step=None, rng=None), (new.step, new.rng, metrics, code), is_skipped(context, code)
+
+    def whole_step(state: TrainState, batch: Batch) -> Stepped:
+        state = to_device(state)
+        if not skips(context):
+            return stepped(state, batch)
+        kept, rest = unless(skippable, state.replace(step=None, rng=None), state, batch)
+        step, rng, metrics, code = rest
+        return kept.replace(step=step, rng=rng), metrics, code
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step
