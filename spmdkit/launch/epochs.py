@@ -28,7 +28,7 @@ READY_S = 120.0
 """How long processes may take to come out of what they do, and newcomers to import."""
 OUT_S = 4.0
 """How long a process may take to come out of a step. The one that sends to the dead one in the ring often stays in Gloo's all-reduce of a small array, though all of its connections
-are shut down (jaxlib 0.10.2, 6 of 8 such kills, 2026-11-23; it looks like a send that waits for the other's receive, and is told of no error): it is killed, and counts as
+are shut down (jaxlib 0.10.2, 9 of 11 kills, 2026-11-23; it looks like a send that waits for the other's receive, and is told of no error): it is killed, and counts as
 another dead one."""
 STUCK = ("step", "data", "waiting")
 """Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
