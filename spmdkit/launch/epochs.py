@@ -26,9 +26,10 @@ from spmdkit.order import Order, ready_of
 
 READY_S = 120.0
 """How long processes may take to come out of what they do, and newcomers to import."""
-OUT_S = 6.0
-"""How long a process may take to come out of a step. One of those next to the dead one sometimes stays in Gloo's all-reduce, though all of its connections are gone
-(jaxlib 0.10.2, 2 of 5 kills on a busy machine, 2026-11-23; not explained): it is killed, and counts as another dead one."""
+OUT_S = 4.0
+"""How long a process may take to come out of a step. The one that sends to the dead one in the ring often stays in Gloo's all-reduce of a small array, though all of its connections
+are shut down (jaxlib 0.10.2, 9 of 11 kills, 2026-11-23; it looks like a send that waits for the other's receive, and is told of no error): it is killed, and counts as
+another dead one."""
 STUCK = ("step", "data", "waiting")
 """Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
 MOST_IDLE = 3

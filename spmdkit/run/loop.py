@@ -279,7 +279,8 @@ def _introduce(run: Run, state: TrainState) -> None:
         f"{'es' * (run.cluster.num_processes > 1)}"
     )
     progress.message(f"run directory {run.directory}")
-    for note in (*run.cluster.notes, *program.notes):
+    alone = ["elastic.in_process has no effect: this is not started by spmdkit launch --elastic MIN:MAX"]
+    for note in (*run.cluster.notes, *program.notes, *alone * (config.elastic.in_process and run.epochs is None)):
         progress.message(f"note: {note}")
     progress.start()
 
