@@ -34,7 +34,7 @@ def launched(folder, num, *own, train=()):
         return subprocess.Popen(words(num, *own, train=train), cwd=folder, env=jobs.on_path(), **options)
 
 
-def ended(process, folder, timeout=180):
+def ended(process, folder, timeout=240):
     """Returns (code, output); a process that takes longer is killed, and what it has started goes with it."""
     try:
         process.wait(timeout)
