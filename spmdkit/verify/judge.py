@@ -30,9 +30,6 @@ from spmdkit.verify.plain import plain
 from spmdkit.verify.subject import Results, Setting, Subject
 from spmdkit.verify.unpadded import Unpadded
 
-MOST_KEPT = 8
-"""Cases after which JAX forgets what it has traced and compiled."""
-
 
 class Reference(NamedTuple):
     """One device: its results, how far it may be missed, how far one ulp in the input moves it, what is noise, and the type of that ulp."""
@@ -56,7 +53,6 @@ class Judge:
         self.subject, self._folder, self.locate = subject, folder, locate
         self._references: dict[str, Reference] = {}
         self._locator = Locator(subject)
-        self._kept = 0
 
     # ---- references --------------------------------------------------------------------------------------------------
 
@@ -171,14 +167,8 @@ class Judge:
             outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
             outcome |= self._located(setting, program, finding) if self.locate else {}
         del program
-        self._forget()
+        jax.clear_caches()
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
-
-    def _forget(self) -> None:
-        """Frees what JAX keeps of programs that are over, after every few: what the next one has in common with them need not be traced again."""
-        self._kept = (self._kept + 1) % MOST_KEPT
-        if self._kept == 0:
-            jax.clear_caches()
 
     def _located(self, setting: Setting, program: Program, finding: Deviation) -> dict[str, Any]:
         """Returns `located`: the first value of the step that differs, or the reason why there is no single line to tell."""
