@@ -14,7 +14,8 @@ Warm start: the subspace of Q comes from the product `P R^T` of the step before,
 it; without it Q is drawn anew in each step, the same on all replicas. It is what makes one step of the power method enough.
 
 Use it where matrices are large and the links slow: bytes grow with m + n and not with m n, and all_reduces do not grow with the replicas. Not
-for small models, and not where gradients have no few directions (early steps: `warmup: N`).
+for small models, and not where gradients have no few directions (early steps: `warmup: N`). Under Adam take a higher rank than under momentum
+SGD: what is owed comes late to an optimizer that divides by what it has seen (docs/benchmarks.md: 400 steps of a small GPT, rank 16 for 1 %).
 Memory: 8 bytes a value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums a value (6 without).
 Forward: two all_reduces over the replica axes, one after the other. Backward: none. Wire: `2 (N-1)/N * 4 * (sum over matrices of r (m + n) + the
 values of all other leaves)` bytes for a device and step.

@@ -14,7 +14,7 @@ w_g <- alpha w_g + (1 - alpha) a.
 
 Class: with `optimizer: {name: sgd, learning_rate: 1.0}` equal to `local_sgd`, and so with `every: 1` to synchronous training for sgd, momentum,
 Nesterov and decoupled weight decay without clipping. Otherwise another method, which converges; the outer learning rate and momentum are tuned
-(0.7 and 0.9 are the paper's, for hundreds of steps between agreements).
+(0.7 and 0.9 are the paper's, for hundreds of steps between agreements; with 16 between them 1.0 and 0.5 were best: docs/benchmarks.md).
 Use it where links between groups are slow and training is long: between data centers. Not where they are fast.
 Memory: `a` in float32 and the outer optimizer's state, once, cut as the parameters are; with `overlap` the outer gradient too.
 Forward: none between groups. At an agreement: one all-reduce of the outer gradient over the groups, or what the reducer sends.

@@ -3,8 +3,10 @@
     w_g <- w_g - update(g_g)        in every step, nothing sent between groups
     w_g <- mean_h w_h               after `every` steps
 
-Each group keeps its own optimizer state. `every: 1` is synchronous training for sgd, momentum, Nesterov and decoupled weight decay without
-clipping, where each group sees as many examples; for Adam it is another method, since each group has its own second moments.
+Each group keeps its own optimizer state.
+
+Class: equal to synchronous training at `every: 1` for sgd, momentum, Nesterov and decoupled weight decay without clipping, where each group sees
+as many examples; for Adam it is another method, since each group has its own second moments. Otherwise converging.
 
 Use it where the links between groups are slow: between data centers, over Ethernet. Not where they are fast: at the same number of steps
 the loss is higher, the more so the larger `every` is.

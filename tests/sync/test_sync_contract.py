@@ -156,6 +156,38 @@ def by_hand(program, groups, every, steps, optimizer, microbatches=1):
     return params, losses
 
 
+def to_learn(params, batch, key):
+    """The error against a network of the same shape, which groups see in different examples."""
+    random = np.random.default_rng(2)
+    up, down = random.normal(size=(16, 32)) / 4, random.normal(size=(32, 8)) / 4
+    target = jnp.tanh(batch["x"] @ up.astype(np.float32)) @ down.astype(np.float32)
+    return sk.mean(((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - target) ** 2).sum(-1))
+
+
+CONVERGING = {
+    "local_sgd": {"every": 8},
+    "post_local": {"start": 16, "every": 8},
+    "diloco": {"every": 8, "optimizer": {"name": "sgd", "learning_rate": 1.0, "momentum": 0.5, "nesterov": True}},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "diloco" else pytest.mark.slow) for n in CONVERGING])
+def test_otherwise_it_converges_beside_synchronous_training(name):
+    """A curve: evaluated after 8, 16, 32, 64 and 96 steps, all ends of rounds, it falls each time, and ends not far from synchronous training."""
+
+    def curve(sync):
+        made = program_of(task(optax.adam(1e-2), loss=to_learn), batch_size=32, steps=96, mesh={"data": 4}, sync=sync)
+        state, found = made.init(), []
+        for step, batch in made.batches():
+            state, _ = made.step(state, batch)
+            found += [float(made.eval(state)["loss"])] if step in (8, 16, 32, 64, 96) else []
+        return found
+
+    found, plain = curve({name: CONVERGING[name]}), curve("every_step")
+    assert all(later < earlier for earlier, later in itertools.pairwise(found)), found
+    assert found[-1] < 0.2 * found[0] and plain[-1] < found[-1] < 1.5 * plain[-1], (found, plain)
+
+
 @pytest.mark.parametrize(
     "name, mesh, microbatches",
     [
