@@ -115,7 +115,7 @@ def converge(options: argparse.Namespace) -> dict[str, Any]:
 
 # ---- slow ----------------------------------------------------------------------------------------------------------------
 
-WAIT_S, FAST_READS = 0.03, 200
+WAIT_S, FAST_READS = 0.4, 40
 
 
 class Waits:
@@ -145,8 +145,8 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
     sync = {"parameter_server": {"transport": "ray", "workers": 2}}
     more = {"task": "benchmarks/parameter_server.py:waiting", "sync": sync, "checkpoint": None}
     with tempfile.TemporaryDirectory() as folder:
-        log = {"progress": "off", "every_steps": 30}
-        path = config_of(Path(folder), "", **more, steps=4 * FAST_READS, batch_size=1, log=log)
+        log = {"progress": "off", "every_steps": 10}
+        path = config_of(Path(folder), "", **more, steps=3 * FAST_READS, batch_size=1, log=log)
         directory = sk.train(path).run.directory
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rates = [(x["worker_0_pushes_per_s"], x["worker_1_pushes_per_s"]) for x in lines if "worker_1_pushes_per_s" in x]
