@@ -99,7 +99,10 @@ def test_eight_processes_stay_as_large_as_they_are_for_2000_steps_and_200_saves_
         print("{}: {} readings, {} KiB in 1,000 steps, {} to {} KiB, {} to {} files".format(*row))
     print(f"{time.monotonic() - begin:.0f} s")
     assert {row[0] for row in told} == {f"process {i}" for i in range(8)} | {"keeper", "launcher"}
-    assert all(row[2] < MOST_KIB and row[7] <= 2 for row in told), told
+    limit = {
+        "process 0": 4 * MOST_KIB
+    }  # it puts together what all have written: 20 KiB a save, of which there are 100 in 1,000 steps
+    assert all(row[2] < limit.get(row[0], MOST_KIB) and row[7] <= 2 for row in told), told
     events = [json.loads(line) for line in (real_folder.path / "run" / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "saved" for event in events) >= steps // every
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a process is left"
