@@ -16,7 +16,7 @@ TASKS = {
     for library in LIBRARIES
     for name, make in importlib.import_module(f"tests.verify.libraries.{library}_examples").TASKS.items()
 }
-QUICK = ["equinox frozen_layer", "optax sam"]
+QUICK = ["equinox frozen_layer", "optax lookahead_mnist"]
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TASKS])
