@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from spmdkit.faults.signals import SIGNALS
+from tests.support import wide
 from tests.support.buckets import PACKAGES as SERVERS
 from tests.support.seconds import Seconds
 from tests.support.strangers import let_optax_promote
@@ -42,8 +43,10 @@ def pytest_runtest_setup(item):
         pytest.skip("ray is not installed: `make extras`")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Folders whose files take long begin, so that two workers end at the same time."""
+    """Folders whose files take long begin, so that two workers end at the same time; marks what is `wide` before anything is left out."""
+    wide.mark(items)
     first = ("system", "examples", "ops", "step", "verify", "natural", "reducers")
     place = {name: i for i, name in enumerate(first)}
     items.sort(key=lambda item: place.get(item.nodeid.split("/")[1], len(first)))

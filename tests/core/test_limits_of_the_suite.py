@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import wide
 from tests.support.seconds import LIMITS_S, QUICK, TOTALS_S, Spent, over_limits, table
 
 ROOT = Path(__file__).parents[2]
@@ -93,3 +94,9 @@ def test_a_run_of_everything_with_a_folder_above_its_limit_fails(arguments, code
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert ("tests/new took 0 s and has no limit" in ended.stdout) == bool(code)
     assert "1 passed" in ended.stdout and "compilations  folder" in ended.stdout
+
+
+@pytest.mark.parametrize("name", wide.KEPT)
+def test_what_is_wide_is_a_test(name):
+    path, _, function = name.partition("::")
+    assert f"\ndef {function}(" in (ROOT / "tests" / path).read_text()
