@@ -2,8 +2,8 @@
 
     python plain_jax.py VICTIM WHERE SIZES      e.g. 0 collective 4,4,3: 0 dies inside an all-reduce of epoch 1, is replaced, then another one dies and three go on
 
-The parent kills, says so in a file, and holds one coordination service for each epoch. A survivor cuts its own Gloo connections as soon as it reads that (`wires.py`): without
-that (NO_CUT=1) only the dead one's neighbours in the ring come out of an all-reduce (n = 4: 1 and 3 of 0..3 where 0 or 2 died; the other one stays for ever).
+The parent kills, says so in a file, and holds one coordination service for each epoch. A survivor cuts its own Gloo connections as soon as it reads that (`wires.py`);
+NO_CUT=1 leaves that out. How many would come out of the all-reduce without it was not measured.
 """
 
 from __future__ import annotations
