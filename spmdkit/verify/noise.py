@@ -6,7 +6,7 @@ leaves. An optimizer that divides by the gradient's own size (Adam, Lion, LAMB) 
 Both are measured with the same probes as the tolerance, inputs moved by one ulp, through the user's own optimizer on one device:
 
     element of a gradient below noise    |g| <= MULTIPLE * largest move of its leaf; its update, and the parameter after it, are bounded,
-                                         BOUND times as large as on one device and in the probes
+                                         BOUND times as large as on one device and in the probes, or MULTIPLE times its move there
     leaf that noise moves                MULTIPLE * its error in a probe > LARGEST, beside such elements; it may differ by BOUND times that
 """
 
@@ -131,7 +131,7 @@ def measure(reference: Results, probes: Sequence[Results]) -> Noise:
             for path, mask in elements.get(name, {}).items():
                 moved = max(float(np.linalg.norm((t[path] - right[path])[mask])) for t in _same(quantity, name, probes))
                 size = max(float(np.linalg.norm(b.update[path][mask])) for b in reference.batches)
-                bounds.setdefault(name, {})[path] = BOUND * (moved + steps * size)
+                bounds.setdefault(name, {})[path] = max(BOUND * (moved + steps * size), MULTIPLE * moved)
     noise = Noise(elements, bounds)
     return dataclasses.replace(noise, loose=_loose(noise, reference, probes)) if every else noise
 

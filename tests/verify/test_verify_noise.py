@@ -27,7 +27,7 @@ BELOW = {
 def test_a_model_with_parameters_that_have_no_gradient_is_equal_to_one_device_and_they_are_named(model):
     judge = models.judge(model)
     found = judge.case({"data": 4}, 1, whole=True)
-    assert found["passed"], found
+    assert found["passed"], str(found)
     reference = judge.reference(Setting({}))
     assert reference.noise.leaves == BELOW[model]
     assert reference.tolerance["parameter"] < 1e-4  # of all others as sharp as ever
@@ -103,6 +103,6 @@ def test_in_64_bits_a_model_whose_own_code_casts_is_verified(dtype):
         reference = judge.reference(Setting({}))
     finally:
         jax.config.update("jax_enable_x64", False)
-    assert found["passed"], found
+    assert found["passed"], str(found)
     assert reference.dtype == ("float64" if dtype is None else "float32")
     assert (found["gradient_error"] < 1e-9) == (dtype is None)
