@@ -135,7 +135,7 @@ to {TOLERANCE:.0e} (relative, float32; where a file says so in another way, with
 both share; a task is at most ten longer than the script. Written by `python -m tests.support.tasks --write`.
 
 `verify` says of each (all thirteen optimizers, both phases of `two phases`) that {{data: 4}} and {{data: 2, fsdp: 2}} are equal to one device: no false alarm, in three steps of 16 rows, float32, without
-mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)); and the same of the models of equinox's and optax's own examples, small
+mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)); and the same of the models of equinox's, flax's and optax's own examples, small
 ([tests/verify/test_verify_libraries.py](../tests/verify/test_verify_libraries.py)).
 
 | task | what it is | plain JAX | spmdkit |
