@@ -62,11 +62,9 @@ def sizes(folder: Place) -> dict[str, int]:
     if isinstance(folder, Remote):
         return folder.sizes()
     found: dict[str, int] = {}
-    for parent, _, inside in os.walk(folder):
-        for name in inside:
-            path = Path(parent, name)
-            with contextlib.suppress(OSError):
-                found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    for path, name in files.below(folder):
+        with contextlib.suppress(OSError):
+            found[name] = os.stat(path).st_size
     return found
 
 

@@ -18,7 +18,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from spmdkit import files
@@ -97,19 +96,21 @@ def list_files(folder: Place) -> dict[str, int]:
     """Returns `{path below folder: bytes}` of every file of the state below `folder`."""
     if isinstance(folder, Remote):
         return {f"{STATE_FOLDER}/{name}": size for name, size in (folder / STATE_FOLDER).sizes().items()}
-    found: dict[str, int] = {}
-    for parent, _, names in os.walk(folder / STATE_FOLDER):
-        for name in names:
-            path = Path(parent, name)
-            found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    found = {f"{STATE_FOLDER}/{name}": os.stat(path).st_size for path, name in files.below(folder / STATE_FOLDER)}
     return dict(sorted(found.items()))
 
 
 def digest_small(folder: Place, sizes: Mapping[str, int]) -> dict[str, str]:
     """Returns `{path below folder: digest}` of the files that are small enough to be read again at each restore."""
-    return {
-        name: files.digest((folder / name).read_bytes()) for name, size in sizes.items() if size <= SMALL_FILE_BYTES
-    }
+    small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES]
+    if isinstance(folder, Remote):
+        return {name: files.digest((folder / name).read_bytes()) for name in small}
+    return {name: _digest_of_file(f"{folder}/{name}") for name in small}
+
+
+def _digest_of_file(path: str) -> str:
+    with open(path, "rb") as file:
+        return files.digest(file.read())
 
 
 def committed_steps(directory: Place) -> list[int]:

@@ -44,6 +44,8 @@ def open_checkpointer(
         barrier: where several processes meet in the background (meeting.py).
     """
     checksums_on_chunks()
+    plain_indexes()
+    keep_names(num_processes)
     without_leaks_of_tensorstore()
     deadlines_by_a_steady_clock()
     logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
@@ -80,6 +82,38 @@ def checksums_on_chunks() -> None:
     build: Any = tensorstore_utils._build_zarr3_metadata  # private: pinned by tests/checkpoint/test_checkpoint_flips.py
     if getattr(build, "func", None) is not _with_crc32c:
         tensorstore_utils._build_zarr3_metadata = functools.partial(_with_crc32c, build)
+
+
+def plain_indexes() -> None:
+    """From now on the index of a checkpoint, which says where each array lies in its files, is not compressed; arrays are. Readers need nothing of ours.
+
+    tensorstore's choice, zstd at level 3, takes 3.6 MB for each index that is written at a time, for kilobytes, and keeps them: process 0 of
+    several, which writes that of all, grew by as much now and then.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    add: Any = (
+        tensorstore_utils._add_ocdbt_write_options
+    )  # private: pinned by tests/checkpoint/test_checkpoint_growth.py
+    if getattr(add, "func", None) is not _plain_index:
+        tensorstore_utils._add_ocdbt_write_options = functools.partial(_plain_index, add)
+
+
+def _plain_index(add: Callable[..., None], spec: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    add(spec, *args, **kwargs)
+    spec["config"]["compression"] = None
+
+
+def keep_names(num_processes: int) -> None:
+    """Holds the texts by which orbax and tensorstore name things a hundred times a save, and that nobody else holds.
+
+    CPython gives each of them a new place in its table of interned strings, and makes that anew, 2 MB larger, when it is full of places that were left.
+    """
+    of_processes = [f"{name}{i}" for name in ("ocdbt.process_", "process_") for i in range(num_processes)]
+    _names.update(map(sys.intern, ("recheck_cached", "repeatable_read", "adjustable", *of_processes)))
+
+
+_names: set[str] = set()
 
 
 def without_leaks_of_tensorstore() -> None:

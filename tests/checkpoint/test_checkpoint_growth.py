@@ -1,11 +1,13 @@
 """A run may save ten thousand times: what orbax asks tensorstore does not stay behind (benchmarks/save_growth.py has the KiB)."""
 
 import gc
+import sys
 
 import jax.numpy as jnp
 import pytest
 
-from spmdkit.checkpoint import Checkpoints, storage
+from spmdkit import files
+from spmdkit.checkpoint import Checkpoints, place, record, storage
 
 SAVES = 10
 
@@ -56,3 +58,29 @@ def test_a_folder_is_described_as_tensorstore_does_and_tensorstore_is_not_asked(
     checkpoints.close()
     folders = [given for given in asked if given["driver"] == "file"]
     assert len(folders) >= 2 and all(isinstance(spec(given), dict) for given in folders), asked
+
+
+def test_indexes_of_arrays_are_not_compressed(directory):
+    import tensorstore as ts
+
+    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints.save(1, {"w": jnp.ones(4)}, {})
+    checkpoints.close()
+    index = {"driver": "ocdbt", "base": f"file://{directory}/1/state/"}
+    assert ts.KvStore.open(index | {"config": {"compression": None}}).result().list().result()
+    with pytest.raises(ValueError, match="compression"):
+        ts.KvStore.open(index | {"config": {"compression": {"id": "zstd"}}}).result().list().result()
+
+
+def test_the_names_of_a_saves_files_take_no_place_in_the_table_of_interned_strings(tmp_path, monkeypatch):
+    interned, real = [], sys.intern
+    monkeypatch.setattr(sys, "intern", lambda text: interned.append(text) or real(text))
+    (tmp_path / "state/d").mkdir(parents=True)
+    (tmp_path / "state/d/00ffab").write_bytes(b"1")
+    assert any("00ffab" in text for text in interned), "`Path` asks for it by another way"
+    interned.clear()
+    sizes = record.list_files(tmp_path)
+    assert sizes == place.sizes(tmp_path) == {"state/d/00ffab": 1}
+    assert record.digest_small(tmp_path, sizes).keys() == sizes.keys()
+    files.tighten(tmp_path)
+    assert not [text for text in interned if "00ffab" in text]
