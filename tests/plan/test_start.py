@@ -71,11 +71,21 @@ def test_whatever_a_plan_raises_is_one_line_and_one_event_and_the_run_goes_on(er
 
 
 def test_a_plan_that_hangs_holds_nothing_up_for_ever(tmp_path, monkeypatch):
-    hangs = threading.Event()
-    monkeypatch.setattr(start, "plan_program", lambda *_: hangs.wait(60))
+    hangs, plan_program = threading.Event(), start.plan_program
+
+    def planning(*args):
+        assert hangs.wait(60)
+        return plan_program(*args)
+
+    monkeypatch.setattr(start, "plan_program", planning)
     monkeypatch.setattr(start, "MOST_WAIT_S", 0.1)
     assert train(config(run_dir=str(tmp_path))).run.step == 2
+    assert not (tmp_path / "plan.json").exists()
     hangs.set()
+    for thread in [t for t in threading.enumerate() if t.name == "spmdkit plan"]:
+        thread.join(60)
+    assert json.loads((tmp_path / "plan.json").read_text())["num_devices"] == 8, "late, and whole"
+    assert "plan failed" not in [e["event"] for e in events(tmp_path)]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------
