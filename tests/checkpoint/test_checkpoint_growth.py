@@ -84,3 +84,10 @@ def test_the_names_of_a_saves_files_take_no_place_in_the_table_of_interned_strin
     assert record.digest_small(tmp_path, sizes).keys() == sizes.keys()
     files.tighten(tmp_path)
     assert not [text for text in interned if "00ffab" in text]
+
+
+def test_the_names_that_every_save_asks_for_again_are_held(directory):
+    Checkpoints(directory, keep=1).save(1, {"w": jnp.ones(4)}, {})
+    for parts in (("recheck", "cached"), ("repeatable", "read"), ("ocdbt.process", "0")):
+        text = "_".join(parts)  # as a whole in a line of code, it would be held by that
+        assert sys.intern(text) is not text
