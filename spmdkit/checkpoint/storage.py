@@ -92,9 +92,8 @@ def plain_indexes() -> None:
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    add: Any = (
-        tensorstore_utils._add_ocdbt_write_options
-    )  # private: pinned by tests/checkpoint/test_checkpoint_growth.py
+    # Private: pinned by tests/checkpoint/test_checkpoint_growth.py.
+    add: Any = tensorstore_utils._add_ocdbt_write_options
     if getattr(add, "func", None) is not _plain_index:
         tensorstore_utils._add_ocdbt_write_options = functools.partial(_plain_index, add)
 
