@@ -184,8 +184,10 @@ class Job:
 
     def steps(self) -> list[int]:
         """Returns the steps that are logged."""
-        path = self.folder / "run" / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
+        try:  # a run that never saved has its metrics renamed by the next, at any moment
+            lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            lines = []
         return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
     def saved(self) -> list[int]:

@@ -31,8 +31,10 @@ def same_bits(folder, clean):
 
 
 def num_lines(folder):
-    path = folder.path / "run" / "metrics.jsonl"
-    return path.read_text().count("\n") if path.is_file() else 0
+    try:  # a run that was killed before it saved has its metrics renamed by the next, at any moment
+        return (folder.path / "run" / "metrics.jsonl").read_text().count("\n")
+    except FileNotFoundError:
+        return 0
 
 
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(folder, undisturbed, helpers):
