@@ -4,6 +4,7 @@
 
 tensorstore 0.1.86 never frees the Python objects that it makes of JSON: `experimental_collect_matching_metrics`, which orbax 0.12.8 asks several times a save
 for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array. Neither is asked any more (`storage.without_leaks_of_tensorstore`).
+`--part names` shows CPython alone: its table of interned strings, made anew when names that nobody holds have filled it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,22 @@ def alone() -> None:
     print(f"KvStore.Spec.to_json                   {to_json:6.2f} KiB a call")
 
 
+def names() -> None:
+    """Shows by how much the process grows at once, as 50,000 names are held and 250,000 others are not, with the allocator as `train` sets it."""
+    from spmdkit import allocator
+
+    allocator.one_arena("cpu:1", {})
+    allocator.keep_memory()
+    held = [sys.intern(f"held {i}") for i in range(50_000)]
+    before = resident_kib()
+    for i in range(250_000):
+        sys.intern(f"gone {i}")
+        if i % 100 == 0 and (now := resident_kib()) != before:
+            if now - before > 1000:
+                print(f"after {i:,} names that are gone: {now - before} KiB more; {len(held):,} of ours are held")
+            before = now
+
+
 def saving(num: int, leaves: int, worked_around: bool) -> None:
     """Shows `Checkpoints` over many saves of a small state."""
     import jax.numpy as jnp
@@ -60,7 +77,7 @@ def saving(num: int, leaves: int, worked_around: bool) -> None:
 
     if not worked_around:
         storage.without_leaks_of_tensorstore = lambda: None
-    state = {f"leaf{i}": jnp.ones(16) for i in range(leaves)}
+    state = {"layer": {f"leaf{i}": jnp.ones(16) for i in range(leaves)}}
     with tempfile.TemporaryDirectory() as folder:
         checkpoints, step = Checkpoints(folder, keep=1), iter(range(1, 10**9))
 
@@ -79,11 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--leaves", type=int, default=6)
-    parser.add_argument("--part", choices=["alone", "before", "now"])
+    parser.add_argument("--part", choices=["names", "alone", "before", "now"])
     options = parser.parse_args()
     if options.part is None:
-        for part in ("alone", "before", "now"):  # each in a process of its own
+        for part in ("names", "alone", "before", "now"):  # each in a process of its own
             subprocess.run([sys.executable, *sys.argv, "--part", part], check=True)
+    elif options.part == "names":
+        names()
     elif options.part == "alone":
         alone()
     else:

@@ -3,7 +3,7 @@
     checksum(leaf) = sum over the words of the leaf of mix(position in the whole leaf, bits)        64 bits
 
 Added up over shards, so that each device reads its own shard once and one number crosses the wire. One definition for the agreement on
-parameters before the first step and for the vote on copies while training (the bytes of a checkpoint have tensorstore's crc32c):
+parameters before the first step and for the vote on copies while training (the chunks of a checkpoint have checksums of their own):
 
 - A word is up to 32 bits of one element: one for 8, 16 and 32 bits and below (booleans are 0 and 1), two for 64 bits and complex64, four
   for complex128, the low half first, real before imaginary. Typed keys are the uint32 of their data. Bits count, not values: 0.0 and -0.0

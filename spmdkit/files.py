@@ -110,7 +110,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def digest(content: bytes) -> str:
-    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays have `checksum.py` and tensorstore's crc32c."""
+    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays have `checksum.py`, and the checksums of checkpoint/storage.py."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 

@@ -11,6 +11,7 @@ from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.bucket import Remote
 from spmdkit.checkpoint.place import Place
 from spmdkit.errors import CheckpointError, CheckpointWriteError, DamagedError
+from spmdkit.names import is_step_name
 
 DAMAGED_MARK = ".damaged"
 
@@ -36,7 +37,7 @@ def newest_sound(directory: Place, most: int | None, without: Collection[int]) -
 def without_record(directory: Place) -> dict[str, str]:
     """Returns name -> what is wrong, of what has a step's name and is none: it would stand in the way of that step's save."""
     why = f"it has no {records.RECORD_FILE}, so it is not whole"
-    return {name: why for name in records.ignored_entries(directory) if records.is_step_name(name)}
+    return {name: why for name in records.ignored_entries(directory) if is_step_name(name)}
 
 
 def set_aside(directory: Place, name: str) -> str:

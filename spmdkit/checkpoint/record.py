@@ -6,8 +6,8 @@
 
 The record is written into orbax's temporary directory after every process has written its arrays and before the
 rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it; a small one, orbax's own
-descriptions among them, also by its digest; a chunk of an array by its crc32c, as it is read (storage.py). `digest` is the record's own.
-Records of schema 1 have no digests and their arrays no crc32c: they are restored as they were, unchecked.
+descriptions among them, also by its digest; a chunk of an array by its own checksum, as it is read (storage.py). `digest` is the record's own.
+Records of schema 1 have no digests and their arrays no checksums: they are restored as they were, unchecked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from spmdkit.checkpoint.bucket import Remote
 from spmdkit.checkpoint.leaves import LeafTable
 from spmdkit.checkpoint.place import Place
 from spmdkit.errors import CheckpointError, DamagedError
+from spmdkit.names import is_step_name
 
 SCHEMA = 2
 SCHEMAS = (1, 2)
@@ -35,8 +35,6 @@ RECORD_FILE = "record.json"
 STATE_FOLDER = "state"
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 """Part of the name of every directory that is being written (by orbax) or deleted (by us)."""
-
-_STEP_NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +123,6 @@ def ignored_entries(directory: Place | str) -> list[str]:
     """Returns the names in `directory` that are no committed step, sorted: foreign, empty, or not finished."""
     directory = place.of(directory)
     return sorted(name for name in place.names(directory) if not _is_step(directory / name))
-
-
-def is_step_name(name: str) -> bool:
-    """Returns whether a folder of this name would be a step."""
-    return _STEP_NAME.fullmatch(name) is not None
 
 
 def _is_step(path: Place) -> bool:

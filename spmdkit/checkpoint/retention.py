@@ -15,6 +15,7 @@ from spmdkit.checkpoint.bucket import Remote
 from spmdkit.checkpoint.place import Place
 from spmdkit.checkpoint.record import TEMPORARY_MARK
 from spmdkit.errors import CheckpointError, CheckpointWriteError, Unreachable
+from spmdkit.names import is_step_name
 
 Mode = Literal["min", "max"]
 
@@ -145,7 +146,7 @@ def remove_unfinished(directory: Place) -> list[str]:
 
 def _remove_unmarked(directory: Remote) -> list[str]:
     """Removes the folders of a bucket that have a step's name and hold nothing but what a save writes, without the marker at its end."""
-    return [name for name in filter(records.is_step_name, place.names(directory)) if remove_unmarked(directory / name)]
+    return [name for name in filter(is_step_name, place.names(directory)) if remove_unmarked(directory / name)]
 
 
 def remove_unmarked(folder: Remote) -> bool:

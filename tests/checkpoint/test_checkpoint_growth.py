@@ -87,7 +87,16 @@ def test_the_names_of_a_saves_files_take_no_place_in_the_table_of_interned_strin
 
 
 def test_the_names_that_every_save_asks_for_again_are_held(directory):
-    Checkpoints(directory, keep=1).save(1, {"w": jnp.ones(4)}, {})
-    for parts in (("recheck", "cached"), ("repeatable", "read"), ("ocdbt.process", "0")):
-        text = "_".join(parts)  # as a whole in a line of code, it would be held by that
+    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints.save(1, {"layer": {"kernel": jnp.ones(4)}}, {})
+    checkpoints.close()
+    del checkpoints
+    gc.collect()  # what a save holds while it lasts
+    for between, *parts in (
+        ("_", "recheck", "cached"),
+        ("_", "repeatable", "read"),
+        ("_", "ocdbt.process", "0"),
+        (".", "layer", "kernel"),
+    ):
+        text = between.join(parts)  # as a whole in a line of code, it would be held by that
         assert sys.intern(text) is not text
