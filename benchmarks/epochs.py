@@ -1,6 +1,6 @@
 """How long a job stands still after a kill, in process and by a restart; what copies in memory cost; goodput under kills.
 
-    python benchmarks/epochs.py in_process --kills 4 --every 12      recovery: SIGKILL of a random process to the next new step
+    python benchmarks/epochs.py in_process --kills 8 --every 12 --standby 2      recovery: SIGKILL of a random process to the next new step
     python benchmarks/epochs.py shrink | restart --kills 4 --every 20
     python benchmarks/epochs.py cost --width 2048                    seconds of a step with a copy, and without, in one run
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from spmdkit.launch.process import start  # dies with this one
 
 TASK = """
-import time
+import os, time
 import jax, jax.numpy as jnp, numpy as np, optax
 import spmdkit as sk
 
@@ -39,6 +39,10 @@ def task(width=256, wait=0.0):
         h = jnp.tanh(jnp.tanh(batch["x"] @ params["a"]) @ params["b"])
         return sk.mean((h.sum(1) - batch["y"]) ** 2)
 
+    def begin(run, step, state):
+        with open(f"rank{run.cluster.process_index}", "w") as file:
+            file.write(str(os.getpid()))
+
     def after(run, step, state, metrics):
         jax.block_until_ready(metrics)
         time.sleep(wait)
@@ -47,13 +51,13 @@ def task(width=256, wait=0.0):
                 file.write(f"{step} {time.time()}\\n")
 
     init = lambda key: {"a": jax.random.normal(key, (64, width)) / 8, "b": jax.random.normal(key, (width, width)) / width**0.5}
-    return sk.Task(init, loss_fn, optax.adam(1e-3), train_data={"x": x, "y": np.sin(x.sum(1))}, hooks=[sk.Hook("clock", order=0, after_step=after)])
+    return sk.Task(init, loss_fn, optax.adam(1e-3), train_data={"x": x, "y": np.sin(x.sum(1))}, hooks=[sk.Hook("clock", order=0, begin=begin, after_step=after)])
 """
 
 
-def config(mode: str, every: int) -> str:
+def config(mode: str, every: int, standby: int) -> str:
     alive = mode != "restart"
-    section = f"elastic: {{in_process: true, peer_every: {every}}}\n" if alive else ""
+    section = f"elastic: {{in_process: true, peer_every: {every}, standby: {standby}}}\n" if alive else ""
     cut = "mesh: {fsdp: -1}\n" if mode == "cost" else "mesh: {data: -1}\n"
     return (
         f"task: task.py:task\nrun_dir: run\nsteps: 1000000\nbatch_size: 96\ndevices: cpu:4\n{cut}{section}checkpoint: {{every_steps: 100, keep: 2, on_error_s: null}}\n"
@@ -61,17 +65,11 @@ def config(mode: str, every: int) -> str:
     )
 
 
-def children(launcher: int) -> list[int]:
-    """Returns the processes that train."""
-    found = []
-    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"train" in command:
-            found.append(int(pid))
-    return sorted(found)
+def members(folder: Path, launcher: int) -> list[int]:
+    """Returns the processes that train, by rank: those of the launcher's that have begun to; those that wait are none."""
+    started = set(Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    begun = [path.read_text() for path in sorted(folder.glob("rank*"))]
+    return [int(pid) for pid in begun if pid in started]
 
 
 def steps_of(folder: Path) -> list[tuple[int, float]]:
@@ -89,13 +87,14 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--peer-every", type=int, default=10)
+    parser.add_argument("--standby", type=int, default=0, help="processes that wait for a death")
     parser.add_argument("--wait", type=float, default=0.02, help="seconds that a step is made longer")
     parser.add_argument("--seconds", type=float, default=20.0, help="cost: how long")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "task.py").write_text(TASK)
-        (folder / "run.yaml").write_text(config(asked.mode, asked.peer_every))
+        (folder / "run.yaml").write_text(config(asked.mode, asked.peer_every, asked.standby))
         sizes = "2:4" if asked.mode == "shrink" else "4:4"
         command = [
             sys.executable,
@@ -161,7 +160,7 @@ def measured(asked: argparse.Namespace, folder: Path, popen: subprocess.Popen[by
     for _ in range(asked.kills):
         time.sleep(asked.every)
         last, killed = max(s for s, _ in steps_of(folder)), time.time()
-        os.kill(rng.choice(children(popen.pid)), signal.SIGKILL)
+        os.kill(rng.choice(members(folder, popen.pid)), signal.SIGKILL)
         time.sleep(0.3)
         last = max(s for s, _ in steps_of(folder))
         recovery.append(reach(last + 1) - killed)

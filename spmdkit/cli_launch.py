@@ -44,11 +44,17 @@ def launch(
 
         raise SystemExit(launch_on(on, context.args, num, settings or (), name, max_restarts, grace_s, dry_run))
     resize = wanted = None
+    standby, precompile = 0, None
     if elastic is not None:
         from spmdkit.elastic import Elastic
 
         sizes = Elastic(context.args, elastic, num, devices_per_process)
         devices_per_process, resize, wanted = sizes.devices_per_process, sizes.resize, sizes.wanted
+        standby = sizes.standby
+        if ahead := sizes.ahead():
+            from spmdkit.launch.precompile import Precompile
+
+            precompile = Precompile(ahead, context.args, devices_per_process)
     script = [] if context.args[0].endswith(".py") else ["-m", "spmdkit"]
     code = run(
         [sys.executable, *script, *context.args],
@@ -58,6 +64,8 @@ def launch(
         max_restarts=max_restarts,
         resize=resize,
         wanted=wanted,
+        standby=standby,
+        precompile=precompile,
     )
     raise SystemExit(code)
 

@@ -44,6 +44,7 @@ class Elastic:
         devices_per_process: the same for all sizes.
         wanted: where processes go on without their dead: processes now -> what `resize` returns of the number in the file `processes`, None unless that is
             larger.
+        standby: how many processes wait to take a place.
 
     Raises:
         ConfigError: see the messages.
@@ -59,6 +60,8 @@ class Elastic:
         self._batch, self._mesh = config.batch_size, config.mesh.sizes()
         self._run_dir = config.resolved_run_dir()
         self.wanted = self._wanted if config.elastic.in_process else None
+        self.standby = config.elastic.standby
+        self._ahead = config.elastic.precompile
         self._start = _microbatches(config)
         self.devices_per_process = devices_per_process or _devices(config, num)
         if -1 not in self._mesh.values() and self._least < self._most:
@@ -75,6 +78,23 @@ class Elastic:
             )
         self._rows = self._batch // (shards * self._start)
         self.first = Size(num, self._start)
+
+    def ahead(self) -> dict[int, list[str]]:
+        """Returns the numbers of processes to compile for -> what the command is given besides.
+
+        Raises:
+            ConfigError: a number that never comes.
+        """
+        found = {}
+        for processes in self._ahead:
+            microbatches = self._fitting(processes)
+            if microbatches is None or not self._least <= processes <= self._most:
+                raise ConfigError(
+                    f"elastic.precompile: {processes} processes are none that launch --elastic {self._least}:{self._most} would start again: mesh {self._mesh} and batch_size {self._batch} "
+                    "have to be divided evenly. Remove it, or choose another number."
+                )
+            found[processes] = [f"microbatches={microbatches}"]
+        return found
 
     def after(self, before: int, lost: int) -> Size | None:
         """Returns the size of the next start, None where no number that is left will do.

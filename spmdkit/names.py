@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 AXES = ("replica", "data", "pipeline", "fsdp", "expert", "context", "tensor")
@@ -37,6 +38,14 @@ def fake_devices(text: str) -> int | None:
     return int(count) if 1 <= int(count) <= MAX_FAKE_DEVICES else None
 
 
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+def is_step_name(name: str) -> bool:
+    """Returns whether a folder of this name would be a step, or another number that we gave."""
+    return _STEP.fullmatch(name) is not None
+
+
 COORDINATOR = "SPMDKIT_COORDINATOR"
 NUM_PROCESSES = "SPMDKIT_NUM_PROCESSES"
 PROCESS_ID = "SPMDKIT_PROCESS_ID"
@@ -69,6 +78,9 @@ MEMBER, BORN = "SPMDKIT_MEMBER", "SPMDKIT_BORN"
 COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
 """off: no compile cache; otherwise the folder of it, where the config names none."""
 
+COMPILE_ONLY = "SPMDKIT_COMPILE_ONLY"
+"""Lets `train` end when its step is compiled: set by a launcher that fills the compile cache for another number of processes (launch/precompile.py)."""
+
 DRILL_FILE = "SPMDKIT_DRILL_FILE"
 """Names the file in which a drill orders a fault of one process, and the process says when it came."""
 
@@ -92,6 +104,7 @@ OUR_VARIABLES = frozenset(
         MEMBER,
         BORN,
         COMPILE_CACHE,
+        COMPILE_ONLY,
         DRILL_FILE,
         "SPMDKIT_ALLOCATOR",
         "SPMDKIT_RATES",

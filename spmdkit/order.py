@@ -31,6 +31,7 @@ class Order:
         service: `host:port` of the coordination service of this epoch; empty until all members are ready.
         planned: nobody has died: all go on to a step that they agree on.
         overrides: `key=value` that the config of this epoch has besides.
+        adopted: (number of a standby, the process that it is from now on).
         why: for people.
     """
 
@@ -40,6 +41,11 @@ class Order:
     planned: bool = False
     overrides: tuple[str, ...] = ()
     why: str = ""
+    adopted: tuple[tuple[int, int], ...] = ()
+
+    def process_of(self, number: int) -> int:
+        """Returns which process one is that was started with `number`: another one where it was a standby."""
+        return dict(self.adopted).get(number, number)
 
     def text(self) -> str:
         """Returns it as it is written."""
@@ -50,7 +56,10 @@ def order_of(text: str | bytes) -> Order | None:
     """Returns the order of `Order.text`, None where it is half written or none."""
     try:
         said: dict[str, Any] = json.loads(text)
-        return Order(**{**said, "members": tuple(said["members"]), "overrides": tuple(said["overrides"])})
+        adopted = tuple((standby, process) for standby, process in said["adopted"])
+        return Order(
+            **{**said, "members": tuple(said["members"]), "overrides": tuple(said["overrides"]), "adopted": adopted}
+        )
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -59,7 +68,7 @@ class Orders:
     """The files of one process; `orders_of` opens them.
 
     Attributes:
-        member: the number that the launcher gave to this process.
+        member: the number that the launcher gave to this process; below 0: a standby, which waits to become another one.
         born: the number of the epoch that it was started for.
     """
 

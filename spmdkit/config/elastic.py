@@ -19,3 +19,11 @@ class ElasticOptions(Section):
         default=10,
         description="Steps between two copies of the state in the memory of its processes, each shard on two of them: as many are repeated at most.",
     )
+    standby: fields.FewOrNone = Field(
+        default=0,
+        description="Processes that wait on this machine, with everything imported, to take the place of one that dies: each has the memory of a process before its first step.",
+    )
+    precompile: fields.Sizes = Field(
+        default=[],
+        description="Numbers of processes for which the step is compiled ahead, into the compile cache, by a job of so many processes at the lowest priority.",
+    )

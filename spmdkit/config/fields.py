@@ -81,6 +81,8 @@ CountOrAuto = Annotated[
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 NumBytes = Annotated[int, Field(ge=0, le=2**62)]
 Few = Annotated[int, Field(ge=1, le=1024)]
+FewOrNone = Annotated[int, Field(ge=0, le=1024)]
+Sizes = Annotated[list[Few], Field(max_length=64, examples=[[3]])]
 Times = Annotated[int, Field(ge=0, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 Positive = Annotated[float, Field(gt=0, examples=[1.0])]

@@ -357,11 +357,13 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
 
 
 def _elastic(config: Settings) -> Iterator[Problem]:
-    if not config.elastic.in_process and config.elastic.peer_every != type(config.elastic)().peer_every:
-        yield Problem(
-            ("elastic", "peer_every"),
-            f"is {config.elastic.peer_every}, and elastic.in_process is false, so it has no effect. Remove it, or set in_process: true.",
-        )
+    for name in ("peer_every", "standby", "precompile"):
+        value = getattr(config.elastic, name)
+        if not config.elastic.in_process and value != getattr(type(config.elastic)(), name):
+            yield Problem(
+                ("elastic", name),
+                f"is {value}, and elastic.in_process is false, so it has no effect. Remove it, or set in_process: true.",
+            )
     if config.elastic.in_process and parameter_server.is_chosen(config):
         yield Problem(
             ("elastic", "in_process"),

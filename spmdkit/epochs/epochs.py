@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -42,6 +42,8 @@ from spmdkit.faults import lost_peer
 from spmdkit.order import Order, Orders, orders_of
 
 LOOK_EVERY_S = 0.02
+CUT_AGAIN_S = 0.2
+"""What was in flight may connect to others when the first cut is done."""
 TOLD_S = 5.0
 """How long an error that looks like a dead peer waits for the launcher to say who died."""
 ORDER_S = 600.0
@@ -77,11 +79,13 @@ class Epochs:
 
     # ---- joining -------------------------------------------------------------------------------------------------------
 
-    def place(self, spec: ClusterSpec) -> tuple[ClusterSpec, Epoch, tuple[str, ...]]:
-        """Returns (this process's place, what `join` needs of the epoch, `key=value`s of it), once all are there."""
+    def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Epoch, tuple[str, ...]]:
+        """Returns (this process's place, what `join` needs of the epoch, `key=value`s of it), once all are there; `warm`: what a standby does before."""
         self._wires = Wires()
         if not self._waits:
             return spec, Epoch(self.number, self._wires.noticed()), ()
+        if self._orders.member < 0:
+            warm()
         order = self._awaited()
         self.number, self.why, self._waits = order.number, order.why, False
         told = dataclasses.replace(
@@ -100,6 +104,9 @@ class Epochs:
         deadline, ready = time.monotonic() + ORDER_S, 0
         while time.monotonic() < deadline:
             order = self._orders.read()
+            if order is not None and self._orders.member < 0:  # a standby: nobody has died yet
+                deadline = time.monotonic() + ORDER_S
+                self._orders.member = order.process_of(self._orders.member)
             newest = max(self._orders.born, 0 if order is None else order.number)
             if newest > ready:
                 ready = newest
@@ -107,7 +114,8 @@ class Epochs:
             if order is not None and order.number == ready and order.service:
                 if self._orders.member in order.members:
                     return order
-                raise RendezvousError("this process is no member of the next epoch: nobody needs it any more")
+                if self._orders.member >= 0:
+                    raise RendezvousError("this process is no member of the next epoch: nobody needs it any more")
             time.sleep(LOOK_EVERY_S)
         raise RendezvousError(
             f"the launcher has not said within {ORDER_S:g} s where to go on. See its output, and start the job again."
@@ -115,6 +123,7 @@ class Epochs:
 
     def joined(self, cluster: Cluster) -> None:
         """Listens to the launcher from now on. On all processes, right after `join`."""
+        gc.freeze()  # what is there now stays: `leave` collects what the epoch has made, and everybody waits for it (0.2 s a time otherwise)
         self._called.clear()
         self._gone.clear()
         self._order = None
@@ -125,7 +134,7 @@ class Epochs:
         self._wires.others = {port for text in ports for port in json.loads(text)}
 
     def _listen(self, client: Any) -> None:
-        while not self._gone.wait(LOOK_EVERY_S):
+        while not self._gone.wait(CUT_AGAIN_S if self._called.is_set() else LOOK_EVERY_S):
             order = self._orders.read()
             if order is None or order.number <= self.number:
                 continue

@@ -265,7 +265,7 @@ def _tell_launcher(record: dict[str, Any]) -> None:
     if not path:
         return
     process = os.environ.get(PROCESS_ID, "0")
-    record = {"process": int(process) if process.isdigit() else 0, **record}
+    record = {"process": int(process) if process.isdecimal() else 0, **record}
     try:
         text = json.dumps({**record, "time": time.time()})
         if path.startswith(NAMELESS):

@@ -14,12 +14,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from spmdkit.attempt import step_of
 from spmdkit.keeper import Keeper, reserve_port
 from spmdkit.launch.cause import ended_by, lost
-from spmdkit.launch.process import send, start
+from spmdkit.launch.precompile import Precompile
+from spmdkit.launch.process import busy_ns, send, start
+from spmdkit.launch.standby import Standbys
 from spmdkit.launch.supervise import Child, Note
 from spmdkit.names import BORN, MEMBER, NUM_PROCESSES, ORDER_FILE, PROCESS_ID, READY_FILE
 from spmdkit.order import Order, ready_of
@@ -27,9 +29,11 @@ from spmdkit.order import Order, ready_of
 READY_S = 120.0
 """How long processes may take to come out of what they do, and newcomers to import."""
 OUT_S = 4.0
-"""How long a process may take to come out of a step. The one that sends to the dead one in the ring often stays in Gloo's all-reduce of a small array, though all of its connections
-are shut down (jaxlib 0.10.2, 9 of 11 kills, 2026-11-23; it looks like a send that waits for the other's receive, and is told of no error): it is killed, and counts as
-another dead one."""
+"""How long a process may take to come out of a step. The one that sends to the dead one in the ring often stays in Gloo's all-reduce, though all of its connections are
+closed (jaxlib 0.10.2, every second kill, 2026-11-24: its thread waits in `UnboundBuffer::waitRecv`, which a connection that breaks in the middle of a message does not
+wake): it is killed, and counts as another dead one."""
+IDLE_S, BUSY_SHARE = 0.8, 0.01
+"""Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for good, and is killed at once."""
 STUCK = ("step", "data", "waiting")
 """Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
 MOST_IDLE = 3
@@ -50,6 +54,11 @@ class Succession:
         resize, wanted: how many are to go on after a death; and how many there are to be now, None where nobody asks for more.
         newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
         keeper: of the first epoch.
+        standby: how many processes wait to take the place of a dead one.
+        precompile: what compiles ahead for other sizes.
+
+    Attributes:
+        running: the process of each rank in the epoch that has begun last.
     """
 
     def __init__(
@@ -59,6 +68,8 @@ class Succession:
         wanted: Wanted,
         newcomer: Callable[[int, Mapping[str, str], list[int], list[str]], Child],
         keeper: Keeper,
+        standby: int = 0,
+        precompile: Precompile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._resize, self._wanted, self._newcomer, self._clock = resize, wanted, newcomer, clock
@@ -71,8 +82,12 @@ class Succession:
         self._coming: Order | None = None  # newcomers are started for it, and everybody trains
         self._dismissed: set[int] = set()
         self._killed: list[Child] = []
+        self._busy: dict[int, tuple[float, int]] = {}  # process -> (since when it may be idle, `busy_ns` then)
         self._refused = 0
         self._looked, self._best, self._idle = clock(), -1, 0
+        self.running = tuple(range(num))
+        self._precompile = precompile
+        self._standbys, self._left_at = Standbys(standby, self._start_standby), -1
         self.gave_up = ""
 
     # ---- what a process is given ---------------------------------------------------------------------------------------
@@ -100,6 +115,8 @@ class Succession:
     def goes_on(self, child: Child) -> bool:
         """Returns whether the others go on without a process that has ended; tells them."""
         assert child.exit is not None
+        if self._standbys.has_ended(child):
+            return True
         if child.process in self._dismissed:
             self._dismissed.discard(child.process)
             return True
@@ -114,7 +131,7 @@ class Succession:
             return False
         living = [p for p in self._order.members if self._children[p].exit is None]
         size = self._resize(len(self._order.members), 1)
-        if len(living) < LEAST - 1 or size is None or size[0] < LEAST or self._is_idle():
+        if len(living) < LEAST - 1 or size is None or size[0] < LEAST or self._stands_still():
             return False
         if self._coming is not None:
             self._dismiss(self._coming)
@@ -135,29 +152,46 @@ class Succession:
         else:
             started = []
         members, started = [*members, *more], [*started, *more]
-        self._order = Order(self._order.number + 1, tuple(members), overrides=tuple(overrides), why=why)
+        self._standbys.lost(dead)
+        self._busy.clear()
+        taken = [process for process in started if self._adopt(process)]
+        adopted = tuple(self._standbys.adopted.items())
+        self._order = Order(
+            self._order.number + 1, tuple(members), overrides=tuple(overrides), why=why, adopted=adopted
+        )
         self._note.write(self._order.text())
         self._since = self._clock()
-        self._say(f"{why}; {len(living)} go on in this start, as {len(members)} processes (epoch {self._order.number})")
+        places = f"; a standby takes the place of process {' and '.join(map(str, taken))}" if taken else ""
+        self._say(
+            f"{why}; {len(living)} go on in this start, as {len(members)} processes (epoch {self._order.number}){places}"
+        )
         self._prepare(processes)
         for process in started:
-            self._start(process, self._order)
+            if process not in taken:
+                self._start(process, self._order)
 
-    def _is_idle(self) -> bool:
+    def _stands_still(self) -> bool:
         """Returns whether epochs come and go and no step is done."""
-        steps = [step for c in self._children.values() if (step := step_of(c.step.read())) is not None]
-        newest = max(steps, default=-1)
+        newest = max((step for step in self._steps(self._children) if step is not None), default=-1)
+        self._left_at = max(self._left_at, newest)
         self._idle = 0 if newest > self._best else self._idle + 1
         self._best = max(self._best, newest)
         return self._idle >= MOST_IDLE
+
+    def _steps(self, processes: Iterable[int]) -> list[int | None]:
+        """Returns the step that each has begun last, None before the first."""
+        return [step_of(self._children[process].step.read()) for process in processes]
 
     # ---- every turn of the launcher ------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
         """Does what is due; returns False where all have to be started anew."""
         now = self._clock()
-        if self._coming is not None and any(self._is_done(p) for p in self._order.members):
-            self._dismiss(self._coming)
+        if any(self._is_done(p) for p in self._order.members):
+            self._standbys.end()
+            self._end_compiling()
+            if self._coming is not None:
+                self._dismiss(self._coming)
         if self._since is not None:
             gone = [p for p in self._order.members if self._children[p].exit is not None]
             if gone or now - self._since > READY_S:
@@ -167,8 +201,8 @@ class Succession:
                 return False
             if all(self._is_ready(p, self._order.number) for p in self._order.members):
                 self._go()
-            elif now - self._since > OUT_S:
-                self._end_stuck()
+            else:
+                self._end_stuck(now, is_late=now - self._since > OUT_S)
         elif self._coming is not None:
             new = self._coming.members[len(self._order.members) :]
             if all(self._is_ready(p, self._coming.number) for p in new):
@@ -176,19 +210,37 @@ class Succession:
                 self._note.write(self._order.text())
         elif now - self._looked > LOOK_EVERY_S:
             self._looked = now
+            if all(step is not None and step > self._left_at for step in self._steps(self._order.members)):
+                self._standbys.fill()  # not before: it takes a core that all wait for
+                if self._precompile is not None:
+                    self._precompile.turn()
             self._grow()
         return True
 
-    def _end_stuck(self) -> None:
+    def _end_stuck(self, now: float, is_late: bool) -> None:
         """Kills who does not come out of the step of the epoch before."""
         for process in self._order.members:
             child = self._children[process]
             phase = str((child.said or {}).get("phase", ""))
             waits = phase in STUCK or phase.startswith("hook")
-            if waits and child not in self._killed and not self._is_ready(process, self._order.number):
-                self._say(f"process {process} does not come out of its step within {OUT_S:g} s, and is killed")
+            if not waits or child in self._killed or self._is_ready(process, self._order.number):
+                continue
+            if is_late or (phase != "data" and self._is_idle(child, now)):
+                why = f"within {OUT_S:g} s" if is_late else "and does nothing any more"
+                self._say(f"process {process} does not come out of its step {why}, and is killed")
                 self._killed.append(child)
                 send(child.popen.pid, signal.SIGKILL)
+
+    def _is_idle(self, child: Child, now: float) -> bool:
+        """Returns whether a process has used hardly any of a core for `IDLE_S`."""
+        busy = busy_ns(child.popen.pid)
+        if busy is None:
+            return False
+        since, before = self._busy.setdefault(child.process, (now, busy))
+        if busy - before > BUSY_SHARE * IDLE_S * 1e9:
+            self._busy[child.process] = (now, busy)
+            return False
+        return now - since >= IDLE_S
 
     def _is_done(self, process: int) -> bool:
         return self._children[process].exit is not None
@@ -210,7 +262,7 @@ class Succession:
         self._holders.append(holder)
         if len(self._holders) > 2:
             self._holders.pop(0).close()
-        service = f"127.0.0.1:{port}"
+        service, self.running = f"127.0.0.1:{port}", self._order.members
         self._keepers[-1].listen(service)
         self._order = dataclasses.replace(self._order, service=service)
         self._note.write(self._order.text())
@@ -247,6 +299,21 @@ class Succession:
         variables = {**variables, **place}  # as its environment says it; the order that it waits for decides
         self.take(self._newcomer(process, variables, descriptors, list(order.overrides)))
 
+    def _start_standby(self, number: int) -> Child:
+        variables, descriptors = self.given(number, self._order.number + 1)
+        return self._newcomer(number, {**variables, PROCESS_ID: "0"}, descriptors, [])
+
+    def _adopt(self, process: int) -> bool:
+        """Returns whether a standby has taken the place of a process."""
+        found = self._standbys.adopt(process)
+        if found is not None:
+            number, child = found
+            if process in self._ready:
+                self._ready[process].close()
+            self._ready[process] = self._ready.pop(number)
+            self.take(child)
+        return found is not None
+
     def _dismiss(self, order: Order) -> None:
         for process in order.members[len(self._order.members) :]:
             if self._children[process].exit is None:
@@ -264,8 +331,13 @@ class Succession:
     def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    def _end_compiling(self) -> None:
+        if self._precompile is not None:
+            self._precompile.end()
+
     def close(self) -> None:
         """Ends what is left."""
+        self._end_compiling()
         for keeper in self._keepers[1:]:
             keeper.kill()
         for note in (self._note, *self._ready.values()):

@@ -31,6 +31,7 @@ from spmdkit.launch.cause import Exit, cause, coded, ended_by, lost
 from spmdkit.launch.epochs import Resize, Succession, Wanted
 from spmdkit.launch.logs import Logs
 from spmdkit.launch.output import Output
+from spmdkit.launch.precompile import Precompile
 from spmdkit.launch.process import start
 from spmdkit.launch.restarts import Restarts
 from spmdkit.launch.supervise import POLL_S, Child, Note, Supervisor, end, queued_signals
@@ -45,6 +46,7 @@ from spmdkit.names import (
     PROCESS_ID,
     SERVICE,
     STEP_FILE,
+    is_step_name,
 )
 
 
@@ -59,6 +61,8 @@ class Job:
     grace_s: float
     witness: Witness | None
     epochs: tuple[Resize, Wanted] | None = None
+    standby: int = 0
+    precompile: Precompile | None = None
 
 
 @dataclass
@@ -90,13 +94,16 @@ def launch(
     witness: Witness | None = None,
     resize: Resize | None = None,
     wanted: Wanted | None = None,
+    standby: int = 0,
+    precompile: Precompile | None = None,
 ) -> int:
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
     signal kills them. `max_restarts`: how often all are started again after a failure (restarts.py); a launcher that was told to stop starts nothing.
     `witness`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
-    processes are started again (elastic.py). `wanted`: processes go on without their dead (epochs.py); how many there are to be now. To be called from the main thread.
+    processes are started again (elastic.py). `wanted`: processes go on without their dead (epochs.py); how many there are to be now. `standby`: how many wait for
+    a death (standby.py). `precompile`: what compiles ahead for other numbers. To be called from the main thread.
     """
     if num_processes < 1:
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
@@ -107,7 +114,7 @@ def launch(
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
     epochs = None if resize is None or wanted is None else (resize, wanted)
-    job = Job(command, num_processes, devices_per_process, env, grace_s, witness, epochs)
+    job = Job(command, num_processes, devices_per_process, env, grace_s, witness, epochs, standby, precompile)
     restarts = Restarts(max_restarts)
     with queued_signals() as signals:
         while True:
@@ -178,7 +185,8 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         if keeper is not None:
             keeper.listen(service)
             if job.epochs is not None:
-                epochs = Succession(job.num_processes, *job.epochs, starter.newcomer, keeper)
+                standby = 0 if starter.pinned[0] else job.standby  # whose GPUs it will have is not known before
+                epochs = Succession(job.num_processes, *job.epochs, starter.newcomer, keeper, standby, job.precompile)
         for process in range(job.num_processes):
             more: tuple[Mapping[str, str], list[int]] = ({}, []) if epochs is None else epochs.given(process)
             child = starter.start(process, *more)
@@ -188,7 +196,8 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         look = partial(_look, job, logs, children)
         supervisor = Supervisor(children, signals, job.grace_s, deaths, look)
         if epochs is not None:
-            supervisor.goes_on, supervisor.each_turn = epochs.goes_on, partial(_turn, look, epochs, supervisor)
+            supervisor.goes_on, supervisor.members = epochs.goes_on, lambda: epochs.running
+            supervisor.each_turn = partial(_turn, look, epochs, supervisor, starter)
         found.asked = supervisor.run()
         look()
         if keeper is not None and epochs is None and (status := keeper.ended()) is not None:
@@ -221,15 +230,16 @@ def _pinned(job: Job) -> list[dict[str, str]]:
     return shown
 
 
-def _turn(look: Callable[[], None], epochs: Succession, supervisor: Supervisor) -> None:
+def _turn(look: Callable[[], None], epochs: Succession, supervisor: Supervisor, starter: _Starter) -> None:
     look()
     if not epochs.turn():
         supervisor.end_all()
+    starter.shows_output()
 
 
 def _judge(found: Outcome, job: Job, children: Sequence[Child]) -> None:
     """Says how the attempt ended, and why, as the last thing that is printed."""
-    exits = [child.exit for child in children if child.exit is not None and not child.mourned]
+    exits = [c.exit for c in children if c.exit is not None and not c.mourned and not c.in_waiting]
     first, found.lost = cause(exits), len(lost(exits))
     if first is None:
         return
@@ -264,7 +274,7 @@ class _Starter:
             job.env, self.coordinator, job.num_processes, process, job.devices_per_process, errors.path
         )
         env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: self.deaths.path, SERVICE: self.service}
-        env |= {**(self.pinned[process] if process < len(self.pinned) else {}), **variables}
+        env |= {**(self.pinned[process] if 0 <= process < len(self.pinned) else {}), **variables}
         passed = [*descriptors, *(note.descriptor for note in (*notes, self.deaths))]
         if job.witness is not None:
             told, opened = job.witness.given(process)
@@ -280,15 +290,13 @@ class _Starter:
     def newcomer(
         self, process: int, variables: Mapping[str, str], descriptors: list[int], overrides: list[str]
     ) -> Child:
-        """Returns a process that joins a later epoch."""
-        child = self.start(process, variables, descriptors, overrides)
-        self.shows_output()
-        return child
+        """Returns a process that joins a later epoch; a number below 0: a standby."""
+        return self.start(process, variables, descriptors, overrides)
 
     def shows_output(self) -> None:
         """Lets what they print be read. After all of the first are started: a thread that reads holds up the start of the next."""
         for child in self.children:
-            if child.output is None:
+            if child.output is None and not child.in_waiting:
                 shown = self.job.witness is None
                 child.output = Output(child.process, child.popen, self.lock, self.logs, shown=shown)
 
@@ -308,7 +316,7 @@ def _newest(folder: Path | None) -> int | None:
     run_dir = folder.parents[1]
     if not (run_dir / "checkpoints").is_dir():  # in a bucket
         return newest_saved(run_dir)
-    return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()), default=None)
+    return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if is_step_name(p.name)), default=None)
 
 
 def child_environment(

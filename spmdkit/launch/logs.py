@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spmdkit import secret
+from spmdkit.names import is_step_name
 
 MOST_WAITING = 10_000
 """Lines that are kept until the run says where its directory is; of more the last."""
@@ -31,7 +32,7 @@ class Logs:
             if self.folder is not None or parent.is_symlink():
                 return
             parent.mkdir(exist_ok=True)
-            numbers = [int(p.name[8:]) for p in parent.glob("attempt_*") if p.name[8:].isdigit()]
+            numbers = [int(p.name[8:]) for p in parent.glob("attempt_*") if is_step_name(p.name[8:])]
             self.folder = parent / f"attempt_{max(numbers, default=0) + 1}"
             for process in range(num_processes):
                 (self.folder / f"p{process:03}").mkdir(parents=True)

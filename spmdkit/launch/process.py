@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+XLA_POOL = "tf_"
+"""Begins the names of the threads in which XLA computes on CPU (jaxlib 0.10.2)."""
 
 _BECOME = f"""
 import _signal
@@ -78,8 +80,26 @@ def is_stopped(pid: int) -> bool:
         return True
 
 
+def busy_ns(pid: int) -> int | None:
+    """Returns for how many nanoseconds the main thread of a process and XLA's pools of threads have run, None where that cannot be seen.
+
+    All others only look after something, a few times a second: up to 10 % of a core together.
+    """
+    total = 0
+    try:
+        for thread in os.scandir(f"/proc/{pid}/task"):
+            with open(f"{thread.path}/comm") as name, open(f"{thread.path}/schedstat") as ran:
+                if thread.name == str(pid) or name.read().startswith(XLA_POOL):
+                    total += int(ran.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return total
+
+
 def send(pid: int, number: int) -> None:
     """Sends a signal to the leader of a session; KILL goes to its whole group, so that its own children go too."""
+    if pid <= 1:  # the group 1 means every process of the machine to the kernel
+        raise ValueError(f"process {pid} is none that we have started")
     try:
         if number == signal.SIGKILL:
             os.killpg(pid, number)

@@ -67,6 +67,7 @@ class Child:
         heard: when that came, by the launcher's running clock.
         held: what the launcher says of it, when its interpreter is held.
         mourned: it is dead, and the others go on without it (epochs.py).
+        in_waiting: it is a standby (standby.py), and nobody's place is taken by it yet; `process` is below 0.
     """
 
     process: int
@@ -82,6 +83,10 @@ class Child:
     heard: float = 0.0
     held: str | None = None
     mourned: bool = False
+
+    @property
+    def in_waiting(self) -> bool:
+        return self.process < 0
 
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
@@ -121,6 +126,7 @@ class Supervisor:
         self._children, self._signals, self._grace_s = children, signals, grace_s
         self._deaths, self.each_turn = deaths, each_turn
         self.goes_on: Callable[[Child], bool] = lambda child: False  # whether the others do, without a dead one
+        self.members: Callable[[], Sequence[int]] = lambda: range(len(children))  # the process of each rank
         self._dead: dict[int, dict[str, Any]] = {}
         self._clock, self._sleep = clock, sleep
         self._asked: int | None = None
@@ -189,7 +195,7 @@ class Supervisor:
             status = exit_status(child.popen.pid)
             if status is None:
                 continue
-            told = _told(child.errors)
+            told = _told(child.errors, self.members())
             if child.held is not None:
                 judged = int(ExitCode.HANG)
                 child.exit = Exit(child.process, status, self._num_exits, message=child.held, judged=judged)
@@ -216,7 +222,9 @@ class Supervisor:
         if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
             return
         said = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
-        self._dead[exit.process] = {"exit": exit.code, "said": said}
+        members = list(self.members())
+        rank = members.index(exit.process) if exit.process in members else exit.process
+        self._dead[rank] = {"exit": exit.code, "said": said}
         self._deaths.write(json.dumps(self._dead))
 
     def _limit_the_others(self, exit: Exit) -> None:
@@ -276,11 +284,12 @@ def _left_at_work(child: Child) -> str:
     )
 
 
-def _told(errors: Note) -> dict[str, Any]:
-    """Returns what the process wrote before it left: its message, when, and whose fault it is."""
+def _told(errors: Note, members: Sequence[int]) -> dict[str, Any]:
+    """Returns what the process wrote before it left: its message, when, and whose fault it is, of whom it knows the ranks."""
     try:
         record = json.loads(errors.read())
-        blamed = tuple(int(process) for process in record.get("blamed", ()))
+        ranks = [int(rank) for rank in record.get("blamed", ())]
+        blamed = tuple(members[rank] if rank < len(members) else rank for rank in ranks)
         return {"message": str(record["message"]), "time": float(record.get("time", 0.0)), "blamed": blamed}
     except (ValueError, KeyError, TypeError):
         return {}

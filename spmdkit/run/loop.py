@@ -22,8 +22,9 @@ from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.data import DeviceBatches
 from spmdkit.epochs import Epochs, ending, epochs_of
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
-from spmdkit.faults import StopSignals, Watchdog, report_and_leave, watching
+from spmdkit.faults import StopSignals, Watchdog, leave, report_and_leave, watching
 from spmdkit.mesh import describe_mesh
+from spmdkit.names import COMPILE_ONLY
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
 from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
@@ -34,6 +35,7 @@ from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Decision, Stop
 from spmdkit.run.keep_work import keep_work
 from spmdkit.run.run import Run
+from spmdkit.run.warm import warm_up
 from spmdkit.run.well import devices_are_well
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
@@ -127,7 +129,7 @@ def _epoch(
 
 def _joined_epoch(config: Config, epochs: Epochs) -> tuple[Cluster, Config]:
     """Returns the processes of the next epoch, joined, and the config as it is with so many."""
-    spec, epoch, overrides = epochs.place(environment(os.environ, config.cluster.dialect))
+    spec, epoch, overrides = epochs.place(environment(os.environ, config.cluster.dialect), lambda: warm_up(config))
     limit_s = config.watchdog.longest_s if config.watchdog else None
     cluster = join(spec, config.devices, limit_s, config.cluster.interface, epoch)
     return cluster, replace_keys(config, {key: int(value) for key, value in (each.split("=") for each in overrides)})
@@ -153,6 +155,10 @@ def _trained(
         config = asynchronous.settled(config, program)  # with auto settled
         check_state(program, cluster, limit_bytes)
         certificate.require(config, program.sizes)
+        if os.environ.get(COMPILE_ONLY):
+            _ = program.step_bytes  # before anything of the run is opened
+            cluster.barrier("compiled")
+            leave(0)
     with ExitStack() as unsaved, Run(config, cluster, program, signals, watchdog, epochs=epochs, allow=allow) as run:
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if found_well is not None:

@@ -207,3 +207,46 @@ def kill_one_when(path, launcher):
     for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
         if b"SPMDKIT_MEMBER=3" in Path(f"/proc/{pid}/environ").read_bytes():
             os.kill(pid, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_standbys_take_the_places_of_dead_ones_and_the_job_ends_with_the_same_bits(job, tmp_path):
+    settings = ("task_args={victims: [[2, 17], [0, 28]], wait: 0.15}", "elastic.standby=2")
+    out = ended(job(*settings))
+    assert "a standby takes the place of process 2" in out and "a standby takes the place of process 0" in out, out
+    hurt = numbers(tmp_path / "run")
+    ended(job("run_dir=clean"))
+    same(hurt, numbers(tmp_path / "clean"), exact=True)
+    told = (tmp_path / "run" / "logs" / "attempt_1").iterdir()
+    assert sorted(folder.name for folder in told) == ["p000", "p001", "p002", "p003"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_epoch_of_fewer_processes_finds_its_step_compiled_ahead(job, tmp_path):
+    """One is killed when the job that only compiles has ended."""
+    popen = job("task_args.wait=0.1", "elastic.precompile=[3]", "steps=100000", elastic="2:4")
+
+    def reached(found, seconds=120):
+        deadline = time.monotonic() + seconds
+        while not found() and time.monotonic() < deadline and popen.poll() is None:
+            time.sleep(0.1)
+        assert found(), "see the output of the job"
+
+    try:
+        reached(lambda: compiles_ahead(popen.pid))
+        reached(lambda: not compiles_ahead(popen.pid))
+        kill_one_when(tmp_path / "run" / "metrics.jsonl", popen.pid)
+        reached(lambda: [e for e in events(tmp_path / "run", "compiled") if e["step"]])
+        told = [e for e in events(tmp_path / "run", "compiled") if e["step"]]
+        assert all("train_step" in e["from_cache"] for e in told), told
+    finally:
+        popen.terminate()
+        out = popen.communicate(timeout=60)[0]
+    assert "as 3 processes (epoch 2)" in out, out
+
+
+def compiles_ahead(launcher):
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return any(b"\0launch\0" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from spmdkit.launch import epochs as rooms
+from spmdkit.launch import standby, supervise
 from spmdkit.launch.cause import Exit
 from spmdkit.launch.epochs import Succession
 from spmdkit.launch.supervise import Note
@@ -31,25 +32,31 @@ class Keeper:
 
 
 OPEN, KILLED = [], []
+NOBODY = 1 << 28
+"""Beyond the number of any process."""
+
+
+class Child(types.SimpleNamespace):
+    in_waiting = supervise.Child.in_waiting
 
 
 class Job:
     """A launcher's epochs over processes that are a number and two files."""
 
-    def __init__(self, num, after, wanted=lambda now: None):
+    def __init__(self, num, after, wanted=lambda now: None, standby=0):
         OPEN.append(self)
         self.opened = []
         self.now, self.started, self.killed = 0.0, [], []
-        self.epochs = Succession(num, after, wanted, self.newcomer, Keeper(num), clock=lambda: self.now)
+        self.epochs = Succession(num, after, wanted, self.newcomer, Keeper(num), standby, clock=lambda: self.now)
         self.orders = {}
         for process in range(num):
             self.child(process, *self.epochs.given(process))
 
     def child(self, process, variables, descriptors):
         note = Note()
-        child = types.SimpleNamespace(
+        child = Child(
             process=process,
-            popen=types.SimpleNamespace(pid=-process),
+            popen=types.SimpleNamespace(pid=NOBODY + process),
             exit=None,
             step=note,
             told_to_end=False,
@@ -83,7 +90,8 @@ class Job:
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch):
     monkeypatch.setattr(rooms, "Keeper", Keeper)
-    monkeypatch.setattr(rooms, "send", lambda pid, number: KILLED.append(-pid))
+    for module in (rooms, standby):
+        monkeypatch.setattr(module, "send", lambda pid, number: KILLED.append(pid - NOBODY))
     KILLED.clear()
     yield
     while OPEN:
@@ -176,3 +184,79 @@ def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_
     job.now = rooms.OUT_S + 1
     assert job.comes(2) and job.comes(2) and KILLED == [0]
     assert job.dies(0) and job.orders[1].read().members == (1, 2)
+
+
+def test_a_standby_takes_the_place_of_a_dead_one_and_the_next_is_started_when_all_train_again():
+    job = Job(4, lambda before, lost: (4, []), standby=1)
+    looks(job)
+    assert not job.started, "importing takes a core, and nobody trains yet"
+    job.trains(5)
+    looks(job)
+    looks(job)
+    assert job.started == [(-1, [])] and job.orders[-1].born == 2
+    assert job.dies(2)
+    order = job.orders[1].read()
+    assert order.members == (0, 1, 2, 3) and order.process_of(-1) == 2 and order.process_of(1) == 1
+    assert job.started == [(-1, [])], "no newcomer"
+    job.orders[2] = job.orders.pop(-1)
+    assert job.comes(0, 1, 2, 3) and job.orders[2].read().service and job.orders[2].read().process_of(-1) == 2
+    looks(job)
+    assert len(job.started) == 1, "not before all have done a step"
+    job.trains(6)
+    looks(job)
+    assert job.started[1:] == [(-2, [])]
+    assert job.dies(2) and dict(job.orders[1].read().adopted) == {-2: 2}, "the first one is dead"
+
+
+def test_two_that_die_with_one_standby_are_replaced_by_it_and_a_newcomer():
+    job = Job(4, lambda before, lost: (4, ["microbatches=1"]), standby=1)
+    job.trains(5)
+    looks(job)
+    assert job.dies(1) and job.dies(3)
+    assert job.started == [(-1, []), (3, ["microbatches=1"])] and job.orders[0].read().process_of(-1) == 1
+
+
+def test_a_standby_that_ends_is_nobodys_loss_and_not_started_for_ever():
+    job = Job(2, lambda before, lost: (2, []), standby=1)
+    job.trains(5)
+    for _ in range(5):
+        looks(job)
+        waiting = list(job.epochs._standbys._waiting)
+        for child in waiting:
+            child.exit = Exit(child.process, 1, 0)
+            assert job.epochs.goes_on(child)
+    assert job.started == [(-1, []), (-2, []), (-3, [])] and job.orders[0].read().number == 1
+
+
+def test_standbys_end_with_the_job():
+    job = Job(2, lambda before, lost: (2, []), standby=2)
+    job.trains(5)
+    looks(job)
+    assert job.started == [(-1, []), (-2, [])]
+    job.epochs._children[0].exit = Exit(0, 0, 0)
+    looks(job)
+    assert KILLED == [-1, -2] and job.started == [(-1, []), (-2, [])]
+
+
+def looks(job):
+    job.now += 2.0
+    assert job.epochs.turn()
+
+
+def test_who_waits_in_a_step_and_does_nothing_is_killed_at_once_and_who_works_or_waits_for_data_is_not(
+    monkeypatch,
+):
+    busy = {NOBODY + process: 0 for process in range(5)}
+    monkeypatch.setattr(rooms, "busy_ns", lambda pid: busy[pid])
+    job = Job(5, lambda before, lost: (before - lost, []))
+    job.trains(5)
+    assert job.dies(4)
+    job.epochs._children[2].said = {"phase": "data"}
+    for _ in range(8):
+        job.now += 0.25
+        busy[NOBODY] += 1_000_000
+        busy[NOBODY + 1] += 100_000_000
+        assert job.comes(3)
+    assert KILLED == [0] and job.now < rooms.OUT_S
+    monkeypatch.setattr(rooms, "busy_ns", lambda pid: None)
+    assert job.comes(3) and KILLED == [0], "where it cannot be seen, it takes longer"

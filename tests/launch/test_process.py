@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spmdkit.launch import process
 from spmdkit.launch.process import exit_status, start
 
 pytestmark = [
@@ -71,3 +72,33 @@ def test_a_command_that_is_not_there_says_so():
     _, errors = process.communicate(timeout=20)
     assert process.returncode != 0
     assert errors == "/nowhere/at-all: No such file or directory\n"
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1])
+def test_a_number_that_means_all_processes_is_sent_nothing(pid, monkeypatch):
+    """`killpg(1)` is `kill(-1)`: everybody's."""
+    sent = []
+    monkeypatch.setattr(process.os, "killpg", lambda *asked: sent.append(asked))
+    monkeypatch.setattr(process.os, "kill", lambda *asked: sent.append(asked))
+    with pytest.raises(ValueError, match="none that we have started"):
+        process.send(pid, signal.SIGKILL)
+    assert not sent
+
+
+def test_what_works_is_busy_and_what_sleeps_is_not():
+    works, sleeps = (
+        start([sys.executable, "-I", "-S", "-c", code]) for code in ("while True: pass", "import time; time.sleep(60)")
+    )
+    try:
+        time.sleep(0.5)
+        before, deadline = process.busy_ns(works.pid), time.monotonic() + 20
+        while process.busy_ns(works.pid) < before + 1e8 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        asleep = process.busy_ns(sleeps.pid)
+        time.sleep(0.2)
+        assert process.busy_ns(works.pid) >= before + 1e8 and process.busy_ns(sleeps.pid) < asleep + 1e7
+    finally:
+        for each in (works, sleeps):
+            each.kill()
+            each.wait()
+    assert process.busy_ns(works.pid) is None

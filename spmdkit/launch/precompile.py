@@ -1,0 +1,80 @@
+"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that an epoch of such a size compiles nothing.
+
+For each size, one after the other, a job of so many processes is started with the same config, at the lowest priority, up to the point where its step is compiled: before it has a state
+or opens the run. These are real processes, since XLA's key holds the devices and their arrangement.
+
+Cost: the memory of such a job with its data and without a state, and what cores have left, once for each size and config.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdkit.launch.process import start
+from spmdkit.names import COMPILE_ONLY
+
+LOWEST = 19
+"""`nice`."""
+
+
+class Precompile:
+    """The jobs that only compile, of one launcher.
+
+    Args:
+        sizes: number of processes -> what its command has besides.
+        train: the words of `train CONFIG KEY=VALUE...`.
+        devices_per_process: as the job has it.
+        env: the launcher's.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[int, Sequence[str]],
+        train: Sequence[str],
+        devices_per_process: int | None,
+        env: Mapping[str, str] = os.environ,
+    ):
+        self._left, self._train, self._devices, self._env = dict(sizes), list(train), devices_per_process, env
+        self._running: subprocess.Popen[Any] | None = None
+        self._size = 0
+
+    def turn(self) -> None:
+        """Begins the next one when the one before has ended. To be called now and then while the job trains."""
+        if self._running is not None:
+            if self._running.poll() is None:
+                return
+            if code := self._running.returncode:
+                print(
+                    f"compiling ahead for {self._size} processes has failed with {code}: such an epoch compiles itself",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._running = None
+        if self._left:
+            self._size, more = self._left.popitem()
+            self._running = start(
+                self.command(self._size, more),
+                {**self._env, COMPILE_ONLY: "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def command(self, size: int, more: Sequence[str]) -> list[str]:
+        """Returns the words of the job of one size."""
+        launch = ["nice", "-n", str(LOWEST), sys.executable, "-m", "spmdkit", "launch", "-n", str(size)]
+        if self._devices is not None:
+            launch += ["--devices-per-process", str(self._devices)]
+        return [*launch, "--", *self._train, *more]
+
+    def end(self) -> None:
+        """Ends the one that runs; its processes die with it."""
+        if self._running is not None:
+            self._running.kill()
+            self._running.wait()
+            self._running = None

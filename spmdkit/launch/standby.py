@@ -1,0 +1,69 @@
+"""`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies: no newcomer has to be started for it.
+
+Each is started as a newcomer is, with a number below 0, and waits for an order (order.py) that says which process it is from now on. Another one is started when all
+train again. One that ends while it waits is nobody's loss; after `MOST_FAILED` of them no more are started.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from spmdkit.launch.process import send
+from spmdkit.launch.supervise import Child
+
+MOST_FAILED = 3
+
+
+class Standbys:
+    """The standbys of one attempt.
+
+    Args:
+        num: how many wait at a time.
+        start: starts one: its number -> the child.
+
+    Attributes:
+        adopted: the number of each that has taken a place -> the process that it is.
+    """
+
+    def __init__(self, num: int, start: Callable[[int], Child]):
+        self._num, self._start = num, start
+        self._waiting: list[Child] = []
+        self._started = self._failed = 0
+        self.adopted: dict[int, int] = {}
+
+    def fill(self) -> None:
+        """Starts those that are lacking."""
+        while len(self._waiting) < self._num and self._failed < MOST_FAILED:
+            self._started += 1
+            self._waiting.append(self._start(-self._started))
+
+    def adopt(self, process: int) -> tuple[int, Child] | None:
+        """Returns (the number, the child) of the one that waits the longest, which is `process` from now on; None where none waits."""
+        while self._waiting:
+            child = self._waiting.pop(0)
+            if child.exit is None:
+                number, child.process = child.process, process
+                self.adopted[number] = process
+                return number, child
+        return None
+
+    def lost(self, process: int) -> None:
+        """Forgets who has taken the place of a process that is dead."""
+        self.adopted = {number: each for number, each in self.adopted.items() if each != process}
+
+    def has_ended(self, child: Child) -> bool:
+        """Returns whether a child that has ended was one that waits."""
+        if not child.in_waiting:
+            return False
+        if child in self._waiting:
+            self._waiting.remove(child)
+            self._failed += 1
+        return True
+
+    def end(self) -> None:
+        """Ends all that wait: the job is done. No more are started."""
+        waiting, self._waiting, self._num = self._waiting, [], 0
+        for child in waiting:
+            child.told_to_end = True
+            send(child.popen.pid, signal.SIGKILL)
