@@ -188,7 +188,7 @@ class Plain:
 def wire(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each, the median of 15 in turn, and the ratios of rates."""
     from spmdkit.parameter_server.actors import Actors, imported
-    from spmdkit.parameter_server.server import Push
+    from spmdkit.parameter_server.messages import Push
     from spmdkit.parameter_server.transport import ask
 
     random = np.random.default_rng(0)

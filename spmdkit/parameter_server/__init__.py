@@ -5,7 +5,7 @@
 
 For what one SPMD program cannot do: workers of other speeds, workers that die, come back or join. Otherwise use a mesh.
 
-partition.py which leaf lives where · server.py what a server does with a push · settled.py which batches it has taken · model_state.py what becomes of
+partition.py which leaf lives where · messages.py what is said · server.py what a server does with a push · settled.py which batches it has taken · model_state.py what becomes of
 a model's own state · gradient.py the worker's compiled step · worker.py its loop ·
 chief.py installs, watches, takes snapshots · transport.py how they reach each other · threads.py in one process · actors.py on Ray.
 

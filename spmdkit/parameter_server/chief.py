@@ -19,7 +19,7 @@ import numpy as np
 
 from spmdkit import errors
 from spmdkit.parameter_server.partition import Arrays, joined, shard, to_arrays
-from spmdkit.parameter_server.settled import Settled
+from spmdkit.parameter_server.settled import dealt
 from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Transport, Unavailable, ask
 from spmdkit.step.state import TrainState
 
@@ -63,7 +63,7 @@ class Chief:
     Args:
         owned: path of a leaf -> its server.
         servers, workers: how many.
-        load: returns (state on the host, table of each server or None) to begin with, and to go back to.
+        load: returns (state on the host, table of each server of whoever saved it, or None) to begin with, and to go back to.
         optimizer: of the servers.
         give_up: whether to wait no longer for a server that is away.
         life: incarnation in which workers begin, later than all that the tables know.
@@ -100,7 +100,8 @@ class Chief:
         """Gives every server its part of the state to begin with, under a new epoch; returns the number of updates that are in it."""
         state, tables = self._load()
         self._first, self._epoch, self._cursor = state, self._epoch + 1, 0
-        tables = [{"applied": int(state.step)}] * len(self.endpoints) if tables is None else agreed(tables)
+        num = len(self.endpoints)
+        tables = [{"applied": int(state.step)}] * num if tables is None else dealt(tables, self._owned, num)
         for number, endpoint in enumerate(self.endpoints):
             arrays = parts_of(state, self._optimizer, self._owned, number)
             self._ask(endpoint, "install", self._epoch, arrays, tables[number], self._incarnations)
@@ -240,15 +241,6 @@ class Chief:
     def close(self) -> None:
         """Ends everything."""
         self._transport.close()
-
-
-def agreed(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the tables of a snapshot, by which the first server gives out again what it has settled and another one lacks."""
-    if not all("settled" in table for table in tables):
-        return tables
-    first, *others = [Settled(*table["settled"]) for table in tables]
-    lacking = set().union(*(first.beyond(other) for other in others))
-    return [{**tables[0], "again": sorted(lacking.union(tables[0]["again"]))}, *tables[1:]]
 
 
 def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server: int) -> dict[str, Arrays | None]:

@@ -116,8 +116,8 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
     if len(servers) == 1:
         return
     inputs = [path for tree in (params, state, params) for path, _ in named_leaves(tree)]
-    holders = [_holder(path, owned) for path in inputs] + [None]
-    results = [_holder(path, owned) for tree in out for path, _ in named_leaves(tree)]
+    holders = [holder_of(path, owned) for path in inputs] + [None]
+    results = [holder_of(path, owned) for tree in out for path, _ in named_leaves(tree)]
     for server in servers:
         try:
             part = jax.eval_shape(optimizer.init, shard(params, owned, server))
@@ -137,7 +137,7 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
                 )
 
 
-def _holder(path: str, owned: Mapping[str, int]) -> int | None:
+def holder_of(path: str, owned: Mapping[str, int]) -> int | None:
     """Returns the server of a leaf of the parameters, or of a leaf of the optimizer's state that follows one; None where it follows none."""
     parts = path.split("/")
     return next((owned[end] for i in range(len(parts)) if (end := "/".join(parts[i:])) in owned), None)

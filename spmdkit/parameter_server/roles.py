@@ -12,8 +12,9 @@ import jax
 from spmdkit.config import Config
 from spmdkit.config.parameter_server import options
 from spmdkit.parameter_server.gradient import GradientStep, abstract_params, check_task, server_optimizer
+from spmdkit.parameter_server.messages import Rules
 from spmdkit.parameter_server.partition import check_separable, owners, shard
-from spmdkit.parameter_server.server import Rules, Server
+from spmdkit.parameter_server.server import Server
 from spmdkit.parameter_server.transport import Endpoint
 from spmdkit.parameter_server.worker import Worker
 from spmdkit.tasks import Task

@@ -21,84 +21,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spmdkit.parameter_server.messages import Answer, Pulled, Push, Rules
 from spmdkit.parameter_server.model_state import moved
-from spmdkit.parameter_server.partition import Arrays, to_arrays, to_tree
-from spmdkit.parameter_server.settled import Settled
+from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
+from spmdkit.parameter_server.settled import Alike, Settled, merged, of_row
 
 RECORDS = 4096
 """Applied pushes that a server can tell of at once; the chief asks several times a second."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a server takes gradients.
-
-    Attributes:
-        steps: updates after which nothing is applied any more.
-        aggregate: gradients whose mean is one update.
-        max_staleness: a gradient that is staler is dropped; None: none is.
-        scale_by_staleness: divide an update by its staleness.
-        ema: decay of the average of parameters, or None.
-    """
-
-    steps: int
-    aggregate: int = 1
-    max_staleness: int | None = None
-    scale_by_staleness: bool = False
-    ema: float | None = None
-
-
-@dataclass(frozen=True)
-class Push:
-    """A gradient on its way.
-
-    Attributes:
-        worker, incarnation, number: whose it is, in which life, and which of it.
-        epoch, version: of the server's state when it was pulled.
-        batch: the number of the batch.
-        gradient: this server's leaves; None: the batch is given up, since something was not finite.
-        loss, weight: the loss, and its count, by which a mean weighs the gradient.
-        told: for the first server alone: metrics, `seconds` of the computation, and the `state` (old, new) of a model with mutable state.
-    """
-
-    worker: int
-    incarnation: int
-    number: int
-    epoch: int
-    version: int
-    batch: int
-    gradient: Arrays | None
-    loss: float = 0.0
-    weight: float = 1.0
-    told: Mapping[str, Any] | None = None
-
-
-class Answer(NamedTuple):
-    """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced` (of an earlier life), `epoch`
-    (of parameters that were lost), `again` (this batch is settled here), `done` (there are enough updates); and the updates that the server has applied."""
-
-    outcome: str
-    version: int
-    staleness: int = 0
-
-
-class Pulled(NamedTuple):
-    """The parameters of one server after `version` updates."""
-
-    epoch: int
-    version: int
-    done: bool
-    params: Arrays
-    model_state: Arrays | None
 
 
 class Server:
@@ -116,9 +53,11 @@ class Server:
         self._optimizer, self._abstract, self._rules, self._clock = optimizer, abstract, rules, clock
         self._lock = threading.Lock()
         self._apply = jax.jit(self._updated, donate_argnums=(0,) if donate else ())
+        self._apply_to_some = jax.jit(self._updated)
+        self._paths = frozenset(to_arrays(abstract))
         self._opt_abstract = jax.eval_shape(optimizer.init, abstract)
         self._state: dict[str, Any] | None = None
-        self.epoch, self.applied = -1, 0
+        self.epoch = -1
         self._members = 1
         self._here: dict[int, int] = {}  # worker -> incarnation that is ready
         self._forget()
@@ -133,9 +72,14 @@ class Server:
         self._num_records = 0
         self._model_state: Arrays | None = None
         self._next_batch, self._again = 1, list[int]()
-        self._settled = Settled(1)
+        self._parts = [Alike(self._paths, Settled(1), 0)]
         self._last: dict[int, int] = {}  # worker -> the last batch of it that is settled
         self._out: dict[int, dict[int, int]] = {}  # worker -> number of the push -> batch
+
+    @property
+    def applied(self) -> int:
+        """The fewest updates of a leaf."""
+        return min(part.applied for part in self._parts)
 
     # ---- the chief's ---------------------------------------------------------------------------------------------------
 
@@ -161,7 +105,10 @@ class Server:
             ema = own(self._abstract, arrays["ema"]) if arrays.get("ema") is not None else None
             self._state = {"params": params, "opt_state": opt_state, "ema": ema}
             self._model_state = arrays.get("model_state")
-            self.epoch, self.applied = epoch, int(table.get("applied", 0))
+            applied, again = int(table["applied"]), list(table.get("again", ()))
+            self.epoch, self._next_batch, self._again = epoch, int(table.get("next_batch", applied + 1)), again
+            self._parts = [of_row(row) for row in table.get("parts", ())]
+            self._parts = self._parts or [Alike(self._paths, Settled(min([self._next_batch, *again])), applied)]
             for worker, incarnation, number, outcome in table.get("seen", ()):
                 self._seen[worker] = (incarnation, number, Answer(outcome, self.applied))
             for worker, incarnation in members.items():
@@ -170,8 +117,6 @@ class Server:
             self._histogram.update({int(k): v for k, v in table.get("histogram", ())})
             self._dropped.update(dict(table.get("dropped", ())))
             self._progress.update({int(k): v for k, v in table.get("progress", ())})
-            self._next_batch, self._again = int(table.get("next_batch", self.applied + 1)), list(table.get("again", ()))
-            self._settled = Settled(*table.get("settled", (min([self._next_batch, *self._again]),)))
 
     def admit(self, worker: int, incarnation: int, members: int) -> int | None:
         """Takes a worker's new life, the last one being over: its pushes are refused from here on, and its batches go to others.
@@ -238,7 +183,7 @@ class Server:
                 "seen": seen,
                 "next_batch": self._next_batch,
                 "again": sorted({*self._again, *waiting}),
-                "settled": self._settled.table(),
+                "parts": [part.row() for part in self._parts],
                 "histogram": sorted(self._histogram.items()),
                 "dropped": sorted(self._dropped.items()),
                 "progress": sorted(self._progress.items()),
@@ -286,8 +231,7 @@ class Server:
                 return Answer("fenced", self.applied)
             if push.incarnation == incarnation and push.number <= number:
                 return before if push.number == number else Answer("fenced", self.applied)
-            twice = push.batch in self._settled or any(held.batch == push.batch for held in self._held)
-            answer = Answer("again", self.applied) if twice else self._taken(push)
+            answer = Answer("again", self.applied) if self._has(push.batch) else self._taken(push)
             self._seen[push.worker] = (push.incarnation, push.number, answer)
             self._out.get(push.worker, {}).pop(push.number, None)
             if answer.outcome == "held":
@@ -296,24 +240,34 @@ class Server:
             elif answer.outcome == "done":
                 self._again.append(push.batch)  # for a run that goes on
             else:
-                self._settle(push)
+                self._last[push.worker] = push.batch
                 if answer.outcome != "applied":
                     self._dropped[answer.outcome] += 1
             return self._seen[push.worker][2]
+
+    def _has(self, batch: int) -> bool:
+        """Returns whether no leaf takes a batch any more, though some take others."""
+        if any(held.batch == batch for held in self._held) or all(batch in part.settled for part in self._parts):
+            return True
+        return self.applied < self._rules.steps and not any(self._takes(part, batch) for part in self._parts)
+
+    def _takes(self, part: Alike, batch: int) -> bool:
+        return part.applied < self._rules.steps and batch not in part.settled
 
     def _taken(self, push: Push) -> Answer:
         staleness = self.applied - push.version
         if self.applied >= self._rules.steps:
             return Answer("done", self.applied, staleness)
-        if push.gradient is None:
-            return Answer("skipped", self.applied, staleness)
-        if self._rules.aggregate > 1:
-            return Answer("held" if staleness == 0 else "late", self.applied, staleness)
-        most = self._rules.max_staleness
-        if most is not None and staleness > most:
-            return Answer("stale", self.applied, staleness)
-        self._update([push], staleness)
-        return Answer("applied", self.applied, staleness)
+        most, together = self._rules.max_staleness, self._rules.aggregate > 1
+        if push.gradient is not None and together and staleness == 0:
+            return Answer("held", self.applied, staleness)
+        if push.gradient is not None and not together and (most is None or staleness <= most):
+            self._update([push], staleness)
+            return Answer("applied", self.applied, staleness)
+        for part in self._parts:
+            part.settled.add(push.batch)
+        outcome = "skipped" if push.gradient is None else "late" if together else "stale"
+        return Answer(outcome, self.applied, staleness)
 
     def _apply_held(self) -> None:
         """Applies the mean of what is held once there is enough: of `aggregate` workers, or of all that live."""
@@ -323,33 +277,42 @@ class Server:
         self._held = []
         self._update(held, 0)
         for push in held:
-            self._settle(push)
+            self._last[push.worker] = push.batch
             self._seen[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
 
-    def _settle(self, push: Push) -> None:
-        self._settled.add(push.batch)
-        self._last[push.worker] = push.batch
-
     def _update(self, pushes: list[Push], staleness: int) -> None:
+        """Applies the mean of gradients, to each leaf of those that it has not taken."""
         assert self._state is not None
+        of_parts = [[push for push in pushes if self._takes(part, push.batch)] for part in self._parts]
+        gradient: Arrays = {}
+        for part, own in zip(self._parts, of_parts, strict=True):
+            gradient |= mean_of(own or pushes, part.paths)
         total = sum(push.weight for push in pushes) or 1.0
-        first = pushes[0].gradient
-        assert first is not None
-        gradient = dict(first)
-        if len(pushes) > 1:
-            parts = [(push.gradient or {}, push.weight / total) for push in pushes]
-            gradient = {path: sum(g[path] * np.asarray(share, g[path].dtype) for g, share in parts) for path in first}
         loss = sum(push.loss * push.weight / total for push in pushes)
         scale = 1 / max(1, staleness) if self._rules.scale_by_staleness else 1.0
-        tree = to_tree(self._abstract, gradient)
-        self._state = self._apply(self._state, tree, np.float32(loss), np.float32(scale))
+        args = to_tree(self._abstract, gradient), np.float32(loss), np.float32(scale)
+        if all(of_parts):
+            self._state = self._apply(self._state, *args)
+        else:
+            self._state = self._kept_where_none(self._apply_to_some(self._state, *args), of_parts)
         jax.block_until_ready(self._state)  # what is read (a view of the transport's memory) is free from here on
-        self.applied += 1
+        for part, own in zip(self._parts, of_parts, strict=True):
+            part.applied += bool(own)
+            for push in own:
+                part.settled.add(push.batch)
+        self._parts = merged(self._parts) if len(self._parts) > 1 else self._parts
         states = [push.told["state"] for push in pushes if push.told and "state" in push.told]
         if states:
             self._model_state = moved(self._model_state, states, fresh=staleness == 0)
         for push in pushes:
             self._note(push, staleness)
+
+    def _kept_where_none(self, new: dict[str, Any], of_parts: list[list[Push]]) -> dict[str, Any]:
+        """Returns the state with the old leaves of parts that take none; what belongs to no leaf (a count of updates) moves with the first part."""
+        takes = {path: i for i, part in enumerate(self._parts) for path in part.paths}
+        old, arrays = to_arrays(self._state), to_arrays(new)
+        pick = lambda path: arrays[path] if of_parts[holder_of(path, takes) or 0] else old[path]
+        return to_tree(new, {path: pick(path) for path in arrays})
 
     def _updated(self, state: dict[str, Any], gradient: Any, loss: Any, scale: Any) -> dict[str, Any]:
         params, ema, decay = state["params"], state["ema"], self._rules.ema
@@ -379,6 +342,15 @@ class Server:
             }
         )
         self._num_records += 1
+
+
+def mean_of(pushes: list[Push], paths: Iterable[str]) -> Arrays:
+    """Returns the mean of gradients by the counts of their losses, of some leaves."""
+    if len(pushes) == 1:
+        return {path: (pushes[0].gradient or {})[path] for path in paths}
+    total = sum(push.weight for push in pushes) or 1.0
+    parts = [(push.gradient or {}, push.weight / total) for push in pushes]
+    return {path: sum(g[path] * np.asarray(share, g[path].dtype) for g, share in parts) for path in paths}
 
 
 def _copied(arrays: Arrays) -> Arrays:

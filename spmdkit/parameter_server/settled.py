@@ -1,12 +1,15 @@
 """Which batches are settled at a server: applied, or dropped for good. Two servers can differ by a push that reached one of them alone.
 
 That happens when a worker dies while it pushes, and when a snapshot is made meanwhile. Such a batch is given out again, and whoever has it settled
-takes it no second time, whichever worker sends it: so each leaf gets each batch once.
+takes it no second time, whichever worker sends it: so each leaf gets each batch once. It stays so where a run goes on with other servers: a leaf
+takes along which batches its server of before has settled (`Alike`), until all leaves of its new server have the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 
 class Settled:
@@ -32,3 +35,62 @@ class Settled:
     def table(self) -> tuple[int, list[int]]:
         """Returns what the constructor takes, for a record."""
         return self.low, sorted(self.above)
+
+
+@dataclass
+class Alike:
+    """Leaves of one server to which the same has happened.
+
+    Attributes:
+        paths: of the leaves.
+        settled: their batches.
+        applied: their updates.
+    """
+
+    paths: frozenset[str]
+    settled: Settled
+    applied: int
+
+    def row(self) -> tuple[list[str], tuple[int, list[int]], int]:
+        """Returns what `of_row` takes, for a record."""
+        return sorted(self.paths), self.settled.table(), self.applied
+
+
+def of_row(row: Sequence[Any]) -> Alike:
+    """Returns the part of a row of a table."""
+    paths, settled, applied = row
+    return Alike(frozenset(paths), Settled(*settled), applied)
+
+
+def merged(parts: Iterable[Alike]) -> list[Alike]:
+    """Returns the parts, one for those that are alike."""
+    found: list[Alike] = []
+    for part in parts:
+        same = [x for x in found if (x.applied, x.settled.table()) == (part.applied, part.settled.table())]
+        if same:
+            same[0].paths |= part.paths
+        elif part.paths:
+            found.append(part)
+    return found
+
+
+def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers: int) -> list[dict[str, Any]]:
+    """Returns the table of each server from those of a snapshot, whose leaves may have lain on others.
+
+    The first server gives out again what some leaves have settled and others lack; batches from `next_batch` on it gives out anyway.
+
+    Args:
+        owned: path of a leaf -> its server.
+    """
+    rows = [row for table in tables for row in table["parts"]]
+    kinds = [part.settled for part in merged(of_row(row) for row in rows)]
+    lacking = set().union(*(one.beyond(other) for one in kinds for other in kinds))
+    again = {*tables[0]["again"], *(batch for batch in lacking if batch < tables[0]["next_batch"])}
+    found = []
+    for server in range(servers):
+        of = lambda paths, server=server: [path for path in paths if owned[path] == server]
+        parts = merged(of_row((of(paths), *rest)) for paths, *rest in rows)
+        table = tables[server] if server < len(tables) else tables[0]
+        own = {"parts": [part.row() for part in parts], "again": sorted(again) if server == 0 else []}
+        found.append({**table, **own, "applied": min(part.applied for part in parts)})
+    return found

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from spmdkit.parameter_server.gradient import Gradient
+from spmdkit.parameter_server.messages import Answer, Pulled, Push
 from spmdkit.parameter_server.partition import Arrays
-from spmdkit.parameter_server.server import Answer, Pulled, Push
 from spmdkit.parameter_server.transport import Endpoint, ask, wait_for
 
 LONGEST_WAIT_S = 0.02

@@ -17,7 +17,7 @@ from spmdkit import journal
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, replace_keys
 from spmdkit.config.parameter_server import is_chosen, options
-from spmdkit.errors import ConfigError, NonFiniteError, Preempted, RendezvousError
+from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, Preempted, RendezvousError
 from spmdkit.parameter_server.chief import Chief, Seen
 from spmdkit.parameter_server.gradient import synchronous
 from spmdkit.parameter_server.roles import Roles
@@ -124,7 +124,7 @@ class _Watch:
 
     def __init__(self, run: Run, state: TrainState, transport: Transport, roles: Roles, servers: int, workers: int):
         self.run, self._state, self._servers, self._turn = run, state, servers, roles.turn
-        self._tables = saved_tables(run, servers)
+        self._tables = saved_tables(run)
         lives = [life for table in self._tables or () for _, life, *_ in table.get("seen", ())]
         self.chief = Chief(
             transport,
@@ -150,7 +150,7 @@ class _Watch:
         if self._began:
             with journal.during("restore"):
                 self._state = run.go_back(None, 0)
-            self._tables = saved_tables(run, self._servers)
+            self._tables = saved_tables(run)
             self._window, self._logged, self._evaluated = [], (time.monotonic(), run.step), run.step
         self._began = True
         return self._state, self._tables
@@ -299,16 +299,15 @@ def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_s
     }
 
 
-def saved_tables(run: Run, servers: int) -> list[dict[str, Any]] | None:
-    """Returns the table of each server out of the checkpoint that the run stands at; None where it has none, or was saved by a synchronous run."""
+def saved_tables(run: Run) -> list[dict[str, Any]] | None:
+    """Returns the table of each server that saved the checkpoint at which the run stands; None where it has none, or was saved by a synchronous run."""
     if run.checkpoints is None or not run.step or run.step not in run.checkpoints.steps():
         return None
-    found: Mapping[str, Any] | None = run.checkpoints.read_record(run.step).get(RECORD)
-    if not found:
-        return None
-    tables: list[dict[str, Any]] = found["servers"]
-    if len(tables) == servers:
-        return tables
-    first = {**tables[0], "applied": run.step}
-    same: dict[str, Any] = {name: first[name] for name in ("applied", "seen", "settled", "next_batch") if name in first}
-    return [first, *[same] * (servers - 1)]
+    found: Mapping[str, Any] = run.checkpoints.read_record(run.step).get(RECORD) or {}
+    tables: list[dict[str, Any]] | None = found.get("servers")
+    if any("parts" not in table for table in tables or ()):
+        raise CheckpointError(
+            f"step {run.step} was saved by the parameter server of an earlier spmdkit, whose record does not say which leaf has taken which batch. "
+            "Train on without sync.parameter_server until a step is saved, and come back then, or start in another run_dir."
+        )
+    return tables

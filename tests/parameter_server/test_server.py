@@ -1,5 +1,7 @@
 """One server, called by hand: answers, staleness, snapshots; and which leaf lives where."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 
 from spmdkit.errors import ConfigError
 from spmdkit.parameter_server.chief import Chief, parts_of
+from spmdkit.parameter_server.messages import Push, Rules
 from spmdkit.parameter_server.partition import check_separable, joined, owners, shard, to_arrays
-from spmdkit.parameter_server.server import Push, Rules, Server
-from spmdkit.parameter_server.settled import Settled
+from spmdkit.parameter_server.server import Server
+from spmdkit.parameter_server.settled import Settled, dealt
 from spmdkit.parameter_server.threads import Threads
 from spmdkit.parameter_server.transport import Ending, ask
 from spmdkit.step import state as states
@@ -103,6 +106,7 @@ def test_a_snapshot_knows_what_was_applied_and_a_held_gradient_is_not():
 def test_after_the_last_update_nothing_is_applied():
     server = server_of(Rules(1))
     assert server.push(push(0, 0)).outcome == "applied" and server.push(push(1, 1)).outcome == "done"
+    assert server.push(push(0, 1, worker=1, batch=1)).outcome == "again"  # which no later run has to give out
     assert server.pull().done and value(server) == [-1, 0]
 
 
@@ -135,11 +139,11 @@ class ByHand(Threads):
         pass
 
 
-def by_hand(owned, workers):
-    """Returns (chief, transport, what is saved, the last of which servers go back to): of leaves of two numbers."""
-    optimizer = optax.with_extra_args_support(optax.sgd(1.0))
-    params = {path: jnp.zeros(2) for path in owned}
-    saved = [(states.create(params, None, optimizer, 0, None), None)]
+def by_hand(owned, workers, zeros=2, optimizer=None, saved=None):
+    """Returns (chief, transport, what is saved, the last of which servers go back to): of leaves of `zeros` numbers."""
+    optimizer = optax.with_extra_args_support(optimizer or optax.sgd(1.0))
+    params = {path: jnp.zeros(zeros) for path in owned}
+    saved = saved or [(states.create(params, None, optimizer, 0, None), None)]
     make = lambda number: Server(optimizer, shard(abstract(params), owned, number), Rules(10), donate=False)
     transport = ByHand(make, None)
     chief = Chief(transport, optimizer, owned, len(set(owned.values())), workers, lambda: saved[-1])
@@ -172,6 +176,59 @@ def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached,
     assert ask(chief.endpoints[0], "take", 1, 0, 1) == 2
     state, _ = chief.snapshot()
     assert state.params["v"].tolist() == state.params["w"].tolist() == [-1, 0]
+
+
+def test_a_push_that_reached_some_leaves_is_applied_once_to_each_by_other_servers_too():
+    """Leaf v has taken the batches 1, 2, 4, w and x have taken 1, 3, 5: a leaf counts the times that it takes each."""
+    found = {}
+    one_of = lambda batch: np.eye(8, dtype=np.float32)[batch]
+    before = {"v": 0, "w": 1, "x": 1}
+    for after in ({"v": 0, "w": 0, "x": 0}, {"v": 1, "w": 0, "x": 1}, {"v": 1, "w": 0, "x": 2}):
+        chief, _, saved = by_hand(before, workers=1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5))
+        for number in range(5):
+            assert ask(chief.endpoints[0], "take", 0, 0, number) == number + 1
+        for server, batches in enumerate([(1, 2, 4), (1, 3, 5)]):
+            for batch in batches:
+                gradient = {path: one_of(batch) for path, owner in before.items() if owner == server}
+                sent = Push(0, 0, batch - 1, 1, 0, batch, gradient)
+                assert ask(chief.endpoints[server], "push", sent).outcome == "applied"
+        saved.append(json.loads(json.dumps(chief.snapshot()[1])))
+        state = chief.snapshot()[0]
+        chief, _, _ = by_hand(after, 1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5), saved=[(state, saved[-1])])
+        assert [endpoint.ask("status", 0)()["applied"] for endpoint in chief.endpoints] == [3] * len(chief.endpoints)
+        given = [ask(chief.endpoints[0], "take", 0, 1, number) for number in range(5)]
+        assert given == [2, 3, 4, 5, 6]
+        for number, batch in enumerate(given):
+            for server, endpoint in enumerate(chief.endpoints):
+                own = {path: one_of(batch) for path, owner in after.items() if owner == server}
+                ask(endpoint, "push", Push(0, 1, number, 1, 3, batch, own))
+        assert [endpoint.ask("status", 0)()["applied"] for endpoint in chief.endpoints] == [6] * len(chief.endpoints)
+        end, tables = chief.snapshot()
+        assert [len(table["parts"]) for table in tables] == [1] * len(tables)  # all have taken the same again
+        found[str(after)] = {path: np.asarray(leaf).tolist() for path, leaf in end.params.items()}
+        momentum = lambda batches: sum(one_of(batch) * 0.5 ** (5 - i) for i, batch in enumerate(batches))
+        trace = {path.rpartition("/")[2]: leaf for path, leaf in to_arrays(end.opt_state).items()}
+        np.testing.assert_array_equal(trace["v"], momentum((1, 2, 4, 3, 5, 6)))
+        np.testing.assert_array_equal(trace["w"], momentum((1, 3, 5, 2, 4, 6)))
+        np.testing.assert_array_equal(trace["x"], trace["w"])
+    one, *others = found.values()
+    assert all(other == one for other in others)
+
+
+def test_a_leaf_that_has_enough_updates_takes_none_while_others_of_its_server_catch_up():
+    server = Server(
+        optax.with_extra_args_support(optax.sgd(1.0)), abstract({"a": 0.0, "b": 0.0}), Rules(3), donate=True
+    )
+    parts = [(["a"], (3, [4]), 3), (["b"], (2, []), 1)]
+    arrays = {"params": {"a": np.float32(0), "b": np.float32(0)}}
+    server.install(1, arrays, {"applied": 1, "parts": parts, "next_batch": 5, "again": [2, 3, 4]}, {0: 0})
+    assert [server.take(0, 0, number) for number in range(2, 7)] == [2, 3, 4, 5, 6]
+    sent = lambda number: Push(0, 0, number, 1, 1, number, {"a": np.float32(1), "b": np.float32(1)})
+    assert [server.push(sent(batch)).outcome for batch in (2, 5, 6)] == ["applied", "applied", "done"]
+    assert {path: float(x) for path, x in server.pull().params.items()} == {"a": 0, "b": -2} and server.applied == 3
+    table = server.snapshot()[2]
+    assert table["parts"] == [(["a"], (3, [4]), 3), (["b"], (3, [5]), 3)]
+    assert dealt([table], {"a": 0, "b": 0}, 1)[0]["again"] == [3, 4, 5, 6]
 
 
 def test_a_worker_whose_gradients_were_lost_with_a_server_has_not_died_for_nothing():

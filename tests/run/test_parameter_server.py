@@ -3,9 +3,12 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import spmdkit as sk
@@ -33,6 +36,20 @@ def test_a_run_goes_on_synchronously_and_back_and_is_the_synchronous_run(tmp_pat
     assert found.evaluation["loss"] == pytest.approx(expected.evaluation["loss"], rel=1e-3)
     assert [event["step"] for event in events(tmp_path / "both", "restored")] == [7, 14]
     assert int(found.state.step) == 20
+
+
+def test_a_run_goes_on_with_fewer_servers_and_with_more_and_each_leaf_has_all_updates(tmp_path):
+    loss = lambda params, batch, key: sk.mean((batch["x"] * params["w"] + params["b"] - 2 * batch["x"]) ** 2)
+    init = lambda key: {"w": jnp.zeros(()), "b": jnp.ones(())}
+    task = sk.Task(init, loss, optax.sgd(0.05, momentum=0.5), train_data=line_task().train_data)
+    for servers, steps in ((2, 15), (1, 30), (2, 45)):
+        train(tmp_path, task, steps=steps, sync={"parameter_server": {**TWO["parameter_server"], "servers": servers}})
+        record = json.loads((tmp_path / "run" / "checkpoints" / str(steps) / "record.json").read_text())
+        tables = record["record"]["parameter_server"]["servers"]
+        rows = [row for table in tables for row in table["parts"]]
+        assert len(tables) == servers and {applied for _, _, applied in rows} == {steps}, rows
+        assert all(low - 1 + len(above) == steps for _, (low, above), _ in rows), rows
+        assert sorted(path for paths, *_ in rows for path in paths) == ["b", "w"]
 
 
 def test_a_run_tells_who_does_what_and_how_stale_gradients_are(tmp_path):
@@ -128,6 +145,14 @@ def test_what_does_not_go_together_is_refused_with_the_repair(tmp_path, changes,
     with pytest.raises(sk.SpmdkitError) as error:
         config_of(tmp_path, **changes)
     assert words in str(error.value) and error.value.exit_code == 78, error.value
+
+
+def test_a_step_of_an_earlier_spmdkit_says_the_way_on():
+    record = {asynchronous.RECORD: {"servers": [{"applied": 4, "settled": [5, []]}]}}
+    run = SimpleNamespace(step=4, checkpoints=SimpleNamespace(steps=lambda: [4], read_record=lambda step: record))
+    with pytest.raises(sk.SpmdkitError, match=r"earlier spmdkit.*without sync.parameter_server until") as error:
+        asynchronous.saved_tables(run)
+    assert error.value.exit_code == 79
 
 
 def test_whoever_needs_the_one_step_says_what_to_do_instead(tmp_path):

@@ -15,8 +15,9 @@ import spmdkit as sk
 from spmdkit.config import replace_keys
 from spmdkit.parameter_server.chief import Chief
 from spmdkit.parameter_server.gradient import Gradient, GradientStep, server_optimizer, synchronous
+from spmdkit.parameter_server.messages import Rules
 from spmdkit.parameter_server.partition import owners, shard, to_arrays
-from spmdkit.parameter_server.server import Rules, Server
+from spmdkit.parameter_server.server import Server
 from spmdkit.parameter_server.threads import Threads
 from spmdkit.parameter_server.worker import Worker
 from spmdkit.program.program import Program
