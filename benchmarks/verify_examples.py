@@ -1,6 +1,6 @@
 """`make verify`: every legal mesh of 8 devices with axes up to 4, and of 16 with four axes, for every config in configs/verify.
 
-    python benchmarks/verify_examples.py [NAME[/DEVICES] ...]      # gpt, or gpt/8
+    python benchmarks/verify_examples.py [NAME[/DEVICES] ...]      # gpt, or gpt/8; gpt/mutants: these alone, in a few minutes
 
 Each config is run with 1, 2 and 4 microbatches, and every mutant that can act on it. Finished cases are kept in build/verify, so that a
 run that was cut off goes on where it was; they count only for the same text of package, task and config. What came out is
@@ -16,6 +16,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from spmdkit.verify.mutants import MUTANTS
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs/verify"
 KEPT = ROOT / "build/verify"
@@ -30,10 +32,15 @@ QUANTITIES = ("loss", "gradient", "update", "parameter", "metric", "state", "eva
 
 def sweep(name, title, options):
     """Returns the report of one sweep over the meshes of one config."""
-    kept = KEPT / f"{name}-{options[1]}.jsonl"
-    command = [sys.executable, "-m", "spmdkit", "verify", str(CONFIGS / f"{name}.yaml"), "--all", "--json"]
-    command += ["--microbatches", "1,2,4", "--resume", str(kept), *options]
     print(f"{name}: {title}", file=sys.stderr, flush=True)
+    return report_of(
+        name, "--all", "--microbatches", "1,2,4", "--resume", str(KEPT / f"{name}-{options[1]}.jsonl"), *options
+    )
+
+
+def report_of(name, *options):
+    """Returns the report of `verify` on one config."""
+    command = [sys.executable, "-m", "spmdkit", "verify", str(CONFIGS / f"{name}.yaml"), "--json", *options]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, 1):
         sys.exit(done.returncode)
@@ -60,10 +67,18 @@ def summary(report):
         "worst": worst,
         "tolerances": report["tolerances"],
         "one_ulp_moves": report["one_ulp_moves"],
-        "mutants": {mutant["name"]: mutant["by"] if mutant["caught"] else "NOT CAUGHT" for mutant in report["mutants"]},
-        "not_applicable": {mutant["name"]: mutant["reason"] for mutant in report["not_applicable"]},
+        **mutants(report),
         "batch_size": report["batch_size"],
         "task_digest": report["task_digest"],
+    }
+
+
+def mutants(report):
+    """Returns what is kept of a report's mutants."""
+    return {
+        "mutants": {mutant["name"]: mutant["by"] if mutant["caught"] else "NOT CAUGHT" for mutant in report["mutants"]},
+        "not_applicable": {mutant["name"]: mutant["reason"] for mutant in report["not_applicable"]},
+        "mutants_date": datetime.date.today().isoformat(),
     }
 
 
@@ -92,14 +107,32 @@ def page(found):
         for title, s in sweeps.items():
             lines += [f"- {name}, {title}: {count} cases: {reason}" for reason, count in s["not_legal"].items()]
     names = list(found["configs"])
-    lines += ["", "## Mutants", "", f"| mutant | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
     first = {name: next(iter(sweeps.values())) for name, sweeps in found["configs"].items()}
-    for mutant in next(iter(first.values()))["mutants"] | next(iter(first.values()))["not_applicable"]:
-        cells = [
-            s["mutants"].get(mutant, f"not applicable: {s['not_applicable'].get(mutant, '')}") for s in first.values()
-        ]
-        lines.append(f"| {mutant} | {' | '.join(cells)} |")
+    dates = sorted({s.get("mutants_date", s["date"]) for s in first.values()})
+    lines += [
+        "",
+        "## Mutants",
+        "",
+        f"Tried on {', '.join(dates)}. Why one is not applicable is said as the program says it today, which a test compares. `-`: not tried in this run; every one is caught in `tests/verify/test_verify_mutants.py`.",
+        "",
+    ]
+    lines += [f"| mutant | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]
+    for mutant in (m.name for m in MUTANTS):
+        lines.append(f"| {mutant} | {' | '.join(of_mutant(s, mutant) for s in first.values())} |")
     return "\n".join(lines) + "\n"
+
+
+def of_mutant(sweep, name):
+    """Returns a cell of the table of mutants: what has caught it, or why it cannot act."""
+    if reason := sweep["not_applicable"].get(name):
+        return f"not applicable: {reason}"
+    return sweep["mutants"].get(name, "-")
+
+
+def write(found):
+    found["configs"] = dict(sorted(found["configs"].items()))
+    SUMMARY.write_text(json.dumps(found, indent=1) + "\n")
+    PAGE.write_text(page(found))
 
 
 def main(names):
@@ -109,11 +142,16 @@ def main(names):
     found |= {"machine": f"{os.cpu_count()} CPU cores, {platform.machine()}", "jax": jax.__version__}
     asked = [name.partition("/") for name in names or sorted(path.stem for path in CONFIGS.glob("*.yaml"))]
     for name, _, devices in asked:
+        of_config = found["configs"].setdefault(name, {})
+        if devices == "mutants":
+            resume = str(KEPT / f"{name}-mutants.jsonl")
+            alone = report_of(name, "--devices", "8", "--microbatches", "1", "--resume", resume)
+            of_config[SWEEPS["8"][0]] |= mutants(alone)
+            write(found)
+            continue
         for title, options in [SWEEPS[devices]] if devices else SWEEPS.values():
-            found["configs"].setdefault(name, {})[title] = summary(sweep(name, title, options))
-            found["configs"] = dict(sorted(found["configs"].items()))
-            SUMMARY.write_text(json.dumps(found, indent=1) + "\n")
-            PAGE.write_text(page(found))
+            of_config[title] = summary(sweep(name, title, options))
+            write(found)
     failed = [name for name, sweeps in found["configs"].items() if not all(s["passed"] for s in sweeps.values())]
     print(f"{PAGE.relative_to(ROOT)} is written; {', '.join(failed) or 'nothing'} failed", file=sys.stderr)
     return 1 if failed else 0

@@ -2,6 +2,7 @@
 
 subject.py      the user's task, made ready to be compared, run on one mesh         -> Results
 compare.py      errors between two results, and how large they may be;  noise.py  what is rounding alone
+wide.py         numbers of any width, complex too
 finding.py      where two results part, in numbers;  diagnosis.py  what that means, and the repair
 locate.py       which line is the first to differ;  tapped.py  a step with all its values;  relation.py  a value here and there
 search.py       the walk from results that differ back to where they begin to;  locate_step.py  the same for a step of `sk.verify`

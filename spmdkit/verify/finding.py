@@ -13,6 +13,7 @@ import numpy as np
 from spmdkit.verify.compare import Errors
 from spmdkit.verify.noise import Noise, parts
 from spmdkit.verify.subject import Results, Tree
+from spmdkit.verify.wide import wide
 
 FIT = 0.02
 """How far from a multiple, relative 2-norm, a leaf may be that is called a multiple: the rest of a mistake may blur it."""
@@ -98,12 +99,10 @@ def _counts(found: Results, expected: Results) -> tuple[float, float] | None:
 
 def factor_of(found: Tree, expected: Tree, paths: list[str]) -> float | None:
     """Returns the one factor between the leaves `paths`, None where there is none."""
-    mine, right = (
-        np.concatenate([np.asarray(t[p], np.float64).ravel() for p in paths if p in found]) for t in (found, expected)
-    )
+    mine, right = (np.concatenate([wide(t[p]).ravel() for p in paths if p in found]) for t in (found, expected))
     if mine.shape != right.shape or not np.isfinite(mine).all() or not right.any():
         return None
-    factor = float(mine @ right / (right @ right))
+    factor = float(np.vdot(right, mine).real / np.vdot(right, right).real)
     rest = np.linalg.norm(mine - factor * right) / max(float(np.linalg.norm(mine)), 1e-30)
     return factor if rest < FIT and abs(factor) > 1e-6 else None
 
@@ -114,7 +113,7 @@ def boundary_of(found: np.ndarray, expected: np.ndarray) -> tuple[int, int] | No
         if length < 2:
             continue
         others = tuple(d for d in range(expected.ndim) if d != dim)
-        difference = np.asarray(found, np.float64) - np.asarray(expected, np.float64)
+        difference = np.abs(wide(found) - wide(expected))
         by_index = np.sqrt((difference**2).sum(others))
         is_wrong = by_index > 1e-3 * by_index.max()
         turns = np.flatnonzero(is_wrong[1:] != is_wrong[:-1]) + 1

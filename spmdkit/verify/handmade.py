@@ -35,6 +35,7 @@ from spmdkit.verify.finding import boundary_of, factor_of
 from spmdkit.verify.instruments import one_ulp
 from spmdkit.verify.locate_step import Traced, locate_step
 from spmdkit.verify.noise import LARGEST, MULTIPLE
+from spmdkit.verify.wide import HALF_ULPS, eps, is_half, is_inexact, wide
 
 FLOOR_ULPS = 64
 NUM_PROBES = 4
@@ -125,7 +126,7 @@ def verify_step(
         opened = _open(make, devices, whole)
         case = _case(dict(sizes), _run(opened, steps), reference, tolerance)
         cases.append(case if case["passed"] else case | _located(one, opened, whole))
-    compared = [path for path, x in reference.items() if x.dtype.kind in "fc" and path not in noisy]
+    compared = [path for path, x in reference.items() if is_inexact(x) and path not in noisy]
     notes = [
         f"'{path}' is below noise: one ulp in the arguments moves it by {e:.0e} of itself" for path, e in noisy.items()
     ]
@@ -252,11 +253,12 @@ def _flat(tree: Any) -> tuple[Any, Any]:
 
 def _is_close(argument: Any, result: Any) -> bool:
     pairs = zip(*map(jax.tree.leaves, (argument, result)), strict=True)
-    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs if x.dtype.kind == "f"]
+    both = [(wide(x), wide(y)) for x, y in pairs if is_inexact(x)]
     size, moved = (
-        math.sqrt(sum(float(np.sum(z**2)) for z in zs)) for zs in ([x for x, _ in wide], [y - x for x, y in wide])
+        math.sqrt(sum(float(np.sum(np.abs(z) ** 2)) for z in zs))
+        for zs in ([x for x, _ in both], [y - x for x, y in both])
     )
-    return bool(wide) and size > 0 and moved <= CLOSE * size
+    return bool(both) and size > 0 and moved <= CLOSE * size
 
 
 def _kind(result: Any, arguments: Sequence[Any]) -> str:
@@ -278,12 +280,12 @@ def _tolerances(reference: Leaves, probes: Sequence[Leaves]) -> tuple[dict[str, 
     """Returns (how much each leaf may differ, 2-norm; the leaves that are noise, with what one ulp does to each, relative)."""
     tolerance, noisy = {}, {}
     for path, x in reference.items():
-        if x.dtype.kind not in "fc":
+        if not is_inexact(x):
             tolerance[path] = 0.0
             continue
-        norm = float(np.linalg.norm(x.astype(np.float64)))
+        norm = float(np.linalg.norm(wide(x)))
         moved = max(_distance(probe.get(path), x) for probe in probes)
-        tolerance[path] = max(FLOOR_ULPS * float(np.finfo(x.dtype).eps) * norm, MULTIPLE * moved)
+        tolerance[path] = max((HALF_ULPS if is_half(x) else FLOOR_ULPS) * eps(x) * norm, MULTIPLE * moved)
         if MULTIPLE * moved > LARGEST * norm:
             noisy[path] = moved / norm if norm else math.inf
     return tolerance, noisy
@@ -292,16 +294,20 @@ def _tolerances(reference: Leaves, probes: Sequence[Leaves]) -> tuple[dict[str, 
 def _distance(found: np.ndarray | None, expected: np.ndarray) -> float:
     if found is None or found.shape != expected.shape:
         return math.inf
-    if expected.dtype.kind not in "fc":
+    if not is_inexact(expected):
         return 0.0 if np.array_equal(found, expected) else math.inf
-    difference = float(np.linalg.norm((found.astype(np.float64) - expected.astype(np.float64)).ravel()))
-    return difference if math.isfinite(difference) or not np.array_equal(found, expected, equal_nan=True) else 0.0
+    difference = float(np.linalg.norm((wide(found) - wide(expected)).ravel()))
+    return (
+        difference
+        if math.isfinite(difference) or not np.array_equal(wide(found), wide(expected), equal_nan=True)
+        else 0.0
+    )
 
 
 def _case(mesh: dict[str, int], found: Leaves, expected: Leaves, tolerance: Mapping[str, float]) -> dict[str, Any]:
     distances = {path: _distance(found.get(path), x) for path, x in expected.items()}
     wrong = [path for path, d in distances.items() if not d <= tolerance[path]]
-    relative = {path: d / max(float(np.linalg.norm(expected[path])), 1e-30) for path, d in distances.items()}
+    relative = {path: d / max(float(np.linalg.norm(wide(expected[path]))), 1e-30) for path, d in distances.items()}
     outcome: dict[str, Any] = {"mesh": mesh}
     for quantity in QUANTITIES:
         own = [relative[p] for p in expected if _quantity(p) == quantity and (p in wrong or relative[p] < LARGEST)]
@@ -331,7 +337,7 @@ def _diagnosis(
             "repair": "The step's results depend on the mesh.",
         }
     for path in step:
-        if expected[path].dtype.kind != "f" or not np.any(expected[path]):
+        if not is_inexact(expected[path]) or not np.any(expected[path]):
             continue
         factor = factor_of(found, expected, [path])
         axes = None if factor is None else _axes_of(factor, mesh)

@@ -23,6 +23,10 @@ from spmdkit.tasks import Task
 from spmdkit.tree import is_key
 from spmdkit.user_code import call_user
 from spmdkit.verify.unpadded import Unpadded
+from spmdkit.verify.wide import is_inexact
+
+NARROW = (np.float32, jnp.bfloat16, np.float16, np.complex64)
+"""What the author of a task rounds to by itself, where all is in 64 bits."""
 
 COUNT = "verify_count"
 """Name of the metric that carries the count of the loss; taken out before anybody sees it."""
@@ -89,7 +93,9 @@ def with_constants(task: Task, seed: int, dtype: str = "float32") -> Task:
 
 
 def _widened(x: Any) -> Any:
-    return x.astype(np.float64) if not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
+    if is_key(x) or not is_inexact(x):
+        return x
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
 def _with_wide_state(task: Task) -> Task:
@@ -129,6 +135,8 @@ def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[An
 
     def move(x: Any) -> Any:
         x = np.asarray(x)
+        if x.dtype.kind == "c":
+            return (move(x.real) + 1j * move(x.imag)).astype(x.dtype)
         if x.dtype not in (np.float32, np.float64) or x.dtype.itemsize < np.dtype(dtype).itemsize:
             return x
         towards = np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(dtype)
@@ -141,7 +149,7 @@ def working_dtype(program: Program | Unpadded) -> str:
     """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
 
     def rounds(eqn: Any) -> bool:
-        narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in (np.float32, jnp.bfloat16)
-        return bool(narrows and eqn.invars[0].aval.dtype == np.float64)
+        narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in NARROW
+        return bool(narrows and eqn.invars[0].aval.dtype in (np.float64, np.complex128))
 
     return "float32" if any(map(rounds, equations(program.traced.jaxpr))) else "float64"

@@ -52,42 +52,48 @@ class Judge:
     def __init__(self, subject: Subject, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
         self.subject, self._folder, self.locate = subject, folder, locate
         self._references: dict[str, Reference] = {}
+        self._base: Program | Unpadded | None = None  # of the first reference, until it is compared with plain JAX
         self._locator = Locator(subject)
 
     # ---- references --------------------------------------------------------------------------------------------------
 
-    def reference(self, setting: Setting) -> Reference:
+    def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
         """Returns the reference of a setting: one device, the plainest program.
 
         A task with model state has one for each number of microbatches: batch statistics are those of a microbatch.
         Where the config has short batches, their reference is not filled up, but for those with microbatches.
 
+        Args:
+            evaluated: its evaluation is compared too.
+
         Raises:
             SpmdkitError: the task does not run on one device, or padding rows count in it.
         """
-        first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True))
+        first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True), evaluated=True)
         if setting.microbatches == 1 or not first.results.model_state:
             return first
-        return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, plain=True))
+        return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, plain=True), evaluated)
 
-    def _one(self, setting: Setting) -> Reference:
-        key = repr(setting)
+    def _one(self, setting: Setting, evaluated: bool) -> Reference:
+        evaluated = evaluated and self._is_of_cases(setting)
+        whole, key = (repr((setting, e)) for e in (True, evaluated))
+        if whole in self._references:
+            return self._references[whole]
         if key not in self._references:
-            self._references[key] = self._shared(setting) or self._make(setting)
+            self._references[key] = self._shared(key) or self._make(setting, evaluated, self._path(key))
         return self._references[key]
 
-    def _path(self, setting: Setting) -> Path | None:
-        name = hashlib.sha256(repr(setting).encode()).hexdigest()[:16]
+    def _path(self, key: str) -> Path | None:
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
         return None if self._folder is None else self._folder / f"reference-{name}.pickle"
 
-    def _shared(self, setting: Setting) -> Reference | None:
-        path = self._path(setting)
+    def _shared(self, key: str) -> Reference | None:
+        path = self._path(key)
         return pickle.loads(path.read_bytes()) if path is not None and path.exists() else None
 
-    def _make(self, setting: Setting) -> Reference:
+    def _make(self, setting: Setting, evaluate: bool, path: Path | None) -> Reference:
         subject = self.subject
-        program = self._plain_program(setting)
-        evaluate = self._is_of_cases(setting)
+        program = self._plain_program(setting, evaluate)
         results = subject.run(program, evaluate=evaluate)
 
         def probe(i: int) -> Results:
@@ -96,16 +102,17 @@ class Judge:
         dtype = working_dtype(program) if subject.dtype == "float64" else subject.dtype
         probes = [probe(i) for i in range(compare.NUM_PROBES)]
         made = Reference(results, *compare.tolerances(results, probes, float(np.finfo(dtype).eps)), dtype)
-        path = self._path(setting)
         if path is not None:
             files.replace(path, pickle.dumps(made))
+        if self._is_first(setting):
+            self._base = program
         return made
 
-    def _plain_program(self, setting: Setting) -> Program | Unpadded:
+    def _plain_program(self, setting: Setting, evaluated: bool) -> Program | Unpadded:
         # A mutant's short batches are not the user's: a loss that only ever has full ones may mix examples as it likes.
         as_configured = setting.short == self.subject.short
-        first = self._is_of_cases(setting) and setting.microbatches == 1
-        program = self.subject.program(setting, probe=first, evaluated=self._is_of_cases(setting))
+        first = self._is_first(setting)
+        program = self.subject.program(setting, probe=first, evaluated=evaluated)
         if not (as_configured and setting.short and setting.microbatches == 1) or program.schedule.always_full:
             return program
         if first:
@@ -117,6 +124,9 @@ class Judge:
         """Returns whether cases are compared with a setting, and not mutants alone, which evaluate nothing."""
         return setting.short == self.subject.short and setting.clip_norm is None
 
+    def _is_first(self, setting: Setting) -> bool:
+        return self._is_of_cases(setting) and setting.microbatches == 1
+
     def against_plain_jax(self) -> dict[str, Any]:
         """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable` with the reason."""
         loss_fn = self.subject.loss_fn
@@ -124,7 +134,7 @@ class Judge:
             return {"not_applicable": "the task's own train_step differentiates; there is no loss to compare it with"}
         setting = Setting({}, short=self.subject.short, plain=True)
         reference = self.reference(setting)
-        program = self.subject.program(setting, evaluated=False)
+        program, self._base = self._base or self.subject.program(setting, evaluated=False), None
         (_, batch), *_ = program.batches(stop=1)
         right, taken = plain(program, loss_fn, program.init(), batch), reference.results.batches[0]
         errors = leaf_errors(taken.gradient, right.gradient)
@@ -146,7 +156,7 @@ class Judge:
         """
         begin = time.perf_counter()
         setting = Setting(mesh, microbatches, short=self.subject.short)
-        reference = self.reference(setting)
+        reference = self.reference(setting, evaluated=whole)
         name = self._name(setting)
         if not mesh and microbatches > 1 and reference.results.model_state:
             return name | {
@@ -209,7 +219,7 @@ class Judge:
         return self._differs(Setting({}, 2, plain=True))
 
     def _differs(self, setting: Setting) -> bool:
-        expected = self._one(Setting({}, short=self.subject.short, plain=True))
+        expected = self.reference(Setting({}, short=self.subject.short))
         try:
             found = self.subject.run(self.subject.program(setting, evaluated=False))
         except SpmdkitError:
@@ -260,7 +270,7 @@ class Judge:
             jax.clear_caches()
         if not acted:
             return {"not_applicable": mutant.unused}
-        reference = self.reference(setting)
+        reference = self.reference(setting, evaluated=False)
         errors = compare.compare(found, reference.results, reference.noise)
         failed = errors.failed(reference.tolerance)
         if not failed:

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmdkit.verify.subject import Results, Tree
+from spmdkit.verify.wide import difference as wide_difference
+from spmdkit.verify.wide import is_inexact, wide
 
 SMALL_LEAF = 1e-3
 """Fraction of the tree's norm below which a leaf's norm is no measure: its true value may be zero."""
@@ -88,21 +90,20 @@ def leaf_errors(
     noise: Mapping[str, np.ndarray] | None = None,
     bounds: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Returns path -> error of each floating point leaf; another number of an integer leaf is an error of one.
+    """Returns path -> error of each floating point or complex leaf; another number of an integer leaf is an error of one.
 
     Args:
         noise: elements that are left out, but where they differ by more than the leaf's bound.
     """
-    wide = {p: np.asarray(x, np.float64) for p, x in expected.items()}
-    floating = {p: x for p, x in wide.items() if _is_floating(expected[p])}
-    whole = np.sqrt(sum(float(np.sum(x**2)) for x in floating.values()))
+    norms = {p: float(np.linalg.norm(wide(x))) for p, x in expected.items() if is_inexact(x)}
+    whole = np.sqrt(sum(norm**2 for norm in norms.values()))
     errors = {}
-    for path, x in wide.items():
+    for path, x in expected.items():
         if path not in found or found[path].shape != x.shape:
             errors[path] = float("inf")
-        elif path in floating:
-            norm = max(float(np.linalg.norm(x)), SMALL_LEAF * whole, 1e-30)
-            difference = np.asarray(found[path], np.float64) - x
+        elif path in norms:
+            norm = max(norms[path], SMALL_LEAF * whole, 1e-30)
+            difference = wide_difference(found[path], x)
             mask = (noise or {}).get(path)
             if mask is not None and np.linalg.norm(difference[mask]) <= (bounds or {})[path]:
                 difference = difference[~mask]
@@ -110,10 +111,6 @@ def leaf_errors(
         else:
             errors[path] = float(not np.array_equal(found[path], expected[path]))
     return errors
-
-
-def _is_floating(x: np.ndarray) -> bool:
-    return x.dtype.kind == "f" or x.dtype.name.startswith(("bfloat16", "float"))
 
 
 def measure(reference: Results, probes: Sequence[Results]) -> Noise:
@@ -154,10 +151,10 @@ def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[st
     ]
     below = {}
     for path, x in right.gradient.items():
-        if path not in right.update or right.update[path].shape != x.shape or not _is_floating(x):
+        if path not in right.update or right.update[path].shape != x.shape or not is_inexact(x):
             continue
-        gradient = np.asarray(x, np.float64)
-        moves = [np.abs(np.asarray(p.batches[index].gradient[path], np.float64) - gradient) for p in probes]
+        gradient = wide(x)
+        moves = [np.abs(wide(p.batches[index].gradient[path]) - gradient) for p in probes]
         largest = np.max(moves, 0)
         mask = (np.abs(gradient) <= MULTIPLE * largest.max(initial=0.0)) & ((gradient != 0) | (largest > 0))
         if mask.all() or any(MULTIPLE * errors.get(path, 0.0) > LARGEST for errors in moved):

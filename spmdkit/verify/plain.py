@@ -19,6 +19,7 @@ from spmdkit.step.returned import checked_loss
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
 from spmdkit.verify.subject import Tree, flat
+from spmdkit.verify.unpadded import Unpadded
 
 
 class Plain(NamedTuple):
@@ -28,7 +29,7 @@ class Plain(NamedTuple):
     gradient: Tree
 
 
-def plain(program: Program, loss_fn: Callable[..., Any], state: TrainState, batch: Batch) -> Plain:
+def plain(program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch) -> Plain:
     """Returns what plain JAX makes of one batch, whose rows are in the order of a program without microbatches on one device."""
     num = jax.tree.leaves(batch.examples)[0].shape[0]
     examples = scope.Examples(num, batch.mask, jnp.arange(num, dtype=jnp.int32), state.key)

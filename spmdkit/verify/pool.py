@@ -44,7 +44,9 @@ class Pool:
         self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
 
     def ask(self, job: Job) -> Answer:
-        """Returns the answer to one job, from the first worker."""
+        """Returns the answer to one job, from the first worker; the others start meanwhile, and open the task."""
+        for worker in self._workers[1:]:
+            threading.Thread(target=worker.ask, args=({"kind": "open"},), daemon=True).start()
         return self._workers[0].ask(job)
 
     def run(self, jobs: Iterable[Job], done: Callable[[Job, Answer], None]) -> None:
@@ -84,12 +86,21 @@ class _Worker:
         self._spec, self._log, self._environment = spec, log, environment
         self._process: subprocess.Popen[str] | None = None
         self.closed = False
+        self._turn = threading.Lock()
 
     def ask(self, job: Job) -> Answer:
         """Returns the worker's answer, or an error where it died or took too long; the next job gets a new process."""
+        with self._turn:
+            return self._ask(job)
+
+    def _ask(self, job: Job) -> Answer:
+        interrupted: Answer = {"error": {"code": 70, "message": "interrupted"}}
         if self.closed:
-            return {"error": {"code": 70, "message": "interrupted"}}
+            return interrupted
         process = self._process or self._start()
+        if self.closed:  # while it started
+            self.end()
+            return interrupted
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(JOB_TIMEOUT_S, process.kill)
         timer.start()
@@ -104,6 +115,8 @@ class _Worker:
             timer.cancel()
         if line:
             return json.loads(line)
+        if self.closed:
+            return interrupted
         return {"error": {"code": 70, "message": self._last_words(timed_out)}}
 
     def _start(self) -> subprocess.Popen[str]:

@@ -102,7 +102,7 @@ def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None)
         certificate.digest([spec, certificate.identity(config), certificate.package_digest()]),
         say,
     )
-    with Pool(spec | {"jobs": options.jobs}, options.jobs) as pool:
+    with Pool(spec | {"jobs": options.jobs}, max(1, min(options.jobs, len(results.missing)))) as pool:
         reference = pool.ask({"kind": "reference"})
         if "error" in reference:
             raise _raised(reference["error"])

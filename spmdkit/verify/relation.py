@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdkit.verify.noise import MULTIPLE
+from spmdkit.verify.wide import wide as widened
 
 PARTS = ("sum", "mean", "largest", "smallest")
 """What devices hold of a value that a reduction over them makes."""
@@ -138,7 +139,7 @@ def _size_named(size: int, axes: Mapping[str, int]) -> str:
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
     """Returns the 2-norm of the difference, element by element; of what is not finite, zero where it is the same in both."""
-    x, y = np.asarray(x, np.float64).ravel(), np.asarray(y, np.float64).ravel()
+    x, y = widened(x).ravel(), widened(y).ravel()
     if x.size != y.size:
         return math.inf
     finite = np.isfinite(x) & np.isfinite(y)
@@ -150,7 +151,7 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
 
 def noise_of(right: np.ndarray, ulps: Sequence[np.ndarray], least: float) -> float:
     """Returns the distance from `right` that is nothing: `least` of its norm, or what one ulp in the input makes of it."""
-    wide = np.asarray(right, np.float64)
+    wide = widened(right)
     norm = float(np.linalg.norm(wide[np.isfinite(wide)]))
     moved = max((distance(x, right) for x in ulps), default=0.0)
     return max(least * norm, MULTIPLE * moved if math.isfinite(moved) else 0.0, 1e-30)
@@ -160,7 +161,7 @@ def difference(
     found: np.ndarray, right: np.ndarray, stacked: Mapping[str, int], axes: Mapping[str, int]
 ) -> tuple[str, str] | None:
     """Returns (how a value differs, over which axes) in words, None where it has no simple relation."""
-    x, y = np.asarray(found, np.float64), np.asarray(right, np.float64)
+    x, y = widened(found), widened(right)
     every = " x ".join(axes)
     by_axis = x.reshape(*stacked.values(), *x.shape[1:]) if stacked else x
     names = [*stacked, *[""] * (by_axis.ndim - len(stacked))]
@@ -168,7 +169,7 @@ def difference(
         flat, whole = candidate.ravel(), y.ravel()
         finite = np.isfinite(flat) & np.isfinite(whole)
         flat, whole = flat[finite], whole[finite]
-        factor = float(flat @ whole / max(float(whole @ whole), 1e-300))
+        factor = float(np.vdot(whole, flat).real / max(float(np.vdot(whole, whole).real), 1e-300))
         if factor and np.linalg.norm(flat - factor * whole) <= FAR * float(np.linalg.norm(flat)):
             times = max(abs(factor), 1 / abs(factor))
             of = _size_named(round(times), axes) if abs(times / round(times) - 1) < NEAR else ""

@@ -112,6 +112,7 @@ class Subject:
         self._watched = True if task.train_step is None else None  # a step of one's own may read its optimizer's state
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
+        self._starts: dict[Any, list[Any]] = {}
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -223,7 +224,8 @@ class Subject:
             source = data.open_source(given, name)
             rows = source.gather(np.arange(min(num, len(source)), dtype=np.int64))
             if self.dtype == "float64":
-                rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, rows)
+                twice = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
+                rows = jax.tree.map(lambda x: x.astype(twice.get(x.dtype, x.dtype)), rows)
             self._cut[name, num] = ArraySource(rows, name)
         return self._cut[name, num]
 
@@ -243,7 +245,7 @@ class Subject:
             restore: also save the last state and read it back on one device.
             moved: is applied to the initial parameters and to the examples of every batch, on the host.
         """
-        start = jax.device_get(program.init())
+        start = self._start(program)
         if moved is not None:
             start = start.replace(params=moved(start.params))
 
@@ -284,6 +286,14 @@ class Subject:
             program.form,
             frozenset(program._step_context.noticed.functions),
         )
+
+    def _start(self, program: Program | Unpadded) -> TrainState:
+        """Returns the state before the first step, on the host. `init` gives constants: it is compiled for one program of each form of the state."""
+        structure = jax.tree.structure(program.abstract_state)
+        form = tuple((path, x.shape, str(x.dtype)) for path, x in named_leaves(program.abstract_state))
+        if form not in self._starts:
+            self._starts[form] = jax.tree.leaves(jax.device_get(program.init()))
+        return jax.tree.unflatten(structure, self._starts[form])
 
     def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:
         """Returns (error, path) of the leaf that differs most after it was saved here and restored on one device."""

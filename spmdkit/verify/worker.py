@@ -59,6 +59,8 @@ def _open(spec: dict[str, Any]) -> Any:
 def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     from spmdkit.verify.subject import Setting
 
+    if job["kind"] == "open":
+        return {}
     if job["kind"] == "reference":
         reference = judge.reference(Setting({}, short=judge.subject.short))
         plain = judge.against_plain_jax()

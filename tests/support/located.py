@@ -10,6 +10,7 @@ toolkit's is a mutant of `verify`; its line is one of the function that makes th
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 import importlib.util
@@ -196,7 +197,8 @@ def _write(found: dict[str, dict[str, Told]]) -> None:
         for task, told in row.items()
         if task == "gpt"
     )
-    PAGE.write_text(HEAD + lines + "\n\n## What is said (gpt)\n\n" + says + "\n", encoding="utf-8")
+    found_on = f"Found on {datetime.date.today().isoformat()}, all kinds with one text of package and tasks.\n\n"
+    PAGE.write_text(HEAD + found_on + lines + "\n\n## What is said (gpt)\n\n" + says + "\n", encoding="utf-8")
 
 
 HEAD = """# Where a mistake is

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.run.loop import train
 from spmdkit.verify import VerifyOptions, cases, certificate, verify
 from spmdkit.verify.mutants import MUTANTS
+from spmdkit.verify.pool import Pool, _Worker
 
 TASK = """
 import os
@@ -117,6 +119,18 @@ def test_a_wrong_task_gives_1_a_table_of_at_most_100_columns_and_a_certificate_t
     with pytest.raises(ConfigError, match="did not pass"):
         train(config(certificate="proof.json", **{"task_args.wrong": "true"}))
     assert not (folder / "run").exists()
+
+
+def test_every_worker_opens_the_task_while_the_first_makes_the_reference(monkeypatch):
+    begun = threading.Barrier(3, timeout=20)
+
+    def ask(worker, job):
+        begun.wait()  # all at once, or never
+        return {"outcome": job["kind"]}
+
+    monkeypatch.setattr(_Worker, "ask", ask)
+    with Pool({"devices": 1}, 3) as pool:
+        assert pool.ask({"kind": "reference"}) == {"outcome": "reference"}
 
 
 def test_a_worker_that_dies_costs_its_case_and_finished_cases_are_not_run_again(folder, capfd):

@@ -1,6 +1,8 @@
 """Every mutant is caught on a small task, and where it cannot act the reason is said."""
 
 import contextlib
+import json
+from pathlib import Path
 
 import jax
 import optax
@@ -15,12 +17,14 @@ from spmdkit.step import across, agree, gradient, means, reduction, sums
 from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of
-from spmdkit.verify.mutants import MUTANTS, Mutant
+from spmdkit.verify.mutants import MUTANTS, Known, Mutant
 from spmdkit.verify.subject import Setting
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import judge
 
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
+
+ROOT = Path(__file__).parents[2]
 
 TABLES = (across, agree, feed, gradient, means, reduction, sums, leaves, ring_attention, vocab, parts)
 """Modules with a table of seams."""
@@ -93,13 +97,31 @@ def test_a_model_with_ops_is_equal_to_one_device(axis):
         ("count_without_gradient", "does not depend on the parameters"),
         ("state_averaged", "no counter, maximum or key"),
         ("vocabulary_offset", "neither sk.embed"),
-        ("wrong_ring_step", "context"),
-        ("stage_gradient_dropped", "pipeline"),
+        ("wrong_ring_step", "uses no ring"),
+        ("stage_gradient_dropped", "uses no sk.pipeline"),
     ],
 )
 def test_a_mutant_that_cannot_act_says_why(name, reason):
     found = judge(tasks.metric_of_a_replica).mutant(name, 4)
     assert "caught" not in found and reason in found["not_applicable"]
+
+
+def test_the_page_of_mutants_has_the_reasons_that_the_program_gives():
+    """docs/verify.md is written from docs/verify.json; a reason there is one that `verify` says today, of the task as it is now."""
+    page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+    nothing = Known(num_devices=8, uses=frozenset(), gradient_norm=1.0)
+    for name, sweeps in json.loads((ROOT / "docs" / "verify.json").read_text(encoding="utf-8"))["configs"].items():
+        found = next(iter(sweeps.values()))
+        tried, not_tried = found["mutants"], found["not_applicable"]
+        assert {*tried, *not_tried} <= {mutant.name for mutant in MUTANTS}, name
+        assert "NOT CAUGHT" not in tried.values() and all(f"| {m.name} |" in page for m in MUTANTS), name
+        for mutant in MUTANTS:
+            reason = not_tried.get(mutant.name)
+            assert reason is None or reason in [mutant.unused, mutant.idle, mutant.settings(nothing)], (
+                name,
+                mutant.name,
+            )
+            assert tried.get(mutant.name, reason or "-") in page
 
 
 def test_a_blunt_comparison_lets_a_mutant_through_and_says_so(monkeypatch):
