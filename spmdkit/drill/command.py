@@ -25,6 +25,7 @@ from spmdkit.drill.records import Bars
 from spmdkit.errors import ConfigError, ExitCode, outcome
 from spmdkit.files import write_json, write_text
 from spmdkit.launch import launch
+from spmdkit.names import is_step_name
 from spmdkit.report.drill import drill_page
 from spmdkit.words import format_seconds, visible
 
@@ -114,7 +115,7 @@ def _checked(asked: Drill, config: Config) -> list[Fault]:
 def _new_folder(config: Config) -> Path:
     parent = config.resolved_run_dir()
     parent = parent.with_name(f"{parent.name}_drill")
-    taken = [int(path.name) for path in parent.glob("*") if path.name.isdigit()]
+    taken = [int(path.name) for path in parent.glob("*") if is_step_name(path.name)]
     folder = parent / str(max(taken, default=0) + 1)
     try:
         folder.mkdir(parents=True)

@@ -21,14 +21,15 @@ def different_leaf(clean: Path, hurt: Path) -> str:
     if theirs.keys() != ours.keys():
         return f"other leaves: {', '.join(sorted(theirs.keys() ^ ours.keys())[:3])}"
     for path, leaf in theirs.items():
-        if leaf.tobytes() != ours[path].tobytes():
-            return f"{path} differs by {_distance(leaf, ours[path]):.2g} of its norm"
+        other = ours[path]
+        if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
+            return f"{path} is {other.dtype}{list(other.shape)}, and {leaf.dtype}{list(leaf.shape)} without a fault"
+        if leaf.tobytes() != other.tobytes():
+            return f"{path} differs by {_distance(leaf, other):.2g} of its norm"
     return ""
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf")
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
     a, b = a.astype(wide), b.astype(wide)
     return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(a)), 1e-30)

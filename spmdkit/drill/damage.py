@@ -7,11 +7,12 @@ import random
 from pathlib import Path
 
 from spmdkit.checkpoint.record import TEMPORARY_MARK
+from spmdkit.names import is_step_name
 
 
 def newest(run_dir: Path) -> int:
     """Returns the newest committed step of a run, 0 where there is none."""
-    return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()), default=0)
+    return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if is_step_name(p.name)), default=0)
 
 
 def unfinished(run_dir: Path) -> str:

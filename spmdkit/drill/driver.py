@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spmdkit.attempt import step_of
 from spmdkit.drill import damage, moments
-from spmdkit.drill.fault import ENDS, LASTS, NETWORK, Fault
+from spmdkit.drill.fault import ENDS, FROM_HERE, LASTS, Fault
 from spmdkit.drill.moments import Moment, Pace
 from spmdkit.drill.network import LAUNCHER, Network, host_address
 from spmdkit.drill.order import FULL_BYTES, ORDER_BYTES, SAID_AT, SIGNALS, SLOW_FOR_S
@@ -38,9 +38,6 @@ TELLS = (
     "set aside",
 )
 """Events by which a run says that it has noticed something."""
-
-FROM_HERE = ("diskfull", *NETWORK)
-"""What no process can do to itself."""
 
 
 class Driver:
@@ -116,7 +113,7 @@ class Driver:
         if self._fresh:
             self._fresh = False
             self._arm(children, new_attempt=True)
-        self._take_answer()
+        self._take_answer(children)
         self._strike_if_due(children, now)
         self._reached = max([self._reached, *known])
         self._follow(children, known, now)
@@ -128,7 +125,7 @@ class Driver:
         now, attempt = self._clock(), self.attempts[-1]
         self.asked = asked
         self._take_events()
-        self._take_answer()
+        self._take_answer(children)
         attempt.end = now
         if self._network is not None:
             self._network.heal()
@@ -194,7 +191,7 @@ class Driver:
                 hit.moment = Moment("step", hit.moment.delay_s, from_step + 1)
         if hit.moment.at == "start":
             self._due = begun + hit.moment.delay_s
-        elif fault.kind not in FROM_HERE:
+        elif fault.kind not in FROM_HERE or hit.moment.at == "save":
             self._order(hit, hit.moment.at, hit.moment.number, hit.moment.delay_s)
 
     def _order(self, hit: Hit, at: str, moment: int = 0, delay_s: float = 0.0) -> None:
@@ -208,7 +205,7 @@ class Driver:
         if hit is None or hit.fired is not None:
             return
         at = hit.moment
-        if hit.fault.kind in FROM_HERE and at is not None and at.at != "start" and self._reached >= at.number:
+        if hit.fault.kind in FROM_HERE and at is not None and at.at == "step" and self._reached >= at.number:
             self._due = now
         if now < self._due:
             return
@@ -216,16 +213,19 @@ class Driver:
         if child.exit is not None:
             return  # in the next attempt
         self._due = float("inf")
-        if hit.fault.kind == "diskfull":
-            self._fired(hit, self._clock(), "step")
-            return _room(children, FULL_BYTES)
-        if hit.fault.kind in NETWORK and self._network is not None:
+        if hit.fault.kind in FROM_HERE:
             self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
-            return self._network.hurt(hit.fault.kind, hit.process)
+            return self._from_here(hit, children)
         if hit.fault.kind not in SIGNALS:
             return self._order(hit, "now")
         self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
         send(child.popen.pid, SIGNALS[hit.fault.kind])
+
+    def _from_here(self, hit: Hit, children: Sequence[Child]) -> None:
+        if hit.fault.kind == "diskfull":
+            _room(children, FULL_BYTES)
+        elif self._network is not None:
+            hit.failed = self._network.hurt(hit.fault.kind, hit.process)
 
     def _fired(self, hit: Hit, when: float, phase: str, failed: str = "") -> None:
         for before in self._open():
@@ -233,16 +233,21 @@ class Driver:
         hit.fired, hit.phase, hit.failed, hit.reached = when, phase, failed, self._reached
         self.hits.append(hit)
 
-    def _take_answer(self) -> None:
-        """Takes note of what a process says that it has done to itself."""
+    def _take_answer(self, children: Sequence[Child]) -> None:
+        """Takes note of what a process says that it has done to itself, or that the moment has come to do."""
         hit = self._armed
         if hit is None or hit.fired is not None or hit.process >= len(self._notes):
             return
+        from_here = hit.fault.kind in FROM_HERE
+        if from_here and any(child.exit is not None for child in children):
+            return  # in the next attempt
         with suppress(ValueError):
             said = json.loads(self._notes[hit.process].read()[SAID_AT:].rstrip(b" \0") or b"{}")
             if said.get("number") == hit.number:
                 self._reached = max(self._reached, said["step"])
                 self._fired(hit, said["time"], said["phase"], said["failed"])
+                if from_here:
+                    self._from_here(hit, children)
 
     # ---- what follows --------------------------------------------------------------------------------------------------
 

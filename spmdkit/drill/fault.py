@@ -38,6 +38,9 @@ LASTS = ("slow", "delay", "loss")
 BY_POLICY = ("nan", "flip")
 """What may change the numbers, as the config says."""
 
+FROM_HERE = ("diskfull", *NETWORK)
+"""What no process can do to itself: the drill does it."""
+
 RANDOM = "random"
 _SPEC = re.compile(
     r"(?P<kind>[a-z]+):(?P<process>\d{1,6}|random)(@(?P<step>\d{1,12})|@(?P<seconds>\d{1,6}(\.\d+)?)s|@random)?"

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdkit import journal
+from spmdkit.drill.fault import FROM_HERE
 from spmdkit.drill.order import ORDER_BYTES, SAID_AT, SIGNALS, SLOW_FOR_S, SLOWER_S
 
 
@@ -66,6 +67,8 @@ class Inside:
         kind, number = order["kind"], order["number"]
         if kind in SIGNALS:
             self._later(order["delay_s"], lambda: self._signal(number, SIGNALS[kind]))
+        elif kind in FROM_HERE:  # and now is the moment for it
+            self._later(order["delay_s"], lambda: self._said(number))
         elif kind == "hang":
             self._said(number)
             with journal.during("data"):
@@ -109,15 +112,19 @@ class Inside:
 def _with_nan(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
     """Returns (state, batch) with a NaN in the first row that this process holds."""
     leaves, treedef = jax.tree.flatten(batch.examples)
-    number = next((n for n, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size), None)
+    number = next((n for n, leaf in enumerate(leaves) if _has_rows_of_floats(leaf)), None)
     if number is None:
-        raise ValueError("nan: the batch has no leaf of floating-point numbers that could be one. Try flip.")
+        raise ValueError("nan: the batch has no leaf with rows of floating-point numbers that could be one. Try flip.")
 
     def spoil(part: np.ndarray) -> None:
         part.reshape(part.shape[0], -1)[0] = np.nan
 
     leaves[number] = _changed(leaves[number], spoil)
     return state, dataclasses.replace(batch, examples=jax.tree.unflatten(treedef, leaves))
+
+
+def _has_rows_of_floats(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim > 0 and leaf.size > 0
 
 
 def _with_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:

@@ -75,18 +75,22 @@ class Network:
         finally:
             _enter(self._own)
 
-    def hurt(self, kind: str, process: int) -> None:
-        """Lets a fault come to the network of a process."""
-        self._say(rules_of(kind, process, len(self._spaces)))
+    def hurt(self, kind: str, process: int) -> str:
+        """Lets a fault come to the network of a process; returns why it could not be, or an empty text."""
+        return self._say(rules_of(kind, process, len(self._spaces)))
 
     def heal(self) -> None:
         """Lets all frames pass."""
         self._say([])
 
-    def _say(self, rules: Rules) -> None:
+    def _say(self, rules: Rules) -> str:
         assert self._switch.stdin is not None
-        self._switch.stdin.write(json.dumps(rules).encode() + b"\n")
-        self._switch.stdin.flush()
+        try:
+            # Unbuffered: closing it then raises nothing.
+            os.write(self._switch.stdin.fileno(), json.dumps(rules).encode() + b"\n")
+        except OSError:
+            return "the switch between the hosts has ended, so that no frame passes any more"
+        return ""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,112 @@
+"""When a drill strikes, and what it makes of odd names, leaves and ends: without a run."""
+
+import dataclasses
+import json
+import random
+import resource
+import subprocess
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdkit.drill import command, compare, damage, driver, moments
+from spmdkit.drill.driver import Driver
+from spmdkit.drill.fault import Fault
+from spmdkit.drill.inside import Inside, _with_nan
+from spmdkit.drill.moments import Moment, Pace
+from spmdkit.drill.network import Network
+from spmdkit.drill.order import FULL_BYTES
+from spmdkit.launch.local import _newest
+from spmdkit.launch.logs import Logs
+from spmdkit.names import DRILL_FILE
+
+
+@pytest.fixture
+def child():
+    """A process of a job, as the launcher knows it, that has begun step 3."""
+    popen = subprocess.Popen(["sleep", "600"])
+    step = SimpleNamespace(read=lambda: json.dumps({"step": 3}).encode())
+    yield SimpleNamespace(process=0, exit=None, said={"phase": "step"}, popen=popen, step=step)
+    popen.kill()
+    popen.wait()
+
+
+def room(child):
+    return resource.prlimit(child.popen.pid, resource.RLIMIT_FSIZE)[0]
+
+
+def test_a_disk_that_is_to_be_full_in_a_save_is_full_once_a_save_has_begun(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(moments, "draw", lambda *_: Moment("save", 0.0, 2))
+    monkeypatch.setattr(driver, "step_of", lambda raw: 3)
+    drill = Driver(tmp_path, 1, [Fault("diskfull")], pace=Pace(1.0, 0.1, 5), steps=60)
+    told, _ = drill.given(0)
+    inside = Inside(told[DRILL_FILE])
+    for step in (1, 2):
+        drill.look([child])
+        inside.before_step(step)
+        inside.after_save() if step == 1 else None
+    drill.look([child])
+    assert drill.hits == [] and room(child) != FULL_BYTES, "the second save has not begun"
+    inside.after_save()
+    drill.look([child])
+    (hit,) = drill.hits
+    assert (hit.fault.kind, hit.process, hit.failed) == ("diskfull", 0, "") and room(child) == FULL_BYTES
+    drill.close()
+
+
+ODD = ("²", "٣", "01", "-1", "1e3")
+"""Names of folders that are no steps: the first two are digits, and numbers, to Python's `isdigit`."""
+
+
+def test_a_folder_whose_name_is_no_step_is_no_step_to_a_drill_or_a_launcher(tmp_path, monkeypatch):
+    for name in (*ODD, "7"):
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "run_drill" / name).mkdir(parents=True)
+        (tmp_path / "run/logs" / f"attempt_{name}").mkdir(parents=True)
+    assert damage.newest(tmp_path / "run") == 7
+    config = SimpleNamespace(resolved_run_dir=lambda: tmp_path / "run")
+    assert command._new_folder(config).name == "8"
+    logs = Logs()
+    logs.open(tmp_path / "run", 1)
+    assert logs.folder.name == "attempt_8"
+    assert _newest(logs.folder) == 7
+
+
+@dataclasses.dataclass
+class Batch:
+    examples: dict
+
+
+def test_a_nan_is_put_into_a_leaf_that_has_rows_and_its_absence_is_said():
+    _, spoiled = _with_nan(None, Batch({"a": jnp.float32(1.0), "b": jnp.ones((2, 3))}), random.Random(0))
+    assert np.isnan(spoiled.examples["b"][0]).all() and spoiled.examples["a"] == 1.0
+    with pytest.raises(ValueError, match="no leaf with rows of floating-point numbers"):
+        _with_nan(None, Batch({"a": jnp.float32(1.0), "b": jnp.ones((0, 3)), "c": jnp.arange(3)}), random.Random(0))
+
+
+def test_a_switch_that_has_ended_is_said_by_the_fault_and_ends_no_launcher():
+    switch = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    switch.wait()
+    network = Network([0, 0, 0], switch)
+    assert "the switch between the hosts has ended" in network.hurt("cut", 0)
+    network.heal()
+    switch.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("ours", "part"),
+    [
+        ({"w": np.zeros((2, 3), np.float32)}, "w is float32[2, 3], and float32[3, 2] without a fault"),
+        ({"w": np.zeros((3, 2), np.int32)}, "w is int32[3, 2], and float32[3, 2] without a fault"),
+        ({"w": np.ones((3, 2), np.float32)}, "w differs by"),
+        ({"w": np.zeros((3, 2), np.float32)}, None),
+    ],
+)
+def test_leaves_of_other_shapes_or_dtypes_differ_though_their_bytes_do_not(ours, part, tmp_path, monkeypatch):
+    states = {"clean": {"w": np.zeros((3, 2), np.float32)}, "hurt": ours}
+    monkeypatch.setattr(compare, "newest", lambda run: 5)
+    monkeypatch.setattr(compare, "saved_state", lambda folder, step: states[folder.parent.name])
+    found = compare.different_leaf(tmp_path / "clean", tmp_path / "hurt")
+    assert found == "" if part is None else part in found
