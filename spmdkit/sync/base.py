@@ -40,8 +40,8 @@ class Sync:
 
     Attributes:
         every: steps between two agreements; None: every step, there are no groups, nothing else is looked at.
-        init: `(params) -> kept`: params [...], one copy, before the first step. None, or a tree whose copies of the parameters end in
-            their paths.
+        init: `(params) -> kept`: params [...], one copy, before the first step in which groups train alone. None, or a tree whose copies of the
+            parameters end in their paths.
         agree: `(params, kept, mean) -> (params, kept)`: params [groups, ...] in, one copy [...] out, which every group gets. A program of its
             own, run after each step whose number `every` divides. Bitwise the same for all groups by construction.
         view: `(params, kept, mean) -> params`: [groups, ...] -> the one copy [...] that is evaluated and exported, between agreements too.

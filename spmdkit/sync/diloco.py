@@ -12,12 +12,16 @@ a time of its own, so that the most that one step sends is the largest fragment.
 the next step, in one program with it, and is applied t steps after it was taken; groups then keep `alpha` of what they have learned since:
 w_g <- alpha w_g + (1 - alpha) a.
 
-Class: with `optimizer: {name: sgd, learning_rate: 1.0}` equal to `local_sgd`, and so with `every: 1` to synchronous training for sgd, momentum,
-Nesterov and decoupled weight decay without clipping. Otherwise another method, which converges; the outer learning rate and momentum are tuned
-(0.7 and 0.9 are the paper's, for hundreds of steps between agreements; with 16 between them 1.0 and 0.5 were best: docs/benchmarks.md).
+With `start: s` the first s steps are synchronous training, and what is agreed on begins with their parameters: DiLoCo's authors begin with a model that
+is trained, and from a random start with few steps in a round it loses much more.
+
+Class: up to `start` equal to synchronous training, for every optimizer. With `optimizer: {name: sgd, learning_rate: 1.0}` equal to `local_sgd`, and
+so with `every: 1` to synchronous training for sgd, momentum, Nesterov and decoupled weight decay without clipping. Otherwise another method, which
+converges; the outer learning rate and momentum are tuned (0.7 and 0.9 are the paper's, for hundreds of steps between agreements; with 16 between
+them 1.0 and 0.5 were best: docs/benchmarks.md).
 Use it where links between groups are slow and training is long: between data centers. Not where they are fast.
 Memory: `a` in float32 and the outer optimizer's state, once, cut as the parameters are; with `overlap` the outer gradient too.
-Forward: none between groups. At an agreement: one all-reduce of the outer gradient over the groups, or what the reducer sends.
+Forward: none between groups after `start`. At an agreement: one all-reduce of the outer gradient over the groups, or what the reducer sends.
 Wire: `2 (G-1)/G * 4 bytes` per parameter and device every `every` steps, or `wire` of the reducer; at most that of a fragment in one step.
 Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models" (2023, arXiv 2311.08105), algorithm 1; Douillard et al.,
 "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512), algorithm 2, whose fragments are layers; Reddi et al., "Adaptive federated
@@ -49,6 +53,7 @@ def make(
     fragments: int = 1,
     overlap: int = 0,
     alpha: float | None = None,
+    start: int = 0,
 ) -> Sync:
     """Returns the sync.
 
@@ -58,11 +63,12 @@ def make(
         fragments: parts that agree in turn.
         overlap: steps from taking an outer gradient to applying it; 0: at once.
         alpha: how much of their own parameters groups keep when they agree; None: 0.5 with an overlap, otherwise 0.
+        start: steps at the start in which all replicas agree in every step, as in `post_local`.
 
     Raises:
         ConfigError: a number is out of its range, or there is no such optimizer or reducer.
     """
-    _check(every, fragments, overlap, alpha)
+    _check(every, fragments, overlap, alpha, start)
     if reducer is not None and not kinds.is_own(reducer) and (wrong := kinds.problem("reducers", reducer)):
         raise ConfigError(f"diloco.reducer: {wrong}")
     outer = _outer(optimizer)
@@ -94,12 +100,13 @@ def make(
         agree,
         view=lambda params, kept, mean: mean(params),
         reducer=reducer,
-        schedule=_schedule(every, fragments, overlap),
-        says=f"{fragments} fragments in turn" if fragments > 1 else "",
+        schedule=_schedule(every, fragments, overlap, start // every * every),
+        start=start,
+        says=_says(start, fragments),
     )
 
 
-def _check(every: Any, fragments: Any, overlap: Any, alpha: Any) -> None:
+def _check(every: Any, fragments: Any, overlap: Any, alpha: Any, start: Any) -> None:
     whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
     if not whole(every) or every < 1:
         raise ConfigError(
@@ -115,11 +122,20 @@ def _check(every: Any, fragments: Any, overlap: Any, alpha: Any) -> None:
             f"diloco.overlap is {overlap!r}, with every: {every}. What a fragment has sent is applied before it sends again, 0 to {every - 1} steps later. "
             f"Write overlap: {min(1, every - 1)}."
         )
+    if not whole(start) or start < 0:
+        raise ConfigError(
+            f"diloco.start is {start!r}. It is the number of steps in which all replicas agree in every step. Write start: 500."
+        )
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if alpha is not None and not (is_number and 0 <= alpha < 1):
         raise ConfigError(
             f"diloco.alpha is {alpha!r}. It is the part of its own parameters that a group keeps, from 0 to below 1. Write alpha: 0.5."
         )
+
+
+def _says(start: int, fragments: int) -> str:
+    found = [f"to step {start} all replicas agree in every step"] * bool(start)
+    return ", ".join([*found, *[f"{fragments} fragments in turn"] * (fragments > 1)])
 
 
 def _outer(optimizer: Mapping[str, Any] | None) -> optax.GradientTransformation:
@@ -133,11 +149,11 @@ def _outer(optimizer: Mapping[str, Any] | None) -> optax.GradientTransformation:
 # ---- fragments ----------------------------------------------------------------------------------------------------------
 
 
-def _schedule(every: int, fragments: int, overlap: int) -> tuple[Turn, ...]:
-    """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied."""
+def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Turn, ...]:
+    """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied. `before`: steps of which no round is."""
     if fragments == 1 and not overlap:
         return ()
-    first = [every + i * every // fragments for i in range(fragments)]
+    first = [before + every + i * every // fragments for i in range(fragments)]
     of = [f" {i + 1} of {fragments}" if fragments > 1 else "" for i in range(fragments)]
     if not overlap:
         return tuple(Turn(f"agreement{name}", every, step) for name, step in zip(of, first, strict=True))

@@ -149,6 +149,37 @@ def test_the_bill_gives_the_papers_500_times_less_communication_and_what_int8_ma
     assert small["at_most"] == int8().wire(values, 8) == 500 * small["on_average"]
 
 
+# ---- after synchronous training ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["data 4", "replica 2 x fsdp 2 x tensor 2"])
+def test_to_its_start_it_is_synchronous_training_and_from_there_diloco_from_those_parameters(mesh, tmp_path):
+    made, plain = program({"start": 4}, mesh), program(mesh=mesh, sync="every_step")
+    state, expected = train(made, 4), jax.device_get(train(plain, 4).params)
+    for number in range(made.groups.num):
+        assert_close(group(state.params, number), expected, 1e-6)
+    assert bits(state.sync["agreed"]) == bits(group(state.params, 0))
+    assert all(np.all(x == 0) for x in outer_of(state))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(4, state, {})
+    checkpoints.close()
+    whole = program(mesh=mesh)
+    begun, _, lines = restored(Checkpoints(tmp_path), 4, whole)
+    assert lines == [] and bits(train(made, 5, state, 5)) == bits(train(whole, 5, begun, 5))
+
+
+def outer_of(state):
+    return jax.tree.leaves(jax.device_get(state.sync["outer"]))
+
+
+def test_fragments_agree_in_the_rounds_after_its_start():
+    made = program({"every": 4, "fragments": 2, "overlap": 1, "start": 6})
+    phases = [(phase.name, phase.first, phase.until) for phase in made.phases]
+    sends = [("send 1 of 2", 9, None), ("send 2 of 2", 11, None)]
+    assert phases == [("start", 1, 6), *sends, ("apply 1 of 2", 9, None), ("apply 2 of 2", 11, None)]
+    assert "to step 6 all replicas agree in every step, 2 fragments in turn" in made.explain()
+
+
 # ---- going on -----------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +251,7 @@ def test_from_synchronous_training_and_local_sgd_it_begins_at_their_parameters_a
         ({"every": True}, r"diloco\.every is True"),
         ({"optimizer": {"name": "sdg"}}, r"diloco\.optimizer.*Did you mean 'sgd'"),
         ({"optimizer": {"name": "sgd"}}, r"diloco\.optimizer.*needs a learning rate"),
+        ({"start": -1}, r"diloco\.start is -1"),
         ({"reducer": "int9"}, r"diloco\.reducer.*Did you mean 'int8'"),
         ({"reducer": {"int8": {"blocks": 3}}}, r"diloco\.reducer.*no option 'blocks'"),
     ],
