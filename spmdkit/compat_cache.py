@@ -48,18 +48,22 @@ def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
 
 
 def _written_by_all(own: Any) -> Any:
-    """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0."""
+    """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0.
+
+    In jax 0.10 its last argument is the program's callbacks into Python, with which it is not kept. Later there is none: such programs are
+    kept too, and get the callbacks of the process that reads them.
+    """
     from jax._src import compilation_cache
 
-    names = ("cache_key", "compile_time_secs", "module_name", "backend", "executable", "host_callbacks")
+    names = ("cache_key", "compile_time_secs", "module_name", "backend", "executable")
     signature = inspect.signature(own)
-    if tuple(signature.parameters)[: len(names)] != names:
+    if tuple(signature.parameters) not in (names, (*names, "host_callbacks")):
         return own  # another JAX: process 0 alone, as it has it
 
     def write(*args: Any, **named: Any) -> None:
-        key, seconds, module, backend, executable, callbacks = signature.bind(*args, **named).args[: len(names)]
+        key, seconds, module, backend, executable, *callbacks = signature.bind(*args, **named).args
         config: Any = jax.config
-        if callbacks or seconds < config.jax_persistent_cache_min_compile_time_secs:
+        if any(callbacks) or seconds < config.jax_persistent_cache_min_compile_time_secs:
             return
         try:
             compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))

@@ -144,13 +144,23 @@ def test_jax_compiles_once_and_afterwards_has_its_own_settings_back(tmp_path):
     assert [getattr(config, name) for name in names] == before and not compat_cache.has_compilation_cache()
 
 
-def test_a_program_that_compiles_quickly_and_one_with_a_callback_are_not_kept(tmp_path):
+def test_a_program_that_compiles_quickly_is_not_kept(tmp_path):
     quick = SimpleNamespace(directory=str(tmp_path), min_s=1e3, max_bytes=2**30)
     assert compiled(jnp.arange(4.0), quick).store.missed == ["_lambda"]
-    x = jnp.ones(2)
-    with kept(SimpleNamespace(directory=str(tmp_path), min_s=0.0, max_bytes=2**30), tmp_path, {}):
-        jax.jit(lambda x: jax.debug.callback(lambda y: None, x)).lower(x).compile()
     assert not list(tmp_path.rglob(f"*{SUFFIX}"))
+
+
+def test_a_program_with_a_callback_calls_the_function_of_who_runs_it(tmp_path):
+    called, x = [], jnp.float32(3)
+    for who in ("first", "again"):
+        jax.clear_caches()
+        with kept(OPTIONS, Path("/"), {"SPMDKIT_COMPILE_CACHE": str(tmp_path)}) as cache:
+            jax.jit(lambda x, who=who: jax.debug.callback(lambda y: called.append((who, float(y))), x))(x)
+            jax.effects_barrier()
+    assert called == [("first", 3.0), ("again", 3.0)]
+    keeps = not jax.__version__.startswith("0.10.")  # which compiles it again
+    assert cache.programs()["from_cache" if keeps else "compiled"] == ["_lambda"]
+    assert bool(list(tmp_path.rglob(f"*{SUFFIX}"))) == keeps
 
 
 def test_a_cache_that_somebody_has_given_to_jax_stays(tmp_path):
