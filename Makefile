@@ -71,9 +71,10 @@ types: $(VENV)/.test
 fuzz: $(VENV)/.test
 	$(BOUND) 3600 $(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),0) --count $(or $(COUNT),3000)
 
-# A hundred SIGKILLs of any of four processes, in any phase, with restarts: the same bits in the end. `make soak KILLS=20 SEED=7`; its figures are in docs/reliability.md.
+# A hundred SIGKILLs of any of four processes, in any phase, with restarts: the same bits in the end. `make soak KILLS=20 SEED=7 PROCESSES=1`; its figures are in
+# docs/reliability.md.
 soak: $(VENV)/.test
-	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/drill/test_kills.py
+	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/drill/test_kills.py
 
 bench: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py

@@ -100,7 +100,7 @@ def _cpu(migration: Migration, key: str, value: Any) -> None:
 
 def _gpus(migration: Migration, key: str, value: Any) -> None:
     numbers = str(value).split(",")
-    if value is None or not all(n.strip().isdigit() for n in numbers):
+    if value is None or not all(n.strip().isdecimal() for n in numbers):
         return migration.say(AUTOMATIC, key, value, "devices: auto")
     return migration.mapped(key, value, "devices", [int(n) for n in numbers])
 

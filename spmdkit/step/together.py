@@ -45,9 +45,9 @@ def together_step(
     given = over(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(one,), out_specs=each)
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
-        kept = state.sync
         held = taken({name: getattr(state, name) for name in GROUPED})
         new, metrics, found = whole(state.replace(**held, sync=None), batch)
+        kept = groups.sync.init(new.params)  # what groups agree on last, before they train alone
         new = new.replace(**given({name: getattr(new, name) for name in GROUPED}), sync=kept)
         if found is not None and code is not None:
             cut = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))

@@ -93,13 +93,31 @@ def wraps(state, batch):
         ({"precision": "bfloat16"}, r"precision.compute: bfloat16 has no effect.*precision: float32"),
         ({"remat": "full"}, r"remat: full has no effect.*sk.remat"),
         ({"microbatches": 2}, "microbatches: 2 has no effect"),
-        ({"mesh": {"data": 4}, "reducer": "ordered"}, "sk.value_and_grad"),
+        (
+            {"mesh": {"data": 4}, "reducer": "ordered"},
+            r"reducer: ordered has no effect: train_step never calls sk.value_and_grad.*reducer: sum",
+        ),
     ],
     ids=lambda x: next(iter(reversed(x))) if isinstance(x, dict) else "",
 )
 def test_what_a_step_leaves_out_is_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         program_of(task(forgets_the_step), **{"mesh": {}} | settings)
+
+
+def reduces_itself(state, batch):
+    loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+    return state.apply_gradients(sk.pmean(grads)), {"loss": sk.pmean(loss)}
+
+
+@pytest.mark.parametrize("reducer", ["ordered", "int8", {"powersgd": {"rank": 1}}])
+def test_a_reducer_is_refused_where_the_step_adds_up_its_gradients_itself(reducer):
+    """One that keeps an error is refused as one that keeps nothing is: none of them sees what `sk.pmean` adds."""
+    with pytest.raises(
+        ConfigError, match=r"has no effect: train_step never calls sk.value_and_grad.*sk.pmean\(grads\)"
+    ):
+        program_of(task(reduces_itself, view="replica"), {"data": 4}, reducer=reducer)
+    program_of(task(reduces_itself, view="replica"), {"data": 4})
 
 
 @pytest.mark.parametrize(
