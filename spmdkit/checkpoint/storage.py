@@ -14,6 +14,7 @@ has no option for that, so its list of codecs is changed where it is made (`chec
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def open_checkpointer(
     keep_names(f"{name}{i}" for name in ("ocdbt.process_", "process_") for i in range(num_processes))
     without_leaks_of_tensorstore()
     deadlines_by_a_steady_clock()
+    cancel_what_a_failure_leaves()
     logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
     logging.getLogger("asyncio").addFilter(_drop_further_failures)
     if getattr(sys.unraisablehook, "func", None) is not _quiet_after_failure:
@@ -217,6 +219,39 @@ def _drop_orbax_tracebacks(record: logging.LogRecord) -> bool:
 def _drop_further_failures(record: logging.LogRecord) -> bool:
     """Returns whether a record is no second failure of a save: orbax raises the first part that could not be written, asyncio logs the others."""
     return "write_fragment" not in record.getMessage()
+
+
+def cancel_what_a_failure_leaves() -> None:
+    """From now on orbax ends all parts of a save or a restore when one has failed.
+
+    orbax 0.12.8 closes its event loop on them, and Python says much later, wherever it happens to collect them, that some of them were never awaited.
+    """
+    from orbax.checkpoint._src import asyncio_utils
+
+    run: Any = (
+        asyncio_utils._run_sync_via_new_loop
+    )  # private: pinned by tests/checkpoint/test_checkpoint_write_errors.py
+    if getattr(run, "func", None) is not _run_and_cancel:
+        asyncio_utils._run_sync_via_new_loop = functools.partial(_run_and_cancel, run)
+
+
+CANCEL_S = 5.0
+"""How long at most the other parts of a failed save may take to end."""
+
+
+def _run_and_cancel(run: Callable[..., Any], part: Coroutine[Any, Any, Any]) -> Any:
+    async def cancelling() -> Any:
+        try:
+            return await part
+        except BaseException:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for other in others:
+                other.cancel()
+            if others:
+                await asyncio.wait(others, timeout=CANCEL_S)
+            raise
+
+    return run(cancelling())
 
 
 def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:

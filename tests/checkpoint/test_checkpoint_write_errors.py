@@ -1,16 +1,20 @@
 """A save that fails is told at the next call, with its cause, and costs no earlier checkpoint."""
 
+import asyncio
 import errno
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from orbax.checkpoint._src.asyncio_utils import run_sync
 
 from spmdkit.checkpoint import Checkpoints, storage
 from spmdkit.checkpoint import record as records
@@ -58,6 +62,28 @@ def test_a_failed_save_is_told_once_at_the_next_call_with_its_cause(directory, f
     assert checkpoints.check() == [] and checkpoints.steps() == [] and checkpoints.ignored() == []
     assert "Traceback" not in capfd.readouterr().err
     checkpoints.close()
+
+
+def test_parts_that_a_failed_save_has_not_begun_are_ended_with_it():
+    storage.cancel_what_a_failure_leaves()
+
+    async def begins_another():  # so that there is one that has not begun, whenever it ends
+        await asyncio.gather(begins_another())
+
+    async def fails():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def both():
+        await asyncio.gather(begins_another(), fails())
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(OSError, match="No space"):
+            run_sync(both())
+        gc.collect()
+    assert not [str(each.message) for each in said if "never awaited" in str(each.message)]
 
 
 def test_after_a_failure_earlier_steps_are_intact_and_the_next_save_works(directory, full_disk):

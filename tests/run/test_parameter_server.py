@@ -98,7 +98,7 @@ def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch
 def test_a_worker_joins_when_a_file_says_so_and_the_chief_saves_every_so_many_seconds(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "workers").write_text("3\n")
-    train(tmp_path, sync=TWO, steps=150, checkpoint={"every_seconds": 0.5})
+    train(tmp_path, sync=TWO, steps=150, checkpoint={"every_seconds": 0.01})
     assert [event["worker"] for event in events(tmp_path, "worker started")] == [0, 1, 2]
     told = [line for line in lines(tmp_path, "metrics.jsonl") if line.get("split") != "eval"][-1]
     assert told["worker_2_pushes"] > 0 and sum(told[f"worker_{i}_pushes"] for i in range(3)) == 150
