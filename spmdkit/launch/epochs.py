@@ -29,9 +29,8 @@ from spmdkit.order import Order, ready_of
 READY_S = 120.0
 """How long processes may take to come out of what they do, and newcomers to import."""
 OUT_S = 4.0
-"""How long a process may take to come out of a step. The one that sends to the dead one in the ring often stays in Gloo's all-reduce, though all of its connections are
-closed (jaxlib 0.10.2, every second kill, 2026-11-24: its thread waits in `UnboundBuffer::waitRecv`, which a connection that breaks in the middle of a message does not
-wake): it is killed, and counts as another dead one."""
+"""How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its connections are closed (compat_epochs.reduce_one_by_one says how that
+comes, and has made it rare), is killed, and counts as another dead one."""
 IDLE_S, BUSY_SHARE = 0.8, 0.01
 """Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for good, and is killed at once."""
 STUCK = ("step", "data", "waiting")

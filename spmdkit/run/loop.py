@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from spmdkit import allocator, journal
+from spmdkit import allocator, compat, compat_epochs, journal
 from spmdkit.attempt import unfinished
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
@@ -90,6 +90,8 @@ def train(
     changes.check_allowed(allow)
     one_arena = allocator.one_arena(config.devices, os.environ)
     epochs = epochs_of(os.environ, config.elastic) if cluster is None else None
+    if config.elastic.in_process and not compat.backends_initialized():
+        compat_epochs.reduce_one_by_one()
     with StopSignals() as signals:
         while True:
             try:

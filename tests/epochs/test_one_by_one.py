@@ -1,0 +1,40 @@
+"""Reductions of processes that go on without a dead one: each a collective of its own, so that none begins after the first that fails."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from spmdkit import compat_epochs
+from tests.support.environment import environment_of_a_user
+
+PROGRAM = """
+import sys
+from spmdkit import compat_epochs
+if sys.argv[1] == "one by one":
+    compat_epochs.reduce_one_by_one()
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+jax.config.update("jax_num_cpu_devices", 2)
+both = jax.shard_map(lambda a, b: jax.lax.psum((a, b), "x"), mesh=jax.sharding.Mesh(jax.devices(), "x"), in_specs=P("x"), out_specs=P())
+text = jax.jit(both).lower(jnp.ones(4), jnp.ones((6, 2))).compile().as_text()
+print(sum(" all-reduce(" in line for line in text.splitlines()))
+"""
+
+
+@pytest.mark.parametrize(("how", "num"), [("as ever", 1), ("one by one", 2)])
+def test_xla_makes_one_all_reduce_of_two_unless_it_is_told_not_to(how, num):
+    env = environment_of_a_user() | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    run = subprocess.run([sys.executable, "-c", PROGRAM, how], env=env, capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == str(num), run.stderr
+
+
+def test_what_the_environment_says_of_passes_stays_and_nothing_is_said_twice(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_disable_hlo_passes=algsimp")
+    compat_epochs.reduce_one_by_one()
+    once = os.environ["XLA_FLAGS"]
+    assert once.endswith(" --xla_disable_hlo_passes=algsimp,cpu-all-reduce-combiner")
+    assert once.startswith("--xla_dump_to=/tmp/x ")
+    compat_epochs.reduce_one_by_one()
+    assert os.environ["XLA_FLAGS"] == once
