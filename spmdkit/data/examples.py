@@ -11,6 +11,7 @@ epoch and still gives the same example when a run resumes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ class ExampleSource:
         self._access = access
         self._length = _length(data, what)
         self._epoch_stride = self._length if is_grain else 0
-        example = self._read(0, 0)
+        example = self._read(0, 0, lambda example: example)
         leaves: list[Any] = jax.tree.leaves(example)
         self._treedef: Any = jax.tree.structure(example)
         if not leaves:
@@ -63,6 +64,8 @@ class ExampleSource:
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
         """Returns the examples `indices`, stacked. An index repeated in a row is read once.
 
+        Each example is copied before anybody reads another one: the user's data may give views of one buffer.
+
         Args:
             batch: the number of the batch, out of which rows may be left.
 
@@ -71,12 +74,13 @@ class ExampleSource:
           ConfigError: an example does not look like example 0.
         """
         rows = [np.empty((len(indices), *spec.shape), spec.dtype) for spec in self._specs]
-        previous, leaves = -1, list[np.ndarray]()
+        previous = -1
         for row, index in enumerate(indices.tolist()):
-            if index != previous:
-                previous, leaves = index, self._readable(index, epoch, batch)
-            for out, leaf in zip(rows, leaves, strict=True):
-                out[row] = leaf
+            if index == previous:
+                _put(rows, row, [out[row - 1] for out in rows])
+            else:
+                self._read_into(rows, row, index, epoch, batch)
+            previous = index
         return self._treedef.unflatten(rows)
 
     def left_out(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
@@ -86,22 +90,26 @@ class ExampleSource:
             return None
         return np.array([ledger.has(batch, index) for index in indices.tolist()], bool)
 
-    def _readable(self, index: int, epoch: int, batch: int | None) -> list[np.ndarray]:
-        """Returns the leaves of example `index`, or of the next one that can be read where some may be left out."""
+    def _read_into(self, rows: list[np.ndarray], row: int, index: int, epoch: int, batch: int | None) -> None:
+        """Writes into `rows` at `row` example `index`, or the next one that can be read where some may be left out."""
+
+        def read(index: int) -> None:
+            self._read(index, epoch, lambda example: _put(rows, row, self._leaves(index, example)))
+
         ledger = self._access.ledger
         if ledger is None or not ledger.limit or batch is None:
-            return self._leaves(index, epoch)
+            return read(index)
         while True:
             if not ledger.has(batch, index):
                 try:
-                    return self._leaves(index, epoch)
+                    return read(index)
                 except (ConfigError, UserCodeError) as error:
                     if _wants_to_leave(error) or not ledger.leave_out(batch, index, error.__cause__ or error):
                         raise
             index = (index + 1) % self._length
 
-    def _leaves(self, index: int, epoch: int) -> list[np.ndarray]:
-        leaves, treedef = jax.tree.flatten(self._read(index, epoch))
+    def _leaves(self, index: int, example: Any) -> list[np.ndarray]:
+        leaves, treedef = jax.tree.flatten(example)
         if treedef != self._treedef:
             raise ConfigError(
                 f"{self._what}[{index}] has the structure {treedef}, and example 0 has {self._treedef}. Every example "
@@ -122,9 +130,20 @@ class ExampleSource:
             arrays.append(array)
         return arrays
 
-    def _read(self, index: int, epoch: int) -> Any:
+    def _read(self, index: int, epoch: int, take: Callable[[Any], Any]) -> Any:
+        """Returns `take(example)`, called before anybody reads another example."""
+
+        def read() -> Any:
+            example = self._data[epoch * self._epoch_stride + index]
+            if example is None:
+                raise ConfigError(
+                    f"{self._what}[{index}] is None, no example. grain's filter leaves such holes, and a batch of a fixed "
+                    f"size cannot have them. Filter beforehand: keep the indices to use, and give MapDataset.source(kept)."
+                )
+            return take(example)
+
         try:
-            example = self._access.read(index, lambda: self._data[epoch * self._epoch_stride + index])
+            return self._access.read(index, read)
         except SpmdkitError:
             raise
         except (Exception, SystemExit, GeneratorExit) as error:
@@ -135,12 +154,6 @@ class ExampleSource:
                 f"{self._length - 1} must give an example, because len() says {self._length}. Fix the data's "
                 f"__getitem__ or its __len__."
             ) from error
-        if example is None:
-            raise ConfigError(
-                f"{self._what}[{index}] is None, no example. grain's filter leaves such holes, and a batch of a fixed "
-                f"size cannot have them. Filter beforehand: keep the indices to use, and give MapDataset.source(kept)."
-            )
-        return example
 
     def _array(self, index: int, name: str, leaf: Any) -> np.ndarray:
         where = f"{self._what}[{index}]{name}"
@@ -170,6 +183,11 @@ class ExampleSource:
                     f"{self._what}[0] holds a Python list of {len(node)} numbers. A leaf of an example must be an "
                     f"array or one number. Make it an array: np.asarray(values, np.int32), or np.float32."
                 )
+
+
+def _put(rows: list[np.ndarray], row: int, leaves: list[np.ndarray]) -> None:
+    for out, leaf in zip(rows, leaves, strict=True):
+        out[row] = leaf
 
 
 def _wants_to_leave(error: BaseException) -> bool:

@@ -66,6 +66,37 @@ def test_with_more_threads_they_do():
     assert wrong
 
 
+class OneBuffer:
+    """Gives the same buffer for every row, as a reader that decodes in place."""
+
+    buffer = np.empty(50_000, np.float32)
+
+    def __len__(self):
+        return NUM
+
+    def __getitem__(self, i):
+        self.buffer[:] = i
+        time.sleep(0.0005)  # the other reader comes to the lock, and has it as soon as it is free
+        return self.buffer
+
+
+def test_a_row_in_a_buffer_that_the_next_read_fills_is_copied_before_that():
+    sources, wrong = [open_source(OneBuffer(), name) for name in ("train_data", "eval_data")], []
+
+    def read(source, first):
+        indices = np.roll(np.arange(NUM), first).repeat(2)
+        rows = source.gather(indices)
+        if not np.array_equal(rows[:, [0, -1]], np.stack([indices, indices], 1)):
+            wrong.append(first)
+
+    workers = [threading.Thread(target=read, args=(source, 5 * n)) for n, source in enumerate(sources)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert not wrong
+
+
 class Flaky:
     """Raises at row 5: `failures` times, or always."""
 
