@@ -70,14 +70,10 @@ def save(run: Run, step: int, state: TrainState) -> None:
     with run.throughput.paused(), journal.during("save"):
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
-            text = f"the state is not finite at step {step}: '{bad}'. It is not saved. {run.newest()}"
-            if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps:
+            if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
                 # Of several processes the one whose devices have seen the gradient knows the batch; that is agreed on later than now.
-                raise NonFiniteError(
-                    run.due.why_stopping()
-                    or f"{text} Lower the learning rate or set clip_norm, and start again from there."
-                )
-            run.message(text)
+                raise NonFiniteError(run.due.why_stopping() or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
+            run.message(_bad_state(run, step, bad))
             return
         run.sinks.flush()
         fresh = run.last_eval is not None and run.last_eval[0] == step
@@ -89,6 +85,27 @@ def save(run: Run, step: int, state: TrainState) -> None:
         return
     run.saved_at_step = step
     run.due.tell("after_save", run, step)
+
+
+def _bad_state(run: Run, step: int, leaf: str) -> str:
+    return f"the state is not finite at step {step}: '{leaf}'. It is not saved. {run.newest()}"
+
+
+AFTER_BAD_STATE = "Lower the learning rate or set clip_norm, and start again from there."
+
+
+def check_last(run: Run, state: TrainState) -> None:
+    """Refuses a state that is not finite at the end of training, whatever `on_nonfinite` says: also where nothing is saved.
+
+    Raises:
+        NonFiniteError: the last update made it so, which no loss has seen.
+    """
+    if run.saved_at_step == run.step:
+        return  # `save` has looked
+    with journal.during("save"):
+        bad = run.program.non_finite_leaf(state)
+    if bad is not None:
+        raise NonFiniteError(f"{_bad_state(run, run.step, bad)} {AFTER_BAD_STATE}")
 
 
 def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:

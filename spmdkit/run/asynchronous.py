@@ -26,6 +26,7 @@ from spmdkit.parameter_server.transport import Transport, Unavailable
 from spmdkit.program.program import Program
 from spmdkit.run.actions import evaluate, save
 from spmdkit.run.hooks.base import Stop
+from spmdkit.run.hooks.finite import not_finite, said
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
@@ -140,6 +141,7 @@ class _Watch:
         self._since = self._logged = (time.monotonic(), run.step)
         self._window: list[dict[str, Any]] = []
         self._evaluated = run.step
+        self._skipped: tuple[int, int, int] | None = None  # applied updates, pushes skipped until the last, and by now
 
     def _gives_up(self) -> bool:
         return self.run.signals is not None and self.run.signals.requested is not None
@@ -170,6 +172,7 @@ class _Watch:
             seen = chief.watch()
             self._tell(seen.happened)
             self._note(seen)
+            self._check_skipped(seen)
             self._join()
             if seen.went_back_to is None and seen.applied >= run.config.steps:
                 return self._stopped(None)
@@ -203,6 +206,29 @@ class _Watch:
             journal.at("step", seen.applied)
             run.progress.advance(seen.applied)
 
+    def _check_skipped(self, seen: Seen) -> None:
+        """Tells of pushes that were skipped (`on_nonfinite`).
+
+        Raises:
+            NonFiniteError: `on_nonfinite.most` since the last update: nothing is applied any more.
+        """
+        run, most, skipped = self.run, self.run.config.on_nonfinite.most, seen.dropped.get("skipped", 0)
+        before, self._skipped = self._skipped, None
+        if seen.went_back_to is not None or seen.applied < run.step:
+            return  # servers are away, or have just come back with other counts
+        if before is None or seen.applied != before[0]:
+            self._skipped = seen.applied, skipped, skipped
+        else:
+            self._skipped = (*before[:2], skipped)
+        if before is not None and (more := skipped - before[2]) > 0:
+            run.message(f"left out: {more} push{'es' * (more > 1)} not finite, by update {seen.applied}")
+            run.events.write("skipped", step=seen.applied, pushes=more)
+        if (num := skipped - self._skipped[1]) >= most:
+            raise NonFiniteError(
+                f"{num} pushes in a row were left out after update {seen.applied}: loss, gradient or a metric is not finite in each "
+                f"(on_nonfinite.most: {most}). {run.newest()} Lower the learning rate, set clip_norm, or look at the data."
+            )
+
     def _stopped(self, stop: Stop | None) -> tuple[TrainState, Stop | None]:
         """Returns the state at the end, evaluated and saved."""
         run = self.run
@@ -211,12 +237,20 @@ class _Watch:
             time.sleep(LOOK_S)
         state = self._placed(*found)
         self._log(self.chief.watch())
+        if stop is None:
+            self._evaluate(state)
         with self._turn:
-            if stop is None:
-                evaluate(run, run.step, state)
             save(run, run.step, state)
         journal.at("end", run.step)
         return state, stop
+
+    def _evaluate(self, state: TrainState) -> None:
+        """Evaluates. Raises NonFiniteError where that is not finite, unless `on_nonfinite.evaluation` lets it be."""
+        run = self.run
+        with self._turn:
+            evaluate(run, run.step, state)
+        if isinstance(turn := run.due.more().turn, Stop):
+            raise NonFiniteError(turn.why)
 
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
         """Returns a snapshot on the devices of this process; its tables go into the record of what is saved of it."""
@@ -247,10 +281,7 @@ class _Watch:
         state = self._placed(*found)
         if is_eval:
             self._evaluated = run.step
-            with self._turn:
-                evaluate(run, run.step, state)
-            if isinstance(turn := run.due.more().turn, Stop):
-                raise NonFiniteError(turn.why)
+            self._evaluate(state)
         if is_save:
             with self._turn:
                 save(run, run.step, state)
@@ -267,8 +298,10 @@ class _Watch:
         run.note_commits()
         progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(seen.progress.items())}
         progress["pushes_dropped"] = float(sum(seen.dropped.values()))
-        rate = rates(records, step - before, elapsed_s, run.config.batch_size)
-        run.write({"step": step, **means(records), **rate, **progress})
+        rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)
+        if bad := not_finite(values):  # applied all the same: on_nonfinite is continue
+            run.message(f"step {step}: {said(bad)}")
+        run.write({"step": step, **values, **rate, **progress})
         counts = [seen.histogram.get(i, 0) for i in range(max(seen.histogram, default=0) + 1)]
         run.write({"step": step, "staleness_counts": counts}, kind="histogram")
 

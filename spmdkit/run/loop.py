@@ -30,7 +30,7 @@ from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restoring import restored
 from spmdkit.run import asynchronous, changes, coming_back, preflight, remote
-from spmdkit.run.actions import perform, save
+from spmdkit.run.actions import check_last, perform, save
 from spmdkit.run.due import NOTHING
 from spmdkit.run.hooks.base import Decision, Stop
 from spmdkit.run.keep_work import keep_work
@@ -177,6 +177,8 @@ def _trained(
             state, stopped = asynchronous.run_servers(run, state, servers)
         else:
             state, stopped = _compiled_and_run(run, state, unsaved, limit_bytes, one_arena, cache)
+        if stopped is None or stopped.code == 0:
+            check_last(run, state)
         run.finish(lambda: save(run, run.step, state))
         run.part()
         if stopped is not None and stopped.code == Preempted.exit_code:

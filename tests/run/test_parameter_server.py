@@ -1,5 +1,6 @@
 """Runs by a parameter server, over threads: records, checkpoints that synchronous runs share, refusals."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -12,11 +13,12 @@ import optax
 import pytest
 
 import spmdkit as sk
+from spmdkit.errors import NonFiniteError
 from spmdkit.plan.command import make_plan
 from spmdkit.run import asynchronous
 from spmdkit.verify.proof import VerifyOptions
 from spmdkit.verify.proof import verify as prove
-from tests.support.small_runs import config_of, events, line_task, lines, train
+from tests.support.small_runs import X, config_of, events, line_task, lines, train
 
 ROOT = Path(__file__).parents[2]
 ALONE = {"parameter_server": {"servers": 1, "workers": 1, "max_staleness": 0, "transport": "threads"}}
@@ -111,6 +113,39 @@ def test_what_is_not_finite_ends_the_run_with_77(tmp_path):
     with pytest.raises(sk.SpmdkitError, match=r"loss of batch \d+ is not finite on worker") as error:
         train(tmp_path, bad, sync=TWO)
     assert error.value.exit_code == 77
+
+
+def changed(**changes):
+    """Returns the task of a line with something changed."""
+    return dataclasses.replace(line_task(), **changes)
+
+
+def test_a_last_evaluation_that_is_not_finite_ends_the_run_with_77_and_is_not_saved(tmp_path):
+    task = changed(eval_fn=lambda params, batch: {"worst": sk.max(batch["x"][:, 0] / 0)})
+    with pytest.raises(NonFiniteError, match="the evaluation of step 20: 'worst' is inf"):
+        train(tmp_path, task, sync=TWO, checkpoint={"every_steps": 1000})
+    assert not list((tmp_path / "run" / "checkpoints").glob("20"))
+    train(tmp_path / "said", task, sync=TWO, on_nonfinite={"evaluation": "continue"})
+
+
+def test_a_last_update_that_is_not_finite_ends_the_run_with_77_also_where_nothing_is_saved(tmp_path):
+    task = changed(optimizer=optax.sgd(lambda count: jnp.where(count == 19, jnp.inf, 0.01)), eval_data=None)
+    with pytest.raises(NonFiniteError, match="the state is not finite at step 20: 'params/w'"):
+        train(tmp_path, task, sync=TWO, checkpoint=None)
+
+
+def test_a_run_in_which_every_push_is_left_out_ends_with_77(tmp_path):
+    task = changed(train_data={"x": np.full_like(X, np.nan)})
+    with pytest.raises(NonFiniteError, match="pushes in a row were left out after update 0"):
+        train(tmp_path, task, sync=TWO, on_nonfinite={"loss": "skip", "gradient": "skip", "most": 3})
+    assert sum(event["pushes"] for event in events(tmp_path, "skipped")) >= 3
+
+
+def test_a_metric_that_may_be_not_finite_is_said(tmp_path, capfd):
+    own, bad = line_task().loss_fn, lambda batch: {"bad": sk.mean(batch["x"][:, 0] / 0)}
+    task = changed(loss_fn=lambda params, batch, key: (own(params, batch, key), bad(batch)), eval_data=None)
+    train(tmp_path, task, sync=TWO, on_nonfinite={"metrics": "continue"})
+    assert "step 20: 'bad' is nan" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -146,6 +147,13 @@ def test_with_on_nonfinite_continue_the_run_goes_to_its_end_but_not_to_a_good_on
     with pytest.raises(NonFiniteError, match="at step 20"):
         train(config, make_task(explode_at=11))
     assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [10]
+
+
+def test_a_hook_that_ends_a_run_with_a_state_that_is_not_finite_does_not_end_it_well(tmp_path):
+    ends = sk.Hook("ends", after_step=lambda run, step, *_: sk.Stop(why="enough") if step == 12 else None)
+    config = make_config(tmp_path, checkpoint={"every_steps": 10}, on_nonfinite="continue")
+    with pytest.raises(NonFiniteError, match="not finite at step 12: 'params/w'"):
+        train(config, dataclasses.replace(make_task(explode_at=11), hooks=[ends]))
 
 
 def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -85,3 +86,24 @@ def test_a_rollback_of_both_is_bit_for_bit_a_run_without_the_batch(forks, folder
     ended = train(forks, folder, "without", "data.skip_batches=[6]", "steps=9")
     assert [p.code for p in ended] == [0, 0], ended
     assert losses(folder, "back") == losses(folder, "without")
+
+
+LAST_UPDATE = """
+import jax.numpy as jnp
+import optax
+import spmdkit as sk
+from task import loss_fn, x
+
+rate = lambda count: jnp.where(count == 9, jnp.inf, 0.01)  # of the tenth and last step
+task = sk.Task(lambda key: {"w": jnp.ones(4)}, loss_fn, optax.sgd(rate), train_data={"x": x[:40]})
+"""
+
+
+@pytest.mark.parametrize("checkpoint", ["null", "{every_steps: 3}"])
+def test_a_last_update_that_no_loss_has_seen_does_not_end_in_0(forks, folder, checkpoint):
+    (folder / "last_update.py").write_text(LAST_UPDATE)
+    (ended,) = train(forks, folder, "run", "task=last_update.py:task", f"checkpoint={checkpoint}", num=1)
+    assert ended.code == 77 and "the state is not finite at step 10: 'params/w'" in ended.output, ended
+    assert "Traceback" not in ended.output
+    assert all(map(math.isfinite, losses(folder, "run").values()))
+    assert events(folder, "run", "fault")[-1]["code"] == 77 and not events(folder, "run", "stopped")
