@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.checkpoint import Checkpoints, RunLock
+from spmdkit.checkpoint import Checkpoints, RunLock, bucket, place
 from spmdkit.errors import SpmdkitError
+from tests.support.buckets import shared_client
 
 
 def value_of(step: int, num_rows: int = 8) -> np.ndarray:
@@ -95,6 +96,9 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
         raise AssertionError(f"sync_global_devices({name!r}) waits for ever")
 
     multihost_utils.sync_global_devices = forbidden
+    if place.is_url(directory):
+        client = shared_client(Path(os.environ["BUCKET_FOLDER"]))
+        bucket._client = lambda scheme: client
     checkpoints = Checkpoints(
         directory,
         timeout_s=600 if command == "lose_one" else 60,
