@@ -6,7 +6,7 @@ steps happen in a background thread. One save is in flight at a time: the next w
 Every process of a run makes one of these and calls `save` and `restore` at the same steps. Process 0 writes the
 record, commits, and deletes.
 
-A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder (staging.py); its last object commits a step.
+A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder of each process (staging.py); its last object commits a step.
 """
 
 from __future__ import annotations
