@@ -38,7 +38,6 @@ from spmdkit.checkpoint.reading import saved_state
 from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
 from spmdkit.checkpoint.run_directory import RunLock, prepare_run_dir
-from spmdkit.checkpoint.staging import refuse_several
 from spmdkit.checkpoint.verifying import verify
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "nest",
     "newest_step",
     "prepare_run_dir",
-    "refuse_several",
     "remove",
     "saved_state",
     "verify",

@@ -6,7 +6,7 @@ steps happen in a background thread. One save is in flight at a time: the next w
 Every process of a run makes one of these and calls `save` and `restore` at the same steps. Process 0 writes the
 record, commits, and deletes.
 
-A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder (staging.py); its last object commits a step.
+A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder of each process (staging.py); its last object commits a step.
 """
 
 from __future__ import annotations
@@ -178,17 +178,27 @@ class Checkpoints:
             from spmdkit.checkpoint import storage
 
             self._checkpointer = storage.open_checkpointer(
-                self._num_processes, self._timeout_s, self._meeting.barrier, self._add_record
+                self._num_processes, self._timeout_s, self._meeting.barrier, self._before_commit, self._is_apart
             )
         return self._checkpointer
 
-    def _add_record(self) -> None:
-        """Writes record.json beside the finished arrays. In the background, on process 0, before orbax's rename."""
+    @property
+    def _is_apart(self) -> bool:
+        """Whether each of several processes writes its part of a step to a folder of its own."""
+        return self._staging is not None and self._num_processes > 1
+
+    def _before_commit(self) -> None:
+        """What comes in the background, on process 0, before orbax's rename. Of parts that lie apart the record comes later."""
+        assert self._draft is not None
+        if not self._is_apart:
+            self._add_record(self._unfinished(self._draft.step), {})
+
+    def _add_record(self, folder: Place, elsewhere: Mapping[str, int]) -> None:
+        """Writes record.json beside the finished arrays; `elsewhere`: bytes of files of the step that may not be in `folder`, small ones are."""
         assert self._draft is not None
         if not self._is_ours():
             raise ConfigError(f"{self.directory} belongs to another run by now: nothing is committed to it.")
-        folder = self._unfinished(self._draft.step)
-        sizes = records.list_files(folder)
+        sizes = {**elsewhere, **records.list_files(folder)}
         digests = records.digest_small(folder, sizes)
         records.write_record(folder, dataclasses.replace(self._draft, files=sizes, digests=digests))
         if isinstance(self.directory, Remote):
@@ -208,7 +218,9 @@ class Checkpoints:
             if self._is_main and isinstance(self.directory, Path):
                 files.tighten(self.directory / str(step))
                 files.sync_folder(self.directory)
-            if self._staging is not None:
+            if self._staging is not None and self._is_apart:
+                self._staging.commit_together(step, self._is_ours, self._meeting, self._add_record)
+            elif self._staging is not None:
                 self._staging.commit(step, self._is_ours)
         except Exception as error:
             self._give_up(step, error)

@@ -72,6 +72,26 @@ class Meeting:
             self._is_over = True  # for all
             raise
 
+    def wait(self) -> None:
+        """Returns when all processes are here, in the background.
+
+        Raises:
+            RuntimeError: one has given up, or did not come in time.
+        """
+        if self._cluster is not None:
+            self.barrier(key="", timeout_ms=round(1000 * self._timeout_s))
+
+    def gather(self, mine: str) -> list[str]:
+        """Waits like `wait`; returns on process 0 what processes 1, 2 ... give, on the others nothing. Once a save."""
+        if self._cluster is None:
+            return []
+        key = f"checkpoint/part/{self._num_begun}"
+        if not self._is_main:
+            self._cluster.put(f"{key}/{jax.process_index()}", mine)
+        self.wait()
+        others = range(1, self._num if self._is_main else 1)
+        return [self._cluster.get(f"{key}/{process}", self._timeout_s) for process in others]
+
     def give_up(self, error: BaseException) -> None:
         """Tells those who wait in the next barrier, or will, that this process cannot come."""
         give_up = getattr(compat.coordination_client(), "give_up", None)  # JAX's own client has none: then they wait

@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -91,12 +91,9 @@ def move(folder: Remote, to: Remote) -> None:
     remove(folder)
 
 
-def upload(folder: Path, to: Remote, last: Collection[str], without: Collection[str]) -> None:
-    """Copies a local folder into a bucket, all but `without`; the names in `last` come after all others. What `to` held before is removed."""
-    if to.exists():
-        remove(to)
-    found = [name for name in sizes(folder) if name not in without]
-    for name in sorted(found, key=lambda name: name in last):
+def upload(folder: Path, to: Remote, names: Iterable[str]) -> None:
+    """Copies files of a local folder, given by their paths in it, into one of a bucket, in this order."""
+    for name in names:
         (to / name).upload(folder / name)
 
 

@@ -33,6 +33,8 @@ SCHEMAS = (1, 2)
 SMALL_FILE_BYTES = 2**16
 RECORD_FILE = "record.json"
 STATE_FOLDER = "state"
+INDEX_FOLDER = "ocdbt_meta"
+"""Folder of the indexes where they are kept apart from the arrays; orbax's own name for it."""
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 """Part of the name of every directory that is being written (by orbax) or deleted (by us)."""
 

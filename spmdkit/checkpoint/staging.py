@@ -2,20 +2,28 @@
 
 orbax 0.12 refuses `s3://` ("Checkpoint path should be absolute"). What lies in the bucket afterwards is what it would have written: a local reader of
 orbax opens a copy of it. The local folder needs room for one step more than the memory holds.
+
+Several processes need not see each other's folders. Each writes its part to its own and uploads it; when all have, process 0 fetches the indexes of the
+others, kilobytes, and puts one step together, as orbax does in a folder that all see. It uploads its own part, the whole's index, the record and the marker.
+A restore fetches the whole step in each process.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+
+import jax
 
 from spmdkit import files
 from spmdkit.checkpoint import place
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.bucket import Remote
-from spmdkit.errors import ConfigError
+from spmdkit.checkpoint.meeting import Meeting
+from spmdkit.errors import CheckpointWriteError, ConfigError
 
 STAGED = ("s3",)
 """Schemes that orbax does not write to."""
@@ -25,20 +33,6 @@ def staging_of(directory: place.Place, folder: Path | None) -> Staging | None:
     """Returns how the steps of `directory` are staged, None where orbax writes to it itself."""
     is_staged = isinstance(directory, Remote) and directory.scheme in STAGED
     return Staging(directory, folder) if is_staged else None  # type: ignore[arg-type]
-
-
-def refuse_several(directory: Remote, num_processes: int) -> None:
-    """Refuses to save a step of several processes by way of local folders: orbax puts it together in one folder that all of them see.
-
-    Raises:
-        ConfigError: there are several processes, and orbax does not write to `directory` itself.
-    """
-    if num_processes > 1 and directory.scheme in STAGED:
-        raise ConfigError(
-            f"checkpoint.directory is {directory}, and {num_processes} processes train. orbax does not write to {directory.scheme}:// itself, and puts "
-            "what several processes write together in one folder that all of them see. Set it to a gs:// folder, which all write to; or leave it out "
-            "and set run_dir to a folder on a disk that all processes share; or train with one process."
-        )
 
 
 class Staging:
@@ -60,19 +54,79 @@ class Staging:
         folder.mkdir(mode=files.FOLDER_MODE, exist_ok=True)
         return folder
 
-    def commit(self, step: int, is_ours: Callable[[], bool]) -> None:
-        """Uploads a step that is whole in the folder, its record and then the marker last, and removes it here.
+    def commit(self, step: int, is_ours: Callable[[], bool], of_others: Collection[str] = ()) -> None:
+        """Uploads a step that is in the folder, its record and then the marker last, and removes it here.
+
+        Args:
+            of_others: files of the step that are in the bucket already. Everything else that is there is removed first, unless there are some.
 
         Raises:
             ConfigError: the bucket's folder belongs to another run by now.
             Unreachable: it could not be written.
         """
-        folder = self.written / str(step)
-        place.upload(folder, self._directory / str(step), last=(records.RECORD_FILE,), without=(place.MARKER,))
+        folder, there = self.written / str(step), self._directory / str(step)
+        if not of_others and there.exists():
+            place.remove(there)
+        names = place.sizes(folder).keys() - {place.MARKER} - set(of_others)
+        place.upload(folder, there, sorted(names, key=lambda name: (name == records.RECORD_FILE, name)))
+        self._check(is_ours)
+        (there / place.MARKER).write_bytes(b"committed by spmdkit")
+        shutil.rmtree(folder)
+
+    def commit_together(
+        self,
+        step: int,
+        is_ours: Callable[[], bool],
+        meeting: Meeting,
+        add_record: Callable[[Path, Mapping[str, int]], None],
+    ) -> None:
+        """Commits a step of which each process has its part in its folder; returns when it is committed.
+
+        Args:
+            add_record: writes the record of a step, given the folder and the bytes of the files that are in the bucket alone, or here too.
+
+        Raises:
+            CheckpointWriteError: what lies in the bucket is not what the others have uploaded.
+            ConfigError, Unreachable: as `commit`.
+            RuntimeError: another process has failed, or did not come in time.
+        """
+        folder, there = self.written / str(step), self._directory / str(step)
+        me = jax.process_index()
+        if me:
+            mine = {name: size for name, size in place.sizes(folder).items() if _is_part(name, me)}
+            self._check(is_ours)
+            place.upload(folder, there, sorted(mine))
+            meeting.gather(_seal(folder, mine))
+            shutil.rmtree(folder)
+        else:
+            of_others = self._fetch_indexes(step, meeting.gather(""))
+            from spmdkit.checkpoint import storage
+
+            storage.put_together(folder)
+            add_record(folder, of_others)
+            self.commit(step, is_ours, of_others)
+        meeting.wait()
+
+    def _fetch_indexes(self, step: int, seals: Sequence[str]) -> dict[str, int]:
+        """Fetches of the others' parts, in the bucket, the indexes and what the record has a digest of; returns `{path: bytes}` of the parts."""
+        folder, there = self.written / str(step), self._directory / str(step)
+        found, of_others = there.sizes(), dict[str, int]()
+        for process, seal in enumerate(seals, 1):
+            part = {name: size for name, size in found.items() if _is_part(name, process)}
+            for name, size in part.items():
+                if _is_index(name) or size <= records.SMALL_FILE_BYTES:
+                    (there / name).download(folder / name)
+            if _seal(folder, part) != seal:
+                raise CheckpointWriteError(
+                    f"the files of process {process} in {there} are not those that it has uploaded. Another run writes there. One run at a time may "
+                    "write to a folder of a bucket: end the other, or set checkpoint.directory to another folder."
+                )
+            of_others |= part
+        return of_others
+
+    def _check(self, is_ours: Callable[[], bool]) -> None:
         if not is_ours():
             raise ConfigError(f"{self._directory} belongs to another run by now: nothing is committed to it.")
-        (self._directory / str(step) / place.MARKER).write_bytes(b"committed by spmdkit")
-        shutil.rmtree(folder)
 
     def discard(self, step: int) -> None:
         """Removes what is left here of a save that failed."""
@@ -84,3 +138,19 @@ class Staging:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
+
+
+def _is_part(name: str, process: int) -> bool:
+    """Returns whether a file of a step, by its path in it, is written by this process alone. Others are the same of every process, or of all together."""
+    return not {f"ocdbt.process_{process}", f"process_{process}"}.isdisjoint(name.split("/"))
+
+
+def _is_index(name: str) -> bool:
+    """Returns whether a file of a part says where its arrays lie."""
+    return name.endswith("/manifest.ocdbt") or records.INDEX_FOLDER in name.split("/")
+
+
+def _seal(folder: Path, sizes: Mapping[str, int]) -> str:
+    """Returns a digest of the files of a part: their names, sizes and, of small ones, which are in `folder`, contents."""
+    content = [sorted(sizes.items()), sorted(records.digest_small(folder, sizes).items())]
+    return files.digest(json.dumps(content).encode())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -34,19 +35,24 @@ from etils import epath
 from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
 from spmdkit.checkpoint.place import Place
-from spmdkit.checkpoint.record import STATE_FOLDER
+from spmdkit.checkpoint.record import INDEX_FOLDER, STATE_FOLDER
 
 
 def open_checkpointer(
-    num_processes: int, timeout_s: float, barrier: Callable[..., None], before_commit: Callable[[], None]
+    num_processes: int,
+    timeout_s: float,
+    barrier: Callable[..., None],
+    before_commit: Callable[[], None],
+    apart: bool = False,
 ) -> ocp.AsyncCheckpointer:
     """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written.
 
     Args:
         barrier: where several processes meet in the background (meeting.py).
+        apart: each of several processes writes its part to a folder of its own, meets nobody and runs `before_commit`. `put_together` makes one step of the parts.
     """
     checksums_on_chunks()
-    plain_indexes()
+    plain_indexes(apart)
     keep_names(f"{name}{i}" for name in ("ocdbt.process_", "process_") for i in range(num_processes))
     without_leaks_of_tensorstore()
     deadlines_by_a_steady_clock()
@@ -59,19 +65,32 @@ def open_checkpointer(
     options = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes=processes, barrier_sync_key_prefix="spmdkit"
     )
+    if apart:
+        me = jax.process_index()
+        options = ocp.options.MultiprocessingOptions(
+            primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"spmdkit{me}"
+        )
+        barrier = _meet_nobody
+    # Apart, each process makes its folders itself: the signal that they are there would reach the others.
+    folders_later = ocp.AsyncOptions(create_directories_asynchronously=not apart)
     handler = ocp.CompositeCheckpointHandler(
-        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options, async_options=folders_later),
         **{STATE_FOLDER: ocp.PyTreeCheckpointHandler(use_zarr3=True, multiprocessing_options=options)},
     )
     return ocp.AsyncCheckpointer(
         handler,
-        async_options=ocp.AsyncOptions(
+        async_options=dataclasses.replace(
+            folders_later,
             timeout_secs=max(1, round(timeout_s)),
             barrier_sync_fn=barrier if num_processes > 1 else None,
             post_finalization_callback=before_commit,
         ),
         multiprocessing_options=options,
     )
+
+
+def _meet_nobody(*, key: str, timeout_ms: int) -> None:
+    """In place of a barrier."""
 
 
 def checksums_on_chunks() -> None:
@@ -95,23 +114,38 @@ SMALL = 2**18
 """Elements of a chunk, of 1 to 8 bytes each."""
 
 
-def plain_indexes() -> None:
+def plain_indexes(apart: bool = False) -> None:
     """From now on the index of a checkpoint, which says where each array lies in its files, is not compressed; arrays are. Readers need nothing of ours.
 
     tensorstore's choice, zstd at level 3, takes 3.6 MB for each index that is written at a time, for kilobytes, and keeps them: process 0 of
     several, which writes that of all, grew by as much now and then.
+
+    Args:
+        apart: in files of their own too, so that `put_together` needs none of the arrays' files.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     # Private: pinned by tests/checkpoint/test_checkpoint_growth.py.
     add: Any = tensorstore_utils._add_ocdbt_write_options
-    if getattr(add, "func", None) is not _plain_index:
-        tensorstore_utils._add_ocdbt_write_options = functools.partial(_plain_index, add)
+    add = add.args[0] if getattr(add, "func", None) is _plain_index else add
+    tensorstore_utils._add_ocdbt_write_options = functools.partial(_plain_index, add, apart)
 
 
-def _plain_index(add: Callable[..., None], spec: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def _plain_index(add: Callable[..., None], apart: bool, spec: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     add(spec, *args, **kwargs)
     spec["config"]["compression"] = None
+    if apart:
+        spec["btree_node_data_prefix"] = spec["version_tree_node_data_prefix"] = f"{INDEX_FOLDER}/"
+
+
+def put_together(folder: Path) -> None:
+    """Makes one step of the parts of several processes, as orbax does: of each the index is in `folder`, `state/ocdbt.process_N/`; arrays stay where they are."""
+    from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
+
+    # Private: pinned by tests/checkpoint/test_checkpoint_apart.py.
+    context = tensorstore_utils.get_ts_context(use_ocdbt=True)
+    state = epath.Path(str(folder / STATE_FOLDER))
+    asyncio.run(ocdbt_utils.merge_ocdbt_per_process_files(state, context, use_zarr3=True))
 
 
 def keep_names(names: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ Each host has a run directory of its own, which nobody else need see. Process 0'
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit import files
-from spmdkit.checkpoint import Lease, Remote, fence, place, refuse_several
+from spmdkit.checkpoint import Lease, Remote, fence, place
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.metrics import read_lines
@@ -35,13 +36,12 @@ def take_bucket(config: Config, cluster: Cluster, local: fence.Fence, stack: Exi
     """Returns whether what this run writes to is still its own; the bucket's folder is leased until `stack` is closed.
 
     Raises:
-        ConfigError: on every process, where another run has the folder, or these processes cannot write to it together.
+        ConfigError: on every process, where another run has the folder.
         Unreachable: on every process, where the bucket cannot be used.
     """
     directory = checkpoints_of(config)
     if not isinstance(directory, Remote):
         return local.is_ours
-    refuse_several(directory, cluster.num_processes)
     say = lambda line: None if config.log.progress == "off" else print(visible(line), file=sys.stderr, flush=True)
     leases = list[Lease]()
 
@@ -98,6 +98,9 @@ def _last_step(path: Path) -> int:
     return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
 
 
-def options(run_dir: Path) -> dict[str, Any]:
-    """Returns what `Checkpoints` is told of a bucket."""
-    return {"stage": run_dir / STAGE, "beside": [run_dir / name for name in RECORDS]}
+def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:
+    """Returns what `Checkpoints` is told of a bucket. Processes of one host have one run_dir and a stage each; what one with more processes has left goes."""
+    for left in (run_dir / STAGE).glob("p*"):
+        if left.name[1:].isdecimal() and int(left.name[1:]) >= cluster.num_processes:
+            shutil.rmtree(left, ignore_errors=True)
+    return {"stage": run_dir / STAGE / f"p{cluster.process_index:03d}", "beside": [run_dir / name for name in RECORDS]}

@@ -107,7 +107,7 @@ class Run:
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
                     is_ours=is_ours,
-                    **remote.options(self.directory),
+                    **remote.options(self.directory, self.cluster),
                 )
             self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
             self.events = metrics.EventLog(

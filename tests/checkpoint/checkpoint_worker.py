@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.checkpoint import Checkpoints, RunLock
+from spmdkit.checkpoint import Checkpoints, RunLock, bucket, place
 from spmdkit.errors import SpmdkitError
+from tests.support.buckets import shared_client
 
 
 def value_of(step: int, num_rows: int = 8) -> np.ndarray:
@@ -95,6 +96,9 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
         raise AssertionError(f"sync_global_devices({name!r}) waits for ever")
 
     multihost_utils.sync_global_devices = forbidden
+    if place.is_url(directory):
+        client = shared_client(Path(os.environ["BUCKET_FOLDER"]))
+        bucket._client = lambda scheme: client
     checkpoints = Checkpoints(
         directory,
         timeout_s=600 if command == "lose_one" else 60,
@@ -171,7 +175,7 @@ def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
 
 
 def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
-    """One process fails to write its part, then process 0 to make the folder: both hear of it at once, keep what is committed, and go on to save."""
+    """One process fails to write its part, then process 0 to make the folder, and to upload its part where they lie apart: both hear of it at once, keep what is committed, and go on to save."""
     from orbax.checkpoint._src.path import atomicity
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -196,8 +200,13 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
         assert checkpoints.settle() == ("", True)
 
     works(1)
-    of_folders = (3, 0, atomicity, "_create_paths", broken_later)
-    for step, by, module, name, instead in ((2, 1, tensorstore_utils, "ArrayWriteSpec", broken), of_folders):
+    apart = place.is_url(str(checkpoints.directory))
+    cases = [
+        (2, 1, tensorstore_utils, "ArrayWriteSpec", broken),
+        (3, 0, atomicity, "create_all" if apart else "_create_paths", broken_later),
+        *([(4, 1, place, "upload", broken)] if apart else []),
+    ]
+    for step, by, module, name, instead in cases:
         real = getattr(module, name)
         if process_id == by:
             setattr(module, name, instead)
@@ -206,10 +215,28 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
         setattr(module, name, real)
         fired.clear()
         works(step)  # the same step, again
-    assert checkpoints.steps() == [1, 2, 3] and checkpoints.ignored() == [], (
+    assert checkpoints.steps() == [1, *(step for step, *_ in cases)][-3:] and checkpoints.ignored() == [], (
         checkpoints.steps(),
         checkpoints.ignored(),
     )
+
+
+def run_killed(checkpoints: Checkpoints, process_id: int) -> None:
+    """Process VICTIM is killed as it writes the object DIES_AT of step 2."""
+    client = bucket._client("s3")
+    right = client.pipe_file
+
+    def dies(key: str, content: bytes) -> None:
+        if process_id == int(os.environ["VICTIM"]) and key.endswith(os.environ["DIES_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        right(key, content)
+
+    client.pipe_file = dies
+    checkpoints._timeout_s = checkpoints._meeting._timeout_s = 5
+    for step in (1, 2):
+        checkpoints.save(step, global_state(step), {"seed": step})
+        assert (step == 1) == checkpoints.settle().committed
+    os._exit(0)
 
 
 if __name__ == "__main__":

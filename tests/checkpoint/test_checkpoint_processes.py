@@ -1,6 +1,7 @@
 """Several real processes save one checkpoint together; another number of processes restores it."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +21,10 @@ WORKER = Path(__file__).parent / "checkpoint_worker.py"
 pytestmark = pytest.mark.processes
 
 
-def run_processes(directory: Path, num_processes: int, command: str, timeout_s: float = 120) -> list[str]:
-    """Returns what each process printed; all must end with 0 in time."""
+def run_processes(
+    directory: Path | str, num_processes: int, command: str, timeout_s: float = 120, victim: int | None = None
+) -> list[str]:
+    """Returns what each process printed; all must end with 0 in time, or the victim by SIGKILL and the others somehow."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -41,6 +44,9 @@ def run_processes(directory: Path, num_processes: int, command: str, timeout_s: 
         for worker in workers:
             worker.kill()
             worker.wait(10)
+    if victim is not None:
+        assert workers[victim].returncode == -signal.SIGKILL, outputs
+        return outputs
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0 and "done" in output, output
     return outputs

@@ -112,3 +112,11 @@ def test_the_commands_find_the_bucket_by_the_runs_directory(client, tmp_path, ca
     checkpoint_ls(URL, json_=True)
     assert [row["step"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["checkpoints"]] == [20]
     assert lines(tmp_path, "metrics.jsonl")
+
+
+def test_each_process_of_a_host_has_a_stage_of_its_own_and_those_that_a_larger_job_has_left_go(tmp_path):
+    for name in ("p000", "p001", "p002", "notes"):
+        (tmp_path / "staging" / name).mkdir(parents=True)
+    stages = on_all(2, lambda cluster: remote.options(tmp_path, cluster)["stage"])
+    assert stages == [tmp_path / "staging/p000", tmp_path / "staging/p001"]
+    assert sorted(path.name for path in (tmp_path / "staging").iterdir()) == ["notes", "p000", "p001"]

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
+from collections.abc import MutableMapping
 from pathlib import Path
 
 PACKAGES = ("gcsfs", "s3fs", "moto", "gcp_storage_emulator")
@@ -68,6 +70,46 @@ class InMemory:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+class InFolder(MutableMapping):
+    """The objects of an `InMemory` that several processes share: each a file of one folder, there whole or not at all."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / urllib.parse.quote(key, safe="")
+
+    def __getitem__(self, key):
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key, content):
+        beside = self._path(f"{key}.{os.getpid()}~")
+        beside.write_bytes(content)
+        beside.rename(self._path(key))
+
+    def __delitem__(self, key):
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __iter__(self):
+        return iter([urllib.parse.unquote(name) for name in os.listdir(self.folder) if not name.endswith("~")])
+
+    def __len__(self):
+        return len(list(iter(self)))
+
+
+def shared_client(folder: Path) -> InMemory:
+    client = InMemory()
+    client.objects = InFolder(folder)
+    return client
 
 
 @contextlib.contextmanager

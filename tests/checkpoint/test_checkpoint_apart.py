@@ -1,0 +1,107 @@
+"""Several real processes save one checkpoint into a bucket that orbax does not write to: each has a folder of its own, and nothing but the bucket is common to them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from spmdkit.checkpoint import Checkpoints, bucket, inspect, place, verify
+from spmdkit.checkpoint.staging import Staging
+from spmdkit.errors import CheckpointWriteError
+from tests.checkpoint.checkpoint_worker import global_state, value_of
+from tests.checkpoint.test_checkpoint_processes import run_processes
+from tests.support.buckets import shared_client
+
+pytestmark = pytest.mark.processes
+
+URL = "s3://bucket-one/run"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bucket, with what two processes saved."""
+    folder = tmp_path_factory.mktemp("bucket")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BUCKET_FOLDER", str(folder))
+        run_processes(URL, 2, "save")
+        yield folder
+
+
+@pytest.fixture
+def client(folder, monkeypatch):
+    client = shared_client(folder)
+    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    return client
+
+
+def test_what_two_saved_apart_is_whole_and_any_number_restores_it_bit_for_bit(client):
+    checkpoints = Checkpoints(URL, is_main=False)
+    assert checkpoints.steps() == [2, 3, 4] and checkpoints.ignored() == []
+    assert inspect(URL)["num_processes"] == 2
+    assert [(row["step"], row["good"], row["found"]) for row in verify(URL)] == [(s, True, None) for s in (2, 3, 4)]
+    assert any("/ocdbt.process_1/d/" in name for name in client.objects), "process 1 has written nothing"
+    want = global_state(4)
+    state, _ = checkpoints.restore(4, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want))  # fmt: skip
+    assert np.array_equal(state["split"], value_of(4, 24)) and np.array_equal(state["whole"], value_of(4)[:3])
+    checkpoints.close()
+    run_processes(URL, 3, "restore")
+
+
+def test_orbax_alone_opens_a_copy_and_a_flipped_bit_of_any_process_is_found(client, tmp_path):
+    with place.fetched(place.of(URL), 4, tmp_path) as here:
+        shape = jax.ShapeDtypeStruct(
+            (24, 4096), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        )
+        whole = jax.ShapeDtypeStruct((3, 4096), np.float32, sharding=shape.sharding)
+        found = ocp.StandardCheckpointer().restore(here / "4" / "state", {"split": shape, "whole": whole})
+    assert np.array_equal(found["split"], value_of(4, 24)) and np.array_equal(found["whole"], value_of(4)[:3])
+    for process in (0, 1):
+        data = [name for name in client.objects if f"/3/state/ocdbt.process_{process}/d/" in name]
+        name = max(data, key=lambda name: len(client.objects[name]))
+        kept = client.objects[name]
+        client.objects[name] = bytes([*kept[:-2000], kept[-2000] ^ 1, *kept[-1999:]])
+        assert [row["good"] for row in verify(URL)] == [True, False, True]
+        client.objects[name] = kept
+
+
+@pytest.mark.parametrize(
+    "victim, at", [(0, f"/2/{place.MARKER}"), (1, "/2/state/ocdbt.process_1/manifest.ocdbt")], ids=["marker", "upload"]
+)
+def test_a_kill_between_the_first_object_and_the_marker_leaves_no_step_that_is_offered(
+    monkeypatch, tmp_path, victim, at
+):
+    client = shared_client(tmp_path)
+    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    for name, value in {"BUCKET_FOLDER": tmp_path, "VICTIM": victim, "DIES_AT": at}.items():
+        monkeypatch.setenv(name, str(value))
+    run_processes(URL, 2, "killed", 60, victim)
+    assert any("/2/state/array_metadatas/process_1" in name for name in client.objects), "nothing was uploaded"
+    assert Checkpoints(URL, is_main=False).steps() == [1] and Checkpoints(URL, is_main=False).ignored() == ["2"]
+    again = Checkpoints(URL)
+    assert again.ignored() == [] and [row["good"] for row in verify(URL)] == [True]
+    again.save(2, {"split": jnp.asarray(value_of(2, 24))}, {})
+    assert again.close() == [2]
+
+
+def test_a_save_that_one_process_cannot_write_has_failed_on_both_within_seconds_and_the_next_one_works(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("BUCKET_FOLDER", str(tmp_path))
+    for output in run_processes(URL, 2, "lose_one", 60):
+        for words in (
+            "saving step 2",
+            "No space left on device",
+            "saving step 3",
+            "saving step 4",
+            "intact are 1, 2, 3",
+        ):
+            assert words in output, (words, output)
+
+
+def test_files_of_another_run_among_those_of_a_part_are_not_committed(client, tmp_path):
+    staging = Staging(place.of("s3://bucket-one/other"), tmp_path / "stage")
+    (staging.written / "1").mkdir()
+    with pytest.raises(CheckpointWriteError, match="process 1 in s3://bucket-one/other/1 are not those that it has"):
+        client.objects["bucket-one/other/1/state/ocdbt.process_1/d/of-another"] = b"bytes"
+        staging._fetch_indexes(1, ["what process 1 has told"])
