@@ -1,7 +1,11 @@
 """What every sink keeps to; a new one is tested because its file exists. And what a slow, dead or wrong one costs: a warning."""
 
+import dataclasses
+import functools
 import importlib
 import inspect
+import json
+import struct
 import threading
 import types
 
@@ -22,36 +26,110 @@ def opened(name, folder, last_step=0):
     return importlib.import_module(f"spmdkit.metrics.sinks.{name}").open(run, {}, last_step)
 
 
-def written(folder):
-    """Returns all bytes below a folder."""
-    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+def lines_of(folder):
+    """Returns (split/name, step, value) of all that metrics.jsonl holds."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        step, split = record.pop("step"), record.pop("split", "train")
+        yield from ((f"{split}/{name}", step, value) for name, value in record.items())
+
+
+def events_of(folder):
+    """Returns the same as TensorBoard shows it: file by file, and a session that starts at a step hides that and what comes after it."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    shown = []
+    for file in sorted((folder / "tensorboard").iterdir()):
+        content, place = file.read_bytes(), 0
+        while place < len(content):  # length, its crc, an event, its crc
+            (length,) = struct.unpack_from("<Q", content, place)
+            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + length])
+            place += 16 + length
+            if event.session_log.status == event_pb2.SessionLog.START:
+                shown = [row for row in shown if row[1] < event.step]
+            shown += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+    return shown
+
+
+READERS = {"jsonl": lines_of, "tensorboard": events_of}
+"""Sink -> what its reader sees below a run's directory: (split/name, step, value)."""
 
 
 def test_sinks_are_found_by_their_files():
     assert {"jsonl", "tensorboard"} <= set(NAMES)
+    assert set(READERS) == set(NAMES), "a sink has a row: how its reader sees what it wrote"
+
+
+def check_contract(open, read, folder):
+    """Fails unless `open(last_step)` keeps what base.py says of a sink that writes below `folder`."""
+
+    def write(sink, *steps, value):
+        for step in steps:
+            sink.write("scalars", {"step": step, "loss": value, "accuracy": 0.5})
+            sink.write("scalars", {"step": step, "split": "eval", "loss": value})
+
+    def seen(**values):
+        """Fails unless a reader sees these values of steps, each once."""
+        expected = {int(step.lstrip("s")): value for step, value in values.items()}
+        for tag in ("train/loss", "eval/loss"):
+            found = [(step, value) for name, step, value in read(folder) if name == tag]
+            assert found == list(expected.items()), f"{tag}: a reader sees {found}, and not {expected}"
+        assert {name for name, *_ in read(folder)} == {"train/loss", "train/accuracy", "eval/loss"}
+
+    sink = open(0)
+    assert isinstance(sink, Sink) and "scalars" in sink.accepts and set(sink.accepts) <= set(KINDS)
+    write(sink, 1, 2, 3, 4, 5, value=1.0)
+    sink.flush()
+    assert any(b"accuracy" in path.read_bytes() for path in folder.rglob("*") if path.is_file()), "flush writes it out"
+    sink.rewind(3)
+    write(sink, 4, value=2.0)
+    sink.rewind(3)  # a second time, at once
+    write(sink, 4, 5, value=3.0)
+    sink.close()
+    sink.close()
+    seen(s1=1.0, s2=1.0, s3=1.0, s4=3.0, s5=3.0)
+    sink = open(2)  # as after a restart from step 2
+    write(sink, 3, value=4.0)
+    sink.close()
+    seen(s1=1.0, s2=1.0, s3=4.0)
+    sink = open(0)  # as after a restart from the beginning
+    write(sink, 1, 2, value=5.0)
+    sink.rewind(0)
+    write(sink, 1, value=6.0)
+    sink.close()
+    seen(s1=6.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sink_writes_what_it_accepts_below_the_runs_directory_and_goes_back(name, tmp_path):
     module = importlib.import_module(f"spmdkit.metrics.sinks.{name}")
     assert inspect.getdoc(module) and list(inspect.signature(module.open).parameters) == ["run", "options", "last_step"]
-    sink = opened(name, tmp_path)
-    assert isinstance(sink, Sink) and "scalars" in sink.accepts and set(sink.accepts) <= set(KINDS)
-    for step in range(1, 6):
-        sink.write("scalars", {"step": step, "loss": 1 / step, "accuracy": 0.5})
-        sink.write("scalars", {"step": step, "split": "eval", "loss": 2.0})
-    sink.flush()
-    before = written(tmp_path)
-    assert b"accuracy" in before, "after flush everything is in its file"
-    sink.rewind(3)
-    sink.write("scalars", {"step": 4, "loss": 9.0})
-    sink.flush()
-    assert written(tmp_path) != before
-    sink.close()
-    sink.close()
-    again = opened(name, tmp_path, last_step=3)  # as after a restart
-    again.write("scalars", {"step": 4, "loss": 9.0})
-    again.close()
+    check_contract(lambda last_step: opened(name, tmp_path, last_step), READERS[name], tmp_path)
+
+
+BROKEN = {
+    "forgets on the way": {"write": lambda sink, kind, record: record["step"] == 2 or sink.write(kind, record)},
+    "takes no evaluation": {"write": lambda sink, kind, record: "split" in record or sink.write(kind, record)},
+    "never goes back": {"rewind": lambda sink, step: None},
+    "goes back a step too far": {"rewind": lambda sink, step: sink.rewind(max(step - 1, 0))},
+    "goes not to the beginning": {"rewind": lambda sink, step: step and sink.rewind(step)},
+    "keeps it to itself": {"write": lambda sink, kind, record: None},
+    "is closed once": {"close": lambda sink: sink.close() or sink.flush()},
+    "keeps what an earlier process wrote": {"open": lambda last_step: 9},
+    "starts anew each time": {"open": lambda last_step: 0},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_sink_fails_the_contract(name, tmp_path):
+    changes = dict(BROKEN[name])
+    told = changes.pop("open", lambda last_step: last_step)
+
+    def open(last_step):
+        sink = opened("jsonl", tmp_path, told(last_step))
+        return dataclasses.replace(sink, **{what: functools.partial(use, sink) for what, use in changes.items()})
+
+    with pytest.raises(AssertionError):
+        check_contract(open, lines_of, tmp_path)
 
 
 def test_jsonl_holds_each_step_once_after_it_went_back(tmp_path):
@@ -131,6 +209,31 @@ def test_a_sink_that_hangs_holds_no_step_up_and_is_left_behind_at_the_end():
     assert "slow did not take its last records within 0.05 s" in said[1]
     assert "records were dropped" in said[2] and len(said) == 3
     slow.gate.set()
+
+
+def test_a_sink_whose_queue_was_full_goes_back_before_it_takes_another_record():
+    seen, begun, gate, emptied = [], threading.Event(), threading.Event(), threading.Event()
+
+    def write(kind, record):
+        begun.set()
+        gate.wait()
+        seen.append(record["step"])
+        if record["step"] == 3:
+            emptied.set()
+
+    pipe = Sinks(lambda _: None, most_waiting=2)
+    pipe.add("slow", lambda: Sink(write, rewind=lambda step: seen.append(f"back to {step}")))
+    pipe.write({"step": 1})
+    begun.wait()
+    for step in (2, 3, 4):  # the last one finds no room, nor do these
+        pipe.write({"step": step})
+    pipe.rewind(2)
+    pipe.rewind(3)
+    gate.set()
+    emptied.wait()
+    pipe.write({"step": 3})
+    pipe.close()
+    assert seen == [1, 2, 3, "back to 2", 3]
 
 
 def test_a_service_that_is_not_there_at_the_start_costs_a_warning_and_a_wrong_option_is_an_error():

@@ -9,7 +9,7 @@ from spmdkit.metrics import TensorboardSink
 
 
 class Recorded:
-    def __init__(self, directory, purge_step):
+    def __init__(self, directory, purge_step, filename_suffix=""):
         self.directory, self.purge_step, self.scalars, self.closed = directory, purge_step, [], 0
 
     def add_scalar(self, tag, value, step):

@@ -131,25 +131,35 @@ ANOTHER_SUM = {"adasum"}
 """What is no sum at any options: equal to its own formula, tests/reducers/test_adasum.py."""
 
 
-@pytest.mark.parametrize("name, mesh", on_meshes([name for name in ROWS if name not in {"sum", *ANOTHER_SUM}]))
-def test_a_run_at_lossless_options_equals_that_of_the_sum(name, mesh):
-    reducer = kinds.make("reducers", chosen(name))
-    assert reducer.exact or reducer.lossless, "an inexact reducer has options at which it is the sum"
+def check_lossless(lossless, mesh):
+    """Fails unless a run with this reducer, at options at which it is exact, is that of the sum."""
     _, (expected, losses) = trained(mesh)
-    _, (state, found) = trained(mesh, json.dumps(lossless(name)))
+    _, (state, found) = trained(mesh, json.dumps(lossless))
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     assert_close(state.params, expected.params)
 
 
-@pytest.mark.parametrize("name, mesh", on_meshes(ROWS))
-def test_replicas_hold_the_same_bits_and_the_form_is_that_of_the_sum(name, mesh):
-    made, (state, _) = trained(mesh, json.dumps(chosen(name)))
+def check_replicas(choice, mesh):
+    """Fails unless all replicas hold the same bits after some steps, in the form of the step that the sum has."""
+    made, (state, _) = trained(mesh, json.dumps(choice))
     assert made.form == trained(mesh)[0].form
     for leaf in jax.tree.leaves((state.params, state.opt_state)):
         by_index = {}
         for shard in leaf.addressable_shards:
             by_index.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-        assert all(len(bits) == 1 for bits in by_index.values())
+        assert all(len(bits) == 1 for bits in by_index.values()), "replicas hold other bits"
+
+
+@pytest.mark.parametrize("name, mesh", on_meshes([name for name in ROWS if name not in {"sum", *ANOTHER_SUM}]))
+def test_a_run_at_lossless_options_equals_that_of_the_sum(name, mesh):
+    reducer = kinds.make("reducers", chosen(name))
+    assert reducer.exact or reducer.lossless, "an inexact reducer has options at which it is the sum"
+    check_lossless(lossless(name), mesh)
+
+
+@pytest.mark.parametrize("name, mesh", on_meshes(ROWS))
+def test_replicas_hold_the_same_bits_and_the_form_is_that_of_the_sum(name, mesh):
+    check_replicas(chosen(name), mesh)
 
 
 @pytest.mark.parametrize("name, mesh", on_meshes(STATEFUL))
@@ -214,12 +224,20 @@ def test_the_owners_share_of_what_is_owed_is_seen_in_the_sum(name, monkeypatch):
     ],
 )
 def test_the_bytes_on_the_wire_are_those_of_the_formula_and_none_are_in_a_loop(name, num, microbatches):
-    made = program({"mesh": {"data": num}}, chosen(name), wide(), batch_size=64, microbatches=microbatches, data={})
+    check_wire(chosen(name), num, microbatches, ROWS[name])
+
+
+def check_wire(choice, num, microbatches, row):
+    """Fails unless a compiled step sends the bytes of the reducer's formula, by the collectives of its row, after its last microbatch."""
+    made = program({"mesh": {"data": num}}, choice, wide(), batch_size=64, microbatches=microbatches, data={})
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
     large = [c for c in bill.collectives if c.bytes_at_least > 1024]
-    assert all(c.in_loop for c in large) if ROWS[name].rounds else not any(c.in_loop for c in bill.collectives)
-    assert {c.op for c in large} == ROWS[name].kinds
-    expected = kinds.make("reducers", chosen(name)).sent([Added("up", (128, 128), {"data": num}, ())])
+    in_loop = [c.in_loop for c in (large if row.rounds else bill.collectives)]
+    assert all(in_loop) if row.rounds else not any(in_loop), (
+        f"{sum(in_loop)} of {len(in_loop)} collectives stand in a loop"
+    )
+    assert {c.op for c in large} == row.kinds
+    expected = made.reducer.sent([Added("up", (128, 128), {"data": num}, ())])
     assert sum(c.bytes_at_least for c in large) == pytest.approx(
         expected, rel=2e-3, abs=32
     )  # the loss may travel along
@@ -244,3 +262,23 @@ def test_nothing_of_the_ordered_reducers_program_adds_on_the_way(mesh):
     assert not [
         c for c in collectives(made.compiled.as_text(), made.sizes) if c.kind.startswith(("all-reduce", "reduce"))
     ]
+
+
+# ---- broken ones, as a user writes them -----------------------------------------------------------------------------------
+
+by_psum = functools.partial(check_wire, num=2, microbatches=1, row=Row(frozenset({"all_reduce"})))
+BROKEN = {
+    "half": (functools.partial(check_lossless, mesh="data 8"), "relative errors|Not equal"),
+    "unequal": (functools.partial(check_replicas, mesh="data 8"), "replicas hold other bits"),
+    "twice": (by_psum, "comparison failed"),
+    "in_parts": (by_psum, "collectives stand in a loop"),
+}
+"""Reducer of support/own_reducer.py -> what finds it out, and what that says."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_reducer_fails_the_contract(name):
+    check, said = BROKEN[name]
+    check("tests.support.own_reducer:right")
+    with pytest.raises(AssertionError, match=said):
+        check(f"tests.support.own_reducer:{name}")

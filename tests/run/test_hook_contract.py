@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import sys
 
 import pytest
 
@@ -55,39 +56,81 @@ def test_hooks_are_found_by_their_files():
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_hook_is_made_from_a_config_alone_under_the_name_of_its_file(name):
-    assert inspect.getdoc(module(name)), f"{name}.py does not say what it does"
-    assert list(inspect.signature(module(name).make).parameters) == ["config"]
+def check_contract(module, name):
+    """Fails unless the module of a hook keeps what base.py says: made from a config alone, and for each run anew."""
+    assert inspect.getdoc(module), f"{name}.py does not say what it does"
+    assert list(inspect.signature(module.make).parameters) == ["config"]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SPMDKIT_DRILL_FILE")
-        assert isinstance(module(name).make(sk.Config(**PLAIN)), Hook | None)
-    hook = module(name).make(sk.Config(**EVERYTHING))
+        assert isinstance(module.make(sk.Config(**PLAIN)), Hook | None)
+    hook, of_another_run = (module.make(sk.Config(**EVERYTHING)) for _ in range(2))
     assert isinstance(hook, Hook), "with everything asked for, every hook has something to do"
     assert hook.name == name
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_hook_takes_what_it_is_called_with_and_its_state_is_json(name):
-    hook = module(name).make(sk.Config(**EVERYTHING))
     used = [what for what in CALLS if getattr(hook, what) is not None]
     assert used, "a hook without a call does nothing"
     for what in used:
-        inspect.signature(getattr(hook, what)).bind(*[None] * CALLS[what])
+        call = getattr(hook, what)
+        assert call is not getattr(of_another_run, what), f"{name}.{what} is one function for all runs"
+        try:
+            inspect.signature(call).bind(*[None] * CALLS[what])
+        except TypeError as error:
+            raise AssertionError(f"{name}.{what} does not take what it is called with: {error}") from error
     if hook.state is not None:
         saved = hook.state()
-        assert json.loads(json.dumps(saved, allow_nan=False)) == saved
+        assert json.loads(json.dumps(saved, allow_nan=False)) == saved, f"{name}: its state is not JSON"
         hook.restore(saved)
         assert hook.state() == saved
 
 
-def test_two_hooks_made_for_two_runs_share_nothing():
-    """State lives in the functions that `make` returns: a second run in the process begins anew."""
-    for name in NAMES:
-        first, second = (module(name).make(sk.Config(**EVERYTHING)) for _ in range(2))
-        for what in CALLS:
-            ours, theirs = getattr(first, what), getattr(second, what)
-            assert ours is None or ours is not theirs, f"{name}.{what} is one function for all runs"
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hook_keeps_the_contract(name):
+    check_contract(module(name), name)
+
+
+GOOD = '''"""Counts."""
+from spmdkit.run.hooks.base import Hook
+
+def make(config):
+    seen = {"steps": 0}
+
+    def after_step(run, step, state, metrics):
+        seen["steps"] += 1
+
+    return Hook("broken", after_step=after_step, state=lambda: dict(seen), restore=lambda saved: seen.update(saved))
+'''
+CALLS_OF_GOOD = ", after_step=after_step, state=lambda: dict(seen), restore=lambda saved: seen.update(saved)"
+BROKEN = {
+    "says nothing": ('"""Counts."""', "", "does not say what it does"),
+    "asks for more than a config": ("make(config)", "make(config, run)", r"\['config', 'run'\]"),
+    "returns no hook": ("    return Hook", "    Hook", "isinstance"),
+    "has another name": ('Hook("broken"', 'Hook("counts"', "counts"),
+    "does nothing": (CALLS_OF_GOOD, "", "a hook without a call"),
+    "does not take the metrics": ("(run, step, state, metrics)", "(run, step, state)", "too many positional"),
+    "has one function for all runs": ("Hook(", "Hook(begin=print, name=", "begin is one function for all runs"),
+    "keeps what is no JSON": ('{"steps": 0}', '{"steps": (0, 0)}', "not JSON"),
+    "forgets what it is given back": ("seen.update(saved)", "seen.clear()", "'steps': 0"),
+}
+
+
+def added(text, folder, monkeypatch):
+    """Returns the module of a file that is put into the folder of hooks."""
+    (folder / "broken.py").write_text(text)
+    monkeypatch.setattr(hooks, "__path__", [*hooks.__path__, str(folder)])
+    monkeypatch.delitem(sys.modules, f"{hooks.__name__}.broken", raising=False)
+    assert set(hooks.names()) == {*NAMES, "broken"}
+    return module("broken")
+
+
+def test_a_file_in_the_folder_is_a_hook(tmp_path, monkeypatch):
+    check_contract(added(GOOD, tmp_path, monkeypatch), "broken")
+
+
+@pytest.mark.parametrize("old, new, said", BROKEN.values(), ids=BROKEN)
+def test_a_broken_hook_fails_the_contract(old, new, said, tmp_path, monkeypatch):
+    assert old in GOOD
+    broken = added(GOOD.replace(old, new), tmp_path, monkeypatch)
+    with pytest.raises(AssertionError, match=said):
+        check_contract(broken, "broken")
 
 
 def test_orders_differ_so_that_what_comes_first_is_never_by_chance():

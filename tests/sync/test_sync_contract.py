@@ -194,20 +194,31 @@ def test_otherwise_it_converges_beside_synchronous_training(name):
         *itertools.product(DELAYED, ["data 4"], [1, 2]),
         *itertools.product(DELAYED, ["replica 2 x data 2", "replica 2 x fsdp 4 zero 2"], [1]),
         *itertools.product(DELAYED, ["replica 2 x fsdp 2 x tensor 2"], [2]),
+        ("local_sgd", "data 8", 1),
         (OWN, "data 4", 1),
     ],
 )
 def test_groups_are_those_of_a_loop_written_by_hand(name, mesh, microbatches):
-    """With Adam, weighted means, random numbers of each example, and microbatches."""
+    check_by_hand(name, mesh, microbatches)
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "replica 2 x fsdp 2 x tensor 2"])
+def test_with_adam_agreeing_after_every_step_is_a_loop_of_each_groups_own_adam(mesh):
+    check_by_hand("local_sgd", mesh, every=1)
+
+
+def check_by_hand(name, mesh, microbatches=1, every=3):
+    """Fails unless groups are those of a plain loop that takes their mean: with Adam, weighted means, random numbers of each example, and microbatches."""
     adam = optax.adam(3e-3, eps=1e-3)
-    made = program_of(task(adam), sync={name: ROWS[name]}, steps=8, microbatches=microbatches, **MESHES[mesh])
+    sync = {name: ROWS.get(name, {}) | {"every": every}}
+    made = program_of(task(adam), sync=sync, steps=8, microbatches=microbatches, **MESHES[mesh])
     state, losses = run(made, 8)
-    expected, theirs = by_hand(made, made.groups.num, ROWS[name]["every"], 8, adam, microbatches)
+    expected, theirs = by_hand(made, made.groups.num, every, 8, adam, microbatches)
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
     for group, params in enumerate(expected):
         assert_close(jax.tree.map(lambda x, g=group: x[g], state.params), params)
     apart = max(leaf_errors(*(jax.tree.map(lambda x, g=g: x[g], state.params) for g in (0, 1))).values())
-    assert apart > 1e-4, "between agreements groups differ"
+    assert apart > 1e-4 or every == 1, "between agreements groups differ"
 
 
 # ---- on the wire --------------------------------------------------------------------------------------------------------
@@ -215,12 +226,34 @@ def test_groups_are_those_of_a_loop_written_by_hand(name, mesh, microbatches):
 
 @pytest.mark.parametrize("name, mesh", [*itertools.product(DELAYED, MESHES), (OWN, "data 4")])
 def test_a_step_sends_nothing_between_groups_and_an_agreement_only_there(name, mesh):
-    made = program_of(task(optax.adam(1e-3)), sync={name: ROWS[name]}, **MESHES[mesh])
+    check_wire(name, mesh)
+
+
+def check_wire(name, mesh):
+    """Fails unless a step sends nothing over the sync's axes, and what its agreements send there are all_reduces, none in a loop."""
+    made = program_of(task(optax.adam(1e-3)), sync={name: ROWS.get(name, {"every": 3})}, **MESHES[mesh])
     axes = set(made.groups.axes)
     assert not [c for c in collectives(made.compiled.as_text(), made.sizes) if c.axes & axes]
     for agreement in [phase.compiled for phase in made.phases if not phase.in_place]:
         between = [c for c in collectives(agreement.as_text(), made.sizes) if c.axes & axes]
-        assert {c.kind for c in between} == {"all-reduce"} and not any(c.in_loop for c in between)
+        assert {c.kind for c in between} == {"all-reduce"}, f"an agreement sends {sorted({c.kind for c in between})}"
+        assert not any(c.in_loop for c in between), "an agreement sends in a loop"
+
+
+BROKEN = {
+    "of_the_first": (check_by_hand, "relative errors|Not equal"),
+    "too_late": (check_by_hand, "relative errors|Not equal"),
+    "median": (check_wire, "an agreement sends .*all-to-all"),
+    "row_by_row": (check_wire, "an agreement sends in a loop"),
+}
+"""Sync of support/own_sync.py -> what finds it out, and what that says."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_sync_fails_the_contract(name):
+    check, said = BROKEN[name]
+    with pytest.raises(AssertionError, match=said):
+        check(f"tests.support.own_sync:{name}", "data 4")
 
 
 def test_a_sum_of_the_users_own_over_the_groups_is_refused():

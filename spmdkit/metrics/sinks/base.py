@@ -2,6 +2,9 @@
 
 A file holds `open(run, options, last_step) -> Sink`, as a user's own does under `@sk.sink`. `run` has `directory` and `config`, `options` is
 what the config says behind the name, and `last_step` the step that was restored, or 0.
+
+Going back: who reads a place sees each step once, as it was trained last. After a restart that is `open`'s to see to: what an earlier process
+wrote after `last_step` goes, or is marked as gone. After a rollback within a process it is `rewind`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ class Sink:
         write: `(kind, record)`, with a kind of `accepts`.
         accepts: kinds of records.
         flush: returns when all of it is safe.
-        rewind: `(step)`: drops what is newer, or marks it where the service cannot; after training went back to an earlier step.
+        rewind: `(step)`: drops what is newer, or marks it where the service cannot; after training went back to an earlier step (0: to the
+            beginning). It comes before all that is written afterwards, also where records were dropped for their number. A place in
+            which a step's later value takes the earlier one's needs none.
         close: writes out what is left.
         own: the run's own record: it is written at once, by the training itself, and what it raises ends the run.
     """

@@ -29,6 +29,7 @@ class Sinks:
         self._own: list[Sink] = []
         self._others: dict[str, Sink] = {}
         self._dropped = 0
+        self._back: int | None = None  # others have yet to go back to this step: the queue was full
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
         self._thread: threading.Thread | None = None
 
@@ -59,7 +60,7 @@ class Sinks:
             if kind in sink.accepts:
                 sink.write(kind, record)
         if self._others:
-            self._put(lambda: self._each(lambda sink: sink.write(kind, record) if kind in sink.accepts else None))
+            self._put(lambda sink: sink.write(kind, record) if kind in sink.accepts else None)
 
     def flush(self) -> None:
         """Returns when the run's own record is on the disk. The others are not waited for."""
@@ -67,11 +68,12 @@ class Sinks:
             sink.flush()
 
     def rewind(self, step: int) -> None:
-        """Drops what is newer than `step`, everywhere."""
+        """Drops what is newer than `step`, everywhere. Others go back before they take another record."""
         for sink in self._own:
             sink.rewind(step)
         if self._others:
-            self._put(lambda: self._each(lambda sink: sink.rewind(step)))
+            self._back = step if self._back is None else min(self._back, step)
+            self._put(None)
 
     def close(self) -> None:
         """Writes out what is left, and waits for others `patience_s` at most. May be called twice."""
@@ -97,10 +99,25 @@ class Sinks:
                 f"sinks: {names} did not take its last records within {self._patience_s:g} s. They are left out."
             )
 
-    def _put(self, work: Callable[[], None]) -> None:
+    def _work_of(self, use: Callable[[Sink], None] | None) -> Callable[[], None]:
+        """Returns what the thread does: it goes back where that is due, and uses each sink."""
+        back = self._back
+
+        def work() -> None:
+            if back is not None:
+                self._each(lambda sink: sink.rewind(back))
+            if use is not None:
+                self._each(use)
+
+        return work
+
+    def _put(self, use: Callable[[Sink], None] | None) -> None:
         try:
-            self._queue.put_nowait(work)
+            self._queue.put_nowait(self._work_of(use))
+            self._back = None
         except queue.Full:
+            if use is None:
+                return
             if not self._dropped:
                 self._warn(
                     f"sinks: {', '.join(self._others)} is slower than the steps. Records are dropped, training goes on."
@@ -110,6 +127,7 @@ class Sinks:
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+        self._work_of(None)()
         self._each(lambda sink: sink.flush())
         self._each(lambda sink: sink.close())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from spmdkit.errors import ConfigError
@@ -21,7 +22,7 @@ def open(run: Any, options: Mapping[str, Any], last_step: int) -> Sink:
 class TensorboardSink:
     """Writes each number of a record as a scalar at the record's step into event files in `directory`.
 
-    `keep_through_step`: the restored step; TensorBoard is told to hide what an interrupted run wrote after it.
+    `keep_through_step`: the restored step; TensorBoard is told to hide what an interrupted run wrote after it. 0: all of it, None: nothing.
     Raises ConfigError when tensorboardX is not installed.
     """
 
@@ -34,7 +35,14 @@ class TensorboardSink:
                 " TensorBoard files are written by it."
                 " Run `pip install 'spmdkit[tensorboard]'`, or leave it out (log.tensorboard: false)."
             ) from error
-        self._open = lambda step: SummaryWriter(os.fspath(directory), purge_step=step + 1 if step else None)
+
+        def open(step: int | None) -> Any:
+            # tensorboardX names a file by the second, and writes over one that is there
+            suffix = f".{len(list(Path(directory).glob('events.out.*'))):04d}"
+            purge_step = None if step is None else step + 1
+            return SummaryWriter(os.fspath(directory), purge_step=purge_step, filename_suffix=suffix)
+
+        self._open = open
         self._writer: Any = self._open(keep_through_step)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -1,0 +1,56 @@
+"""Reducers of a user's own, named as `tests.support.own_reducer:right`: one that is right, and others that are not."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import spmdkit as sk
+
+SCALE = -3.0
+
+
+def wire(values, num):
+    """An all_reduce of float32."""
+    return 2 * (num - 1) / num * 4 * values
+
+
+def made(add, **changes):
+    """Returns a reducer that adds each leaf by `add(leaf, axes)`."""
+
+    def apply(leaves, states, over):
+        return [add(x, over.axes) for x in leaves], states
+
+    return sk.Reducer(**{"exact": True, "apply": apply, "wire": wire, **changes})
+
+
+@sk.reducer
+def right():
+    return made(lax.psum)
+
+
+@sk.reducer
+def spoiling(takes="sum"):
+    return made(lambda x, axes: lax.psum(SCALE * x, axes), exact=False, takes=takes)
+
+
+@sk.reducer
+def half():
+    return made(lambda x, axes: lax.psum(x / 2, axes))
+
+
+@sk.reducer
+def unequal():
+    """What each replica has is a thousandth of its number larger."""
+    return made(lambda x, axes: lax.psum(x, axes) * (1 + lax.axis_index(axes).astype(x.dtype) / 1000))
+
+
+@sk.reducer
+def twice():
+    """Takes the difference of two sums."""
+    return made(lambda x, axes: lax.psum(2 * x, axes) - lax.psum(lax.optimization_barrier(x), axes))
+
+
+@sk.reducer
+def in_parts():
+    """Sends its rows one after the other."""
+    return made(lambda x, axes: jax.lax.map(lambda row: lax.psum(row, axes), x) if jnp.ndim(x) else lax.psum(x, axes))
