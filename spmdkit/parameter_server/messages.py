@@ -59,7 +59,6 @@ class Answer(NamedTuple):
 
     outcome: str
     version: int
-    staleness: int = 0
 
 
 class Pulled(NamedTuple):

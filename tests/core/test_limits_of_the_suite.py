@@ -37,7 +37,7 @@ def test_the_table_has_a_line_for_each_folder_one_for_all_and_at_last_the_clock(
         ["10.0", "11.0", "3", "12", "core"],
         ["5.0", "6.0", "2", "7", "ops"],
         ["15.0", "17.0", "5", "19", "all"],
-        "9.5 5 from start to end, by the clock".split(),
+        ["9.5", "5", "from", "start", "to", "end,", "by", "the", "clock"],
     ]
 
 
