@@ -59,6 +59,7 @@ class Answer(NamedTuple):
 
     outcome: str
     version: int
+    staleness: int = 0
 
 
 class Pulled(NamedTuple):

@@ -257,17 +257,17 @@ class Server:
     def _taken(self, push: Push) -> Answer:
         staleness = self.applied - push.version
         if self.applied >= self._rules.steps:
-            return Answer("done", self.applied)
+            return Answer("done", self.applied, staleness)
         most, together = self._rules.max_staleness, self._rules.aggregate > 1
         if push.gradient is not None and together and staleness == 0:
-            return Answer("held", self.applied)
+            return Answer("held", self.applied, staleness)
         if push.gradient is not None and not together and (most is None or staleness <= most):
             self._update([push], staleness)
-            return Answer("applied", self.applied)
+            return Answer("applied", self.applied, staleness)
         for part in self._parts:
             part.settled.add(push.batch)
         outcome = "skipped" if push.gradient is None else "late" if together else "stale"
-        return Answer(outcome, self.applied)
+        return Answer(outcome, self.applied, staleness)
 
     def _apply_held(self) -> None:
         """Applies the mean of what is held once there is enough: of `aggregate` workers, or of all that live."""
@@ -278,7 +278,7 @@ class Server:
         self._update(held, 0)
         for push in held:
             self._last[push.worker] = push.batch
-            self._seen[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied))
+            self._seen[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
 
     def _update(self, pushes: list[Push], staleness: int) -> None:
         """Applies the mean of gradients, to each leaf of those that it has not taken."""

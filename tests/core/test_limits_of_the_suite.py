@@ -96,10 +96,11 @@ def test_a_run_of_everything_with_a_folder_above_its_limit_fails(arguments, code
     assert ("tests/new took 0 s and has no limit" in ended.stdout) == bool(code)
     assert "1 passed" in ended.stdout and "compilations  folder" in ended.stdout
     assert re.search(r"^ +\d+\.\d +1 +from start to end, by the clock$", ended.stdout, re.MULTILINE)
+    assert (tmp_path / EACH).exists() == bool(code)
 
 
 def test_what_is_measured_is_written_where_git_does_not_look():
-    assert f"{EACH.relative_to(ROOT).parts[0]}/" in (ROOT / ".gitignore").read_text().split()
+    assert f"{EACH.partition('/')[0]}/" in (ROOT / ".gitignore").read_text().split()
 
 
 @pytest.mark.parametrize("name", sorted(wide.NONE))

@@ -58,8 +58,8 @@ QUICK = "not slow and not wide and not processes"
 TOTALS_S = {"not slow": 2 * 1150, QUICK: 2 * 575}
 """Marks -> what all tests with them together may take on a machine that does nothing else: `make test` twenty minutes of two cores, `make quick` ten."""
 
-EACH = Path(__file__).parents[2] / "build/seconds.tsv"
-"""Seconds of each test of the last run of everything, the longest first."""
+EACH = "build/seconds.tsv"
+"""Below the suite's folder: seconds of each test of the last run of everything, the longest first."""
 
 ROOM = 1.25
 """A busy machine takes more for the same work; above this many times the total a run fails."""
@@ -123,7 +123,7 @@ class Seconds:
 
     def __init__(self, config: pytest.Config):
         part = config.option.file_or_dir or config.option.keyword
-        self._began_s = time.monotonic()
+        self._began_s, self._each = time.monotonic(), config.rootpath / EACH
         self._total_s = None if part else TOTALS_S.get(config.option.markexpr)
         self._last_s, self._compilations, self._last_compilations = cpu_s(), 0, 0
         self._by_test: dict[str, Spent] = collections.defaultdict(Spent)
@@ -171,8 +171,8 @@ class Seconds:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._total_s is not None and "PYTEST_XDIST_WORKER" not in os.environ:
             self._wrong = over_limits(self._by_folder(), LIMITS_S, self._total_s * ROOM)
-            EACH.parent.mkdir(exist_ok=True)
-            EACH.write_text("".join(f"{found.cpu_s:.2f}\t{name}\n" for name, found in self._longest()))
+            self._each.parent.mkdir(exist_ok=True)
+            self._each.write_text("".join(f"{found.cpu_s:.2f}\t{name}\n" for name, found in self._longest()))
             if self._wrong and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
