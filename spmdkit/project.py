@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,8 +206,3 @@ def _is_library(path: str) -> bool:
     if path.startswith(files.PACKAGE) or _INSTALLED.search(path):
         return True
     return path.startswith(_PYTHON)
-
-
-def first_changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns the names whose digests differ, or that only one of both has."""
-    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))

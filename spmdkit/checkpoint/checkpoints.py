@@ -102,10 +102,6 @@ class Checkpoints:
         """Returns the committed steps, ascending, as the disk has them now."""
         return records.committed_steps(self.directory)
 
-    def ignored(self) -> list[str]:
-        """Returns the names in the directory that are no committed step: foreign, empty, or not finished."""
-        return records.ignored_entries(self.directory)
-
     @property
     def _written(self) -> Place:
         """Where orbax writes the steps."""

@@ -40,13 +40,12 @@ class Agreement:
         folder: str,
         process_index: int,
         *,
-        main_only: bool,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._store, self._folder, self._process_index = store, folder, process_index
-        self._main_only, self._timeout_s = main_only, timeout_s
+        self._timeout_s = timeout_s
         self._clock, self._sleep = clock, sleep
         self._step: int | None = None
         self._horizon: int | None = None
@@ -78,7 +77,7 @@ class Agreement:
         due = self._horizon is None or horizon <= step + lag
         wanted = False
         if not self._ahead:  # a decision ahead answers every request made until then
-            wanted = request or (due and not self._main_only and self._has_requests())
+            wanted = request or (due and self._has_requests())
         if wanted:
             decision = max(horizon, step) + 1
             self._store.put(f"{self._folder}/decisions/{self._num_decided}", str(decision))
@@ -107,7 +106,7 @@ class Agreement:
         if self._horizon is None or step > self._horizon:
             with journal.waiting("process 0"):
                 self._read_until(step)
-        if request and not self._ahead and not self._main_only and self._asked != self._num_decided:
+        if request and not self._ahead and self._asked != self._num_decided:
             self._store.put(f"{self._folder}/requests/{self._num_decided}/{self._process_index}", str(step))
             self._asked = self._num_decided
 

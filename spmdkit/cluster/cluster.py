@@ -125,11 +125,7 @@ class Cluster:
         seen from process 0, or about 50 ms later when steps are faster than that. Why no process can miss the step,
         whatever the delays: see `agreement.py`. With one process it returns `request`.
         """
-        return self._agreement(name, False).at(step, request, lag) if self.num_processes > 1 else request
-
-    def agree_main(self, name: str, step: int, request: bool, lag: int) -> bool:
-        """The same as `agree`, but only the request of process 0 counts: for what its clock decides."""
-        return self._agreement(name, True).at(step, request, lag) if self.num_processes > 1 else request
+        return self._agreement(name).at(step, request, lag) if self.num_processes > 1 else request
 
     def same_everywhere(
         self,
@@ -161,13 +157,12 @@ class Cluster:
         self.barrier("shutdown", timeout_s)
         jax.distributed.shutdown()
 
-    def _agreement(self, name: str, main_only: bool) -> Agreement:
+    def _agreement(self, name: str) -> Agreement:
         if name not in self._agreements:
             self._agreements[name] = Agreement(
                 self._store,
                 f"{self._root}/agree/{name}",
                 self.process_index,
-                main_only=main_only,
                 timeout_s=self._timeout_s,
                 clock=self._clock,
                 sleep=self._sleep,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,6 @@ class Start:
     end: float = 0.0
     first_step: float | None = None
     newest_before: int = 0
-    pids: dict[int, int] = field(default_factory=dict)
 
 
 class Events:

@@ -29,17 +29,15 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one step of the whole mesh computes.
+    """What one step of the whole mesh computes. A loop whose number of passes the program decides while it runs counts as one pass.
 
     Attributes:
         by_dtype: dtype of the operands -> FLOPs of matrix products and convolutions.
         elementwise: FLOPs of everything else.
-        unknown_loops: loops whose number of passes the program decides while it runs; counted as one pass.
     """
 
     by_dtype: dict[str, float] = field(default_factory=dict)
     elementwise: float = 0.0
-    unknown_loops: int = 0
 
     @property
     def products(self) -> float:
@@ -57,7 +55,7 @@ def count(jaxpr: Any) -> Arithmetic:
     total: defaultdict[str, float] = defaultdict(float)
     _add(jaxprs.opened(jaxpr), 1.0, total)
     products = {k.removeprefix("product "): v for k, v in total.items() if k.startswith("product ")}
-    return Arithmetic(products, total["elementwise"], int(total["unknown loops"]))
+    return Arithmetic(products, total["elementwise"])
 
 
 def products_by_line(jaxpr: Any, line: Callable[[Any], str | None]) -> dict[str, float]:
@@ -81,7 +79,6 @@ def _add(
         elif name == "scan":
             _add(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], total, line)
         elif name == "while":
-            total["unknown loops"] += 1
             _add(eqn.params["body_jaxpr"].jaxpr, times, total, line)
         elif name == "cond":
             _add(max((b.jaxpr for b in eqn.params["branches"]), key=_weight), times, total, line)
@@ -104,7 +101,7 @@ def _add(
 def _weight(jaxpr: Any) -> float:
     inner: defaultdict[str, float] = defaultdict(float)
     _add(jaxpr, 1.0, inner)
-    return sum(v for k, v in inner.items() if k != "unknown loops")
+    return sum(inner.values())
 
 
 def _mapped_devices(params: Any) -> int:

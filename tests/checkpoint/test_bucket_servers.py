@@ -126,7 +126,7 @@ def losses(folder):
 READ_ALL = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from spmdkit.checkpoint import Checkpoints, ls
+from spmdkit.checkpoint import Checkpoints, ignored_entries, ls
 from tests.checkpoint.checkpoint_worker import value_of
 abstract = {"w": jax.ShapeDtypeStruct((8, 4096), jnp.float32), "step": jax.ShapeDtypeStruct((), jnp.int32)}
 reader = Checkpoints(sys.argv[1], is_main=False)
@@ -135,7 +135,7 @@ for step in reader.steps():
     assert record == {"step": step} and state["step"] == step and np.array_equal(state["w"], value_of(step))
 rows = ls(sys.argv[1])
 assert rows and all(row["complete"] for row in rows), rows
-print(json.dumps([reader.steps(), reader.ignored()]))
+print(json.dumps([reader.steps(), ignored_entries(reader.directory)]))
 """
 
 

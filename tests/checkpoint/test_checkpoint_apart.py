@@ -6,7 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from spmdkit.checkpoint import Checkpoints, bucket, inspect, place, verify
+from spmdkit.checkpoint import Checkpoints, bucket, ignored_entries, inspect, place, verify
 from spmdkit.checkpoint.staging import Staging
 from spmdkit.errors import CheckpointWriteError
 from tests.checkpoint.checkpoint_worker import global_state, value_of
@@ -37,7 +37,7 @@ def client(folder, monkeypatch):
 
 def test_what_two_saved_apart_is_whole_and_any_number_restores_it_bit_for_bit(client):
     checkpoints = Checkpoints(URL, is_main=False)
-    assert checkpoints.steps() == [2, 3, 4] and checkpoints.ignored() == []
+    assert checkpoints.steps() == [2, 3, 4] and ignored_entries(checkpoints.directory) == []
     assert inspect(URL)["num_processes"] == 2
     assert [(row["step"], row["good"], row["found"]) for row in verify(URL)] == [(s, True, None) for s in (2, 3, 4)]
     assert any("/ocdbt.process_1/d/" in name for name in client.objects), "process 1 has written nothing"
@@ -77,9 +77,9 @@ def test_a_kill_between_the_first_object_and_the_marker_leaves_no_step_that_is_o
         monkeypatch.setenv(name, str(value))
     run_processes(URL, 2, "killed", 60, victim)
     assert any("/2/state/array_metadatas/process_1" in name for name in client.objects), "nothing was uploaded"
-    assert Checkpoints(URL, is_main=False).steps() == [1] and Checkpoints(URL, is_main=False).ignored() == ["2"]
+    assert Checkpoints(URL, is_main=False).steps() == [1] and ignored_entries(place.of(URL)) == ["2"]
     again = Checkpoints(URL)
-    assert again.ignored() == [] and [row["good"] for row in verify(URL)] == [True]
+    assert ignored_entries(again.directory) == [] and [row["good"] for row in verify(URL)] == [True]
     again.save(2, {"split": jnp.asarray(value_of(2, 24))}, {})
     assert again.close() == [2]
 

@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 
 from spmdkit import attempt
-from spmdkit.checkpoint import Checkpoints, Lease, best_step, bucket, damage, export, inspect, ls, place, remove, verify
+from spmdkit.checkpoint import (
+    Checkpoints,
+    Lease,
+    best_step,
+    bucket,
+    damage,
+    export,
+    ignored_entries,
+    inspect,
+    ls,
+    place,
+    remove,
+    verify,
+)
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, Unreachable
 from tests.support.buckets import CutOff, InMemory
 
@@ -55,10 +68,10 @@ def test_what_is_saved_is_listed_inspected_verified_exported_and_restored_and_ol
     assert all(row["good"] for row in verify(URL))
     assert export(URL, 3, tmp_path / "w.safetensors") == 3
     remove(place.of(URL), [3])
-    assert checkpoints.steps() == [1, 4] and checkpoints.ignored() == []
+    assert checkpoints.steps() == [1, 4] and ignored_entries(checkpoints.directory) == []
     assert list((tmp_path / "stage").rglob("*")) == [tmp_path / "stage" / "written"], "a step stays where it was staged"
     del client.objects[f"bucket-one/runs/first/4/{place.MARKER}"]
-    assert checkpoints.steps() == [1] and checkpoints.ignored() == ["4"]
+    assert checkpoints.steps() == [1] and ignored_entries(checkpoints.directory) == ["4"]
     checkpoints.close()
 
 
@@ -81,7 +94,10 @@ def test_wherever_a_save_or_a_deletion_is_cut_off_no_committed_step_is_lost_and_
         again = opened(tmp_path, keep=2)
         steps = again.steps()
         assert steps in ([1, 2], [1, 2, 3], [2, 3]), (done, steps)
-        assert again.ignored() == [] and damage.newest_sound(again.directory, None, ()) == (steps[-1], {})
+        assert ignored_entries(again.directory) == [] and damage.newest_sound(again.directory, None, ()) == (
+            steps[-1],
+            {},
+        )
         if done % 4 == 0:
             check_restores(again, steps[-1])
         again.close()
@@ -105,7 +121,7 @@ def test_what_is_damaged_is_found_set_aside_and_passed_over_and_what_is_foreign_
     assert damage.set_aside(checkpoints.directory, "2") == "2.damaged"
     assert damage.set_aside(checkpoints.directory, "9") == "9.damaged"
     again = opened(tmp_path)
-    assert again.steps() == [1, 3] and again.ignored() == ["2.damaged", "9.damaged"]
+    assert again.steps() == [1, 3] and ignored_entries(again.directory) == ["2.damaged", "9.damaged"]
     assert client.objects["bucket-one/runs/first/9.damaged/notes.txt"] == b"of somebody"
     checkpoints.close()
     again.close()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdkit.checkpoint import Checkpoints, inspect, ls
+from spmdkit.checkpoint import Checkpoints, ignored_entries, inspect, ls
 from spmdkit.checkpoint.retention import remove_unfinished, steps_to_delete
 from spmdkit.errors import CheckpointWriteError, ConfigError
 
@@ -22,7 +22,7 @@ def test_the_last_k_stay(directory):
     save_all(checkpoints, dict.fromkeys((1, 2, 10, 9, 11)))
     assert checkpoints.steps() == [10, 11]
     assert checkpoints.latest() == 11
-    assert checkpoints.ignored() == []
+    assert ignored_entries(checkpoints.directory) == []
     checkpoints.close()
 
 
@@ -64,7 +64,7 @@ def test_empty_and_foreign_entries_are_no_steps_and_are_named(directory):
     assert checkpoints.steps() == [] and checkpoints.latest() is None
     save_all(checkpoints, {3: None})
     assert checkpoints.steps() == [3]
-    assert checkpoints.ignored() == ["007", "1e3", "7", "9", "notes.txt"]
+    assert ignored_entries(checkpoints.directory) == ["007", "1e3", "7", "9", "notes.txt"]
     checkpoints.close()
 
 

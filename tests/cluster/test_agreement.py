@@ -78,7 +78,7 @@ class SteppedStore(MemoryStore):
         return access
 
 
-def simulate(seed, num_processes, num_steps, lag, requests, main_only=False, skew=1.0, step_s=0.0):
+def simulate(seed, num_processes, num_steps, lag, requests, skew=1.0, step_s=0.0):
     """Returns for each process the steps at which it got True. `requests`: steps by process, or the first of a standing
     request that ends with the first True."""
     rng = random.Random(seed)
@@ -91,7 +91,7 @@ def simulate(seed, num_processes, num_steps, lag, requests, main_only=False, ske
             scheduler.pause(process)
 
         agreement = Agreement(
-            SteppedStore(shared, pause), "a", process, main_only=main_only, timeout_s=1e9,
+            SteppedStore(shared, pause), "a", process, timeout_s=1e9,
             clock=lambda: scheduler.time, sleep=lambda s: pause(),
         )  # fmt: skip
 
@@ -151,14 +151,6 @@ def test_a_standing_request_is_answered_again_and_again():
     assert true_at[0] == true_at[1] == true_at[2]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_only_process_0_counts_for_agree_main(seed):
-    assert simulate(seed, 3, 30, lag=2, requests={1: {5}, 2: {7}}, main_only=True) == [[], [], []]
-    true_at = simulate(seed, 3, 40, lag=2, requests={0: {5}, 2: {7}}, main_only=True, step_s=1.0)
-    assert len(true_at[0]) == 1
-    assert true_at[0] == true_at[1] == true_at[2]
-
-
 def test_fast_steps_cost_few_messages():
     """1 ms steps: the horizon is extended about every 50 steps, not every step."""
     accesses, now = [], [0.0]
@@ -172,7 +164,7 @@ def test_fast_steps_cost_few_messages():
             accesses.append(folder)
             return super().entries(folder)
 
-    agreement = Agreement(Counting(), "a", 0, main_only=False, timeout_s=1, clock=lambda: now[0])
+    agreement = Agreement(Counting(), "a", 0, timeout_s=1, clock=lambda: now[0])
     for step in range(1, 1001):
         agreement.at(step, False, 2)
         now[0] += 0.001
@@ -185,14 +177,14 @@ def test_a_follower_whose_process_0_is_gone_says_so_after_its_timeout():
     def sleep(seconds):
         now[0] += seconds
 
-    agreement = Agreement(MemoryStore(), "a", 3, main_only=False, timeout_s=60, clock=lambda: now[0], sleep=sleep)
+    agreement = Agreement(MemoryStore(), "a", 3, timeout_s=60, clock=lambda: now[0], sleep=sleep)
     with pytest.raises(RendezvousError, match="process 3 waited 60 s at step 7 for process 0, which never asked"):
         agreement.at(7, False, 2)
     assert 60 <= now[0] < 61
 
 
 def test_a_skipped_step_is_a_bug_and_says_so():
-    agreement = Agreement(MemoryStore(), "a", 0, main_only=False, timeout_s=1)
+    agreement = Agreement(MemoryStore(), "a", 0, timeout_s=1)
     agreement.at(5, False, 2)
     with pytest.raises(ValueError, match="at step 7 after step 5"):
         agreement.at(7, False, 2)

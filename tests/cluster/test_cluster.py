@@ -22,7 +22,6 @@ def test_one_process_needs_nobody():
     cluster = Cluster(process_index=0, num_processes=1, devices=[], store=MemoryStore())
     assert cluster.is_main
     assert [cluster.agree("stop", s, r, lag=2) for s, r in [(1, False), (2, True)]] == [False, True]
-    assert [cluster.agree_main("save", s, r, lag=2) for s, r in [(1, False), (2, True)]] == [False, True]
     cluster.barrier("here")
     cluster.same_everywhere("config", "x")
     cluster.put("a", "1")

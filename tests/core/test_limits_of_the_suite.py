@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import wide
-from tests.support.seconds import LIMITS_S, QUICK, TOTALS_S, Spent, over_limits, table
+from tests.support.seconds import EACH, LIMITS_S, QUICK, TOTALS_S, Spent, over_limits, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,12 +31,13 @@ def test_what_takes_too_long_is_told(spent, said):
     assert re.search(said, line), line
 
 
-def test_the_table_has_a_line_for_each_folder_and_one_for_all():
-    lines = table({"ops": Spent(2, 5.0, 6.0, 7), "core": Spent(3, 10.0, 11.0, 12)})
+def test_the_table_has_a_line_for_each_folder_one_for_all_and_at_last_the_clock():
+    lines = table({"ops": Spent(2, 5.0, 6.0, 7), "core": Spent(3, 10.0, 11.0, 12)}, 9.5)
     assert [line.split() for line in lines[1:]] == [
         ["10.0", "11.0", "3", "12", "core"],
         ["5.0", "6.0", "2", "7", "ops"],
         ["15.0", "17.0", "5", "19", "all"],
+        ["9.5", "5", "from", "start", "to", "end,", "by", "the", "clock"],
     ]
 
 
@@ -94,6 +95,12 @@ def test_a_run_of_everything_with_a_folder_above_its_limit_fails(arguments, code
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert ("tests/new took 0 s and has no limit" in ended.stdout) == bool(code)
     assert "1 passed" in ended.stdout and "compilations  folder" in ended.stdout
+    assert re.search(r"^ +\d+\.\d +1 +from start to end, by the clock$", ended.stdout, re.MULTILINE)
+    assert (tmp_path / EACH).exists() == bool(code)
+
+
+def test_what_is_measured_is_written_where_git_does_not_look():
+    assert f"{EACH.partition('/')[0]}/" in (ROOT / ".gitignore").read_text().split()
 
 
 @pytest.mark.parametrize("name", sorted(wide.NONE))

@@ -35,8 +35,6 @@ def main(cluster, signals):
         time.sleep(rng.choice([0, 0, 0, 0.002, 0.01]))
         if cluster.agree("stop", step, step in asked, lag=2):
             got.append(step)
-        if cluster.agree_main("save", step, step in (20, 200), lag=2):
-            got.append(-step)
     print("got", got)
     cluster.same_everywhere("answers", str(got))
     cluster.shutdown()
@@ -48,9 +46,7 @@ run(main)
     assert result.code == 0, result.err
     answers = {line.split("got")[1] for line in result.out.splitlines() if "got" in line}
     assert len(answers) == 1
-    steps = eval(answers.pop())
-    assert len([s for s in steps if s < 0]) == 2
-    assert 1 <= len([s for s in steps if s > 0]) <= 4
+    assert 1 <= len(eval(answers.pop())) <= 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

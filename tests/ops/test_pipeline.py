@@ -200,7 +200,7 @@ def test_stages_idle_as_the_formula_says(schedule, chunks, passes, microbatches)
     useful = passes * 8 * microbatches
     bubble = 3 / (chunks * microbatches + 3)
     assert 1 - useful / executed_layers(schedule, microbatches) == pytest.approx(bubble)
-    assert StageSchedule(4, microbatches, chunks).bubble == pytest.approx(bubble)
+    assert 1 - StageSchedule(4, microbatches, chunks).forward.valid.mean() == pytest.approx(bubble)
 
 
 @pytest.mark.parametrize("schedule, passes", [("gpipe", 1), ("1f1b", 2)])

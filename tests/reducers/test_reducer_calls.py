@@ -105,8 +105,37 @@ def in_a_jit(state, batch):
     return state.apply_gradients(grads), {"loss": loss}
 
 
-@pytest.mark.parametrize("step", [in_a_scan, in_a_branch, in_a_jit])
-def test_a_call_inside_of_a_loop_a_branch_or_a_jit_is_refused_with_the_line_where_the_reducer_keeps_something(step):
+def in_a_vmap(state, batch):
+    """Over two seeds of a loss; each replica adds up once for both."""
+    compute = jax.vmap(lambda scale: sk.value_and_grad(loss_fn)(scaled(state.params, scale), batch, state.key))
+    (losses, _), grads = compute(SCALES)
+    return state.apply_gradients(jax.tree.map(lambda g: g.sum(0), grads)), {"loss": losses.sum()}
+
+
+def one_after_the_other(state, batch):
+    (first, _), grads = sk.value_and_grad(loss_fn)(scaled(state.params, SCALES[0]), batch, state.key)
+    (second, _), more = sk.value_and_grad(loss_fn)(scaled(state.params, SCALES[1]), batch, state.key)
+    return state.apply_gradients(jax.tree.map(jnp.add, grads, more)), {"loss": first + second}
+
+
+SCALES = np.float32([1.0, 0.5])
+
+
+def scaled(params, scale):
+    return jax.tree.map(lambda x: x * scale, params)
+
+
+@pytest.mark.parametrize("reducer", ["sum", "ordered"])
+@pytest.mark.parametrize("mesh", [DATA_8, {"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}}], ids=["manual", "mapped"])
+def test_a_call_inside_of_a_vmap_of_the_users_own_is_that_of_each_one(mesh, reducer):
+    found, losses = train(program(mesh, reducer, own_step(in_a_vmap)), 2)
+    expected, alone = train(program({"mesh": {}}, "sum", own_step(one_after_the_other)), 2)
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    assert_close(found.params, expected.params)
+
+
+@pytest.mark.parametrize("step", [in_a_scan, in_a_branch, in_a_jit, in_a_vmap])
+def test_a_call_inside_of_a_loop_a_branch_a_jit_or_a_vmap_is_refused_with_the_line_where_the_reducer_keeps_something(step):
     with pytest.raises(ConfigError) as error:
         program(DATA_8, "bfloat16", own_step(step))
     assert "sk.value_and_grad" in str(error.value) and "test_reducer_calls.py:" in str(error.value)
@@ -147,6 +176,16 @@ def test_a_mesh_on_which_a_reducer_would_do_nothing_is_refused_with_one_on_which
         program(mesh, "bfloat16", own)
     assert "no effect" in str(error.value) and repair in str(error.value)
     program(mesh, "sum", own)
+
+
+@pytest.mark.parametrize("name", [name for name in kinds.names("reducers") if name != "sum"])
+def test_where_zero_3_cuts_over_all_devices_every_reducer_is_refused_with_the_mesh_that_it_needs(name):
+    needed = {"sparse_rows": {"leaves": ["up"], "rows": 48}}
+    changes = {"mesh": {"fsdp": 8}, "layout": {"zero": 3}}
+    with pytest.raises(ConfigError) as error:
+        program(changes, {name: needed[name]} if name in needed else name, task(num=64))
+    parts = (f"reducer: {name} has no effect", "fsdp 8, zero: 3", "mesh: {replica: 2, fsdp: 4}", "reducer: sum")
+    assert all(part in str(error.value) for part in parts), error.value
 
 
 def test_on_one_device_nothing_is_kept():

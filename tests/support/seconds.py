@@ -9,6 +9,7 @@ import collections
 import contextlib
 import os
 import resource
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,8 +58,8 @@ QUICK = "not slow and not wide and not processes"
 TOTALS_S = {"not slow": 2 * 1150, QUICK: 2 * 575}
 """Marks -> what all tests with them together may take on a machine that does nothing else: `make test` twenty minutes of two cores, `make quick` ten."""
 
-EACH = Path(__file__).parents[2] / "build/seconds.tsv"
-"""Seconds of each test of the last run of everything, the longest first."""
+EACH = "build/seconds.tsv"
+"""Below the suite's folder: seconds of each test of the last run of everything, the longest first."""
 
 ROOM = 1.25
 """A busy machine takes more for the same work; above this many times the total a run fails."""
@@ -95,8 +96,8 @@ def over_limits(spent: dict[str, Spent], limits_s: dict[str, float], total_s: fl
     return wrong
 
 
-def table(spent: dict[str, Spent]) -> list[str]:
-    """Returns the lines of a table: folders by seconds, and their sum."""
+def table(spent: dict[str, Spent], clock_s: float) -> list[str]:
+    """Returns the lines of a table: folders by seconds, their sum, and the seconds by the clock from start to end, of all workers at once."""
     rows = sorted(spent.items(), key=lambda item: -item[1].cpu_s)
     total = Spent()
     for _, found in rows:
@@ -104,7 +105,7 @@ def table(spent: dict[str, Spent]) -> list[str]:
     lines = [f"{'processor s':>11} {'wall s':>8} {'tests':>6} {'compilations':>13}  folder"]
     for folder, found in [*rows, ("all", total)]:
         lines.append(f"{found.cpu_s:11.1f} {found.wall_s:8.1f} {found.tests:6d} {found.compilations:13d}  {folder}")
-    return lines
+    return [*lines, f"{clock_s:20.1f} {total.tests:6d} {'':13}  from start to end, by the clock"]
 
 
 def cpu_s() -> float:
@@ -122,6 +123,7 @@ class Seconds:
 
     def __init__(self, config: pytest.Config):
         part = config.option.file_or_dir or config.option.keyword
+        self._began_s, self._each = time.monotonic(), config.rootpath / EACH
         self._total_s = None if part else TOTALS_S.get(config.option.markexpr)
         self._last_s, self._compilations, self._last_compilations = cpu_s(), 0, 0
         self._by_test: dict[str, Spent] = collections.defaultdict(Spent)
@@ -169,8 +171,8 @@ class Seconds:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._total_s is not None and "PYTEST_XDIST_WORKER" not in os.environ:
             self._wrong = over_limits(self._by_folder(), LIMITS_S, self._total_s * ROOM)
-            EACH.parent.mkdir(exist_ok=True)
-            EACH.write_text("".join(f"{found.cpu_s:.2f}\t{name}\n" for name, found in self._longest()))
+            self._each.parent.mkdir(exist_ok=True)
+            self._each.write_text("".join(f"{found.cpu_s:.2f}\t{name}\n" for name, found in self._longest()))
             if self._wrong and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -179,7 +181,7 @@ class Seconds:
         if not spent:
             return
         terminalreporter.section("seconds of processor time", sep="-")
-        for line in table(spent):
+        for line in table(spent, time.monotonic() - self._began_s):
             terminalreporter.write_line(line)
         for name, found in self._longest()[:10]:
             terminalreporter.write_line(f"{found.cpu_s:11.1f} {found.wall_s:8.1f}  {name}")

@@ -94,11 +94,6 @@ class StageSchedule:
         return work.valid[:, -1] & (work.chunk[:, -1] == self.num_chunks - 1), work.microbatch[:, -1]
 
     @property
-    def bubble(self) -> float:
-        """The part of all stage executions that is thrown away; forward and backward tables have the same."""
-        return 1 - float(self.forward.valid.mean())
-
-    @property
     def _ticks(self) -> np.ndarray:
         num_groups = -(-self.num_microbatches // self.num_stages)
         return np.arange((num_groups + 3) * self.num_chunks * self.num_stages + self.num_stages)[:, None]
