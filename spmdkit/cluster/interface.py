@@ -1,8 +1,8 @@
 """Which address of this host Gloo gives to the other processes: by itself what the host's own name resolves to, often 127.0.1.1, where no other host reaches it.
 
 Coordinator and service connect all the same, and the first collective dies on the other hosts ("Connection refused, remote=[127.0.1.1]"). JAX has no setting for it (0.10.2 to 0.12); its call
-of XLA takes one (compat_gloo.py). `cluster.interface` names a network interface, the same on every host. auto: where the coordinator is another host's or this one's own address, and the name resolves to
-loopback or to nothing, it is the address by which this host reaches the coordinator.
+of XLA takes one (compat_gloo.py). `cluster.interface` names a network interface, the same on every host. auto: where the coordinator is on loopback all processes are on this host and meet there, since Gloo listens on what
+it advertises; where the coordinator is another host's or this one's own address, and the name resolves to loopback or to nothing, it is the address by which this host reaches the coordinator.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from spmdkit.errors import ConfigError
 
 SIOCGIFADDR = 0x8915
 """linux/sockios.h: the IPv4 address of an interface."""
+LOOPBACK = "127.0.0.1"
 
 
 class Advertised(NamedTuple):
@@ -37,7 +38,7 @@ def by_name() -> str:
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "127.0.0.1"
+        return LOOPBACK
 
 
 def choose(interface: str, coordinator: str) -> Advertised:
@@ -54,8 +55,6 @@ def choose(interface: str, coordinator: str) -> Advertised:
         address = _of_interface(interface)
         return Advertised(address, f"Gloo advertises {address}, as cluster.interface: {interface} says")
     host, port = split_address(coordinator)
-    if not ipaddress.ip_address(by_name()).is_loopback:
-        return Advertised(None)
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as way:
@@ -63,12 +62,18 @@ def choose(interface: str, coordinator: str) -> Advertised:
             address = str(way.getsockname()[0])
     except OSError:
         return Advertised(None)
-    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return Advertised(None)  # all on this host
+    if _is_loopback(address):
+        return Advertised(LOOPBACK)
+    if not _is_loopback(by_name()):
+        return Advertised(None)
     return Advertised(
         address,
         f"Gloo advertises {address}, since this host's own name, {socket.gethostname()}, means {by_name()} here",
     )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _of_interface(name: str) -> str:

@@ -73,6 +73,7 @@ class Outcome:
         code: the exit code.
         asked: the first signal that the launcher received meanwhile.
         newest: the newest step that the run has committed.
+        before: the newest when the run said where it is.
         lost: how many processes are gone as if their machine was.
         processes: how many there were at the end.
     """
@@ -80,6 +81,7 @@ class Outcome:
     code: int = 0
     asked: int | None = None
     newest: int | None = None
+    before: int | None = None
     lost: int = 0
     processes: int = 0
 
@@ -119,7 +121,7 @@ def launch(
     with queued_signals() as signals:
         while True:
             attempt = _attempt(job, signals)
-            wait_s = None if attempt.asked is not None else restarts.after(attempt.code, attempt.newest)
+            wait_s = None if attempt.asked is not None else restarts.after(attempt.code, attempt.newest, attempt.before)
             if wait_s is None:
                 if restarts.why:
                     _say(f"not started again: {restarts.why}")
@@ -193,7 +195,7 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
             if epochs is not None:
                 epochs.take(child)
         starter.shows_output()
-        look = partial(_look, job, logs, children)
+        look = partial(_look, job, logs, children, found)
         supervisor = Supervisor(children, signals, job.grace_s, deaths, look)
         if epochs is not None:
             supervisor.goes_on, supervisor.members = epochs.goes_on, lambda: epochs.running
@@ -301,12 +303,13 @@ class _Starter:
                 child.output = Output(child.process, child.popen, self.lock, self.logs, shown=shown)
 
 
-def _look(job: Job, logs: Logs, children: Sequence[Child]) -> None:
+def _look(job: Job, logs: Logs, children: Sequence[Child], found: Outcome) -> None:
     """Lets logs be written where the run is, once a process has said where."""
     if job.witness is not None:
         job.witness.look(children)
     if logs.folder is None and (run_dir := directory_of(children[0].step.read())) is not None:
         logs.open(run_dir, len(children))
+        found.before = _newest(logs.folder)
 
 
 def _newest(folder: Path | None) -> int | None:

@@ -36,16 +36,18 @@ class Restarts:
         self._idle = self._waits = 0
         self._newest = -1
 
-    def after(self, code: int, newest: int | None) -> float | None:
+    def after(self, code: int, newest: int | None, before: int | None = None) -> float | None:
         """Returns the seconds until the next attempt, None where there is none.
 
         Args:
             code: how the attempt ended.
             newest: the newest step that is committed by now.
+            before: the newest when the attempt began; a run that the launcher found is no progress of its own.
         """
         if not self._may or code in FINAL:
             return None
-        if newest is not None and newest > self._newest:
+        known = self._newest if before is None else max(self._newest, before)
+        if newest is not None and newest > known:
             self._newest, self._idle, self._waits = newest, 0, 0
         elif code != ExitCode.PREEMPTED:
             self._idle += 1

@@ -169,6 +169,25 @@ def test_an_allocation_alone_is_one_process_and_a_line_and_an_error_where_proces
         resolve({"a": lent, "ours": Partial("4 are asked for", "Say who.", "asked", 4)})
 
 
+IN_ITS_OWN_WORDS = {
+    "slurm": "srun --ntasks=",
+    "torchrun": "torchrun --nnodes=",
+    "spmdkit": "`spmdkit launch -n ",
+    "open_mpi": "mpirun -x SPMDKIT_COORDINATOR=",
+}
+"""The command that repairs it, by dialect."""
+
+
+@pytest.mark.parametrize(("name", "command"), IN_ITS_OWN_WORDS.items())
+def test_half_a_place_and_a_meeting_that_fails_name_the_repair_as_a_command_of_that_starter(name, command):
+    answers = [DIALECTS[name].read(row.env) for row in ROWS]
+    halves = [answer for answer in answers if isinstance(answer, Partial)]
+    together = [answer for answer in answers if isinstance(answer, Found) and answer.spec.num_processes > 1]
+    assert together and (halves or name == "open_mpi")
+    for answer in (*halves, *together):
+        assert command in answer.repair, answer
+
+
 def test_a_starter_that_says_half_of_it_is_an_error():
     with pytest.raises(ConfigError, match=r"half. Fix it."):
         resolve({"a": Partial("half", "Fix it.", "starter")})

@@ -33,9 +33,10 @@ def own_address():
 
 
 @pytest.mark.parametrize("coordinator", ["127.0.0.1:8476", "localhost:8476", "[::1]:8476"])
-def test_on_one_machine_nothing_is_changed(monkeypatch, coordinator):
-    named(monkeypatch, "127.0.1.1")
-    assert choose("auto", coordinator) == Advertised(None)
+@pytest.mark.parametrize("name_means", ["127.0.1.1", "10.0.0.7", None])
+def test_on_one_machine_it_is_loopback_whatever_the_name_means(monkeypatch, coordinator, name_means):
+    named(monkeypatch, name_means)
+    assert choose("auto", coordinator) == Advertised("127.0.0.1")
 
 
 def test_a_name_that_means_an_address_of_the_network_is_left_alone(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.environment import environment_of_a_user
 from tests.support.forks import Forks, Process
+from tests.support.left_behind import left_behind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -57,10 +58,16 @@ class Drills:
         self.path, self._forks = path, forks
         (path / "task.py").write_text(TASK)
         (path / "run.yaml").write_text(CONFIG)
+        self._temporary = path / "temporary"
+        self._temporary.mkdir()
+
+    def left_behind(self) -> list[str]:
+        """Returns what the drills have left beside their folders."""
+        return left_behind(self.path, self._temporary, ["task.py", "run.yaml", "run_drill", "cache", "__pycache__"])
 
     def run(self, *arguments: str, timeout_s: float = 240, cache: str = "off") -> tuple[int, str]:
         """Returns (exit code, output) of `spmdkit drill run.yaml ARGUMENTS`, all of whose processes are forked. `cache`: a folder for compiled programs."""
-        variables = {"SPMDKIT_COMPILE_CACHE": cache}
+        variables = {"SPMDKIT_COMPILE_CACHE": cache, "TMPDIR": str(self._temporary)}
         process = Process(["drill", "run.yaml", *arguments], self.path, variables, forks=True)
         (ended,) = self._forks.run([process], timeout_s)
         return ended.code, ended.output
@@ -74,7 +81,8 @@ class Drills:
         return subprocess.run(
             [sys.executable, "-m", "spmdkit", "drill", "run.yaml", *arguments],
             cwd=self.path,
-            env=environment_of_a_user() | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
+            env=environment_of_a_user()
+            | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(self._temporary)},
             capture_output=True,
             text=True,
             timeout=timeout_s,

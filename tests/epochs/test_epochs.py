@@ -161,13 +161,18 @@ def test_fewer_go_on_with_the_same_examples(job, tmp_path, axis):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("num", [4, 5])
-def test_a_death_that_meets_the_others_inside_of_a_collective_lets_all_of_them_out(job, tmp_path, num):
+def test_a_death_that_meets_the_others_inside_of_a_collective_lets_all_of_them_out_with_the_same_bits_in_the_end(
+    job, tmp_path, num
+):
     """Who is not next to the dead one in Gloo's ring would wait for ever (plain_jax.py); who sends to it sometimes does, and is killed and replaced too."""
     settings = "task_args={victims: [[1, 17]], inside: true}"
     out = ended(job(settings, num=num, elastic=f"{num}:{num}", on_error=False))
     assert f"as {num} processes (epoch 2)" in out
     left = events(tmp_path / "run", "left the epoch")
     assert len(left) >= num - 2 and any("Gloo" in e["why"] for e in left), left
+    hurt = numbers(tmp_path / "run")
+    ended(job("run_dir=clean", "task_args.inside=true", num=num, elastic=f"{num}:{num}", on_error=False))
+    same(hurt, numbers(tmp_path / "clean"), exact=True)
 
 
 @pytest.mark.slow

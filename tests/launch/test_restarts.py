@@ -27,6 +27,14 @@ def test_three_attempts_in_a_row_without_a_newer_step_are_the_last():
     assert restarts.why == "3 attempts in a row have committed no step"
 
 
+def test_a_checkpoint_from_before_the_launcher_is_no_progress_and_a_newer_one_is():
+    restarts = Restarts(9)
+    assert [restarts.after(137, 10, before=10), restarts.after(137, 10, before=10)] == [1.0, 2.0]
+    assert restarts.after(137, 10, before=10) is None
+    restarts = Restarts(9)
+    assert [restarts.after(137, 10, before=10), restarts.after(137, 15, before=10)] == [1.0, 1.0]
+
+
 def test_a_preemption_is_no_failure_and_costs_nothing():
     restarts = Restarts(1)
     assert all(restarts.after(42, None) is not None for _ in range(10))
@@ -83,6 +91,15 @@ def test_killed_processes_are_started_again_with_other_ports_until_the_work_is_d
     said = [(logs / f"attempt_{k}" / "p001" / "stdout.txt").read_text() for k in (1, 2, 3)]
     assert all(text.startswith("hello 1 127.0.0.1:") for text in said) and len(set(said)) == 3, "a port was used again"
     assert (logs / "attempt_3" / "p000" / "stderr.txt").read_text() == "password=***\n"
+
+
+@pytest.mark.processes
+def test_three_attempts_that_commit_nothing_beyond_the_checkpoint_that_was_there_are_the_last(start, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "10").mkdir(parents=True)
+    result = start(SCRIPT + "os.kill(os.getpid(), 9) if me == 1 else time.sleep(60)\n", 2, max_restarts=9).wait()
+    assert result.code == 137
+    assert result.err.splitlines()[-1] == "not started again: 3 attempts in a row have committed no step"
+    assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == ["attempt_1", "attempt_2", "attempt_3"]
 
 
 @pytest.mark.processes

@@ -188,6 +188,7 @@ def _start(asked: dict[str, Any]) -> int:
             os.execve(sys.executable, [sys.executable, "-m", "spmdkit", *asked["start"]], asked["env"])
         os.environ.clear()
         os.environ.update(asked["env"])
+        tempfile.tempdir = None  # TMPDIR is read once
         sys.path[0] = asked["folder"]
         from spmdkit.cli import main
 
@@ -240,6 +241,7 @@ def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> For
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         os.environ.clear()
         os.environ.update(env)
+        tempfile.tempdir = None
         from spmdkit.cli import main
 
         code = main(command[3:]) or 0

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.left_behind import left_behind
+
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 STEPS, EVERY, MOST_KIB = 20_000, 40, 1024
@@ -75,7 +77,11 @@ def what_is(pid: int) -> str:
     return "keeper" if b"service.py" in Path(f"/proc/{pid}/cmdline").read_bytes() else "launcher"
 
 
-def test_eight_processes_stay_as_large_as_they_are_for_2000_steps_and_200_saves_and_leave_nothing(real_folder):
+def test_eight_processes_stay_as_large_as_they_are_for_2000_steps_and_200_saves_and_leave_nothing(
+    real_folder, tmp_path_factory, monkeypatch
+):
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(temporary))
     steps, every = 2000, 10  # the first evaluation, which compiles, is before the first reading that counts
     train = ["train", "run.yaml", f"steps={steps}", f"checkpoint.every_steps={every}", "log.every_steps=20"]
     begin = time.monotonic()
@@ -108,5 +114,4 @@ def test_eight_processes_stay_as_large_as_they_are_for_2000_steps_and_200_saves_
     events = [json.loads(line) for line in (real_folder.path / "run" / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "saved" for event in events) >= steps // every
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a process is left"
-    left = [p.name for p in (real_folder.path / "run").rglob("*") if "tmp" in p.name or "partial" in p.name]
-    assert not left, left
+    assert left_behind(real_folder.path, temporary, ["task.py", "run.yaml", "run", "__pycache__"]) == []

@@ -24,6 +24,11 @@ FIRST_STEP_OF_ITS_OWN = 0xFFFFFFF0
 PORTS_BETWEEN_STEPS = 61
 """A prime, so that the first steps of jobs with neighbouring numbers have ports of their own."""
 
+REPAIR = (
+    "All tasks of the step run one command, and its first host is reached by the others at the port: squeue --steps for the step, "
+    "srun --ntasks=N --kill-on-bad-exit=1 python -m spmdkit train ..., so that the end of one task is the end of all."
+)
+
 
 def read(env: Mapping[str, str]) -> Answer:
     """Returns the place of a task of a step, or what a job without a step needs."""
@@ -41,12 +46,12 @@ def read(env: Mapping[str, str]) -> Answer:
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in NAMES)
         return Partial(
             f"step {step} of the Slurm job {job} has no complete place for this task ({found})",
-            "Slurm sets all three for each task. Start it with srun, or set cluster.dialect: none for one process.",
+            "Slurm sets all three for each task. Start it with srun --ntasks=N, or set cluster.dialect: none for one process.",
             "starter",
         )
     port = port_of(job + PORTS_BETWEEN_STEPS * step)
     coordinator = address(first_host(hosts), port) if num_tasks > 1 else None
-    return Found(ClusterSpec(coordinator, num_tasks, task, names=NAMES), "starter", NAMES)
+    return Found(ClusterSpec(coordinator, num_tasks, task, names=NAMES), "starter", NAMES, repair=REPAIR)
 
 
 def _allocation(env: Mapping[str, str], job: int) -> Partial:
@@ -54,7 +59,7 @@ def _allocation(env: Mapping[str, str], job: int) -> Partial:
     tasks = "" if num_tasks is None else f" of {num_tasks} task{'s' * (num_tasks != 1)}"
     return Partial(
         f"this is inside the Slurm job {job}{tasks}, and not in a step of it",
-        "Start it with srun, for example `srun python -m spmdkit train ...`, to use the tasks of the job.",
+        f"Start it with srun, for example `srun --ntasks={num_tasks or 'N'} python -m spmdkit train ...`, to use the tasks of the job.",
         "allocation",
         num_tasks,
     )

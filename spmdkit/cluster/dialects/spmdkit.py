@@ -15,6 +15,11 @@ from spmdkit.errors import ConfigError
 
 NAMES = OURS
 
+REPAIR = (
+    f"Each process has another {NAMES.process_id}, and all reach {NAMES.coordinator}. `spmdkit launch -n N -- ...` starts all of them on one "
+    "machine, `spmdkit launch --on ssh -n N -- ...` on several."
+)
+
 
 def read(env: Mapping[str, str]) -> Answer:
     """Returns the place that our variables name.
@@ -44,7 +49,7 @@ def read(env: Mapping[str, str]) -> Answer:
     coordinator = given.get(NAMES.coordinator) if num_processes > 1 else None
     if coordinator is not None:
         split_address(coordinator)
-    return Found(ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "asked", NAMES)
+    return Found(ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "asked", NAMES, repair=REPAIR)
 
 
 def integer(given: Mapping[str, str], name: str, *, default: int, least: int) -> int:

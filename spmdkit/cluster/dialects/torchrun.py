@@ -19,6 +19,9 @@ NAMES = Names("WORLD_SIZE", "RANK", "MASTER_ADDR")
 PORT, LOCAL_RANK, AGENTS = "MASTER_PORT", "LOCAL_RANK", "GROUP_WORLD_SIZE"
 AGENT_HAS_PORT = "TORCHELASTIC_USE_AGENT_STORE"
 
+START = "torchrun --nnodes=N --nproc-per-node=M -m spmdkit train ..."
+REPAIR = f"torchrun runs on every host, with one --rdzv-endpoint, and the host of MASTER_ADDR is reached by the others: {START}."
+
 
 def read(env: Mapping[str, str]) -> Answer:
     """Returns the place of a worker of torchrun."""
@@ -28,13 +31,14 @@ def read(env: Mapping[str, str]) -> Answer:
         return None
     if local is None:
         why = f"WORLD_SIZE={size} and RANK={rank} are set, and LOCAL_RANK is not"
-        return Partial(
-            why, "Start it with torchrun, which sets it for each process, to use all of them.", "allocation", size
-        )
+        repair = f"Start it with torchrun, which sets it for each process, to use all of them: {START}."
+        return Partial(why, repair, "allocation", size)
     if not host or port is None or not 0 < port < 65536 or rank >= size:
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, PORT))
-        repair = "A rank is below the size, and MASTER_ADDR and MASTER_PORT are of process 0. Start it with torchrun."
+        repair = (
+            f"A rank is below the size, MASTER_ADDR and MASTER_PORT are of process 0. Start it with torchrun: {START}."
+        )
         return Partial(f"LOCAL_RANK={local} is set, and the rest is no place in a cluster ({found})", repair, "starter")
     free = port_of(port + 1) if env.get(AGENT_HAS_PORT) == "True" else port
     spec = ClusterSpec(address(host, free) if size > 1 else None, size, rank, names=NAMES)
-    return Found(spec, "starter", NAMES, agents=whole_number(env, AGENTS))
+    return Found(spec, "starter", NAMES, agents=whole_number(env, AGENTS), repair=REPAIR)

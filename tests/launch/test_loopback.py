@@ -1,0 +1,76 @@
+"""What a local launch listens on, read from the kernel: nothing off the loopback interface, whatever the host's own name means."""
+
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_jax_processes import BEGIN
+from tests.support.two_hosts import INSIDE, missing
+
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")]
+
+LISTEN = "0A"
+"""State of a socket in /proc/net/tcp (Linux, include/net/tcp_states.h)."""
+SCRIPT = (
+    BEGIN
+    + """
+def main(cluster, signals):
+    print("sum", total(cluster.process_index))  # Gloo has connected all
+    time.sleep(60)
+run(main)
+"""
+)
+
+
+def own_address():
+    """Returns the address of this machine in a network, None where it is in none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(("192.0.2.99", 9))
+        except OSError:
+            return None
+        return way.getsockname()[0]
+
+
+def with_its_children(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(found for child in children for found in with_its_children(int(child)))]
+
+
+def listening(pids):
+    """Returns (address, port) of every TCP socket on which one of the processes listens."""
+    opened = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            opened.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTEN and f"socket:[{inode}]" in opened:
+                address, port = local.split(":")
+                words = bytes.fromhex(address)  # each four bytes as this machine has its numbers: the last one first
+                turned = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                ip = ipaddress.ip_address(turned)
+                found.append((getattr(ip, "ipv4_mapped", None) or ip, int(port, 16)))
+    return found
+
+
+def test_nothing_of_a_local_launch_listens_off_loopback_though_the_hosts_name_means_its_address_in_a_network(
+    start, tmp_path
+):
+    """Three processes, the launcher and its coordination service; Gloo by itself listens on what the host's name means, so that has to be another host's name here."""
+    under, own = [], own_address()
+    if own and not missing():
+        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{own} elsewhere\n")
+        under = ["unshare", "-u", "-m", "--propagation", "private", "sh", "-c", INSIDE]
+        under += [str(tmp_path / "hosts"), "elsewhere"]
+    launched = start(SCRIPT, 3, under=under)
+    launched.read_until("sum 3.0", count=3)
+    found = listening(with_its_children(launched.popen.pid))
+    assert len(found) >= 5, f"three of Gloo, one of process 0, one of the service: {found}"
+    assert all(address.is_loopback for address, _ in found), found
