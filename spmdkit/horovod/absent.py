@@ -1,4 +1,7 @@
-"""Names of Horovod that mean nothing here: each raises when it is called, and says why and what to use instead; and what was built in."""
+"""Names of Horovod that mean nothing here: each raises when it is called, and says why and what to use instead; and what was built in.
+
+Names are those of horovod/torch, tensorflow, keras and mxnet (0.28.1); tests/horovod/test_names.py has the list.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import jax
 
-_IN_PLACE = "JAX's arrays do not change in place", "keep what hvd.{plain} returns: x = hvd.{plain}(x)"
+_IN_PLACE = "JAX's arrays do not change in place"
 _VARIABLES = (
     "JAX has no variables that live outside of a function's arguments",
     "params = hvd.broadcast_parameters(params, root_rank=0)",
@@ -18,24 +21,42 @@ _STATE = (
     "hvd.elastic.State(params=params, opt_state=opt_state, batch=0, epoch=0)",
 )
 _FIT = "there is no fit that calls back: the loop is yours"
+_LOCAL = (
+    "which leaves are local is a matter of the tree, not of variables that are registered",
+    "optax.multi_transform with hvd.DistributedOptimizer around the part that all ranks share",
+)
+_INSIDE = (
+    "gradients are reduced in update, and what stands inside of hvd.DistributedOptimizer sees the reduced ones",
+    "hvd.DistributedOptimizer(optax.chain(optax.clip_by_global_norm(1.0), optimizer))",
+)
+_UPDATE = (
+    "it changes nothing in place, and the gradients are given to it",
+    "updates, state = optimizer.update(gradients, state, params), then optax.apply_updates(params, updates)",
+)
+_PLAIN_STATE = (
+    "its state is a pytree that init and update return",
+    "keep that as you keep the parameters; hvd.broadcast_optimizer_state(state, root_rank=0)",
+)
 
 ABSENT: dict[str, tuple[str, str]] = {
     **{
-        f"{plain}_": (_IN_PLACE[0], _IN_PLACE[1].format(plain=plain))
-        for plain in (
-            "allreduce",
-            "allreduce_async",
-            "grouped_allreduce",
-            "grouped_allreduce_async",
-            "broadcast",
-            "broadcast_async",
-        )
+        f"{plain}_": (_IN_PLACE, f"keep what hvd.{plain} returns: x = hvd.{plain}(x)")
+        for plain in ("allreduce", "grouped_allreduce", "broadcast")
+    },
+    **{
+        f"{plain}_async_": (_IN_PLACE, f"keep what comes out: x = hvd.synchronize(hvd.{plain}_async(x))")
+        for plain in ("allreduce", "grouped_allreduce", "broadcast")
     },
     **dict.fromkeys(("broadcast_variables", "broadcast_global_variables", "BroadcastGlobalVariablesHook"), _VARIABLES),
     **{
         f"{name}_op": ("JAX has no graph in which it would be an operation", f"hvd.{name}()")
         for name in ("size", "rank", "local_size", "local_rank")
     },
+    "process_set_included_op": ("JAX has no graph in which it would be an operation", "process_set.included()"),
+    "broadcast_object_fn": (
+        "JAX has no graph into which an object would be fed",
+        "hvd.broadcast_object(obj, root_rank=0)",
+    ),
     **dict.fromkeys(
         (f"elastic.{kind}State" for kind in ("Torch", "TensorFlow", "TensorFlowKeras", "Keras", "Object")), _STATE
     ),
@@ -47,9 +68,12 @@ ABSENT: dict[str, tuple[str, str]] = {
         _FIT,
         "orbax on rank 0 after the evaluation, or `checkpoint: {best: ...}` of `spmdkit train`",
     ),
-    "SyncBatchNorm": (
-        "a statistic over all ranks is computed in the middle of the step, where hvd's calls cannot be",
-        "train with `spmdkit train` and flax's BatchNorm(axis_name=('replica', 'data')), whose statistics are those of the global batch",
+    **dict.fromkeys(
+        ("SyncBatchNorm", "SyncBatchNormalization"),
+        (
+            "a statistic over all ranks is computed in the middle of the step, where hvd's calls cannot be",
+            "train with `spmdkit train` and flax's BatchNorm(axis_name=('replica', 'data')), whose statistics are those of the global batch",
+        ),
     ),
     "DistributedGradientTape": (
         "JAX differentiates functions and has no tape",
@@ -59,9 +83,18 @@ ABSENT: dict[str, tuple[str, str]] = {
         "JAX differentiates functions and has no tape",
         "hvd.grouped_allreduce of the gradients that all ranks share, and the others as they are",
     ),
-    "PartialDistributedOptimizer": (
-        "which leaves are local is a matter of the tree, not of variables that are registered",
-        "optax.multi_transform with hvd.DistributedOptimizer around the part that all ranks share",
+    "PartialDistributedOptimizer": _LOCAL,
+    "LocalGradientAggregationHelper": (
+        "gradients are added up in the state of the optimizer, not in variables beside it",
+        "hvd.DistributedOptimizer(optimizer, backward_passes_per_step=...)",
+    ),
+    "DistributedTrainer": (
+        "it is the trainer of MXNet's gluon, and there is none",
+        "hvd.DistributedOptimizer around a transformation of optax",
+    ),
+    "load_model": (
+        "a model is a function, and its parameters are a pytree, whatever saved them",
+        "read both with what has written them, on rank 0, and hvd.broadcast_parameters",
     ),
     "start_timeline": (
         "what XLA runs is not a queue of named tensors",
@@ -73,14 +106,33 @@ ABSENT: dict[str, tuple[str, str]] = {
         "spmdkit launch -n N -- script.py",
     ),
     "mpi_threads_supported": ("JAX's processes meet without MPI", "leave it out; mpirun may start them all the same"),
+    "check_num_rank_power_of_2": ("hvd.Adasum looks at the number of ranks by itself", "leave it out"),
+    "handle_average_backwards_compatibility": (
+        "average= is understood where it is given",
+        "op=hvd.Average or op=hvd.Sum",
+    ),
+    **{
+        f"DistributedOptimizer.{method}": why
+        for why, methods in (
+            (_INSIDE, ("synchronize", "skip_synchronize")),
+            (_UPDATE, ("step", "zero_grad", "compute_gradients", "get_gradients", "apply_gradients")),
+            (_PLAIN_STATE, ("load_state_dict", "get_slot", "get_slot_names", "variables")),
+            (_LOCAL, ("register_local_var",)),
+        )
+        for method in methods
+    },
+    "DistributedOptimizer.set_backward_passes_per_step": (
+        "the sum of the passes lies in a state whose form init decides",
+        "new = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2); state = new.init(params)._replace(inner=state.inner)",
+    ),
 }
 
 
 def absent_from(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that says why a name of `hvd`, or of its module, means nothing here. Raises AttributeError for any other name."""
+    """Returns a function that says why a name of `hvd`, or of a module or class in it, means nothing here. Raises AttributeError for any other name."""
     known = f"{module}.{name}" if module else name
     if known not in ABSENT:
-        raise AttributeError(f"module 'spmdkit.horovod{f'.{module}' if module else ''}' has no attribute {name!r}")
+        raise AttributeError(f"'spmdkit.horovod{f'.{module}' if module else ''}' has no attribute {name!r}")
     why, instead = ABSENT[known]
 
     def call(*args: Any, **kwargs: Any) -> Any:

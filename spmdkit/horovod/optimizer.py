@@ -16,6 +16,7 @@ import optax
 from jax.experimental import sparse
 
 from spmdkit.horovod import operations as ops
+from spmdkit.horovod.absent import absent_from
 from spmdkit.horovod.asked import synchronize
 from spmdkit.horovod.compression import Compression, Compressor
 from spmdkit.horovod.operations import Adasum, Average, ReduceOp
@@ -36,6 +37,15 @@ class DistributedState(NamedTuple):
     sums: Any
 
 
+class Distributed(optax.GradientTransformationExtraArgs):
+    """What `DistributedOptimizer` returns. Methods of Horovod's own that mean nothing here say why when they are called."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return absent_from("DistributedOptimizer", name)
+
+
 def DistributedOptimizer(
     optimizer: optax.GradientTransformation,
     named_parameters: Iterable[tuple[str, Any]] | None = None,
@@ -48,7 +58,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     average_aggregated_gradients: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Distributed:
     """Returns a transformation that reduces all gradients in one program, then does what `optimizer` does, compiled.
 
     Its `update` is called outside of jit, by every rank of the process set at the same step. A BCOO leaf is sent as rows and places, and
@@ -94,7 +104,7 @@ def DistributedOptimizer(
             updates = reduce(updates)
         return updates, DistributedState(inner, np.zeros((), np.int32), sums)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Distributed(init, update)
 
 
 def reduced(

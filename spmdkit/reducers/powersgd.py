@@ -6,9 +6,9 @@
     G = P R^T,   E_r = C_r - P (C_r^T P)^T
 
 A leaf is one matrix, its dims parted where m + n is least (a convolution [height, width, in, out] into height x width x in rows, a projection
-[embed, heads, head] into embed rows). The first dim of a leaf of stacked layers is a batch of matrices. A leaf of one dim, or whose factors have
-more values than it, crosses exactly, in the first all_reduce. What is cut over model axes is compressed part by part: a matrix is what one
-device holds of it.
+[embed, heads, head] into embed rows). The first dim of a leaf of stacked layers (`stacked`) is a batch of matrices, and it alone: of [layers, heads,
+in, out] each layer is one matrix, heads x in rows or whatever makes its factors smallest. A leaf of one dim, or whose factors have more values than
+it, crosses exactly, in the first all_reduce. What is cut over model axes is compressed part by part: a matrix is what one device holds of it.
 
 Warm start: the subspace of Q comes from the product `P R^T` of the step before, which is kept in the leaf's shape, so that any mesh can go on with
 it; without it Q is drawn anew in each step, the same on all replicas. It is what makes one step of the power method enough.

@@ -101,3 +101,18 @@ def provable(config: Config) -> str | dict[str, Any]:
     if made.exact:
         return {name: options | cold} if cold else choice
     return "sum" if made.lossless is None else {name: options | cold | dict(made.lossless)}
+
+
+def about_reducer(config: Config) -> str | None:
+    """Returns what a report says of a reducer that is not compared as it is; None where it is, at its own options."""
+    asked, proven = kinds.without_common("reducers", config.reducer)[0], provable(config)
+    if kinds.without_common("reducers", proven)[0] == asked:
+        return None
+    made, name = reducer_of(config), kinds.split(asked)[0]
+    if made.lossless is not None:
+        return f"reducer {name} is not exact: what is compared is {proven}, at which it loses nothing; its rounding is bounded by its own tests"
+    if made.takes == "mean":
+        why = "makes of the means of the replicas something that is not their mean"
+    else:
+        why = "is not exact, and names no options at which it loses nothing"
+    return f"reducer {name} {why}: what is compared is {proven}, and of {name} nothing is proven here"

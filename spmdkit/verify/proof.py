@@ -111,7 +111,7 @@ def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None)
             f"one ulp in the input moves the gradient by {known['moved']['gradient']:.1e}: tolerance {known['tolerances']['gradient']:.1e}"
         )
         pool.run(results.missing, results.add)
-    report = _report(results.in_order(), known, spec | {"microbatches": microbatches, "all": options.all_meshes})
+    report = _report(results.in_order(), known, spec | {"about_reducer": cases.about_reducer(config)})
     if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
         raise ConfigError(report["skipped"][-1]["reason"])
     return report | {"seconds": round(time.perf_counter() - begin, 1)} | certificate.identity(config)
@@ -223,17 +223,12 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
             "the step reads its optimizer's state itself, so that nothing stands between: what is compared as gradient and as update is how "
             "far the parameters move"
         )
-    reducer, sync = (spec["config"][key] for key in ("reducer", "sync"))
-    if sync != "every_step":
+    if (sync := spec["config"]["sync"]) != "every_step":
         notes.append(
             f"sync {kinds.split(sync)[0]} is other mathematics ({SYNCS.get(kinds.split(sync)[0], GROUPS)}): what is compared is every_step"
         )
-    compared = next((c["reducer"] for c in ran), reducer)
-    if kinds.without_common("reducers", compared)[0] != kinds.without_common("reducers", reducer)[0]:
-        notes.append(
-            f"reducer {kinds.split(reducer)[0]} is not exact: what is compared is {compared}, at which it loses nothing; its rounding "
-            "is bounded by its own tests"
-        )
+    if spec["about_reducer"]:
+        notes.append(spec["about_reducer"])
     if all(not c["mesh"] for c in ran):
         notes.append("every case is on one device: name a mesh, or use --all")
     return {

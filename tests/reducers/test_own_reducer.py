@@ -6,7 +6,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit import kinds
-from spmdkit.verify.cases import provable
+from spmdkit.verify.cases import about_reducer, provable
 from spmdkit.verify.certificate import task_digest
 from tests.support.core_runs import assert_close
 from tests.support.messages import Says, refused
@@ -94,6 +94,9 @@ def test_a_config_is_checked_without_importing_the_reducer_and_verify_knows_what
     asked = config("mine.py:coarse")
     assert not (tmp_path / "imported").exists()
     assert provable(asked) == "sum"
+    assert about_reducer(asked).startswith(
+        "reducer mine.py:coarse is not exact, and names no options at which it loses"
+    )
     assert provable(config("mine.py:scaled")) == "mine.py:scaled"
     assert (tmp_path / "imported").read_text() == "1"
 

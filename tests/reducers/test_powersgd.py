@@ -50,6 +50,54 @@ def test_a_sum_of_low_rank_is_exact_and_each_of_stacked_matrices_is_one_of_its_o
     assert np.abs(new["error"]).max() > 1e-2, "what one replica owes, another has paid too much"
 
 
+def one_by_one(steps, q):
+    """Returns (sums, owed) of PowerSGD in NumPy, one matrix after the other: algorithms 1 and 2 of Vogels et al. (2019), `Q` the last step's right factor.
+
+    Args:
+        steps: terms of each step, [4, matrices, m, n]; a replica's own in the first dim.
+        q: where each matrix begins, [matrices, n, rank].
+    """
+    owed, sums = np.zeros(steps[0].shape), []
+    for terms in steps:
+        total = np.zeros(terms.shape[1:])
+        for b in range(terms.shape[1]):
+            own = terms[:, b] + owed[:, b]
+            p, _ = np.linalg.qr(sum(c @ np.linalg.qr(q[b])[0] for c in own))
+            right = sum(c.T @ p for c in own)
+            total[b], owed[:, b], q[b] = p @ right.T, own - p @ (p.T @ own), right
+        sums.append(total)
+    return sums, owed
+
+
+@pytest.mark.parametrize(
+    "path, shape, view",
+    [
+        ("blocks/up", (3, 48, 32), (3, 48, 32)),
+        ("up", (3, 48, 32), (1, 144, 32)),
+        (
+            "blocks/query",
+            (2, 4, 12, 40),
+            (2, 48, 40),
+        ),  # [layers, heads, in, out]: heads belong to the matrix of their layer
+        ("blocks/conv", (2, 3, 3, 8, 64), (2, 72, 64)),
+    ],
+)
+def test_the_first_dim_of_a_stacked_leaf_is_a_batch_of_matrices_and_no_other_dim_is(path, shape, view):
+    random, rank = np.random.default_rng(0), 3
+    steps = [random.normal(size=(4, *shape)).astype(np.float32) for _ in range(3)]
+    made = powersgd.make(rank=rank)
+    run, states, totals = reduction(made, path), zeros(made, steps[0]), []
+    for terms in steps:
+        total, states = run(terms, states)
+        totals.append(total)
+    key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), 0)
+    start = np.asarray(jax.random.normal(key, (view[0], view[2], rank)), np.float64)
+    sums, owed = one_by_one([terms.reshape(4, *view) for terms in steps], start.copy())
+    for found, expected in zip(totals, sums, strict=True):
+        np.testing.assert_allclose(found, expected.reshape(shape), atol=2e-4)
+    np.testing.assert_allclose(states["error"], owed.reshape(4, *shape), atol=2e-4)
+
+
 def test_a_leaf_is_parted_where_its_factors_are_smallest_and_stacked_ones_are_batches():
     assert powersgd.matrices((128, 4, 32), 4, False, 1) == (1, 128, 128)
     assert powersgd.matrices((4, 32, 128), 4, False, 1) == (1, 128, 128)

@@ -1,6 +1,7 @@
 """`sync: {diloco: {fragments, overlap}}`: fragments agree in turn, and what they send crosses beside a step, as in a loop written by hand."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,27 @@ def test_it_is_a_loop_written_by_hand(name, mesh):
     for number, expected in enumerate(params):
         assert_close(group(state.params, number), expected)
     assert_close(jax.device_get(state.sync["agreed"]), agreed)
+
+
+def test_a_fragment_is_sent_beside_the_step_after_its_round_and_applied_overlap_steps_later():
+    """Every 4, overlap 2: `up` is taken after steps 4 and 8, the others after 6 and 10."""
+    made = streaming("two, two steps late, mixed")
+    sends, applies = {"send 1 of 2": [5, 9], "send 2 of 2": [7, 11]}, {"apply 1 of 2": [6, 10], "apply 2 of 2": [8, 12]}
+    assert {p.name: [step for step in range(1, 13) if p.runs(step)] for p in made.phases} == sends | applies
+    state = made.init()
+    before, changed = jax.device_get(state), {kept: {name: [] for name in SIZES} for kept in ("taken", "agreed")}
+    for step, batch in made.batches(1, 12):
+        state, _ = made.step(state, batch)
+        now = jax.device_get(state)
+        for kept, name in itertools.product(changed, SIZES):
+            if bits(now.sync[kept][name]) != bits(before.sync[kept][name]):
+                changed[kept][name].append(step)
+        for name in (name for name in SIZES if changed["taken"][name][-1:] == [step]):
+            expected = before.sync["agreed"][name] - before.params[name].mean(0)
+            np.testing.assert_allclose(now.sync["taken"][name], expected, atol=1e-6)
+        before = now
+    assert changed["taken"] == {"up": [5, 9], "down": [7, 11], "bias": [7, 11]}
+    assert changed["agreed"] == {"up": [6, 10], "down": [8, 12], "bias": [8, 12]}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""Horovod's public names: each is here, or raises with the reason and what to use instead."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import spmdkit.horovod as hvd
+from spmdkit.horovod.absent import ABSENT
+
+words = str.split
+PLACES = "init shutdown is_initialized is_homogeneous size rank local_size local_rank cross_size cross_rank"
+BUILT = "mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built"
+SETS = "ProcessSet global_process_set add_process_set remove_process_set"
+OPERATIONS = "allreduce allgather broadcast alltoall reducescatter"
+HERE = words(f"""{PLACES} {BUILT} {SETS} {OPERATIONS} Average Sum Adasum Min Max Product Compression HorovodInternalError poll synchronize join barrier
+    {" ".join(f"{name}_async" for name in words(OPERATIONS))} grouped_allreduce grouped_allreduce_async grouped_allgather grouped_allgather_async
+    grouped_reducescatter grouped_reducescatter_async sparse_allreduce_async allgather_object broadcast_object broadcast_optimizer_state
+    broadcast_parameters DistributedOptimizer elastic.run elastic.ElasticSampler callbacks.MetricAverageCallback
+    callbacks.LearningRateScheduleCallback callbacks.LearningRateWarmupCallback""")
+RAISE = words("""mpi_threads_supported start_timeline stop_timeline run allreduce_ allreduce_async_ grouped_allreduce_ grouped_allreduce_async_ broadcast_
+    broadcast_async_ SyncBatchNorm SyncBatchNormalization DistributedGradientTape PartialDistributedGradientTape PartialDistributedOptimizer
+    DistributedTrainer LocalGradientAggregationHelper load_model broadcast_variables broadcast_global_variables broadcast_object_fn
+    BroadcastGlobalVariablesHook size_op rank_op local_size_op local_rank_op process_set_included_op check_num_rank_power_of_2
+    handle_average_backwards_compatibility elastic.TorchState elastic.TensorFlowState elastic.TensorFlowKerasState elastic.KerasState
+    elastic.ObjectState elastic.CommitStateCallback elastic.UpdateBatchStateCallback elastic.UpdateEpochStateCallback
+    callbacks.BroadcastGlobalVariablesCallback callbacks.BestModelCheckpoint""")
+METHODS = words("""synchronize skip_synchronize set_backward_passes_per_step step zero_grad load_state_dict compute_gradients get_gradients apply_gradients
+    get_slot get_slot_names variables register_local_var""")
+"""What Horovod 0.28.1 gives to its users: horovod/torch, tensorflow, keras and mxnet, their elastic and callbacks, and the methods of its optimizers."""
+
+
+def found(path):
+    """Returns what a path names in `hvd`."""
+    thing = hvd
+    for name in path.split("."):
+        thing = getattr(thing, name)
+    return thing
+
+
+def test_what_is_here_is_no_refusal():
+    assert not ABSENT.keys() & set(HERE)
+    assert [path for path in HERE if found(path) is None] == []
+    assert {path for path in HERE if "." not in path} <= {*hvd.__all__}
+
+
+@pytest.mark.parametrize("path", [*RAISE, *(f"DistributedOptimizer.{name}" for name in METHODS)])
+def test_what_means_nothing_raises_with_the_reason_and_what_to_use(path):
+    owner, _, name = path.rpartition(".")
+    of_optimizer = owner == "DistributedOptimizer"
+    call = getattr(hvd.DistributedOptimizer(optax.sgd(0.1)), name) if of_optimizer else found(path)
+    why, instead = ABSENT[path]
+    with pytest.raises(NotImplementedError) as error:
+        call()
+    assert str(error.value) == f"hvd.{path} means nothing in JAX: {why}. Instead: {instead}."
+
+
+def test_every_refusal_is_of_a_name_of_horovod():
+    assert ABSENT.keys() == {*RAISE, *(f"DistributedOptimizer.{name}" for name in METHODS)}
+
+
+def test_the_optimizer_is_one_of_optax_and_what_a_refusal_names_works():
+    optimizer, params = hvd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9)), {"w": jnp.ones(2)}
+    assert isinstance(optimizer, optax.GradientTransformationExtraArgs) and not hasattr(optimizer, "param_groups")
+    assert not hasattr(hvd.DistributedOptimizer, "nothing")
+    state = optimizer.init(params)
+    new = hvd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), backward_passes_per_step=2)
+    assert new.init(params)._replace(inner=state.inner).sums["w"].shape == (2,)
+    optax.chain(optax.clip_by_global_norm(1.0), optimizer).init(params)

@@ -1,0 +1,44 @@
+"""What `verify` compares under each reducer, and what its report says of those that are no sum."""
+
+import re
+
+import pytest
+
+import spmdkit as sk
+from spmdkit import kinds
+from spmdkit.program.step_context import reducer_of
+from spmdkit.verify.cases import about_reducer, provable
+from tests.support import verify_tasks as tasks
+from tests.support.verify_tasks import judge
+
+pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
+
+EXACT = {"sum": "sum", "ordered": "ordered", "sparse_rows": {"sparse_rows": {"leaves": ["w"], "rows": 2}}}
+ROUNDED = {"bfloat16", "float8", "int8", "powersgd", "sign", "topk", "hierarchical"}
+
+
+def config(reducer):
+    return sk.Config(task="t.py:t", reducer=reducer)
+
+
+def test_every_reducer_is_compared_as_it_is_or_at_options_at_which_it_loses_nothing_but_adasum_which_is_no_sum():
+    assert {*EXACT, *ROUNDED, "adasum"} == {*kinds.names("reducers")}
+    for name, choice in EXACT.items():
+        assert kinds.split(provable(config(choice)))[0] == name and about_reducer(config(choice)) is None
+    for name in ROUNDED:
+        proven = provable(config(name))
+        assert proven == {name: dict(reducer_of(config(name)).lossless)}
+        said = rf"reducer {name} is not exact: what is compared is {re.escape(str(proven))}, at which it loses nothing"
+        assert re.match(said, about_reducer(config(name)))
+        assert about_reducer(config(proven)) is None
+    assert provable(config("adasum")) == "sum"
+    said = "reducer adasum makes of the means of the replicas something that is not their mean: what is compared is sum, and of adasum nothing"
+    assert about_reducer(config("adasum")).startswith(said)
+
+
+@pytest.mark.parametrize("name", ["int8", "adasum"])
+def test_a_right_task_passes_and_a_wrong_one_does_not_under_a_reducer_that_is_no_sum(name):
+    found = judge(tasks.right, reducer=name).case({"data": 2}, 1, whole=False)
+    assert found["passed"] and found["reducer"] == provable(config(name)), found
+    found = judge(tasks.summed_twice, reducer=name).case({"data": 2}, 1, whole=False)
+    assert found["diagnosis"]["kind"] == "reduced twice"
