@@ -123,3 +123,7 @@ def _shares(whole: Means, primals: Any, depends: bool) -> Any:
         return of_sums, jax.tree.map(jnp.zeros_like, counted)
     ratios = [-part.value * s for part, s in zip(whole.parts, scales, strict=True)]
     return of_sums, tuple(like(r, c) for r, c in zip(ratios, counted, strict=True))
+
+
+SEAMS = {"of_all": of_all, "shares": _shares}
+"""What `verify` replaces (verify/mistakes.py)."""

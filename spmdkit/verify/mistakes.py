@@ -7,6 +7,7 @@ Each replaces one well-named function while a program is traced and run. Those o
     reduction: reduced                 everything that is added over replicas: sums and counts, gradient, model state
     jax.shard_map                      the manual form: where it is traced without types
     sums: mean_gradient                sums and counts with their gradients, on the way to the gradient of the mean
+    several: of_all, shares            of a sum of means: the counts of all replicas, and what a sum and its count count for in the gradient
     agree: crossing, agreed            the model state on its way to the other replicas and back
     gradient: positions                places of a replica's examples in the global batch, from which example keys are made
     gradient: local_gradient           the user's loss on one replica
@@ -39,9 +40,9 @@ from spmdkit.checkpoint import leaves
 from spmdkit.data import feed
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.ops.pipeline import parts
-from spmdkit.step import agree, reduction, scope
+from spmdkit.step import agree, reduction, scope, several
 from spmdkit.step import sums as sums_module
-from spmdkit.step.means import Mean
+from spmdkit.step.means import Mean, Means
 from spmdkit.step.summed import summed_by_types
 from spmdkit.step.sums import Sums
 from spmdkit.tree import is_key, named_leaves
@@ -153,21 +154,33 @@ def over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...
     return *jax.tree.map(lambda x: _first_only(x, axes[:-1]), tuple(partial)), kept
 
 
-def mean_of_means(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    """Divides by each replica's own count, and then takes the plain mean of the replicas."""
+@contextlib.contextmanager
+def mean_of_means(setting: Setting) -> Iterator[list[Any]]:
+    """Divides by each replica's own count, and then takes the plain mean of the replicas: of a loss that is a sum of means, each of them."""
+    with reducing(_by_own_count)(setting) as acted, seam(several, "of_all", _own_counts)(setting):
+        yield acted
+
+
+def _by_own_count(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     if not isinstance(sums.loss, Mean):
         return reduce(sums, added, axes)
     factor = lax.psum(sums.loss.count, axes) / lax.axis_size(axes) / jnp.maximum(sums.loss.count, 1)
     return reduce(_on_gradient(lambda x: x * factor, sums), added, axes)
 
 
+def _own_counts(_: Any, context: scope.Context, loss: Means, with_sums: bool) -> Means:
+    num = context.cuts.size(*REPLICA_AXES) if context.inside else context.cuts.num_replicas
+    return Means(tuple(Mean(part.sum * num, part.count * num, part.num) for part in loss.parts))
+
+
 def clipped_by_replica(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], setting: Setting) -> Any:
     """Clips each replica's own mean gradient, before it is added."""
-    if not isinstance(sums.loss, Mean):
+    if sums.loss is None:
         return reduce(sums, added, axes)
     assert setting.clip_norm is not None
-    norm = optax.tree.norm(sums.gradient)
-    scale = jnp.minimum(1.0, setting.clip_norm * jnp.maximum(sums.loss.count, 1) / norm)
+    # The gradient of a sum of means is divided by the counts of all already: a replica's part in it.
+    count = jnp.maximum(sums.loss.count, 1) if isinstance(sums.loss, Mean) else 1 / lax.axis_size(axes)
+    scale = jnp.minimum(1.0, setting.clip_norm * count / optax.tree.norm(sums.gradient))
     return reduce(_on_gradient(lambda x: x * scale, sums), added, axes)
 
 
@@ -213,8 +226,15 @@ def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
-    """The gradient of a mean is that of its sum, as if its count did not depend on the parameters."""
+    """The gradient of a mean is that of its sum, as if its count did not depend on the parameters; of a sum of means, each of them."""
     acted: list[Any] = []
+
+    def make_shares(shares: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(whole: Means, primals: Any, depends: bool) -> Any:
+            acted.extend([True] * bool(depends))
+            return shares(whole, primals, False)
+
+        return instead
 
     def make(of_mean: Callable[..., Any]) -> Callable[..., Any]:
         def instead(sums: Sums, loss: Mean) -> Any:
@@ -223,7 +243,7 @@ def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
 
         return instead
 
-    with patched(sums_module, "mean_gradient", make):
+    with patched(sums_module, "mean_gradient", make), patched(several, "shares", make_shares):
         yield acted
 
 

@@ -138,7 +138,7 @@ MUTANTS = (
         "mean_of_means",
         "the gradient is a mean of the replicas' means",
         _replicas(short=True),
-        mistakes.reducing(mistakes.mean_of_means),
+        mistakes.mean_of_means,
     ),
     Mutant(
         "replicas_apart",

@@ -17,7 +17,7 @@ from jax import lax
 
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import gradient, scope
-from spmdkit.step.means import Mean
+from spmdkit.step.means import Mean, Means
 from spmdkit.verify.mistakes import Acting, patched
 from spmdkit.verify.subject import Setting
 
@@ -70,13 +70,14 @@ first_statistics = _instead_of_sums(
 
 
 def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
-    """The loss is the mean over the replica's own examples, as one value."""
+    """The loss is the mean over the replica's own examples, as one value; of a sum of means, each of them."""
     out = loss_fn(*args)
-    loss, *rest = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out,)
-    if not isinstance(loss, Mean):
+    loss, *rest = out if isinstance(out, tuple) else (out,)
+    if not isinstance(loss, Mean | Means):
         return out
     acted.append(loss)
-    own = Mean(loss.sum / jnp.maximum(loss.count, 1), loss.sum.dtype.type(1))
+    one = lambda mean: Mean(mean.sum / jnp.maximum(mean.count, 1), mean.sum.dtype.type(1))
+    own = Means(tuple(map(one, loss.parts))) if isinstance(loss, Means) else one(loss)
     return (own, *rest) if rest else own
 
 

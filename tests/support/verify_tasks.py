@@ -82,6 +82,13 @@ def natural(params, state, batch, key):
     return sk.mean(loss, weights=jax.nn.sigmoid(batch["x"] @ params["confidence"])), {}, new
 
 
+def two_means(params, batch, key):
+    """A sum of two means with different counts, one of which is learned: detection, MLM with NSP."""
+    loss = examples_loss(params, batch)
+    confidence = jax.nn.sigmoid(batch["x"] @ params["w"][:, 0])
+    return sk.mean(loss, weights=confidence) + 0.5 * sk.mean(loss, where=batch["weight"] > 1.5)
+
+
 # ---- mistakes of users ------------------------------------------------------------------------------------------------
 
 

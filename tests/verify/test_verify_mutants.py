@@ -13,7 +13,7 @@ from spmdkit.checkpoint import leaves
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
-from spmdkit.step import across, agree, gradient, means, reduction, sums
+from spmdkit.step import across, agree, gradient, means, reduction, several, sums
 from spmdkit.verify import mistakes
 from spmdkit.verify.judge import Judge
 from spmdkit.verify.mistakes import patched, place_of
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools tim
 
 ROOT = Path(__file__).parents[2]
 
-TABLES = (across, agree, feed, gradient, means, reduction, sums, leaves, ring_attention, vocab, parts)
+TABLES = (across, agree, feed, gradient, means, reduction, several, sums, leaves, ring_attention, vocab, parts)
 """Modules with a table of seams."""
 
 OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
@@ -34,6 +34,9 @@ OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
 
 OF_NATURAL_TASKS = {"constant_summed", "count_without_gradient", "state_averaged"}
 """Mutants that act on what a tame loss has not: an inner derivative, learned weights, keys and counters in the state."""
+
+OF_COUNTS = ("mean_of_means", "mean_over_shard", "count_without_gradient", "clip_by_replica_norm", "duplicate_padding")
+"""Mutants that have to do with what a mean is divided by."""
 
 
 @pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.name not in OF_OPS | OF_NATURAL_TASKS])
@@ -51,6 +54,12 @@ def test_a_mutant_of_an_op_is_caught(name):
 @pytest.mark.parametrize("name", sorted(OF_NATURAL_TASKS))
 def test_a_mutant_of_a_natural_task_is_caught(name):
     found = tasks.natural_judge().mutant(name, 4)
+    assert found.get("caught"), found
+
+
+@pytest.mark.parametrize("name", OF_COUNTS)
+def test_a_mutant_of_counts_is_caught_where_the_loss_is_a_sum_of_two_means(name):
+    found = judge(tasks.two_means, "mask").mutant(name, 4)
     assert found.get("caught"), found
 
 
