@@ -8,15 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from spmdkit.config import Config, choose_optimizer
+from spmdkit.data.dtypes import narrow
 from spmdkit.errors import ConfigError
 from spmdkit.step import scope
 from spmdkit.step.gradient import is_cast
 from spmdkit.step.state import Variables
 from spmdkit.tasks import Task
-from spmdkit.tree import common_dtype, named_leaves
+from spmdkit.tree import canonical_dtype, common_dtype, named_leaves, path_name
 from spmdkit.user_code import call_user
 from spmdkit.words import nearest
 
@@ -27,6 +29,7 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     Raises:
         ConfigError: `init` returns no arrays, or some that cannot be trained or kept.
     """
+    made: dict[str, Any] = {}  # path -> the dtype that init gave, which JAX without 64-bit types may halve
 
     def init(key: jax.Array) -> Variables:
         out = task.init(key)
@@ -37,7 +40,8 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
                     f"init returned {type(leaf).__name__} at '{path}'. Every leaf of the parameters is an array. "
                     "Use jnp.asarray for numbers, and keep what is no array out of the pytree."
                 )
-        return jax.tree.map(jnp.asarray, variables)
+            made[path] = leaf.dtype
+        return jax.tree.map_with_path(lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables)
 
     def init_as_stored(key: jax.Array) -> Variables:
         variables = init(key)
@@ -47,7 +51,7 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
     for path, leaf in named_leaves(shapes.params):
-        _check_parameter(path, leaf)
+        _check_parameter(path, made[f"params/{path}" if path else "params"])
     for path, leaf in named_leaves(shapes.state):
         if leaf.dtype == jax.dtypes.float0:
             raise ConfigError(
@@ -55,40 +59,62 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
                 "cannot be saved. Leave it out."
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
-    return init_as_stored, stored.params, stored.state, _cast_notes(shapes.params, config.precision.params)
+    return init_as_stored, stored.params, stored.state, _cast_notes(made, stored, config)
 
 
-def _check_parameter(path: str, leaf: Any) -> None:
+def _narrowed(path: str, leaf: Any) -> Any:
+    """Returns a leaf of `init` in the dtype that JAX holds, where it is an array of numpy's.
+
+    Raises:
+        ConfigError: an integer does not fit.
+    """
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
+        return leaf
+    return narrow(f"'{path}' that init returned", np.asarray(leaf), canonical_dtype(leaf.dtype))
+
+
+def _check_parameter(path: str, dtype: Any) -> None:
     """Raises ConfigError for a parameter that no optimizer can move."""
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    if jnp.issubdtype(dtype, jnp.complexfloating):
         name = path.rpartition("/")[2]
         raise ConfigError(
-            f"init returned parameter '{path}' as {leaf.dtype}. Parameters are real: Adam and others square the gradient, and precision casts "
+            f"init returned parameter '{path}' as {dtype}. Parameters are real: Adam and others square the gradient, and precision casts "
             f"by real dtypes. Keep two real leaves, {{'re': {name}.real, 'im': {name}.imag}}, and write jax.lax.complex({name}['re'], {name}['im']) "
             "in the loss."
         )
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(
-            f"init returned parameter '{path}' as {leaf.dtype}. Parameters are floating point, since they have a gradient. "
+            f"init returned parameter '{path}' as {dtype}. Parameters are floating point, since they have a gradient. "
             "Return other arrays as model state: sk.Variables(params, state)."
         )
 
 
-def _cast_notes(params: Any, dtype: str) -> list[str]:
-    """Returns a note about the parameters that are kept in another dtype than `init` gave them."""
-    cast: dict[str, list[str]] = {}
-    for path, leaf in named_leaves(params):
-        if leaf.dtype != dtype:
-            cast.setdefault(str(leaf.dtype), []).append(path)
-    said = [
-        f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''} ({found})"
-        for found, paths in cast.items()
-    ]
-    if not said:
-        return []
-    return [
-        f"these parameters are kept in {dtype} (precision.params), and were made in another dtype by init: {'; '.join(said)}."
-    ]
+def _cast_notes(made: dict[str, Any], stored: Variables, config: Config) -> list[str]:
+    """Returns notes about the leaves that are kept in another dtype than `init` gave them (`made`, by path)."""
+    params: dict[str, list[str]] = {}
+    state: dict[str, list[str]] = {}
+    for path, leaf in named_leaves(stored):
+        which, _, name = path.partition("/")
+        if leaf.dtype != made[path]:
+            (params if which == "params" else state).setdefault(str(made[path]), []).append(name)
+    notes = []
+    if params:
+        notes.append(
+            f"these parameters are kept in {config.precision.params} (precision.params), and were made in another dtype by init: {_some(params)}."
+        )
+    if state:
+        notes.append(
+            f"this model state is kept in 32 bits, half of what init made, since JAX has no more unless JAX_ENABLE_X64=1 is set: {_some(state)}."
+        )
+    return notes
+
+
+def _some(by_dtype: dict[str, list[str]]) -> str:
+    """Returns the first four paths of each dtype, and how many more there are."""
+    return "; ".join(
+        f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''} ({dtype})"
+        for dtype, paths in by_dtype.items()
+    )
 
 
 def check_precision(config: Config) -> None:

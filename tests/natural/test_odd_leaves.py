@@ -84,6 +84,7 @@ REFUSED = {
         None,
         r"parameter 'A' as complex64.*real.*jax.lax.complex\(A\['re'\]",
     ),
+    "complex128": ({"A": np.zeros(3, np.complex128)}, None, "parameter 'A' as complex128"),
     "integers": ({"n": jnp.zeros(3, jnp.int32)}, None, r"parameter 'n' as int32.*sk.Variables"),
     "float0": ({"w": jnp.zeros(3)}, {"g": np.zeros(3, jax.dtypes.float0)}, r"model state 'g' as float0.*Leave it out"),
 }
@@ -95,3 +96,39 @@ def test_what_cannot_be_trained_or_kept_is_refused_at_the_start(name):
     made = (lambda key: params) if state is None else (lambda key: sk.Variables(params, state))
     with pytest.raises(ConfigError, match=said):
         program_of(sk.Task(made, lambda p, b, k: sk.mean(b[:, 0]), optax.sgd(0.1), train_data=DATA))
+
+
+WIDE = {"rows": np.int64, "mean": np.float64, "spectrum": np.complex128}
+
+
+def wide_init(key):
+    """As numpy makes arrays by default: of 64 bits."""
+    state = {name: np.zeros(4, dtype) for name, dtype in WIDE.items()}
+    return sk.Variables({"w": np.full(8, 0.1), "b": np.float32(0)}, state)
+
+
+def wide_loss(params, state, rows, key):
+    return sk.mean((rows @ params["w"] + params["b"]) ** 2), {}, state
+
+
+@pytest.mark.parametrize("mesh", ["one device", "data 2 x fsdp 4"])
+def test_what_has_64_bits_is_halved_aloud(mesh):
+    program = program_of(sk.Task(wide_init, wide_loss, optax.sgd(0.1), train_data=DATA), mesh)
+    state = program.init()
+    assert {name: x.dtype for name, x in state.model_state.items()} == {"rows": "int32", "mean": "float32", "spectrum": "complex64"}
+    [of_params, of_state] = [note for note in program.notes if "init" in note]
+    assert of_params.endswith("made in another dtype by init: w (float64).")
+    assert of_state.endswith("JAX_ENABLE_X64=1 is set: mean (float64); rows (int64); spectrum (complex128).")
+
+
+def test_with_64_bit_types_there_is_nothing_to_say_of_the_state():
+    with jax.enable_x64(True):
+        program = program_of(sk.Task(wide_init, wide_loss, optax.sgd(0.1), train_data=DATA))
+        assert {name: x.dtype for name, x in program.init().model_state.items()} == WIDE
+        assert [note for note in program.notes if "JAX_ENABLE_X64" in note] == []
+
+
+def test_an_integer_that_32_bits_do_not_hold_is_refused():
+    init = lambda key: sk.Variables({"w": np.zeros(8, np.float32)}, {"seen": np.full(2, 2**40)})
+    with pytest.raises(ConfigError, match=r"'state/seen' that init returned is int64.*1099511627776.*JAX_ENABLE_X64=1"):
+        program_of(sk.Task(init, wide_loss, optax.sgd(0.1), train_data=DATA))

@@ -77,13 +77,37 @@ def train(task: sk.Task, mesh: str, loss: str = "loss", **settings: Any) -> Trai
     return Trained(losses, jax.device_get(state.params), jax.device_get(state), program)
 
 
-def assert_same(found: Trained, expected: tuple[Any, Any], tolerance: float = TOLERANCE) -> None:
-    """Asserts that a run has the losses and the parameters of a plain script, leaf by leaf in the relative 2-norm."""
-    losses, params = expected
+def assert_same(found: Trained, expected: tuple[Any, Any, Any], tolerance: float = TOLERANCE) -> None:
+    """Asserts that a run has the losses, parameters and optimizer's state of a plain script, leaf by leaf in the relative 2-norm.
+
+    The state tells of the gradients where the parameters do not: Adam's update is the same for any multiple of them, its moments are not.
+    """
+    losses, params, opt_state = expected
     np.testing.assert_allclose(found.losses, np.asarray(losses, np.float64), rtol=tolerance, atol=tolerance * 1e-2)
     errors = leaf_errors(found.params, jax.device_get(params))
+    errors |= state_errors(found.state.opt_state, opt_state, params)
     wrong = {path: float(error) for path, error in errors.items() if not error <= tolerance}
     assert not wrong, f"relative errors above {tolerance}: {wrong}"
+
+
+def state_errors(found: Any, expected: Any, params: Any) -> dict[str, float]:
+    """Returns path -> relative 2-norm of an optimizer's state: its trees that are like the parameters, and its other leaves, each alone."""
+    like = jax.tree.structure(params)
+    found, expected = (
+        jax.tree.leaves_with_path(jax.tree.map(_numbers, tree), is_leaf=lambda x: jax.tree.structure(x) == like)
+        for tree in (found, expected)
+    )
+    assert [path for path, _ in found] == [path for path, _ in expected]
+    return {
+        f"opt_state{jax.tree_util.keystr(path)} {leaf}": error
+        for (path, mine), (_, right) in zip(found, expected, strict=True)
+        for leaf, error in leaf_errors(mine, right).items()
+    }
+
+
+def _numbers(x: Any) -> Any:
+    """Returns an array as numbers: those of a key, where it is one."""
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 # ---- lines ------------------------------------------------------------------------------------------------------------
@@ -130,11 +154,11 @@ def page() -> str:
     )
     return f"""# Tasks
 
-Programs as people write them, each in one file: the model, the plain JAX script of one device, and the same as a task of spmdkit. Losses and parameters are those of the plain script
+Programs as people write them, each in one file: the model, the plain JAX script of one device, and the same as a task of spmdkit. Losses, parameters and the optimizer's state are those of the plain script
 to {TOLERANCE:.0e} (relative, float32; where a file says so in another way, with its reason) on one device, {{data: 4}}, {{data: 2, fsdp: 2}} and {{data: 2, tensor: 2}}. Lines are those of code, without what
 both share; a task is at most ten longer than the script. Written by `python -m tests.support.tasks --write`.
 
-`verify` says of each (all thirteen optimizers, both phases of `two phases`) that {{data: 4}} and {{data: 2, fsdp: 2}} are equal to one device: no false alarm, in three steps of 16 rows, float32, without
+`verify` says of each (all eighteen optimizers, both phases of `two phases`) that {{data: 4}} and {{data: 2, fsdp: 2}} are equal to one device: no false alarm, in three steps of 16 rows, float32, without
 mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)); and the same of the models of equinox's, flax's and optax's own examples, small
 ([tests/verify/test_verify_libraries.py](../tests/verify/test_verify_libraries.py)).
 

@@ -46,7 +46,7 @@ def plain():
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit ----------------------------------------------------------------------------------------------------------

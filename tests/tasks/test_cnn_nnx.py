@@ -46,7 +46,7 @@ def plain():
     model = CNN(nnx.Rngs(jax.random.key(0)))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     losses = [plain_step(model, optimizer, batch) for batch in batches(DATA)]
-    return losses, nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return losses, nnx.to_pure_dict(nnx.state(model, nnx.Param)), optimizer.opt_state
 
 
 # ---- spmdkit ----------------------------------------------------------------------------------------------------------

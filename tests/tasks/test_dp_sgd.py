@@ -59,7 +59,7 @@ def plain():
     for step, batch in enumerate(batches(DATA)):
         params, opt_state, loss = plain_step(params, opt_state, batch, step_key(step))
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def plain():
     for num, batch in enumerate(batches(DATA)):
         params, target, opt_state, loss = plain_step(params, target, opt_state, batch, num)
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------

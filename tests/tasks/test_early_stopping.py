@@ -50,7 +50,7 @@ def plain():
         best = (losses[-1], params) if bad == 0 else best
         if bad == 2:
             break
-    return losses, best[1]
+    return losses, best[1], opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def plain():
     for batch in batches(DATA):
         model, opt_state, loss = plain_step(model, opt_state, batch)
         losses.append(loss)
-    return losses, eqx.filter(model, eqx.is_array)
+    return losses, eqx.filter(model, eqx.is_array), opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def plain():
         z = jax.random.normal(step_key(step), (len(x), 8))
         params, opt_state, loss = plain_step(params, opt_state, x, z)
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit ----------------------------------------------------------------------------------------------------------

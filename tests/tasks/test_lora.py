@@ -48,7 +48,7 @@ def plain():
     for batch in batches(DATA):
         params, opt_state, loss = plain_step(params, opt_state, batch)
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def plain():
     for batch in batches(DATA):
         params, opt_state, loss = plain_step(params, opt_state, batch)
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 def plain_metrics(params):
@@ -83,8 +83,8 @@ task = sk.Task(
 
 @pytest.mark.parametrize("mesh", QUICK)
 def test_it_is_the_plain_script(mesh):
-    run, (losses, params) = train(task, mesh), plain()
-    assert_same(run, (losses, params))
+    run = train(task, mesh)
+    assert_same(run, plain())
     found = run.program.eval(jax.device_put(run.state, run.program.state_sharding))
     for name, value in plain_metrics(run.params).items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)

@@ -1,4 +1,4 @@
-"""Thirteen optimizers of optax as they are."""
+"""Eighteen optimizers of optax as they are."""
 
 import functools
 
@@ -34,7 +34,12 @@ OPTIMIZERS = {
     "muon": optax.contrib.muon(1e-2),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2),
     "dog": optax.contrib.dog(1.0),
+    "dowg": optax.contrib.dowg(1.0),
     "prodigy": optax.contrib.prodigy(),
+    "dadapt": optax.contrib.dadapt_adamw(1.0),
+    "acprop": optax.contrib.acprop(1e-2, eps_root=1e-8),  # it divides by the last gradient: one of nothing, by rounding
+    "momo": optax.contrib.momo(1.0),
+    "sam": optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     "clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1, momentum=0.9)),
@@ -49,7 +54,8 @@ OPTIMIZERS = {
 
 def plain_step(optimizer, params, opt_state, batch):
     loss, grads = jax.value_and_grad(lambda params: losses_of(params, batch).mean())(params)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
+    value = {"value": loss} if optimizer is OPTIMIZERS["momo"] else {}
+    updates, opt_state = optimizer.update(grads, opt_state, params, **value)
     return optax.apply_updates(params, updates), opt_state, loss
 
 
@@ -60,7 +66,7 @@ def plain(optimizer):
     for batch in batches(DATA):
         params, opt_state, loss = step(params, opt_state, batch)
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------
@@ -84,3 +90,12 @@ def task(optimizer):
 )
 def test_it_is_the_plain_script(name, mesh):
     assert_same(train(task(OPTIMIZERS[name]), mesh), plain(OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("name", ["lion", *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n != "lion")])
+def test_a_gradient_twice_as_large_is_another_program_whatever_the_optimizer_divides_by(name):
+    """The loss of the same parameters is the same, and of some optimizers the parameters too: their state tells of it."""
+    double = lambda params: jax.tree.map(lambda x: 2 * x - jax.lax.stop_gradient(x), params)
+    wrong = sk.Task(init, lambda params, *more: loss_fn(double(params), *more), OPTIMIZERS[name], train_data=DATA)
+    with pytest.raises(AssertionError, match="opt_state|Not equal to tolerance"):
+        assert_same(train(wrong, "one device"), plain(OPTIMIZERS[name]))

@@ -54,7 +54,7 @@ def plain():
     for step in range(STEPS):
         params, opt_state, loss = plain_step(params, opt_state, step_key(step))
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------

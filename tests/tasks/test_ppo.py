@@ -74,7 +74,7 @@ def plain():
     for step in range(STEPS):
         params, opt_state, s, loss = plain_step(params, opt_state, s, step_key(step))
         losses.append(loss)
-    return losses, params
+    return losses, params, opt_state
 
 
 # ---- spmdkit --------------------------------------------------------------------------------------------------------
