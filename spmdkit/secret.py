@@ -6,10 +6,12 @@ well-known services, a private key). What a name has told is remembered, so that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
@@ -17,6 +19,8 @@ SHORTEST = 6
 """Characters of a value that is looked for in other texts: shorter ones are words that stand anywhere."""
 
 DEEPEST = 64
+LONGEST_CONFIG = 2**16
+"""Characters of a config file that a launcher reads: it has little time."""
 
 _PARTS = re.compile(r"passw|passphrase|secret|credential|apikey", re.IGNORECASE)
 _WORDS = {"token", "tokens", "pwd", "auth", "authorization", "bearer", "cookie", "dsn"}
@@ -76,6 +80,20 @@ def remember(value: Any, name: str = "", depth: int = 0) -> None:
             remember(inner, name, depth + 1)
     elif isinstance(value, str) and len(value) >= SHORTEST and named(name) and value != HIDDEN:
         _known.add(value)
+
+
+def remember_command(words: Sequence[str], files: bool = True) -> None:
+    """Takes note of the secrets in a command's `key=value` and, where `files`, in the YAML files that it names, as far as they can be read."""
+    import yaml  # 20 ms
+
+    for word in words:
+        key, equals, text = word.partition("=")
+        with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+            if not equals and not (files and word.endswith((".yaml", ".yml"))):
+                continue
+            text = text if equals else Path(word).read_text()[:LONGEST_CONFIG]
+            if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # which can grow without end
+                remember(yaml.safe_load(text), key if equals else "")
 
 
 def in_text(text: str) -> str:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from spmdkit import secret
 from spmdkit.attempt import directory_of, newest_saved
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.keeper import Keeper, reserve_port
@@ -117,6 +118,7 @@ def launch(
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
     epochs = None if resize is None or wanted is None else (resize, wanted)
     job = Job(command, num_processes, devices_per_process, env, grace_s, witness, epochs, standby, precompile)
+    secret.remember_command(command)  # what is kept of the processes' output is without them
     restarts = Restarts(max_restarts)
     with queued_signals() as signals:
         while True:

@@ -211,7 +211,7 @@ class Program:
         """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
-        for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "jitted_init"):
+        for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "lowered_init", "_compiled_init"):
             other.__dict__.pop(name, None)
         other.config = replace_keys(self.config, changes)
         assert isinstance(other.config.microbatches, int)
@@ -313,11 +313,16 @@ class Program:
 
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
-        return call_user(lambda: self.jitted_init(jax.random.key(self.config.seed)), "init")
+        return call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
 
     @functools.cached_property
-    def jitted_init(self) -> Any:
-        return jax.jit(self._create_state, out_shardings=self.state_sharding)
+    def lowered_init(self) -> jax.stages.Lowered:
+        """The program that makes the state before the first step, key -> state, as it is given to the compiler."""
+        return jax.jit(self._create_state, out_shardings=self.state_sharding).lower(jax.random.key(self.config.seed))
+
+    @functools.cached_property
+    def _compiled_init(self) -> jax.stages.Compiled:
+        return self._compile(self.__dict__.pop("lowered_init", None) or self.lowered_init)
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""

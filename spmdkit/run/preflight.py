@@ -136,7 +136,7 @@ def program_facts(program: Program) -> dict[str, str]:
         "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
         "mesh": describe_mesh(program.sizes),
         "form": program.form,
-        "init": program.jitted_init.lower(jax.random.key(program.config.seed)).as_text(),
+        "init": program.lowered_init.as_text(),
         "program of a step": program.lowered.as_text(),
     } | {name: lowered.as_text() for name, lowered in later.items()}
 

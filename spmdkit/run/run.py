@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit import files, journal, metrics
+from spmdkit import files, journal, metrics, secret
 from spmdkit.attempt import StepMark
 from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
@@ -291,7 +291,7 @@ class Run:
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
         with journal.during("printing"):  # a reader may have stopped (a pager, Ctrl-S), which is no hang
-            self.progress.message(text)
+            self.progress.message(secret.in_text(text))
 
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too.

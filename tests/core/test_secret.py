@@ -97,3 +97,24 @@ def test_what_a_name_has_told_is_hidden_in_messages_too(monkeypatch):
     monkeypatch.setenv("PWD", "/home/me/project")
     assert secret.in_text("/home/me/project/task.py:3") == "/home/me/project/task.py:3"
     assert secret.in_text("it is correct horse") == "it is ***"
+
+
+def test_what_a_command_and_its_config_tell_is_hidden(monkeypatch, tmp_path):
+    monkeypatch.setattr(secret, "_known", set())
+    config = tmp_path / "run.yaml"
+    config.write_text("task_args: {dsn: of-the-file, plain: [{password: of-a-list}], width: ordinary}\n")
+    (tmp_path / "bomb.yaml").write_text("a: &a {password: of-the-bomb}\nb: *a\n")
+    named = [
+        "train",
+        str(config),
+        str(tmp_path / "bomb.yaml"),
+        "gone.yaml",
+        "task_args.db_pwd=of-an-override",
+        "task_args={auth: [deep]}",
+        "a={",
+    ]
+    secret.remember_command([*named, "hooks=[{mine.py:hook: {api_key: of-a-hook}}]"])
+    assert secret._known == {"of-the-file", "of-a-list", "of-an-override", "of-a-hook"}
+    monkeypatch.setattr(secret, "_known", set())
+    secret.remember_command(named, files=False)
+    assert secret._known == {"of-an-override"}

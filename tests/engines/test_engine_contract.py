@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spmdkit import secret
 from spmdkit.errors import ConfigError
 from spmdkit.launch.engines import all_engines
 from spmdkit.launch.engines.base import REQUIRED, ClusterJob, complete
@@ -203,3 +204,21 @@ def test_a_python_without_ray_says_so():
     without = "import importlib.util\nimportlib.util.find_spec = lambda name: None\n"
     ended = subprocess.run([sys.executable, "-I", "-c", without + text], capture_output=True, text=True, timeout=20)
     assert ended.returncode == 78 and "has no Ray: pip install" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_no_secret_of_the_command_is_printed_or_written(case, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(secret, "_known", set())
+    monkeypatch.chdir(tmp_path)
+    assert secret.in_text(text_of(rendered(case))) == text_of(rendered(case))
+    options, num = GOLDEN[case]
+    settings = [f"{name}={value}" for name, value in options.items()]
+    args = case.partition("-")[0], (*ARGUMENTS, "task_args.db_pwd=canary"), num, settings, "my-run", 0, None
+    assert launch_on(*args, dry_run=True) == 0
+    printed = capsys.readouterr().out
+    assert "canary" not in printed and "task_args.db_pwd=***" in printed
+    with pytest.raises(
+        ConfigError, match=r"task_args\.db_pwd=\*\*\* holds a secret, which would stand in the files of the job"
+    ):
+        launch_on(*args, dry_run=False)
+    assert not list(tmp_path.iterdir())

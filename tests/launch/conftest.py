@@ -28,12 +28,12 @@ class Result:
 class Launched:
     """A running launcher of `num_processes` copies of a script; `under`: words before its command."""
 
-    def __init__(self, folder, script, num_processes, max_restarts, under, env):
+    def __init__(self, folder, script, num_processes, max_restarts, under, env, arguments):
         path = folder / "script.py"
         path.write_text(textwrap.dedent(script))
         self.start = time.monotonic()
         self.popen = subprocess.Popen(
-            [*under, sys.executable, "-c", LAUNCHER, str(num_processes), str(max_restarts), str(path)],
+            [*under, sys.executable, "-c", LAUNCHER, str(num_processes), str(max_restarts), str(path), *arguments],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), **env},
             cwd=folder,
             stdout=subprocess.PIPE,
@@ -59,8 +59,8 @@ class Launched:
 def start(tmp_path):
     started = []
 
-    def start(script, num_processes=2, max_restarts=0, under=(), **env):
-        started.append(Launched(tmp_path, script, num_processes, max_restarts, under, env))
+    def start(script, num_processes=2, max_restarts=0, under=(), arguments=(), **env):
+        started.append(Launched(tmp_path, script, num_processes, max_restarts, under, env, arguments))
         return started[-1]
 
     yield start

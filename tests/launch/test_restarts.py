@@ -103,6 +103,15 @@ def test_three_attempts_that_commit_nothing_beyond_the_checkpoint_that_was_there
 
 
 @pytest.mark.processes
+def test_what_is_kept_of_the_output_is_without_the_secrets_of_the_command(start, tmp_path):
+    (tmp_path / "run.yaml").write_text("task_args: {logins: [{user: me, password: of the file}]}")
+    script = SCRIPT + "print(sys.argv[1:], 'of the file')\n"
+    assert start(script, 1, arguments=["run.yaml", "task_args.db_pwd=canary"]).wait().code == 0
+    said = (tmp_path / "run/logs/attempt_1/p000/stdout.txt").read_text()
+    assert said.splitlines()[-1] == "['run.yaml', 'task_args.db_pwd=***'] ***"
+
+
+@pytest.mark.processes
 def test_a_launcher_that_is_told_to_stop_starts_nothing_again(start):
     launched = start(SCRIPT + "os._exit(75) if me == 0 else time.sleep(60)\n", 2, max_restarts=5)
     deadline = time.monotonic() + 30

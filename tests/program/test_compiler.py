@@ -38,6 +38,19 @@ def test_deterministic_sets_the_flags_of_gpus_and_nothing_elsewhere():
     assert compiler.options(CPU, {}, True) == {} and compiler.options(V5P, {}, True) == compiler.options(V5P, {})
 
 
+def test_every_program_that_makes_numbers_is_compiled_as_the_step_is(monkeypatch):
+    options, given, own = {"xla_cpu_enable_fast_math": False}, [], jax.stages.Lowered.compile
+    monkeypatch.setattr(compiler, "own_options", lambda _, deterministic: options if deterministic else {})
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self, compiler_options: given.append(compiler_options) or own(self)
+    )
+    program = program_of(regression(), deterministic=True)
+    state = program.init()
+    assert given == [options]
+    program.eval(state)
+    assert program.compiled and given == [options] * 3
+
+
 def test_deterministic_refuses_what_cannot_be():
     asked = {"task": "t.py:t", "deterministic": True}
     with pytest.raises(ConfigError, match=r"attention\.implementation: is cudnn, whose gradient adds in another order"):

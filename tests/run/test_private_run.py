@@ -27,6 +27,10 @@ class Rows:
         if i == 31: raise OSError(self.told)
         return x[i]
 
+@sk.hook
+def hook(password):
+    return sk.Hook("tells", after_step=lambda run, *_: run.message(f"{password} refused"))
+
 @sk.task
 def task(api_token, url, database, width=3):
     return sk.Task(lambda key: {"w": jnp.zeros(width)}, lambda p, b, key: sk.mean(b @ p["w"]), optax.sgd(0.1), train_data=Rows(api_token, url))
@@ -40,13 +44,14 @@ batch_size: 8
 devices: cpu:2
 mesh: {{data: 2}}
 data: {{shuffle: false}}
+hooks: [{{"task.py:hook": {{password: {CANARY}-4}}}}]
 checkpoint: {{every_steps: 2}}
-log: {{every_steps: 1, progress: 'off'}}
+log: {{every_steps: 1, progress: plain}}
 """
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def told(tmp_path, monkeypatch, capfd):
     """A folder whose run has met everything: checkpoints, an error that quotes a secret, a plan, a report."""
     monkeypatch.setattr(secret, "_known", set())
     for name in ("AWS_SECRET_ACCESS_KEY", "JAX_HEADER", "SPMDKIT_FOO", "WANDB_API_KEY"):
@@ -60,6 +65,8 @@ def told(tmp_path, monkeypatch):
     sys.modules.pop("spmdkit_task_task", None)
     (tmp_path / "task.py").write_text(TASK.replace("i == 31", "i == 99"))
     sk.train(config, join(environment({}), config.devices))
+    printed = capfd.readouterr().out
+    assert CANARY not in printed and "*** refused" in printed
     return tmp_path, config
 
 

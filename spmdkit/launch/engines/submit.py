@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from spmdkit import files, secret
 from spmdkit.errors import ConfigError
 from spmdkit.files import not_writable
 from spmdkit.launch.engines import all_engines
@@ -70,10 +71,10 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
     """
     for name, text in rendered.files.items():
         say(f"--- {into / name}")
-        say(text.rstrip("\n"))
+        say(secret.in_text(text.rstrip("\n")))
     say(f"--- in {into}")
     for command in rendered.commands:
-        say(f"$ {quoted(command)}")
+        say(f"$ {secret.in_text(quoted(command))}")
     if not run:
         return 0
     for command in rendered.commands:
@@ -85,7 +86,7 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
     try:
         into.mkdir(parents=True, exist_ok=True)
         for name, text in rendered.files.items():
-            (into / name).write_text(text)
+            files.write_text(into / name, text)
     except OSError as error:
         raise not_writable(into, error) from error
     for command in rendered.commands:
@@ -117,7 +118,18 @@ def launch_on(
     grace_s: float | None,
     dry_run: bool,
 ) -> int:
-    """Prints what starts a job on an engine and, unless `dry_run`, runs it; returns the exit code. Files go to `launch_NAME` here."""
+    """Prints what starts a job on an engine and, unless `dry_run`, runs it; returns the exit code. Files go to `launch_NAME` here.
+
+    Raises:
+        ConfigError: as `prepared` and `submit`, or a word of the command holds a secret.
+    """
+    secret.remember_command([*arguments, *settings], files=False)
+    told = [word for word in (*arguments, *settings) if secret.in_text(word) != word]
+    if told and not dry_run:
+        raise ConfigError(
+            f"--on {engine}: {secret.in_text(told[0])} holds a secret, which would stand in the files of the job. Write it into the config file "
+            "on the hosts, or let the task read a variable that they set. --dry-run prints the files without it."
+        )
     rendered = prepared(
         engine, arguments, num_processes, settings, name, max_restarts, 120.0 if grace_s is None else grace_s
     )
