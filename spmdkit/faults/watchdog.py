@@ -153,6 +153,11 @@ class Watchdog:
             self._launcher.close()
 
     @property
+    def now(self) -> float:
+        """Seconds that this process has run since the watchdog was made, without pauses; up to `TICK_S` ago."""
+        return self._clock.now
+
+    @property
     def _guards_interpreter(self) -> bool:
         return self._interpreter_s is not None and self._launcher is None and exceptions.owns_process()
 

@@ -1,5 +1,7 @@
 """What is concluded from beats, without a process and without a clock."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from spmdkit.clock import RunningClock
@@ -18,6 +20,7 @@ from spmdkit.faults.liveness import (
 )
 from spmdkit.faults.verdict import words
 from spmdkit.faults.watchdog import Watchdog
+from spmdkit.run.hooks.watchdog import make
 
 LIMITS = Limits(step_s=None, import_s=1, compile_s=2, restore_s=3, save_s=4, evaluation_s=5)
 
@@ -126,6 +129,20 @@ def test_a_clock_without_pauses_counts_a_second_of_five_minutes():
     times = iter([0.0, 0.2, 0.4, 300.4, 300.6, 300.0])
     clock = RunningClock(lambda: next(times))
     assert [round(clock.tick(), 1) for _ in range(5)] == [0.2, 0.4, 1.4, 1.6, 1.6]
+
+
+def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_deadline():
+    now = [0.0]
+    dog = Watchdog(None, "w", 0, 1, LIMITS, silence_s=30.0, interpreter_s=None, clock=lambda: now[0])
+    run, hook = SimpleNamespace(watchdog=dog, is_log_step=lambda step: True), make(SimpleNamespace(watchdog=LIMITS))
+    hook.begin(run, 0, None)
+    for step in (1, 2):
+        now[0] += 300.0 if step == 1 else 0.0  # suspended in the very first step that is measured
+        for _ in range(10):
+            now[0] += 0.2
+            dog._clock.tick()
+        hook.after_step(run, step, None, None)
+        assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
 
 
 def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():
