@@ -58,6 +58,14 @@ if SAVE_S:
         return rename(source, target, **options)
     os.rename = slowly
 
+if KIND == "save":
+    rename = os.rename
+    def never(source, target, **options):
+        if "tmp" in str(source):
+            act("sleep")  # as a disk that does not answer
+        return rename(source, target, **options)
+    os.rename = never
+
 if KIND == "import":
     act("sleep")
 
@@ -92,11 +100,13 @@ def loss_fn(params, batch, key):
 
 class Evaluated(Source):
     def __getitem__(self, i):
+        if KIND == "evaluation" and threading.current_thread() is not threading.main_thread():
+            act("sleep")
         time.sleep(STEP / 64 if KIND == "slow" else 0)
         return super().__getitem__(i)
 
 task = sk.Task(
-    lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Slow(), eval_data=Evaluated() if KIND == "slow" else None,
+    lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Slow(), eval_data=Evaluated() if "EVALUATED" in os.environ else None,
     hooks=[sk.Hook("mine", before_step=lambda run, step, state: around(step))],
 )
 '''
