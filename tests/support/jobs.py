@@ -186,7 +186,9 @@ class Job:
         self.awaited.append(popen)
         fired = self.fired()
         code = popen.returncode if popen.returncode >= 0 else 128 - popen.returncode
-        return Ended(code, output, ended - (min(fired) if fired else begin))
+        after_s = ended - (min(fired) if fired else begin)
+        print(f"{os.environ.get('PYTEST_CURRENT_TEST', '').rpartition('::')[2]} code={code} after_s={after_s:.2f}")
+        return Ended(code, output, after_s)
 
     def fired(self) -> list[float]:
         """Returns when faults have fired."""
