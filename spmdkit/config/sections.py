@@ -313,7 +313,7 @@ class Watchdog(Section):
         default=1800.0, description="Seconds that the run may wait for a save; checkpoint.timeout_s ends most before."
     )
     evaluation_s: fields.Seconds = Field(
-        default=3600.0, description="Seconds that a batch of an evaluation, or a hook, may take."
+        default=3600.0, description="Seconds of one batch of an evaluation, or of a hook."
     )
     interpreter_s: fields.Seconds | None = Field(
         default=600.0,

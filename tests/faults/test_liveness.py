@@ -106,7 +106,7 @@ def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine
     def pass_(seconds):
         for _ in range(round(seconds / 0.5)):
             now[0] += 0.5
-            dog._clock.tick()
+            dog.clock.tick()
             dog._exchange()
 
     pass_(1.0)
@@ -114,13 +114,13 @@ def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine
     verdicts = []
     for _ in range(66):
         pass_(0.5)
-        verdicts.append((dog._lost(dog._clock.now) or {}).get("why"))
+        verdicts.append((dog._lost(dog.clock.now) or {}).get("why"))
     assert set(verdicts) == {None, "unreachable"} and verdicts.index("unreachable") > 58
     board.answers = True
     pass_(1.0)
-    assert dog._lost(dog._clock.now) is None
+    assert dog._lost(dog.clock.now) is None
     pass_(31.0)
-    assert dog._lost(dog._clock.now) == {"code": 75, "processes": [1], "why": "silent"}
+    assert dog._lost(dog.clock.now) == {"code": 75, "processes": [1], "why": "silent"}
 
 
 def test_who_stands_where_in_one_line():
@@ -153,7 +153,7 @@ def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_dea
         now[0] += 300.0 if step == 1 else 0.0  # suspended in the very first step that is measured
         for _ in range(10):
             now[0] += 0.2
-            dog._clock.tick()
+            dog.clock.tick()
         hook.after_step(run, step, None, None)
         assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
 

@@ -24,7 +24,7 @@ def make(config: Any) -> Hook | None:
     ]  # the step that was waited for last, and when by the watchdog's clock: a pause would be taken for a long step
 
     def begin(run: Any, step: int, state: Any) -> None:
-        seen[:] = step, run.watchdog.now if run.watchdog is not None else 0.0
+        seen[:] = step, run.watchdog.clock.now if run.watchdog is not None else 0.0
         journal.at("data", step + 1)
 
     def before_step(run: Any, step: int, state: Any) -> None:
@@ -32,7 +32,7 @@ def make(config: Any) -> Hook | None:
 
     def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
         if run.is_log_step(step) and step > seen[0] and run.watchdog is not None:
-            now = run.watchdog.now
+            now = run.watchdog.clock.now
             recent.append((now - seen[1]) / (step - seen[0]))
             seen[:] = step, now
             run.watchdog.step_s = statistics.median(recent)
