@@ -34,6 +34,8 @@ class Doing(NamedTuple):
 
 
 WAITING = "waiting"
+EVALUATION, READING = "evaluation", "reading data"
+"""The phase, and its detail while this process is on its own in it; otherwise all compute a batch together."""
 
 _place = Doing("begin", "", 0, time.monotonic(), 0)
 _owner: int | None = None

@@ -17,11 +17,12 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdkit import files
+from spmdkit import files, journal
 from spmdkit.checkpoint import leaves, objections, place, restoring, retention
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.bucket import Remote
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 DISCARD_TRIES = 40
+LOOK_S = 0.1
 
 
 class Checkpoints:
@@ -301,8 +303,16 @@ class Checkpoints:
 
     def _join(self) -> None:
         pending, self._pending = self._pending, None
+        while pending is not None and not pending.done():
+            with journal.waiting("a save of all") if self._meeting.waits else contextlib.nullcontext():
+                self._look_on(pending, self._meeting.waits)
         if pending is not None:
             pending.result()
+
+    def _look_on(self, pending: Future[None], waits: bool) -> None:
+        """Returns when the save has ended, or this process no longer waits for the others, or begins to: whoever watches sees who holds up whom."""
+        while self._meeting.waits == waits and not futures.wait([pending], LOOK_S).done:
+            pass
 
     def _take_committed(self) -> list[int]:
         done = self._committed[:]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from spmdkit import compat
+from spmdkit import compat, journal
 from spmdkit.checkpoint.record import first_line
 from spmdkit.errors import CheckpointWriteError
 
@@ -43,6 +43,8 @@ class Meeting:
         self._num, self._is_main, self._timeout_s = num_processes, is_main, timeout_s
         self._num_begun = self._num_ended = 0
         self._met, self._is_over = 0, False
+        self.waits = False
+        """Whether this process has done its part for now, and waits for the others in the background."""
 
     def begin(self, objection: str) -> None:
         """Begins a save on all processes, or raises process 0's objection on all, so that none waits for the others."""
@@ -51,7 +53,8 @@ class Meeting:
             if self._is_main:
                 self._cluster.put(key, objection or "none")
             else:
-                told = self._cluster.get(key, self._timeout_s)
+                with journal.waiting("a save begins"):
+                    told = self._cluster.get(key, self._timeout_s)
                 objection = "" if told == "none" else told
         self._num_begun += 1
         self._met, self._is_over = 0, False
@@ -66,11 +69,14 @@ class Meeting:
         """
         self._met += 1
         client: Any = compat.coordination_client()
+        self.waits = True
         try:
             client.wait_at_barrier(self._name(self._met), timeout_ms, process_ids=list(range(self._num)))
         except RuntimeError:
             self._is_over = True  # for all
             raise
+        finally:
+            self.waits = False
 
     def wait(self) -> None:
         """Returns when all processes are here, in the background.
@@ -119,7 +125,8 @@ class Meeting:
     def _told(self, key: str) -> str:
         """Returns what another process tells once its own save has ended, which may be one time-out later than here."""
         assert self._cluster is not None
-        return self._cluster.get(key, 2 * self._timeout_s + 60)
+        with journal.waiting("how a save has ended"):
+            return self._cluster.get(key, 2 * self._timeout_s + 60)
 
 
 def _says_less(why: str) -> bool:

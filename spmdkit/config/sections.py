@@ -312,7 +312,7 @@ class Watchdog(Section):
     save_s: fields.Seconds = Field(
         default=1800.0, description="Seconds that the run may wait for a save; checkpoint.timeout_s ends most before."
     )
-    evaluation_s: fields.Seconds = Field(default=3600.0, description="Seconds that an evaluation, or a hook, may take.")
+    evaluation_s: fields.Seconds = Field(default=3600.0, description="Seconds of a batch of an evaluation, or a hook.")
     interpreter_s: fields.Seconds | None = Field(
         default=600.0,
         description="Seconds without any Python in a process, for code in C that holds the interpreter: launch ends it with 76, a process alone "

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from spmdkit.journal import WAITING
+from spmdkit.journal import EVALUATION, READING, WAITING
 
 STEP = "step"
 QUIET_S = 3.0
@@ -115,10 +115,15 @@ STEPS = 40
 def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
     """Returns the processes that hold up the job, none while it may still go on.
 
-    Who works on his own for longer than he may holds up the others, whatever they do. In the step all wait for all: there the job hangs when
-    everybody is overdue, and first comes who gives no sign of life, then who has come less far.
+    Who works on his own for longer than he may holds up the others, whatever they do; in an evaluation that is who reads. In the step all wait for
+    all: there the job hangs when everybody is overdue, and first comes who gives no sign of life, then who has come less far.
     """
-    over = [p for p, b in beats.items() if b.works and b.overdue]
+    reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
+    over = [
+        p
+        for p, b in beats.items()
+        if b.works and b.overdue and not (reads and b.phase == EVALUATION and p not in reads)
+    ]
     if over:
         return tuple(sorted(over))
     in_step = {p: b for p, b in beats.items() if b.phase == STEP}

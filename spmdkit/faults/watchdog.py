@@ -100,7 +100,7 @@ class Watchdog:
     ):
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
         self._limits, self._silence_s, self._interpreter_s = limits, silence_s, interpreter_s
-        self._leave, self._clock = leave, RunningClock(clock)
+        self._leave, self.clock = leave, RunningClock(clock)  # which leaves out pauses
         self._beat_s = BEAT_S * max(1.0, num_processes / FEW)
         self.step_s: float | None = None  # of a usual step, once that is known
         self.told: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # the run's records
@@ -165,7 +165,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(TICK_S):
-            now = self._clock.tick()
+            now = self.clock.tick()
             self._mine = self._beat()
             if self._launcher is not None:
                 self._launcher.say(self._mine, self._interpreter_s)
@@ -184,7 +184,7 @@ class Watchdog:
                 self._mistakes += 1
 
     def _beat(self) -> Beat:
-        place, now = journal.place(), self._clock.now
+        place, now = journal.place(), self.clock.now
         if place.number != self._place.number:
             self._place, self._since = place, now
         limit = self._limits.of(place.phase, self.step_s)
@@ -236,7 +236,7 @@ class Watchdog:
 
     def _exchange(self) -> None:
         assert self._board is not None
-        now = self._clock.now
+        now = self.clock.now
         since = self._talking_since = now if self._talking_since is None else self._talking_since
         try:
             if now - self._said >= self._beat_s:
@@ -247,13 +247,13 @@ class Watchdog:
             found = self._board.entries(self._folder)
         except Exception:  # noqa: BLE001  process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_lost` sees
             return
-        if self._clock.now - since > QUIET_S:  # nobody could be heard: all deadlines begin anew
-            self._seen = {p: (self._clock.now, beat) for p, (_, beat) in self._seen.items()}
+        if self.clock.now - since > QUIET_S:  # nobody could be heard: all deadlines begin anew
+            self._seen = {p: (self.clock.now, beat) for p, (_, beat) in self._seen.items()}
         self._talking_since = None
         self._read(found)
 
     def _read(self, found: Mapping[str, str]) -> None:
-        now = self._clock.now
+        now = self.clock.now
         for key, text in found.items():
             kind, _, process = key.partition("/")
             if kind == "beat" and int(process) != self._me:
@@ -269,7 +269,7 @@ class Watchdog:
     def _hear(self, left: Mapping[int, dict[str, Any]]) -> None:
         """Takes note of who has left; what was heard first of each counts."""
         if left.keys() - self._left.keys():
-            self._left = {p: (self._clock.now, said) for p, said in left.items()} | dict(self._left)
+            self._left = {p: (self.clock.now, said) for p, said in left.items()} | dict(self._left)
 
     # ---- the end ------------------------------------------------------------------------------------------------------
 

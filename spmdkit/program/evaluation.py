@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmdkit import journal
 from spmdkit.config.sections import Checkpoint
 from spmdkit.data import DeviceBatches
 from spmdkit.data.feed import Feed
@@ -141,7 +142,7 @@ class Evaluator:
 
 
 def _next(batches: DeviceBatches, setting_out: SettingOut) -> tuple[int, Any, float] | None:
-    with setting_out():
+    with setting_out(), journal.during(journal.EVALUATION, journal.READING):
         return next(batches, None)
 
 

@@ -9,4 +9,6 @@ from tests.support.jobs import Job
 def job(tmp_path):
     started = Job(tmp_path.resolve())
     yield started
+    left = started.left() if all(popen.poll() is not None for popen in started.started) else []
     started.close()
+    assert left == [], "an ended job has left something behind"

@@ -48,6 +48,29 @@ def test_a_hang_alone_is_76_and_a_held_interpreter_1_with_its_stacks(job):
     assert ended.after_s < 3 + 1 + BUSY_S
 
 
+@pytest.mark.parametrize(
+    ("phase", "who", "options", "says"),
+    [
+        ("save", 0, [], "p0 has been saving for 3 s at step 11; p1 waits at 'a save of all'"),
+        ("evaluation", 1, ["eval.every_steps=5"], "p1 has been evaluating (reading data) for 3 s at step 6; p0 is"),
+    ],
+    ids=["save", "evaluation"],
+)
+def test_a_hang_in_a_save_or_an_evaluation_is_76_with_the_one_who_hangs(job, phase, who, options, says):
+    """The other waits for it: in a save in the background, in an evaluation for its batch."""
+    ended = job.end_of(job.train(f"watchdog.{phase}_s=3", *options, n=2, faults={who: [phase, 0]}, EVALUATED="1"))
+    assert (ended.code, bool(job.fired())) == (76, True), ended.output
+    assert f"no progress: {says}" in ended.output.splitlines()[-1]
+    assert ended.after_s < 3 + 1 + BUSY_S
+
+
+def test_without_our_launcher_a_hang_is_76_on_both_with_the_one_who_hangs(job):
+    for ended in [job.end_of(p) for p in job.by_hand("watchdog.step_s=3", faults={1: ["data sleep", 12]})]:
+        assert (ended.code, bool(job.fired())) == (76, True), ended.output
+        assert "no progress: p1 has been reading data for" in ended.output
+        assert ended.after_s < 3 + 1 + BUSY_S
+
+
 def test_under_launch_a_held_interpreter_is_76_with_its_name_and_stacks(job):
     ended = job.end_of(job.train("watchdog.silence_s=4", n=2, faults={1: ["hook gil", 7]}))
     assert (ended.code, bool(job.fired())) == (76, True), ended.output
@@ -236,6 +259,7 @@ def test_slow_imports_compilations_and_evaluations_are_no_hang(job):
             "eval.every_steps=6",
             n=2,
             faults={0: ["slow", 0], 1: ["slow", 3]},
+            EVALUATED="1",
         )
     )
     assert ended.code == 0, ended.output

@@ -1,5 +1,7 @@
 """What is concluded from beats, without a process and without a clock."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from spmdkit.clock import RunningClock
@@ -18,6 +20,7 @@ from spmdkit.faults.liveness import (
 )
 from spmdkit.faults.verdict import words
 from spmdkit.faults.watchdog import Watchdog
+from spmdkit.run.hooks.watchdog import make
 
 LIMITS = Limits(step_s=None, import_s=1, compile_s=2, restore_s=3, save_s=4, evaluation_s=5)
 
@@ -37,6 +40,19 @@ def test_a_beat_comes_back_as_it_was_written():
         ("all is well", {0: beat("step", 1), 1: beat("data", 2)}, [], ()),
         ("who works too long, whatever the others do", {0: beat("step", 5), 1: beat("data", 11)}, [], (1,)),
         ("a slow evaluation holds nobody up", {0: beat("step", 99), 1: beat("evaluation", 99, 3600)}, [], ()),
+        (
+            "in an evaluation who reads",
+            {0: beat("evaluation", 12), 1: beat("evaluation", 11, detail="reading data")},
+            [],
+            (1,),
+        ),
+        (
+            "who waits in an evaluation for one who reads",
+            {0: beat("evaluation", 12), 1: beat("evaluation", 9, detail="reading data")},
+            [],
+            (),
+        ),
+        ("in an evaluation nobody stands out", {0: beat("evaluation", 12), 1: beat("evaluation", 11)}, [], (0, 1)),
         ("a pager that stands still holds nobody up", {0: beat("printing", 99, 3600), 1: beat("step", 99)}, [], ()),
         ("in the step not all are overdue", {0: beat("step", 11), 1: beat("step", 9)}, [], ()),
         ("in the step the one who is behind", {0: beat("step", 11), 1: beat("step", 11, step=811)}, [], (1,)),
@@ -90,7 +106,7 @@ def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine
     def pass_(seconds):
         for _ in range(round(seconds / 0.5)):
             now[0] += 0.5
-            dog._clock.tick()
+            dog.clock.tick()
             dog._exchange()
 
     pass_(1.0)
@@ -98,13 +114,13 @@ def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine
     verdicts = []
     for _ in range(66):
         pass_(0.5)
-        verdicts.append((dog._lost(dog._clock.now) or {}).get("why"))
+        verdicts.append((dog._lost(dog.clock.now) or {}).get("why"))
     assert set(verdicts) == {None, "unreachable"} and verdicts.index("unreachable") > 58
     board.answers = True
     pass_(1.0)
-    assert dog._lost(dog._clock.now) is None
+    assert dog._lost(dog.clock.now) is None
     pass_(31.0)
-    assert dog._lost(dog._clock.now) == {"code": 75, "processes": [1], "why": "silent"}
+    assert dog._lost(dog.clock.now) == {"code": 75, "processes": [1], "why": "silent"}
 
 
 def test_who_stands_where_in_one_line():
@@ -126,6 +142,20 @@ def test_a_clock_without_pauses_counts_a_second_of_five_minutes():
     times = iter([0.0, 0.2, 0.4, 300.4, 300.6, 300.0])
     clock = RunningClock(lambda: next(times))
     assert [round(clock.tick(), 1) for _ in range(5)] == [0.2, 0.4, 1.4, 1.6, 1.6]
+
+
+def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_deadline():
+    now = [0.0]
+    dog = Watchdog(None, "w", 0, 1, LIMITS, silence_s=30.0, interpreter_s=None, clock=lambda: now[0])
+    run, hook = SimpleNamespace(watchdog=dog, is_log_step=lambda step: True), make(SimpleNamespace(watchdog=LIMITS))
+    hook.begin(run, 0, None)
+    for step in (1, 2):
+        now[0] += 300.0 if step == 1 else 0.0  # suspended in the very first step that is measured
+        for _ in range(10):
+            now[0] += 0.2
+            dog.clock.tick()
+        hook.after_step(run, step, None, None)
+        assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
 
 
 def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():

@@ -61,17 +61,24 @@ def test_the_odd_copy_of_a_leaf_is_found_by_its_device_and_mended(mesh):
         assert ours.sharding == theirs.sharding
 
 
+def shaky(loss_fn):
+    """Returns a loss that device 1 computes a little otherwise each time."""
+    calls = [0, 0]
+
+    def more(rows, device):
+        calls[int(device)] += 1
+        return np.float32(calls[int(device)] * 1e-3 * (int(device) == 1))
+
+    def shaken(params, batch, key):
+        shape, rows = jax.ShapeDtypeStruct((), jnp.float32), jax.tree.leaves(batch)[0]
+        error = jax.pure_callback(more, shape, rows, jax.lax.axis_index("data"))
+        return sk.mean(loss_fn(params, batch) * (1 + jax.lax.stop_gradient(error)))
+
+    return shaken
+
+
 def test_an_audit_finds_the_device_that_computes_otherwise_a_second_time():
-    calls = [0, 0, 0]
-
-    def loss_fn(params, batch, key):
-        def shaky(rows, device):
-            calls[int(device)] += 1
-            return np.float32(calls[int(device)] * 1e-3 * (int(device) == 1))
-
-        error = jax.pure_callback(shaky, jax.ShapeDtypeStruct((), jnp.float32), batch["x"], jax.lax.axis_index("data"))
-        return sk.mean(((batch["x"] @ params["w"]) ** 2).sum(-1) * (1 + jax.lax.stop_gradient(error)))
-
+    loss_fn = shaky(lambda params, batch: ((batch["x"] @ params["w"]) ** 2).sum(-1))
     steady = regression()
     task = sk.Task(steady.init, loss_fn, optax.sgd(0.1), train_data=steady.train_data)
     program = program_of(task, mesh={"data": 2})
@@ -88,7 +95,11 @@ def test_an_audit_finds_the_device_that_computes_otherwise_a_second_time():
 # ---- in a run ----------------------------------------------------------------------------------------------------------
 
 
-def train(tmp_path, flip_at=None, device=2, **changes):
+def squares(params, batch):
+    return (batch @ params["w"]) ** 2
+
+
+def train(tmp_path, flip_at=None, device=2, loss_fn=lambda p, b, key: sk.mean(squares(p, b)), **changes):
     def corrupt(run, step, state, metrics):
         if step == flip_at and not fired:
             fired.append(step)
@@ -108,7 +119,7 @@ def train(tmp_path, flip_at=None, device=2, **changes):
     hooks = [sk.Hook("corrupt", order=1, after_step=corrupt)] if flip_at else []
     task = sk.Task(
         lambda key: {"w": jnp.ones(4)},
-        lambda p, b, key: sk.mean((b @ p["w"]) ** 2),
+        loss_fn,
         optax.sgd(0.1),
         train_data=X,
         hooks=hooks,
@@ -160,6 +171,16 @@ def test_of_two_copies_both_are_named_and_nothing_is_mended_where_both_compute_t
     assert (
         "an audit of step 6, the same inputs twice: every device computed the same bits again" in capfd.readouterr().out
     )
+
+
+def test_of_two_copies_the_one_is_mended_whose_device_computes_other_bits_the_second_time(tmp_path, capfd):
+    two = {"devices": "cpu:2", "mesh": {"data": 2}, "check_copies": {"every_steps": 3, "then": "mend"}}
+    result = train(tmp_path, flip_at=5, device=1, loss_fn=shaky(squares), **two)
+    said = capfd.readouterr().out
+    assert "an audit of step 6, the same inputs twice: device 1 (process 0) computed other bits the second time" in said
+    assert "device 1 (process 0) holds other bits of 'params/w' than the other copy" in said
+    copies = Copies(result.program)
+    assert copies.differences(copies.hashes(result.state)) == [], "the copy of device 0 was not taken"
 
 
 def test_what_has_no_copy_is_said_at_the_start(tmp_path, capfd):

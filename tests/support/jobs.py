@@ -5,6 +5,7 @@ injection that did not fire fails its test.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -58,6 +59,14 @@ if SAVE_S:
         return rename(source, target, **options)
     os.rename = slowly
 
+if KIND == "save":
+    rename = os.rename
+    def never(source, target, **options):
+        if "tmp" in str(source):
+            act("sleep")  # as a disk that does not answer
+        return rename(source, target, **options)
+    os.rename = never
+
 if KIND == "import":
     act("sleep")
 
@@ -92,11 +101,13 @@ def loss_fn(params, batch, key):
 
 class Evaluated(Source):
     def __getitem__(self, i):
+        if KIND == "evaluation" and threading.current_thread() is not threading.main_thread():
+            act("sleep")
         time.sleep(STEP / 64 if KIND == "slow" else 0)
         return super().__getitem__(i)
 
 task = sk.Task(
-    lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Slow(), eval_data=Evaluated() if KIND == "slow" else None,
+    lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Slow(), eval_data=Evaluated() if "EVALUATED" in os.environ else None,
     hooks=[sk.Hook("mine", before_step=lambda run, step, state: around(step))],
 )
 '''
@@ -176,7 +187,9 @@ class Job:
         self.awaited.append(popen)
         fired = self.fired()
         code = popen.returncode if popen.returncode >= 0 else 128 - popen.returncode
-        return Ended(code, output, ended - (min(fired) if fired else begin))
+        after_s = ended - (min(fired) if fired else begin)
+        print(f"{os.environ.get('PYTEST_CURRENT_TEST', '').rpartition('::')[2]} code={code} after_s={after_s:.2f}")
+        return Ended(code, output, after_s)
 
     def fired(self) -> list[float]:
         """Returns when faults have fired."""
@@ -222,11 +235,41 @@ class Job:
         """Returns the pids of those that hold a coordination service for this folder's job."""
         return [pid for pid, _, command in self._alive() if any(part.endswith("keeper/service.py") for part in command)]
 
-    def _alive(self) -> Iterator[tuple[int, dict[str, str], list[str]]]:
-        """Yields (pid, environment, command line) of the processes whose working directory is this folder."""
+    def left(self, within_s: float = 10.0) -> list[str]:
+        """Returns what a job that has ended left behind: processes, open ports, locks, temporary files and folders. The service ends a moment after the job.
+
+        What a kill leaves in `checkpoints` is not looked at: the next start removes it.
+        """
+        deadline = time.monotonic() + within_s
+        while (found := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _left(self) -> list[str]:
+        runs = [path.parent for path in self.folder.glob("*/run.lock")]
+        kept = {
+            *runs,
+            *self.folder.glob("__pycache__"),
+            *self.folder.glob("*.*"),
+            *self.folder.glob("fired-*"),
+            self.folder / "shift",
+        }
+        return [
+            *(f"process {pid}: {' '.join(command)[:200]}" for pid, _, command in self._alive(anywhere=True)),
+            *(f"port {port}" for run in runs for port in _ports(run) if _is_open(port)),
+            *(f"lock {path}" for run in runs for path in (run, run / "run.lock") if _is_locked(path)),
+            *(f"{path} of TMPDIR" for path in set(self.folder.iterdir()) - kept),
+            *(f"{path}, half written" for path in self.folder.rglob("*.partial")),
+        ]
+
+    def _alive(self, anywhere: bool = False) -> Iterator[tuple[int, dict[str, str], list[str]]]:
+        """Yields (pid, environment, command line) of the processes whose working directory is this folder; `anywhere`: or who have its variables."""
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(path / "cwd") != str(self.folder):
+                ours = anywhere and f"TMPDIR={self.folder}" in (path / "environ").read_text(errors="replace").split(
+                    "\0"
+                )
+                if not ours and os.readlink(path / "cwd") != str(self.folder):
                     continue
                 env = dict(x.partition("=")[::2] for x in (path / "environ").read_text(errors="replace").split("\0"))
                 if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -241,3 +284,33 @@ class Job:
             popen.wait(timeout=30)
             if popen.stdout is not None:
                 popen.stdout.close()
+
+
+def _ports(run: Path) -> set[int]:
+    """Returns the ports of this machine at which the processes of a run met."""
+    try:
+        variables = json.loads((run / "environment.json").read_text())["variables"]
+    except FileNotFoundError:
+        return set()
+    return {
+        int(variables[name].rpartition(":")[2])
+        for name in ("SPMDKIT_COORDINATOR", "SPMDKIT_SERVICE")
+        if name in variables
+    }
+
+
+def _is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -127,5 +127,6 @@ def _said(copies: Copies, step: int, differences: Sequence[Difference]) -> str:
     odd = _names(copies, _odd(differences))
     shown = f"{', '.join(paths[:MOST_LEAVES])}{more}"
     if all(d.source is not None for d in differences):
-        return f"silent corruption at step {step}: {odd} holds other bits of {shown} than the other {differences[0].num - 1} copies."
+        others = "other copy" if differences[0].num == 2 else f"other {differences[0].num - 1} copies"
+        return f"silent corruption at step {step}: {odd} holds other bits of {shown} than the {others}."
     return f"silent corruption at step {step}: {odd} hold different copies of {shown}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from typing import Any
 
@@ -19,10 +18,13 @@ def make(config: Any) -> Hook | None:
     if config.watchdog is None:
         return None
     recent: deque[float] = deque(maxlen=16)  # seconds of a step, as measured where the device was waited for
-    seen = [0, 0.0]  # the step that was waited for last, and when
+    seen = [
+        0,
+        0.0,
+    ]  # the step that was waited for last, and when by the watchdog's clock: a pause would be taken for a long step
 
     def begin(run: Any, step: int, state: Any) -> None:
-        seen[:] = step, time.monotonic()
+        seen[:] = step, run.watchdog.clock.now if run.watchdog is not None else 0.0
         journal.at("data", step + 1)
 
     def before_step(run: Any, step: int, state: Any) -> None:
@@ -30,7 +32,7 @@ def make(config: Any) -> Hook | None:
 
     def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
         if run.is_log_step(step) and step > seen[0] and run.watchdog is not None:
-            now = time.monotonic()
+            now = run.watchdog.clock.now
             recent.append((now - seen[1]) / (step - seen[0]))
             seen[:] = step, now
             run.watchdog.step_s = statistics.median(recent)
