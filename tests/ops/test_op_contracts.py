@@ -180,11 +180,35 @@ def test_an_op_is_the_same_alone_in_the_global_view_and_inside_of_a_manual_part(
     if name in WITHOUT_EXAMPLE:
         return
     assert name in EXAMPLES, f"sk.{name} is new: give it an example, or say in WITHOUT_EXAMPLE why there is none"
-    example = EXAMPLES[name]
+    check_same(EXAMPLES[name])
+
+
+def check_same(example):
+    """Fails unless value and gradients are those of one device in the global view of a mesh, and inside of a manual part."""
     inside = sk.manual(example.fn, example.in_dims, example.out_dims)
     expected = value_and_grad(example.fn, example.args, None)
     for fn in (example.fn, inside):
         assert_close(value_and_grad(fn, example.args, step(**MESH)), expected)
+
+
+@jax.custom_vjp
+def doubled(x):
+    """The gradient is added up over `tensor`, where it is the same already."""
+    return x
+
+
+doubled.defvjp(lambda x: (x, None), lambda _, g: (g * scope.current().cuts.size("tensor"),))
+
+BROKEN = {
+    "takes the mean of its own rows for that of all": lambda x: sk.manual(lambda x: x - x.mean(0), [ROWS], ROWS)(x),
+    "adds a gradient up once too often": lambda x: sk.manual(doubled, [ROWS], ROWS)(x),
+}
+
+
+@pytest.mark.parametrize("fn", BROKEN.values(), ids=BROKEN)
+def test_a_broken_op_fails_the_contract(fn):
+    with pytest.raises(AssertionError, match="relative errors"):
+        check_same(Example(fn, (draw(B, T, D),), (ROWS,), ROWS))
 
 
 def value_and_grad(fn, args, record):
