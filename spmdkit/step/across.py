@@ -14,6 +14,7 @@ In a per-replica `train_step` they are the same over the replicas of the step. I
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.mesh import REPLICA_AXES
 from spmdkit.step import scope
 from spmdkit.step.metric import crossed, is_metric
+from spmdkit.step.own_metric import Own, is_own, taken
 from spmdkit.tree import describe, named_leaves
 
 
@@ -123,9 +125,18 @@ def pmean(tree: Any) -> Any:
         ConfigError: a leaf is already the same on all replicas, so it was reduced twice (seen in per-replica steps); called where arrays
             are global.
     """
-    summed = _reduced("sk.pmean", tree)
+    summed = _reduced("sk.pmean", _taken(tree))
     num = num_replicas()
     return jax.tree.map(lambda x: x if is_metric(x) else x / num, summed, is_leaf=is_metric)
+
+
+def _taken(tree: Any) -> Any:
+    """Returns a tree in which metrics of the user's own are this replica's parts, which merge."""
+    tree = jax.tree.map(lambda x: taken(x, "a metric in sk.pmean"), tree, is_leaf=lambda x: is_metric(x) or is_own(x))
+    if not scope.current().inside:
+        return tree
+    own = lambda x: dataclasses.replace(x, some=compat.as_varying(x.some, REPLICA_AXES)) if isinstance(x, Own) else x
+    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Own))
 
 
 def _reduced(name: str, tree: Any) -> Any:
@@ -138,11 +149,12 @@ def _reduced(name: str, tree: Any) -> Any:
         return tree
     reduce: Callable[[Any], Any] = lambda sums: lax.psum(sums, axes)
     largest: Callable[[Any], Any] = lambda maxima: lax.pmax(maxima, axes)
+    gather: Callable[[Any], jax.Array] = lambda x: compat.all_gather_invarying(x[None], axes)
     examples = scope.current_examples()
     if examples is None or not examples.of_step:  # a loss's own: that name is what a step reduces by
-        return crossed(tree, reduce, largest)
+        return crossed(tree, reduce, largest, gather)
     with jax.named_scope(scope.REDUCE):
-        return crossed(tree, reduce, largest)
+        return crossed(tree, reduce, largest, gather)
 
 
 def _axes(name: str) -> tuple[str, ...]:

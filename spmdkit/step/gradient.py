@@ -28,6 +28,7 @@ from spmdkit.step import agree, keys, scope
 from spmdkit.step.forms import as_local, constrain, map_replicas
 from spmdkit.step.means import Mean, Means
 from spmdkit.step.metric import Metric, merged, nothing
+from spmdkit.step.own_metric import Own
 from spmdkit.step.reduction import Call
 from spmdkit.step.returned import checked_loss, checked_metrics
 from spmdkit.step.rows import RowOrder, split
@@ -63,7 +64,7 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
 def _number(metric: Metric) -> Any:
     """Returns the value of a metric that is one number, and any other as it is."""
-    if isinstance(metric, Counts) or (isinstance(metric, Finished) and jnp.ndim(metric.value)):
+    if isinstance(metric, Counts) or (isinstance(metric, Finished | Own) and jnp.ndim(metric.value)):
         return metric
     return metric.value
 

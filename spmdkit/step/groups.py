@@ -122,7 +122,7 @@ def added(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
     add, largest = (
         functools.partial(jax.tree.map, over) for over in (lambda x: x.sum(0).astype(x.dtype), lambda x: x.max(0))
     )
-    return {name: metric.value for name, metric in crossed(dict(metrics), add, largest).items()}
+    return {name: metric.value for name, metric in crossed(dict(metrics), add, largest, lambda x: x).items()}
 
 
 def regrouped(state: TrainState, had_groups: bool, groups: Groups | None, said: agree.Kinds) -> TrainState:

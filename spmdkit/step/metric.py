@@ -3,6 +3,7 @@
 sk.mean   (sum, count)    added       sk.max      the largest     largest
 sk.sum    the total       added       sk.counts   an array        added
 sk.finish other metrics, or arrays that add, and a function of what all of them come to
+a class of the user's own with `merge` and `compute` (own_metric.py): parts gathered, and merged one after the other
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Metric(ABC):
     """A part of a metric, of some rows. A registered dataclass of arrays.
 
     Attributes:
-        crosses: how parts of replicas become one, leaf by leaf: `added`, or the `largest`; `by part`: each of its parts as that says.
-            `merge` does the same with two.
+        crosses: how parts of replicas become one, leaf by leaf: `added`, or the `largest`; `merged`: by `merge` alone; `by part`: each of its
+            parts as that says. `merge` does the same with two.
     """
 
-    crosses: ClassVar[Literal["added", "largest", "by part"]] = "added"
+    crosses: ClassVar[Literal["added", "largest", "merged", "by part"]] = "added"
 
     @property
     @abstractmethod
@@ -65,13 +66,27 @@ def nothing(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
     return jax.tree.map(fill, shapes, is_leaf=_is_leaf)
 
 
-def crossed(tree: Tree, add: Callable[[Any], Any], largest: Callable[[Any], Any]) -> Tree:
-    """Returns a tree of parts as those of all: `add` takes all that is added, `largest` the maxima where there are any."""
+def crossed(
+    tree: Tree, add: Callable[[Any], Any], largest: Callable[[Any], Any], gather: Callable[[Any], jax.Array]
+) -> Tree:
+    """Returns a tree of parts as those of all.
+
+    Args:
+        add: takes all that is added.
+        largest: takes the maxima, where there are any.
+        gather: takes one array of a metric that merges alone, and gives [parts, ...].
+    """
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
-    maxima = [i for i, x in enumerate(leaves) if is_metric(x) and x.crosses == "largest"]
-    sums = [i for i in range(len(leaves)) if i not in maxima]
-    for chosen, cross in ((sums, add), (maxima, largest)):
-        if chosen:
+    kind_of = lambda x: x.crosses if is_metric(x) else "added"
+    for kind, cross in (("added", add), ("largest", largest)):
+        if chosen := [i for i, x in enumerate(leaves) if kind_of(x) == kind]:
             for i, x in zip(chosen, cross([leaves[i] for i in chosen]), strict=True):
                 leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)  # type: ignore[no-any-return]
+    one_by_one = [_one_of(jax.tree.map(gather, x)) if kind_of(x) == "merged" else x for x in leaves]
+    return jax.tree.unflatten(structure, one_by_one)  # type: ignore[no-any-return]
+
+
+def _one_of(parts: Any) -> Any:
+    """Returns the metric of all of [parts, ...], merged in their order."""
+    first, rest = (jax.tree.map(lambda x, of=of: x[of], parts) for of in (0, slice(1, None)))
+    return jax.lax.scan(lambda total, part: (total.merge(part), None), first, rest)[0]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmdkit import compat
 from spmdkit.reducers.base import TOLD, LeafState, Leaves, Over, Reducer, Told
 from spmdkit.step import keys, scope
 from spmdkit.step.means import Mean, Means
@@ -62,8 +63,14 @@ def reduced(
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns what is no gradient, of all replicas: sums added, maxima (`sk.max`) in one more all-reduce where there are any."""
-    return crossed(tree, lambda sums: reducer.add(sums, axes), lambda maxima: lax.pmax(maxima, axes))
+    """Returns what is no gradient, of all replicas: sums added, maxima (`sk.max`) in one more all-reduce where there are any, and gathered
+    what has a way of its own to merge."""
+    return crossed(
+        tree,
+        lambda sums: reducer.add(sums, axes),
+        lambda maxima: lax.pmax(maxima, axes),
+        lambda x: compat.all_gather_invarying(x[None], axes),
+    )
 
 
 def _as_taken(reducer: Reducer, own: Sums, loss: Mean | Means, call: Call) -> tuple[Any, Any]:

@@ -11,10 +11,13 @@ from spmdkit.errors import ConfigError
 from spmdkit.names import RESERVED_METRICS
 from spmdkit.step.means import Mean, Means
 from spmdkit.step.metric import Metric, is_metric
+from spmdkit.step.own_metric import Own, taken
 from spmdkit.step.totals import Counts, Finished
 from spmdkit.tree import describe
 
-RULE = "A metric is a sk.mean, sk.sum, sk.max or sk.counts, a sk.finish of them"
+RULE = (
+    "A metric is a sk.mean, sk.sum, sk.max or sk.counts, a sk.finish of them, a class of yours with merge and compute"
+)
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
@@ -61,7 +64,8 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
     if not isinstance(metrics, dict):
         raise ConfigError(f"{who} returned {shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
     check_metric_names(metrics, who)
-    for name, metric in metrics.items():
+    found = {name: taken(metric, f"{who}: metric '{name}'") for name, metric in metrics.items()}
+    for name, metric in found.items():
         if not is_metric(metric) or is_array(metric):
             raise ConfigError(
                 f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, or a sk.scalar, so that it adds over replicas "
@@ -71,7 +75,7 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
         raise ConfigError(
             "eval_fn returned an empty dict. An evaluation has at least one metric. Return {'loss': sk.mean(...)}."
         )
-    return metrics
+    return found
 
 
 def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
@@ -86,7 +90,7 @@ def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
 
 def is_array(metric: Metric) -> bool:
     """Returns whether a metric that has to be one number is none."""
-    return not isinstance(metric, Counts | Finished) and any(jnp.ndim(x) for x in jax.tree.leaves(metric))
+    return not isinstance(metric, Counts | Finished | Own) and any(jnp.ndim(x) for x in jax.tree.leaves(metric))
 
 
 def shape_of(x: Any) -> str:

@@ -20,6 +20,7 @@ from spmdkit.step.forms import whole_kept_specs
 from spmdkit.step.gradient import means_and_grad, whole_rows
 from spmdkit.step.guard import code_of, guarded, is_skipped, skips
 from spmdkit.step.metric import is_metric
+from spmdkit.step.own_metric import taken
 from spmdkit.step.returned import RULE, check_metric_names, is_array, shape_of
 from spmdkit.step.state import FIELDS, Mirrored, TrainState, originals
 from spmdkit.step.unless import unless
@@ -250,7 +251,8 @@ def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
             f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps."
         )
     alike: dict[str, Any] = {}
-    for name, metric in metrics.items():
+    for name, given in metrics.items():
+        metric = taken(given, f"train_step: metric '{name}'")
         is_number = isinstance(metric, int | float) or hasattr(metric, "dtype")
         alike[name] = jnp.asarray(metric) if is_number else metric
         if not (is_number or is_metric(metric)) or (jnp.ndim(alike[name]) if is_number else is_array(metric)):

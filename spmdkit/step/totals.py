@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from spmdkit.errors import ConfigError
 from spmdkit.step.means import broadcast, in_float, included_in
 from spmdkit.step.metric import Metric, is_metric, merged
+from spmdkit.step.own_metric import Own, taken
 
 
 @jax.tree_util.register_dataclass
@@ -94,10 +95,15 @@ class Finished(Metric):
     @property
     def value(self) -> Any:
         """What the function gives: a number, or an array."""
-        return self.finish.fn(*(part.value if is_metric(part) else part for part in self.parts))
+        return self.finish.fn(*map(_given, self.parts))
 
     def merge(self, other: Finished) -> Finished:
         return Finished(merged(self.parts, other.parts), self.finish)
+
+
+def _given(part: Any) -> Any:
+    """Returns what the function is given for a part: the value of a metric, and anything else as it was handed over."""
+    return part.part if isinstance(part, Own) else part.value if is_metric(part) else part
 
 
 def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
@@ -108,17 +114,18 @@ def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
 
     Args:
         fn: of the parts' values, to a number or an array. JAX or numpy.
-        parts: metrics, or pytrees of arrays that add up (those of clu's and nnx's metrics: totals and counts). Such arrays are made by
-            the caller, who leaves padding rows out (`sk.example_mask()`).
+        parts: metrics, instances of a class with `merge` and `compute` (clu's; own_metric.py), which merge by that, or pytrees of arrays that
+            add up (those of nnx's metrics: totals and counts). Both are made by the caller, who leaves padding rows out (`sk.example_mask()`).
 
     Raises:
-        ConfigError: there is no part.
+        ConfigError: there is no part, or one does not merge.
     """
     if not parts or not jax.tree.leaves(parts):
         raise ConfigError(
             "sk.finish got a function and nothing that adds up. A metric is finished from parts that do. Write sk.finish(jnp.exp, sk.mean(losses))."
         )
-    return Finished(tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in parts), _Finish(fn))
+    own = [taken(part, "a part of sk.finish") for part in parts]
+    return Finished(tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own), _Finish(fn))
 
 
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:

@@ -71,32 +71,24 @@ def test_what_an_op_sends_is_read_from_a_compiled_program(home):
     )
 
 
-UNTYPED = {
-    "spmdkit/epochs/memory.py": 1,
-    "spmdkit/program/copies.py": 2,
-    "spmdkit/step/forms.py": 1,
-    "spmdkit/step/group_step.py": 1,
-    "spmdkit/step/step.py": 1,
-    "spmdkit/step/summed.py": 1,
-    "spmdkit/step/together.py": 1,
-    "spmdkit/verify/mistakes.py": 1,
-    "spmdkit/verify/tapped.py": 1,
-}
-"""Files that speak of the check of varying axes, and how often: the manual form and the step of groups, whose replicas differentiate for themselves (proven by
-counts of psums and by the replicas' bits, tests/natural); the second trace of a per-replica step and of a part, which runs
-nothing; the copies of groups that agree in every step, equal by their bits (tests/sync/test_post_local.py); the mutant that takes the first back; the comparison of copies, which are the same by their types and may not be by their bits (tests/run/test_copies.py);
-the taps, which evaluate a region as it was traced; the permutation in which devices send their shards to the next process, whose results are no array of a place (tests/epochs)."""
+def test_the_page_lists_every_place_where_the_check_of_varying_axes_may_be_off():
+    """An island that needs it has a row in ARCHITECTURE.md, with the reason and what proves the rest. In ops there is none."""
 
+    def turns_off(node):
+        is_keyword = isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")
+        return is_keyword or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("._check_vma"))
 
-def test_nobody_else_turns_the_check_of_varying_axes_off():
-    """An island that needs it has a row above, with the reason and a test. In ops there is none."""
     found = collections.Counter(
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "spmdkit").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")
+        if turns_off(node)
     )
-    assert found == UNTYPED
+    rows = re.findall(
+        r"^\| `(spmdkit/[\w/]+\.py)` \| (\d+) \| (.{20,}) \|$", (ROOT / "ARCHITECTURE.md").read_text(), re.M
+    )
+    assert {path: int(number) for path, number, _ in rows} == found
+    assert not [path for path in found if path.startswith("spmdkit/ops/")]
 
 
 # ---- in the global view, inside of sk.manual, on one device --------------------------------------------------------------
@@ -188,11 +180,35 @@ def test_an_op_is_the_same_alone_in_the_global_view_and_inside_of_a_manual_part(
     if name in WITHOUT_EXAMPLE:
         return
     assert name in EXAMPLES, f"sk.{name} is new: give it an example, or say in WITHOUT_EXAMPLE why there is none"
-    example = EXAMPLES[name]
+    check_same(EXAMPLES[name])
+
+
+def check_same(example):
+    """Fails unless value and gradients are those of one device in the global view of a mesh, and inside of a manual part."""
     inside = sk.manual(example.fn, example.in_dims, example.out_dims)
     expected = value_and_grad(example.fn, example.args, None)
     for fn in (example.fn, inside):
         assert_close(value_and_grad(fn, example.args, step(**MESH)), expected)
+
+
+@jax.custom_vjp
+def doubled(x):
+    """The gradient is added up over `tensor`, where it is the same already."""
+    return x
+
+
+doubled.defvjp(lambda x: (x, None), lambda _, g: (g * scope.current().cuts.size("tensor"),))
+
+BROKEN = {
+    "takes the mean of its own rows for that of all": lambda x: sk.manual(lambda x: x - x.mean(0), [ROWS], ROWS)(x),
+    "adds a gradient up once too often": lambda x: sk.manual(doubled, [ROWS], ROWS)(x),
+}
+
+
+@pytest.mark.parametrize("fn", BROKEN.values(), ids=BROKEN)
+def test_a_broken_op_fails_the_contract(fn):
+    with pytest.raises(AssertionError, match="relative errors"):
+        check_same(Example(fn, (draw(B, T, D),), (ROWS,), ROWS))
 
 
 def value_and_grad(fn, args, record):

@@ -61,15 +61,15 @@ def test_a_config_that_differs_between_processes_is_refused(folder):
 
 @pytest.mark.parametrize(
     "more",
-    [(), pytest.param((("ordered", 2), ("sum", 1), ("sum", 4)), marks=pytest.mark.slow)],
+    [(), pytest.param((("sum", 1), ("sum", 4)), marks=pytest.mark.slow)],
     ids=["ordered", "and sum"],
 )
 def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(folder, more):
-    """An all-reduce over processes adds in another order than one inside a process: with `sum` the last bits differ."""
+    """1 x 4, 2 x 2 and 4 x 1: an all-reduce over processes adds in another order than one inside a process: with `sum` the last bits differ."""
     runs = {}
-    for reducer, processes in (("ordered", 1), ("ordered", 4), *more):
+    for reducer, processes in (("ordered", 1), ("ordered", 2), ("ordered", 4), *more):
         name = f"{reducer}{processes}"
-        code, output = folder.train(f"run_dir={name}", f"reducer={reducer}", "steps=20", processes=processes)
+        code, output = folder.train(f"run_dir={name}", f"reducer={reducer}", "steps=10", processes=processes)
         assert code == 0, output
         params = {path: x.tobytes() for path, x in folder.params(name).items()}
         runs[reducer, processes] = params, folder.metrics(name)

@@ -110,11 +110,17 @@ class Hook:
         begin: `(run, step, state)`, before the first step of this process.
         before_step: `(run, step, state)`, with the state before it.
         after_step: `(run, step, state, metrics)`, as soon as the step is dispatched: metrics are on the device, to look at them waits.
-        after_eval: `(run, step, values)`.
-        after_save: `(run, step)`.
+        after_eval: `(run, step, values)`, name -> float, or array of a metric that is one; the same on every process.
+        after_save: `(run, step)`, as soon as the arrays are copied: the checkpoint may still be written.
         end: `(run, step, state)`, after the last step, and after a `Stop` that saves.
         state: returns what is to travel in a checkpoint, as JSON values.
         restore: takes it, before `begin` and after a rollback.
+
+    An action may depend on what this process alone knows (a clock, a signal, a metric that it has waited for): it is agreed on, and done by
+    all at one step. `known` says that it follows from what all have: the number of the step, values of an evaluation.
+
+    Raises:
+        ConfigError: one of `state` and `restore` without the other, another `on`, an `every` below 1.
     """
 
     name: str
