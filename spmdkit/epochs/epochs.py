@@ -175,7 +175,7 @@ class Epochs:
         if self._copier is None:
             self._copier = Copier(run.program.mesh, run.cluster.process_index)
         begun = time.perf_counter()
-        with run.throughput.paused():
+        with run.telling.throughput.paused():
             snapshot = self._copier.take(step, state, run.record(step))
         if not self.memory.kept:
             run.events.write(
