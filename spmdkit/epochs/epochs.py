@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from spmdkit import compat, compat_epochs
+from spmdkit import compat
 from spmdkit.checkpoint import storage_counters
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.join import Epoch
 from spmdkit.cluster.spec import ClusterSpec
+from spmdkit.compat import epochs as compat_epochs
 from spmdkit.epochs.memory import Copier, FromMemory, HostMemory
 from spmdkit.epochs.sharing import completed, found
 from spmdkit.epochs.wires import Wires

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 
-from spmdkit import allocator, compat, compat_epochs, journal
+from spmdkit import allocator, compat, journal
 from spmdkit.attempt import unfinished
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
+from spmdkit.compat import epochs as compat_epochs
 from spmdkit.compile_cache import Programs, kept
 from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.data import DeviceBatches

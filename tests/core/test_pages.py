@@ -102,9 +102,9 @@ def test_every_page_is_named_in_another_one():
 
 
 def test_what_is_stale_is_seen():
-    text = "`spmdkit/gone.py`, `spmdkit/reduce`, `gone` in `spmdkit/cli.py`, [a](gone.md), [b](#nowhere), `spmdkit/none/NAME.py`"
+    text = "`spmdkit/gone.py`, `spmdkit/reduce`, `gone` in `spmdkit/cli/launch.py`, [a](gone.md), [b](#nowhere), `spmdkit/none/NAME.py`"
     assert stale_paths(text) == ["spmdkit/gone.py", "spmdkit/none/NAME.py"]
-    assert stale_names(text) == [("gone", "spmdkit/cli.py")]
+    assert stale_names(text) == [("gone", "spmdkit/cli/launch.py")]
     assert stale_links(ROOT / "README.md", text) == ["gone.md", "#nowhere"]
     text = "`sk.mean(x)`, `sk.gone`, `make test`, `make gone`, `step/rows.py`, `step/gone.py`, `ops/`, `Run`, `nowhere_at_all`, `Run.nowhere_at_all()`"
     assert stale_api(text) == ["sk.gone", "make gone"]
