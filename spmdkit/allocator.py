@@ -6,7 +6,7 @@ alone. One arena: a thread with an arena of its own cannot hold so large a block
 only before threads have theirs, so it is set before a run joins. No mapping, and no giving back at the top of the heap: set once the step
 is compiled, or what compiling needed would stay as well.
 
-Never at import, and in no other command. It stays for the life of the process. SPMDKIT_ALLOCATOR=system leaves the allocator alone, and so does any
+Never at import, and in no command but `train` and `bench communication`, which times what `train` does. It stays for the life of the process. SPMDKIT_ALLOCATOR=system leaves the allocator alone, and so does any
 setting of it that the environment has for the C library itself. Other C libraries (musl, macOS) are left alone.
 """
 
@@ -18,12 +18,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdkit.errors import ConfigError
+from spmdkit.names import fake_devices
 from spmdkit.words import nearest
 
 SWITCH = "SPMDKIT_ALLOCATOR"
 CHOICES = ("keep", "system")
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # malloc.h
+_VARIABLES = (
+    "MALLOC_ARENA_MAX",
+    "MALLOC_ARENA_TEST",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)
+"""By which glibc itself is told (mallopt(3))."""
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 """Device files of GPUs and TPUs, below /dev."""
 
@@ -56,21 +66,24 @@ def glibc() -> str | None:
 
 
 def describe(environ: Mapping[str, str]) -> str:
-    """Returns what `train` on CPU devices does with the allocator, in one line."""
+    """Returns what `train` on CPU devices does with the allocator, in one line.
+
+    Raises:
+        ConfigError: SPMDKIT_ALLOCATOR has a value that is not known.
+    """
     version = glibc()
     if version is None:
         return "not glibc: left alone"
-    if environ.get(SWITCH) == "system":
-        return f"glibc {version}, left alone ({SWITCH}=system)"
-    if own := _own_settings(environ):
-        return f"glibc {version}, left alone ({own} is set)" if SWITCH not in environ else f"glibc {version}, kept"
-    return f"glibc {version}, train on CPU keeps a step's memory for the next ({SWITCH}=system: not)"
+    if _asked(environ):
+        return f"glibc {version}, train on CPU keeps a step's memory for the next ({SWITCH}=system: not)"
+    why = f"{SWITCH}=system" if SWITCH in environ else f"{_own_setting(environ)} is set"
+    return f"glibc {version}, left alone ({why})"
 
 
 def _asked(environ: Mapping[str, str]) -> bool:
     choice = environ.get(SWITCH)
     if choice is None:
-        return _own_settings(environ) is None
+        return _own_setting(environ) is None
     if choice not in CHOICES:
         raise ConfigError(
             f"{SWITCH} is {choice!r}.{nearest(choice, CHOICES)} It is one of {', '.join(CHOICES)}. Set {SWITCH}=system to leave the "
@@ -79,19 +92,16 @@ def _asked(environ: Mapping[str, str]) -> bool:
     return choice == "keep"
 
 
-def _own_settings(environ: Mapping[str, str]) -> str | None:
+def _own_setting(environ: Mapping[str, str]) -> str | None:
     """Returns the variable by which the environment sets glibc's allocator, or None."""
-    own = [
-        name for name in sorted(environ) if name.startswith("MALLOC_") and name.endswith(("MAX", "MAX_", "THRESHOLD_"))
-    ]
     if "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
-        own.append("GLIBC_TUNABLES")
-    return own[0] if own else None
+        return "GLIBC_TUNABLES"
+    return next((name for name in _VARIABLES if name in environ), None)
 
 
 def _on_cpu(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
     """Returns whether a config's devices are CPU devices, which is not certain for `auto` before JAX has looked."""
-    if isinstance(devices, str) and devices.startswith("cpu:"):
+    if isinstance(devices, str) and fake_devices(devices):
         return True
     if platforms := environ.get("JAX_PLATFORMS"):
         return platforms.split(",")[0] == "cpu"

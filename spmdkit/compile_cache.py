@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit import compat_cache
+from spmdkit.compat import cache as compat_cache
 from spmdkit.names import COMPILE_CACHE
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700

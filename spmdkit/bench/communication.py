@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from spmdkit import files
+from spmdkit import allocator, files
 from spmdkit.bench import figures, plot
 from spmdkit.bench.choices import Row, rows_of
 from spmdkit.bench.opened import Opened, Opener, side_by_side
@@ -50,8 +50,11 @@ class Compared:
     out: Path | None = None
 
 
-def run_communication(config: Config, cluster: Cluster, asked: Compared) -> int:
+def run_communication(config: Config, cluster: Cluster, asked: Compared, keeps_memory: bool = False) -> int:
     """Trains, prints the table and writes the files. Returns 0, or 1 where a loss is above what `within` allows.
+
+    Args:
+        keeps_memory: what a step has used is kept for the next, as by `train`; after `allocator.one_arena` only.
 
     Raises:
         SpmdkitError: `sum` itself cannot be trained, or what is asked cannot work.
@@ -62,7 +65,7 @@ def run_communication(config: Config, cluster: Cluster, asked: Compared) -> int:
         raise ConfigError(f"--steps {steps} --seeds {asked.seeds}: both are at least 1. Try --steps 200 --seeds 1.")
     out = _folder(config, asked) if cluster.is_main else None
     with kept(config.compile_cache, config.folder):
-        result = compare(config, cluster, rows, steps, asked.seeds)
+        result = compare(config, cluster, rows, steps, asked.seeds, keeps_memory)
     beyond = figures.above(result["rows"], asked.within)
     result |= {"within": asked.within, "above": beyond}
     if out is not None:
@@ -77,7 +80,9 @@ def run_communication(config: Config, cluster: Cluster, asked: Compared) -> int:
     return int(ExitCode.CHECK_FAILED) if beyond else 0
 
 
-def compare(config: Config, cluster: Cluster, rows: Sequence[Row], steps: int, seeds: int) -> dict[str, Any]:
+def compare(
+    config: Config, cluster: Cluster, rows: Sequence[Row], steps: int, seeds: int, keeps_memory: bool = False
+) -> dict[str, Any]:
     """Returns everything that was measured, as plain values. `rows` begin with `sum`."""
     opener = Opener(config, cluster.devices, steps)
     say = _say if cluster.is_main else lambda line: None
@@ -85,6 +90,8 @@ def compare(config: Config, cluster: Cluster, rows: Sequence[Row], steps: int, s
     for row in rows:
         opened.append(opener.open(row, config.seed))
         say(f"{row.name}: " + (f"refused: {opened[-1].refused}" if opened[-1].refused else "compiled"))
+    if keeps_memory and cluster.devices[0].platform == "cpu":
+        allocator.keep_memory()
     found = list[dict[int, tuple[Trained, Trained]]]()
     for number in range(seeds):
         seed = config.seed + number

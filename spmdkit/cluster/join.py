@@ -16,13 +16,15 @@ from typing import NamedTuple
 
 import jax
 
-from spmdkit import compat, compat_epochs, compat_gloo
+from spmdkit import compat
 from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.cluster.rendezvous import roll_call, wait_for_service
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
+from spmdkit.compat import epochs as compat_epochs
+from spmdkit.compat import gloo as compat_gloo
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.keeper import HEARTBEAT_S, SHUTDOWN_S, Keeper
 from spmdkit.names import MAX_FAKE_DEVICES, fake_devices

@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from spmdkit import compat, compat_epochs
+from spmdkit import compat
 from spmdkit.checkpoint import storage_counters
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.join import Epoch
 from spmdkit.cluster.spec import ClusterSpec
+from spmdkit.compat import epochs as compat_epochs
 from spmdkit.epochs.memory import Copier, FromMemory, HostMemory
 from spmdkit.epochs.sharing import completed, found
 from spmdkit.epochs.wires import Wires
@@ -175,7 +176,7 @@ class Epochs:
         if self._copier is None:
             self._copier = Copier(run.program.mesh, run.cluster.process_index)
         begun = time.perf_counter()
-        with run.throughput.paused():
+        with run.telling.throughput.paused():
             snapshot = self._copier.take(step, state, run.record(step))
         if not self.memory.kept:
             run.events.write(

@@ -29,7 +29,7 @@ from spmdkit.order import Order, ready_of
 READY_S = 120.0
 """How long processes may take to come out of what they do, and newcomers to import."""
 OUT_S = 4.0
-"""How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its connections are closed (compat_epochs.reduce_one_by_one says how that
+"""How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its connections are closed (compat.epochs.reduce_one_by_one says how that
 comes, and has made it rare), is killed, and counts as another dead one."""
 IDLE_S, BUSY_SHARE = 0.8, 0.01
 """Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for good, and is killed at once."""

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from spmdkit.mesh import REPLICA_AXES, count
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
-from spmdkit.reducers.base import Added
+from spmdkit.reducers.base import Added, value_bytes
 
 
 def least_bytes(program: Program) -> dict[str, int]:
@@ -49,7 +49,9 @@ def least_bytes(program: Program) -> dict[str, int]:
         if replicas > 1 and not program.reducer.is_sum:
             part = leaf.sharding(program.mesh).shard_shape(leaf.shape)
             shape = part if math.prod(part) == round(values) else (round(values),)
-            by_reducer.append(Added(leaf.path, shape, of_replicas, ()))
+            by_reducer.append(
+                Added(leaf.path, shape, of_replicas, (), value_bytes=value_bytes(config.precision.reduce))
+            )
         else:
             found["replica x data"] += 2 * (replicas - 1) / replicas * values * reduce
         share = (f - 1) / f

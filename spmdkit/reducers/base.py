@@ -54,6 +54,7 @@ class Added(NamedTuple):
         axes: replica axis -> size, of those larger than one over which it is added.
         cut: mesh axes that cut it: leaves of the same share a buffer.
         before: replica axes over which ZeRO 2 has added it, before the reducer.
+        value_bytes: of a value that crosses as it is: 4, with `precision.reduce: float64` 8.
     """
 
     path: str
@@ -61,6 +62,7 @@ class Added(NamedTuple):
     axes: Mapping[str, int]
     cut: tuple[str, ...]
     before: tuple[str, ...] = ()
+    value_bytes: int = 4
 
     @property
     def num(self) -> int:
@@ -71,6 +73,11 @@ class Added(NamedTuple):
     def size(self) -> int:
         """Values on one device."""
         return math.prod(self.shape)
+
+    @property
+    def summed(self) -> float:
+        """Bytes that one device sends for it by a ring all-reduce, or a reduce_scatter and an all_gather."""
+        return 2 * (self.num - 1) / self.num * self.value_bytes * self.size
 
 
 def by_axes(leaves: Sequence[Added]) -> list[list[Added]]:
@@ -175,6 +182,11 @@ def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
 def shard_dim(shape: Sequence[int], num: int) -> int | None:
     """Returns the first dim of (a device's part of) a leaf that `num` divides, None where none is."""
     return next((dim for dim, size in enumerate(shape) if size and size % num == 0), None)
+
+
+def value_bytes(dtype: Any) -> int:
+    """Returns the bytes in which a value of the gradient crosses as it is: float32 at least."""
+    return max(4, jnp.dtype(dtype).itemsize)
 
 
 def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:

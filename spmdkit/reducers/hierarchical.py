@@ -68,7 +68,7 @@ def make(inner: str = "sum", outer: Choice = "int8") -> Reducer:
         for leaf in leaves:
             num = math.prod(leaf.axes[a] for a in inner_axes(tuple(leaf.axes)))
             total = num if shard_dim(leaf.shape, num) is not None else leaf.num
-            inside += 8 * (total - 1) / total * leaf.size
+            inside += 2 * (total - 1) / total * leaf.value_bytes * leaf.size
         return inside + between.sent([x for leaf in leaves if (x := _as_shard(leaf))])
 
     def check(leaves: Sequence[Added]) -> None:
@@ -161,7 +161,7 @@ def _as_shard(leaf: Added) -> Added | None:
     if "replica" not in leaf.axes or dim is None:
         return None
     shape = tuple(n // num if i == dim else n for i, n in enumerate(leaf.shape))
-    return Added(leaf.path, shape, {"replica": leaf.axes["replica"]}, leaf.cut)
+    return leaf._replace(shape=shape, axes={"replica": leaf.axes["replica"]}, before=())
 
 
 # ---- shards -------------------------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         sent = 0.0
         for leaf in added:
             found = view(leaf.path, leaf.shape)
-            values = found[0] * min(rank, *found[1:]) * (found[1] + found[2]) if found else leaf.size
-            sent += 8 * (leaf.num - 1) / leaf.num * values
+            factors = found[0] * min(rank, *found[1:]) * (found[1] + found[2]) if found else 0
+            sent += 8 * (leaf.num - 1) / leaf.num * factors if found else leaf.summed
         return sent
 
     def check(added: Sequence[Added]) -> None:
@@ -189,10 +189,10 @@ def _start(product: jax.Array | None, view: tuple[int, int, int], rank: int, ind
     num, m, n = view
     key = over.key() if product is None else jax.random.key(0, impl="threefry2x32")
     key = jax.random.fold_in(key, index)
-    drawn = jax.random.normal(key, (num, n, rank))
+    drawn = jax.random.normal(key, (num, n, rank), jnp.float32)
     if product is None:
         return orthonormal(drawn, index)
-    mixed = jax.random.normal(jax.random.fold_in(key, 1), (num, m, rank))
+    mixed = jax.random.normal(jax.random.fold_in(key, 1), (num, m, rank), jnp.float32)
     spanned = _product("bmn,bmr->bnr", product.reshape(view), mixed)
     return orthonormal(jnp.where(jnp.any(product != 0), spanned, drawn), index)
 
@@ -203,7 +203,7 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
     Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight devices of one
     process at once, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two cores, 2026-11-23).
     """
-    spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape)
+    spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape, jnp.float32)
 
     def rest(done: jax.Array, column: jax.Array) -> jax.Array:
         for _ in range(2):

@@ -63,7 +63,7 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
         return out, states, told
 
     def wire_of(added: Sequence[Added]) -> float:
-        return sum(_of_round(x, rows) if is_table(x.path) and len(x.shape) > 1 else _of_sum(x) for x in added)
+        return sum(_of_round(x, rows) if is_table(x.path) and len(x.shape) > 1 else x.summed for x in added)
 
     def check(added: Sequence[Added]) -> None:
         for pattern in patterns:
@@ -146,14 +146,10 @@ def _unpacked(sent: jax.Array, rows: int, table: jax.Array) -> tuple[jax.Array, 
 # ---- before the first step, and after it ----------------------------------------------------------------------------------
 
 
-def _of_sum(leaf: Added) -> float:
-    return 8 * (leaf.num - 1) / leaf.num * leaf.size
-
-
 def _of_round(leaf: Added, rows: int) -> float:
     """Returns the bytes that a device sends for a table in one round."""
-    values = min(rows, leaf.shape[0]) * (1 + leaf.size // leaf.shape[0])
-    return (leaf.num - 1) * (4 * (values + -values % PAD) + 8 / leaf.num)
+    words = min(rows, leaf.shape[0]) * (1 + leaf.size // leaf.shape[0] * leaf.value_bytes // 4)
+    return (leaf.num - 1) * (4 * (words + -words % PAD) + 8 / leaf.num)
 
 
 def _check_options(leaves: object, rows: object, most: object) -> None:
@@ -193,13 +189,13 @@ def _check_named(pattern: str, added: Sequence[Added]) -> None:
 
 
 def _check_table(table: Added, rows: int, most: float | None) -> None:
-    if most is None or _of_round(table, rows) < most * _of_sum(table):
+    if most is None or _of_round(table, rows) < most * table.summed:
         return
-    fitting = next((n for n in _smaller(rows) if _of_round(table, n) < most * _of_sum(table)), None)
+    fitting = next((n for n in _smaller(rows) if _of_round(table, n) < most * table.summed), None)
     repair = f"rows: {fitting}, or leave it out of leaves" if fitting else "reducer: sum, or leave it out of leaves"
     raise ConfigError(
         f"reducer: sparse_rows with rows: {rows} on {table.num} replicas: {table.path!r} is {list(table.shape)} on a device, and one round sends "
-        f"{_of_round(table, rows) / _of_sum(table):.2f} of what sum sends for it; at most {most:g} is allowed (most). Try {repair}."
+        f"{_of_round(table, rows) / table.summed:.2f} of what sum sends for it; at most {most:g} is allowed (most). Try {repair}."
     )
 
 
@@ -211,10 +207,10 @@ def _smaller(rows: int) -> Iterator[int]:
 
 def _check_first(table: Added, rows: int, most: float | None, rounds: float) -> None:
     rounds = round(rounds)
-    if most is None or rounds * _of_round(table, rows) < most * _of_sum(table):
+    if most is None or rounds * _of_round(table, rows) < most * table.summed:
         return
     at_least = (rounds - 1) * min(rows, table.shape[0]) + 1
-    share = rounds * _of_round(table, rows) / _of_sum(table)
+    share = rounds * _of_round(table, rows) / table.summed
     raise ConfigError(
         f"reducer: sparse_rows: in the first batch a replica's gradient of {table.path!r} has {at_least:,} touched rows of {table.shape[0]:,} or more on a "
         f"device: it is dense, and {rounds} rounds of {rows} rows send {share:.2f} of what sum sends for it (most: {most:g}). A table that also is the head of the "

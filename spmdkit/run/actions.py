@@ -10,6 +10,7 @@ import numpy as np
 from spmdkit import journal
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeError
+from spmdkit.run import going_back
 from spmdkit.run.hooks.base import Decision, Replace, Rollback, Stop
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
@@ -50,7 +51,7 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
     if not run.program.has_eval or (run.last_eval is not None and run.last_eval[0] == step):
         return
     jax.block_until_ready(state.step)
-    with run.throughput.paused(), journal.during("evaluation"):
+    with run.telling.throughput.paused(), journal.during("evaluation"):
         values = run.program.evaluator(state, run.together.setting_out)
     run.last_eval = (step, values)
     run.write({"step": step, "split": "eval", **values})
@@ -67,7 +68,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
     if run.saves is None or run.saved_at_step == step:
         return
     jax.block_until_ready(state.step)
-    with run.throughput.paused(), journal.during("save"):
+    with run.telling.throughput.paused(), journal.during("save"):
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
@@ -75,7 +76,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
                 raise NonFiniteError(run.due.why_stopping() or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
             run.message(_bad_state(run, step, bad))
             return
-        run.sinks.flush()
+        run.telling.sinks.flush()
         fresh = run.last_eval is not None and run.last_eval[0] == step
         values = run.last_eval[1] if fresh and run.last_eval else None
         numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}
@@ -133,7 +134,7 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
     with journal.during("restore"):
-        state = run.go_back(asked.to_step, asked.skip_batches, asked.batches)
+        state = going_back.go_back(run, asked.to_step, asked.skip_batches, asked.batches)
     way = (left, run.step, skipped_before)
     if way in run.ways_back and not asked.skip_batches and not asked.batches:
         raise UserCodeError(

@@ -24,6 +24,7 @@ from spmdkit.parameter_server.roles import Roles
 from spmdkit.parameter_server.threads import Threads
 from spmdkit.parameter_server.transport import Transport, Unavailable
 from spmdkit.program.program import Program
+from spmdkit.run import going_back
 from spmdkit.run.actions import evaluate, save
 from spmdkit.run.hooks.base import Stop
 from spmdkit.run.hooks.finite import not_finite, said
@@ -151,7 +152,7 @@ class _Watch:
         run = self.run
         if self._began:
             with journal.during("restore"):
-                self._state = run.go_back(None, 0)
+                self._state = going_back.go_back(run, None, 0)
             self._tables = saved_tables(run)
             self._window, self._logged, self._evaluated = [], (time.monotonic(), run.step), run.step
         self._began = True
@@ -204,7 +205,7 @@ class _Watch:
         if seen.went_back_to is None and seen.applied > run.step:
             run.dispatched(seen.applied, {}, 0.0)
             journal.at("step", seen.applied)
-            run.progress.advance(seen.applied)
+            run.telling.progress.advance(seen.applied)
 
     def _check_skipped(self, seen: Seen) -> None:
         """Tells of pushes that were skipped (`on_nonfinite`).

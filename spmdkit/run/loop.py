@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 
-from spmdkit import allocator, compat, compat_epochs, journal
+from spmdkit import allocator, compat, journal
 from spmdkit.attempt import unfinished
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
+from spmdkit.compat import epochs as compat_epochs
 from spmdkit.compile_cache import Programs, kept
 from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.data import DeviceBatches
@@ -199,7 +200,7 @@ def _compiled_and_run(
         run.message(f"note: compile cache {cache.said}")
     # Opened first, so that the data is read while the step compiles.
     with program.stream(run.step + 1) as run.batches:
-        with run.progress.compiling(), journal.during("compile"):
+        with run.telling.progress.compiling(), journal.during("compile"):
             check_start(program, cluster, run.directory, limit_bytes)
         run.events.write("compiled", step=run.step, **cache.programs())
         if one_arena and cluster.devices[0].platform == "cpu":
@@ -225,7 +226,7 @@ def _say_finished(run: Run) -> None:
 def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
     """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped it."""
     program, due, together, stop = run.program, run.due, run.together, None
-    run.throughput.start()
+    run.telling.throughput.start()
     due.tell("begin", run, run.step, state)
     due.keeps_errors = together.is_on
     epochs = run.epochs
@@ -278,7 +279,7 @@ def next_of_all(
 
 
 def _introduce(run: Run, state: TrainState) -> None:
-    program, config, progress = run.program, run.config, run.progress
+    program, config, progress = run.program, run.config, run.telling.progress
     devices = run.cluster.devices
     copies = 1 if program.groups is None else program.groups.num
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params)) // copies

@@ -1,4 +1,4 @@
-"""A run: its directory and lock, what it restores, and what it tells. What is due around a step is in hooks/, the loop in loop.py.
+"""A run: its directory and lock, what all processes agree on, and what it restores. What is due around a step is in hooks/, what is told in telling.py, the loop in loop.py.
 
     run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  tensorboard/  profile/
 
@@ -19,17 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit import files, journal, metrics, secret
+from spmdkit import metrics
 from spmdkit.attempt import StepMark
 from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
 from spmdkit.epochs import Epochs
-from spmdkit.errors import CheckpointWriteError, Preempted, UserCodeError
+from spmdkit.errors import CheckpointWriteError, Preempted
 from spmdkit.faults import Asked, StopSignals, Watchdog, describe, taken_over
 from spmdkit.mesh import describe_mesh
-from spmdkit.metrics import sinks
 from spmdkit.program.in_flight import most_in_flight
 from spmdkit.program.program import Program
 from spmdkit.report.run import write_report
@@ -40,6 +39,7 @@ from spmdkit.run.left_out import left_out_rows
 from spmdkit.run.mark import note_running
 from spmdkit.run.roles import ROLES
 from spmdkit.run.saves import Saves
+from spmdkit.run.telling import Telling
 from spmdkit.run.together import Together
 from spmdkit.step import keys
 from spmdkit.step.state import TrainState
@@ -79,14 +79,8 @@ class Run:
         self.kept_beside: dict[str, Any] = {}  # in the record of the next checkpoint
         self.left_saving = False  # a save is still being written, and nobody waits for it any more
         self._numbers: tuple[int, dict[str, Any]] | None = None
-        asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
-        self._chosen_sinks = sinks.chosen(
-            asked, config.folder
-        )  # on every process: a mistake must not end one of many alone
+        self.telling = Telling(config, cluster, clock)
         self.due = Due(hooks.of_run(config, program.task.hooks), cluster, config.steps, self._most_in_flight)
-        self._environment = metrics.environment(
-            folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes
-        )
 
     def __enter__(self) -> Run:
         with ExitStack() as stack:
@@ -182,7 +176,7 @@ class Run:
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
             return self.program.init()
-        self._take(found)
+        self.take(found)
         now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
         changed = changes.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow)
         self.first_step = found.step + 1
@@ -200,8 +194,8 @@ class Run:
             self.finished = ended["why"]
         return found.state
 
-    def _take(self, found: coming_back.Restored) -> None:
-        """Gives the schedule and the hooks what was saved of them."""
+    def take(self, found: coming_back.Restored) -> None:
+        """Gives the schedule and the hooks what was saved of them; the step is that of the checkpoint."""
         on_disk = skipped.read_for_all(self.directory, self.cluster)
         skipped.take(self.program, on_disk, found.step, found.record)
         self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
@@ -210,69 +204,14 @@ class Run:
         self.step = found.step
         self.saved_at_step = found.step if found.is_saved else 0
 
-    def go_back(self, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
-        """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
-
-        Everything that training writes goes back with it: checkpoints, sinks, the schedule, the hooks' own state.
-
-        Raises:
-            UserCodeError: the checkpoints of that time are not kept any more.
-        """
-        left, before = self.step, self.program.schedule.skipped
-        epoch = self.due.went_back()
-        self.flying.clear()
-        if self.epochs is not None:
-            self.epochs.memory.forget()
-        self._numbers, self.last_eval, self.last_logged = None, None, {}
-        target, found = 0, None
-        if self.checkpoints is not None and self.saves is not None:
-            self.saves.settle()
-            found = coming_back.newest_good(self.cluster, self.checkpoints, self.program, f" {epoch}", to_step)
-            target = found.step if found else 0
-            newest = coming_back.latest_for_all(self.cluster, self.checkpoints, f" of all {epoch}")
-            if not target and newest is not None and to_step != 0:
-                raise UserCodeError(
-                    f"a hook goes back to step {to_step}, and the checkpoints that are kept are newer, up to step {newest}. Going back needs one of "
-                    f"that step or before. Raise checkpoint.keep ({self.config.checkpoint.keep if self.config.checkpoint else 0}), or go back "
-                    "less far; sk.Rollback(0) starts anew."
-                )
-            coming_back.set_aside(self, found.wrong if found else {}, (), target)
-            self.cluster.barrier("before going back")
-            self.checkpoints.forget_after(target)
-            self.cluster.barrier("went back")
-        if found is not None:
-            state = found.state
-            self._take(found)
-        else:
-            state = self.program.init()
-            self.due.restore(self._hooks_at_start)
-            self.step = self.saved_at_step = 0
-        more = skipped.add(self.program, target, before, skip_batches, batches)
-        skipped.write(self.directory, self.cluster, self.program.schedule.skipped)
-        remote.keep_skipped(self.config, self.cluster, self.directory)
-        if self.cluster.is_main:
-            self.sinks.rewind(target)
-        self.events.write("rolled back", step=target, from_step=left, skipped_batches=more)
-        told = f", {len(more)} batch{'es' * (len(more) > 1)} left out for good" if more else ""
-        self.message(f"back to step {target}, from step {left}{told}")
-        self.throughput.start()
-        return state
-
     def _open_records(self, step: int) -> None:
-        config = self.config
-        mode = config.log.progress if self.cluster.is_main else "off"
-        self.progress = metrics.Progress(config.steps, step + 1, mode, examples_unit=self.program.task.unit)
-        self._stack.callback(self.progress.close)
-        self.throughput = metrics.Throughput(config.batch_size, self.clock)
-        self.sinks = sinks.Sinks(self.message)
-        self._hooks_at_start = self.due.state()
-        if not self.cluster.is_main:
-            return
-        files.write_text(self.directory / "config.yaml", to_yaml(config, absolute_paths=True, hide_secrets=True))
-        files.write_json(self.directory / "environment.json", self._environment)
-        self._stack.callback(self.sinks.close)
-        for sink in self._chosen_sinks:
-            self.sinks.add(sink.name, functools.partial(sink.open, self, sink.options, step))
+        self.hooks_at_start = self.due.state()
+        self.telling.open(self, step, self._stack)
+
+    def forget_numbers(self) -> None:
+        """Drops the metrics of steps that are about to be undone, those in flight too."""
+        self.flying.clear()
+        self._numbers, self.last_eval, self.last_logged = None, None, {}
 
     # ---- what hooks use ----------------------------------------------------------------------------------------------
 
@@ -290,27 +229,16 @@ class Run:
 
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
-        with journal.during("printing"):  # a reader may have stopped (a pager, Ctrl-S), which is no hang
-            self.progress.message(secret.in_text(text))
+        self.telling.message(text)
 
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too.
 
         Arrays among scalars (`sk.counts`) are a record of their own, of the kind `histogram`.
         """
-        if not self.cluster.is_main:
-            return
-        self.fence.check()
-        if kind != "scalars":
-            self.sinks.write(record, kind)
-            return
-        arrays = {name: np.asarray(x).tolist() for name, x in record.items() if np.ndim(x)}
-        scalars = {name: x for name, x in record.items() if name not in arrays}
-        self.sinks.write(scalars)
-        with journal.during("printing"):
-            self.progress.write(scalars)
-        if arrays:
-            self.sinks.write({name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram")
+        if self.cluster.is_main:
+            self.fence.check()
+            self.telling.write(record, kind)
 
     def newest(self) -> str:
         """Returns a sentence on the newest checkpoint, once those in flight are written."""
@@ -342,7 +270,7 @@ class Run:
             "config": to_yaml(self.config, hide_secrets=True),
             "described": self._described,
             "next_batch": self.program.schedule.digest(step + 1),
-            "versions": self._environment["versions"],
+            "versions": self.telling.environment["versions"],
             "groups": None if self.program.groups is None else self.program.groups.num,
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
             "randomness": keys.identity(),
@@ -359,7 +287,7 @@ class Run:
         """Takes note of a step whose metrics are on their way; waits for the device only with too many in flight."""
         self.step = step
         self._mark.at(step)
-        self.throughput.tick(step, wait_s)
+        self.telling.throughput.tick(step, wait_s)
         self.flying.append(values)
         if len(self.flying) > self._most_in_flight:
             jax.block_until_ready(self.flying.popleft())
@@ -381,7 +309,6 @@ class Run:
         """Writes how the run ended, into the events and the report."""
         self.fence.check()
         self.events.write(event, step=self.step, **fields)
+        self.telling.close()
         if self.cluster.is_main:
-            self.sinks.close()
-            self.progress.close()
             write_report(self.directory)

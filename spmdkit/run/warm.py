@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from contextlib import suppress
 
-from spmdkit import compat, compat_epochs
+from spmdkit import compat
+from spmdkit.compat import epochs as compat_epochs
 from spmdkit.config import Config
 from spmdkit.errors import SpmdkitError
 from spmdkit.tasks import Task

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from spmdkit.errors import ConfigError
 from spmdkit.layout import LeafPlacement
 from spmdkit.mesh import describe_mesh
-from spmdkit.reducers.base import TOLD, Added, Reducer, inner_axes
+from spmdkit.reducers.base import TOLD, Added, Reducer, inner_axes, value_bytes
 from spmdkit.step import scope
 from spmdkit.step.forms import kept_spec, part_shape, replica_axes_of, shard_dim_of
 from spmdkit.tree import named_leaves
@@ -83,7 +83,7 @@ class FirstLook:
 def added(context: scope.Context) -> list[Added]:
     """Returns the leaves of the gradient that are added over replicas, in flattening order."""
     assert context.cuts.placements is not None
-    found = []
+    found, each = [], value_bytes(context.chosen.reduce_dtype or "float32")
     specs: list[Any] = jax.tree.leaves(context.cuts.placements.gradient)
     for (path, shape), spec in zip(context.cuts.placements.shapes.items(), specs, strict=True):
         sizes = {a: context.cuts.size(a) for a in replica_axes_of(context, spec)}
@@ -91,7 +91,7 @@ def added(context: scope.Context) -> list[Added]:
         if sizes:
             cut = tuple(a for a in names if context.cuts.size(a) > 1)
             before = tuple(a for a in cut if a in context.cuts.data_axes)
-            found.append(Added(path, part_shape(context, spec, shape), sizes, cut, before))
+            found.append(Added(path, part_shape(context, spec, shape), sizes, cut, before, each))
     return found
 
 

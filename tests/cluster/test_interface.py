@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from spmdkit import compat_gloo
 from spmdkit.cluster import interface
 from spmdkit.cluster.interface import Advertised, by_name, choose
+from spmdkit.compat import gloo as compat_gloo
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from spmdkit import allocator
+from tests.support.command_line import Folder
 from tests.support.messages import refused
 
 needs_glibc = pytest.mark.skipif(allocator.glibc() is None, reason="another C library")
@@ -29,6 +30,7 @@ def calls(monkeypatch):
         ("auto", {"JAX_PLATFORMS": "cuda,cpu"}, False),
         ("cpu:8", {"SPMDKIT_ALLOCATOR": "system"}, False),
         ("cpu:8", {"MALLOC_ARENA_MAX": "4"}, False),
+        ("cpu:8", {"MALLOC_TOP_PAD_": "4"}, False),
         ("cpu:8", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, False),
         ("cpu:8", {"MALLOC_ARENA_MAX": "4", "SPMDKIT_ALLOCATOR": "keep"}, True),
     ],
@@ -51,6 +53,29 @@ def test_another_c_library_is_left_alone_and_that_is_said(calls, monkeypatch):
 def test_an_unknown_choice_names_those_that_there_are():
     with refused("SPMDKIT_ALLOCATOR", found="'sytem'", rule="one of keep, system", repair="'system'?"):
         allocator.one_arena("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
+    with refused("SPMDKIT_ALLOCATOR", found="'sytem'", repair="'system'?"):
+        allocator.describe({"SPMDKIT_ALLOCATOR": "sytem"})
+
+
+ONE_ARENA, NO_MAPPING, NO_GIVING_BACK = (-8, 1), (-4, 0), (-1, -1)
+
+
+@needs_glibc
+@pytest.mark.parametrize("command", [("train", "run.yaml"), ("bench", "communication", "run.yaml", "--steps", "4")])
+@pytest.mark.parametrize("choice", allocator.CHOICES)
+def test_a_command_that_trains_on_eight_cpu_devices_tells_the_allocator_three_things(
+    command, choice, calls, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv(allocator.SWITCH, choice)
+    folder = Folder(tmp_path, monkeypatch, capfd)
+    folder.write(config={"devices": "cpu:8", "checkpoint": "null"})
+    assert folder.leaves(*command) == 0, capfd.readouterr().err
+    assert calls == ([ONE_ARENA, NO_MAPPING, NO_GIVING_BACK] if choice == "keep" else [])
+    if command[0] == "train":
+        assert folder.leaves("doctor") == 0
+        said = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("allocator"))
+        assert ("keeps a step's memory" if choice == "keep" else "left alone (SPMDKIT_ALLOCATOR=system)") in said
+        assert len(calls) == (3 if choice == "keep" else 0), "doctor sets nothing"
 
 
 RUN = """

@@ -150,9 +150,17 @@ def test_importing_spmdkit_imports_no_jax_and_no_other_heavy_package():
     assert run_python(f"import sys, spmdkit; print([m for m in {heavy} if m in sys.modules])").strip() == "[]"
 
 
-def test_using_every_public_name_creates_no_device_and_changes_no_setting():
+def test_using_every_public_name_creates_no_device_and_changes_no_setting_nor_the_allocator():
     code = """
-import os, jax
+import ctypes, os, jax
+
+class Watched(ctypes.CDLL):
+    found = []
+    def __getattr__(self, name):
+        Watched.found.append(name)
+        return super().__getattr__(name)
+
+ctypes.CDLL = Watched
 before, environment = dict(jax.config.values), dict(os.environ)
 import spmdkit as sk
 for name in sk.__all__:
@@ -160,8 +168,9 @@ for name in sk.__all__:
 import spmdkit.cli
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized(), dict(jax.config.values) == before, dict(os.environ) == environment)
+print("mallopt" not in Watched.found)
 """
-    assert run_python(code).split() == ["False", "True", "True"]
+    assert run_python(code).split() == ["False", "True", "True", "True"]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Every path, name and link that a page of documentation gives leads to something."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
+import spmdkit as sk
 from spmdkit.step import scope
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,36 @@ def stale_links(page, text):
     return wrong
 
 
+def stale_api(text):
+    """Returns the names of `sk` that a user cannot import, and the targets of `make` that there are not."""
+    spans = "\n".join(re.findall(r"`([^`\n]+)`", prose(text)))
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    wrong = [f"sk.{name}" for name in re.findall(r"\bsk\.(\w+)", spans) if name not in sk.__all__]
+    return wrong + [f"make {name}" for name in re.findall(r"\bmake ([a-z-]+)", spans) if name not in targets]
+
+
+def stale_words(text):
+    """Returns what stands alone in backticks in a walk through the code and is no path from the package or the tests, nor a word of the code."""
+    wrong = []
+    for span in re.findall(r"`([\w./]+)(?:\(\))?`", prose(text)):
+        is_path = "/" in span or re.search(r"\.(py|md)$", span)
+        if is_path and span not in SCOPES and not any(next(root.glob(span), None) for root in ROOTS):
+            wrong.append(span)
+        if not is_path and not words_of_code().issuperset(re.findall(r"[A-Za-z]\w*", span)):
+            wrong.append(span)
+    return wrong
+
+
+ROOTS = (ROOT, ROOT / "spmdkit", ROOT / "tests", *(path for path in (ROOT / "spmdkit").iterdir() if path.is_dir()))
+
+
+@functools.cache
+def words_of_code():
+    """Returns every word of the package, and of what it is built and run by."""
+    files = [*(ROOT / "spmdkit").rglob("*.py"), *(ROOT / "examples").glob("*.py"), ROOT / "pyproject.toml"]
+    return frozenset(word for file in files for word in re.findall(r"\w+", file.read_text()))
+
+
 def headings(text):
     """Returns the anchors of a page's headings, as GitHub makes them."""
     plain = (re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower()) for line in text.splitlines() if line[:1] == "#")
@@ -56,7 +88,11 @@ def headings(text):
 @pytest.mark.parametrize("name", PAGES)
 def test_what_a_page_names_exists(name):
     text = PAGES[name].read_text()
-    assert (stale_paths(text), stale_names(text), stale_links(PAGES[name], text)) == ([], [], [])
+    assert (stale_paths(text), stale_names(text), stale_links(PAGES[name], text), stale_api(text)) == ([], [], [], [])
+
+
+def test_what_the_walk_through_the_code_names_is_in_it():
+    assert stale_words(PAGES["ARCHITECTURE.md"].read_text()) == []
 
 
 def test_every_page_is_named_in_another_one():
@@ -66,7 +102,10 @@ def test_every_page_is_named_in_another_one():
 
 
 def test_what_is_stale_is_seen():
-    text = "`spmdkit/gone.py`, `spmdkit/reduce`, `gone` in `spmdkit/cli.py`, [a](gone.md), [b](#nowhere), `spmdkit/none/NAME.py`"
+    text = "`spmdkit/gone.py`, `spmdkit/reduce`, `gone` in `spmdkit/cli/launch.py`, [a](gone.md), [b](#nowhere), `spmdkit/none/NAME.py`"
     assert stale_paths(text) == ["spmdkit/gone.py", "spmdkit/none/NAME.py"]
-    assert stale_names(text) == [("gone", "spmdkit/cli.py")]
+    assert stale_names(text) == [("gone", "spmdkit/cli/launch.py")]
     assert stale_links(ROOT / "README.md", text) == ["gone.md", "#nowhere"]
+    text = "`sk.mean(x)`, `sk.gone`, `make test`, `make gone`, `step/rows.py`, `step/gone.py`, `ops/`, `Run`, `nowhere_at_all`, `Run.nowhere_at_all()`"
+    assert stale_api(text) == ["sk.gone", "make gone"]
+    assert stale_words(text) == ["step/gone.py", "nowhere_at_all", "Run.nowhere_at_all"]

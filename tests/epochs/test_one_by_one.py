@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from spmdkit import compat_epochs
+from spmdkit.compat import epochs as compat_epochs
 from tests.support.environment import environment_of_a_user
 
 PROGRAM = """
 import sys
-from spmdkit import compat_epochs
+from spmdkit.compat import epochs as compat_epochs
 if sys.argv[1] == "one by one":
     compat_epochs.reduce_one_by_one()
 import jax, jax.numpy as jnp

@@ -74,7 +74,7 @@ def test_warm_is_who_has_imported_the_users_file_and_has_no_devices(tmp_path, mo
     (tmp_path / "run.yaml").write_text("task: mine.py:task\nsteps: 1\nbatch_size: 1\nrun_dir: run\n")
     left = []
     monkeypatch.setattr("spmdkit.compat.backends_initialized", lambda: True)
-    monkeypatch.setattr("spmdkit.compat_epochs.leave_backend", lambda: left.append(True))
+    monkeypatch.setattr("spmdkit.compat.epochs.leave_backend", lambda: left.append(True))
     warm_up(load_config(tmp_path / "run.yaml"))
     assert any(getattr(m, "IMPORTED", False) for name, m in list(sys.modules.items()) if name.endswith("mine")) and left
     (tmp_path / "mine.py").write_text("raise ValueError\n")

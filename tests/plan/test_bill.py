@@ -1,13 +1,19 @@
 """The bill is right: bytes of programs with known traffic equal what is computed by hand, on CPU and on the TPU compiler."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import spmdkit as sk
 from spmdkit.plan.bill import read_bill
 from spmdkit.plan.hlo.loops import trip_count, walk
 from spmdkit.plan.hlo.text import parse
+from spmdkit.plan.least import least_bytes
 from spmdkit.plan.machine.target import open_target, parse_target
 from tests.plan.known_traffic import PROGRAMS, SIZES, compiled
+from tests.support.core_runs import program_of
 
 
 def sent(bill):
@@ -65,3 +71,23 @@ def test_of_a_conditional_the_dearer_branch_is_counted_and_both_are_listed():
     dear, cheap = sorted(bill.collectives, key=lambda c: -c.bytes)
     assert (dear.counted, cheap.counted) == (True, False)
     assert bill.bytes == dear.bytes and cheap.bytes == 2 * 3 * 128 * 4 // 4
+
+
+@pytest.mark.parametrize(
+    "reducer", ["sum", "ordered", {"hierarchical": {"outer": "ordered"}}, "powersgd", "bfloat16"], ids=str
+)
+def test_the_formulas_count_a_gradient_of_float64_in_its_own_bytes(reducer):
+    """What is compared is the compiled program; the loss and its count are a few bytes more."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # a reducer owes in float32
+        task = sk.Task(
+            lambda key: jnp.ones((128, 128)),
+            lambda p, x, key: sk.mean((jnp.tanh(x @ p) ** 2).sum(-1)),
+            optax.sgd(1.0),
+            train_data=np.ones((16, 128)),
+        )
+        settings = {"mesh": {"replica": 2, "data": 4}, "reducer": reducer, "batch_size": 16}
+        program = program_of(task, precision={"compute": "float64", "params": "float64"}, **settings)
+        sent = read_bill(parse(program.compiled.as_text()), program.sizes).bytes
+        assert least_bytes(program)["replica x data"] == pytest.approx(sent, abs=400)
+        assert f"{least_bytes(program)['replica x data']} B sent" in program.explain()
+    jax.clear_caches()

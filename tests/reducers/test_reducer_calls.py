@@ -135,7 +135,9 @@ def test_a_call_inside_of_a_vmap_of_the_users_own_is_that_of_each_one(mesh, redu
 
 
 @pytest.mark.parametrize("step", [in_a_scan, in_a_branch, in_a_jit, in_a_vmap])
-def test_a_call_inside_of_a_loop_a_branch_a_jit_or_a_vmap_is_refused_with_the_line_where_the_reducer_keeps_something(step):
+def test_a_call_inside_of_a_loop_a_branch_a_jit_or_a_vmap_is_refused_with_the_line_where_the_reducer_keeps_something(
+    step,
+):
     with pytest.raises(ConfigError) as error:
         program(DATA_8, "bfloat16", own_step(step))
     assert "sk.value_and_grad" in str(error.value) and "test_reducer_calls.py:" in str(error.value)

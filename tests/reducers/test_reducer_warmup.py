@@ -149,9 +149,18 @@ def test_what_is_explained_names_the_steps_of_sum():
     [
         ({"bfloat16": {"warmup": 5}}, {"bfloat16": {"terms": 3}}),
         ({"ordered": {"warmup": 5}}, "ordered"),
+        (
+            {"powersgd": {"rank": 2, "warm_start": False, "warmup": 5}},
+            {"powersgd": {"rank": 1 << 20, "least": 0, "warm_start": False}},
+        ),
+        (
+            {"hierarchical": {"outer": {"int8": {"error_feedback": False}}, "warmup": 5}},
+            {"hierarchical": {"outer": {"int8": {"error_feedback": False, "block": 1}}}},
+        ),
     ],
+    ids=str,
 )
-def test_verify_proves_the_reducer_and_not_its_warm_up(choice, proven):
+def test_verify_proves_the_reducer_with_its_options_and_not_its_warm_up(choice, proven):
     config = sk.Config(task="t.py:t", reducer=choice, steps=9, mesh={"data": 2})
     assert reducer_of(config).warmup == 5 and provable(config) == proven
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from spmdkit import checkpoint, cli, cli_checkpoint
+from spmdkit import checkpoint, cli
 from spmdkit.checkpoint import ls
 from spmdkit.checkpoint.record import read_record, write_record
+from spmdkit.cli import checkpoint as cli_checkpoint
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.run.loop import evaluate
 from tests.run.test_coming_back import flip_every_array, lose_a_file

@@ -100,7 +100,7 @@ def test_what_is_no_folder_of_a_bucket_is_refused_by_the_config(tmp_path, text):
 
 
 def test_the_commands_find_the_bucket_by_the_runs_directory(client, tmp_path, capsys):
-    from spmdkit.cli_checkpoint import checkpoint_ls, checkpoint_rm
+    from spmdkit.cli.checkpoint import checkpoint_ls, checkpoint_rm
 
     train(tmp_path, checkpoint=SAVED)
     capsys.readouterr()

@@ -92,7 +92,9 @@ def test_it_is_the_plain_script(name, mesh):
     assert_same(train(task(OPTIMIZERS[name]), mesh), plain(OPTIMIZERS[name]))
 
 
-@pytest.mark.parametrize("name", ["lion", *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n != "lion")])
+@pytest.mark.parametrize(
+    "name", ["lion", *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n != "lion")]
+)
 def test_a_gradient_twice_as_large_is_another_program_whatever_the_optimizer_divides_by(name):
     """The loss of the same parameters is the same, and of some optimizers the parameters too: their state tells of it."""
     double = lambda params: jax.tree.map(lambda x: 2 * x - jax.lax.stop_gradient(x), params)

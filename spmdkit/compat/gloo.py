@@ -1,4 +1,4 @@
-"""What XLA's CPU collectives tell other processes: JAX calls `make_gloo_tcp_collectives` without saying on which address (jax 0.10.2 to 0.12). As compat.py for everything else."""
+"""What XLA's CPU collectives tell other processes: JAX calls `make_gloo_tcp_collectives` without saying on which address (jax 0.10.2 to 0.12). As the package for everything else."""
 
 from __future__ import annotations
 

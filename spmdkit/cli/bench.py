@@ -52,10 +52,10 @@ def communication(
     from spmdkit.config import load_config
 
     loaded = load_config(config, overrides or [])
-    allocator.one_arena(loaded.devices, os.environ)
+    one_arena = allocator.one_arena(loaded.devices, os.environ)
     spec = environment(os.environ, loaded.cluster.dialect)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
     asked = Compared(reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out)
-    code = run_communication(loaded, cluster, asked)
+    code = run_communication(loaded, cluster, asked, keeps_memory=one_arena)
     cluster.shutdown()
     raise SystemExit(code)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spmdkit import cli_bench, cli_checkpoint, cli_launch
-from spmdkit.cli_checkpoint import say
+from spmdkit.cli import bench, checkpoint, launch
+from spmdkit.cli.checkpoint import say
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
 
@@ -30,8 +30,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check, show and describe configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-app.add_typer(cli_checkpoint.app, name="checkpoint")
-app.add_typer(cli_bench.app, name="bench")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bench.app, name="bench")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
 Overrides = Annotated[
@@ -210,7 +210,7 @@ def verify(
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: spmdkit launch -n 2 -- train configs/linear_regression.yaml devices=cpu:2",
-)(cli_launch.launch)
+)(launch.launch)
 
 
 @app.command(epilog="Example: spmdkit drill configs/linear_regression.yaml devices=cpu:2 --fault kill:1@20")

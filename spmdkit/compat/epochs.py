@@ -1,4 +1,4 @@
-"""What of JAX lets a process leave one job and join another (jax 0.10.2 to 0.12). As compat.py for everything else."""
+"""What of JAX lets a process leave one job and join another (jax 0.10.2 to 0.12). As the package for everything else."""
 
 from __future__ import annotations
 

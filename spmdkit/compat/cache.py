@@ -1,4 +1,4 @@
-"""What of JAX's persistent compile cache is private (jax 0.10.2 to 0.12): which object holds it, and who writes. As compat.py for everything else."""
+"""What of JAX's persistent compile cache is private (jax 0.10.2 to 0.12): which object holds it, and who writes. As the package for everything else."""
 
 from __future__ import annotations
 
