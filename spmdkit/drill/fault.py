@@ -38,6 +38,9 @@ LASTS = ("slow", "delay", "loss")
 BY_POLICY = ("nan", "flip")
 """What may change the numbers, as the config says."""
 
+OF_CHECKPOINTS = ("truncate", "corrupt")
+"""What comes to the newest checkpoint, when all have ended."""
+
 FROM_HERE = ("diskfull", *NETWORK)
 """What no process can do to itself: the drill does it."""
 
