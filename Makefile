@@ -1,4 +1,4 @@
-# make demo | test | quick | extras | slurm | mpirun | ray | engines | thorough | verify | tpu | reference | lint | fuzz | soak | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
+# make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference | lint | fuzz | soak | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
 # first use; what needs a package of more than 100 MB (the TPU compiler) in .venv-extras.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test quick extras slurm mpirun ray engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo test quick extras slurm mpirun ray network engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -37,6 +37,10 @@ mpirun: $(VENV)/.test
 # A Ray on this machine and, as root, of two nodes on hosts as network namespaces.
 ray: $(EXTRAS)/.test
 	$(BOUND) 900 $(EXTRAS)/bin/python -m pytest -m ray tests/engines/test_ray.py
+
+# Hosts as network namespaces, joined by the switch in user space: delay, loss, rate, cuts. Root; /dev/net/tun.
+network: $(VENV)/.test
+	$(BOUND) 900 $(BIN)/python -m pytest -m 'slow or not slow' tests/drill/test_network.py -rs
 
 engines: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python -m pytest -m engines

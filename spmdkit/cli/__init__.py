@@ -221,7 +221,8 @@ def drill(
         list[str] | None,
         typer.Option(
             metavar="KIND:PROCESS@WHEN",
-            help="kill stop term hang slow nan flip truncate corrupt diskfull, of a process or random, at a step (120), after seconds (30s) or random.",
+            help="kill stop term hang slow nan flip truncate corrupt diskfull, and as root on Linux cut oneway partial delay loss rate (of the network), of a process or "
+            "random, at a step (120), after seconds (30s) or random.",
         ),
     ] = None,
     kill: Annotated[list[str] | None, typer.Option(metavar="PROCESS@WHEN", help="Short for --fault kill:...")] = None,

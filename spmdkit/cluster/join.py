@@ -62,10 +62,11 @@ def join(
     `collective_timeout_s`: the longest that a process may make the others wait; CPU collectives fail a little later.
     `interface`: whose address CPU collectives give to the others, see interface.py.
     `epoch`: this process may leave and join again.
+    Where somebody else has called `jax.distributed.initialize` (ray.train's JaxTrainer, a user's own program) those are the processes, and it is not called again.
     Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
     """
     joined = jax.distributed.is_initialized()
-    num_processes = jax.process_count() if joined else spec.num_processes
+    num_processes = compat.num_joined_processes() if joined else spec.num_processes
     num_cpu = _cpu_devices_per_process(spec, devices, num_processes)
     if compat.backends_initialized():
         if num_processes > 1 and not joined:

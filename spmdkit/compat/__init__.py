@@ -259,6 +259,13 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
+def num_joined_processes() -> int:
+    """Returns how many processes `jax.distributed.initialize` was told of. `jax.process_count` would create the devices."""
+    from jax._src import distributed
+
+    return int(distributed.global_state.num_processes or 1)
+
+
 def replace_coordination_client(client: Any) -> None:
     """Puts `client` in the place of JAX's own for all Python code of this process. After JAX has its devices, which need the own one."""
     from jax._src import distributed

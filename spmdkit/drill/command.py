@@ -19,9 +19,10 @@ from typing import Any
 from spmdkit.config import Config, load_config
 from spmdkit.drill import compare, figures
 from spmdkit.drill.driver import Driver
-from spmdkit.drill.fault import BY_POLICY, Fault, parse
+from spmdkit.drill.fault import BY_POLICY, NETWORK, OF_CHECKPOINTS, Fault, parse
 from spmdkit.drill.network import Network, network_for
 from spmdkit.drill.records import Bars
+from spmdkit.elastic import Elastic
 from spmdkit.errors import ConfigError, ExitCode, outcome
 from spmdkit.files import write_json, write_text
 from spmdkit.launch import launch
@@ -66,14 +67,14 @@ def _hurt(asked: Drill, config: Config, faults: Sequence[Fault], network: Networ
     folder = _new_folder(config)
     _say(f"without a fault, in {folder / 'undisturbed'}")
     clean = Driver(folder / "undisturbed", asked.num_processes, network=network)
-    code = _run(asked, folder / "undisturbed", clean, 0)
+    code = _run(asked, config, folder / "undisturbed", clean, 0)
     if code != 0:
         _say(f"the drill ends: the run does not get to its end undisturbed (exit code {code}, {outcome(code)})")
         return code
     pace = figures.pace_of(clean.attempts, config.steps, clean.num_saves)
     _say(f"with {', '.join(map(str, faults))}{f' (each {asked.count} times)' if asked.count > 1 else ''}")
     hurt = Driver(folder / "disturbed", asked.num_processes, faults, asked.seed, pace, config.steps, network=network)
-    code = _run(asked, folder / "disturbed", hurt, hurt.num_asked + SPARE_RESTARTS)
+    code = _run(asked, config, folder / "disturbed", hurt, hurt.num_asked + SPARE_RESTARTS)
     if hurt.asked is not None:
         return code
     result = _result(asked, config, folder, clean, hurt, code)
@@ -107,6 +108,15 @@ def _checked(asked: Drill, config: Config) -> list[Fault]:
             raise ConfigError(
                 f"--fault {fault}: the run has {config.steps} steps, and the fault would never come. Try a smaller step, or steps={2 * fault.step}."
             )
+        if config.elastic.in_process and fault.kind in (*OF_CHECKPOINTS, *NETWORK):
+            what = (
+                "a checkpoint is damaged while no process lives"
+                if fault.kind in OF_CHECKPOINTS
+                else "epochs begin on one host"
+            )
+            raise ConfigError(
+                f"--fault {fault} and {config.where('elastic.in_process')}: {what}, and this job goes on in the processes that are left. Add elastic.in_process=false to the drill."
+            )
         if fault.kind == "flip" and config.check_copies is None:
             _say("note: check_copies is null in the config, so that nothing will notice a flipped bit")
     return faults
@@ -126,13 +136,19 @@ def _new_folder(config: Config) -> Path:
     return folder
 
 
-def _run(asked: Drill, folder: Path, driver: Driver, max_restarts: int) -> int:
-    """Returns how the job ended under our launcher, with `driver` looking on."""
-    command = [sys.executable, "-m", "spmdkit", "train", str(asked.config), *asked.overrides, f"run_dir={folder}"]
-    try:
-        return launch(
-            command, asked.num_processes, asked.devices_per_process, max_restarts=max_restarts, witness=driver
+def _run(asked: Drill, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
+    """Returns how the job ended under our launcher, with `driver` looking on. A job that goes on in process has the dead replaced, so that there are as many again."""
+    num, devices = asked.num_processes, asked.devices_per_process
+    train, more = ["train", str(asked.config), *asked.overrides, f"run_dir={folder}"], dict[str, Any]()
+    if config.elastic.in_process:
+        sizes = Elastic(train, f"{num}:{num}", num, devices)
+        devices, more = (
+            sizes.devices_per_process,
+            {"resize": sizes.resize, "wanted": sizes.wanted, "standby": sizes.standby},
         )
+    command = [sys.executable, "-m", "spmdkit", *train]
+    try:
+        return launch(command, num, devices, max_restarts=max_restarts, witness=driver, **more)
     finally:
         driver.close()
 

@@ -2,6 +2,8 @@
 
 A fault at a step or a save is ordered ahead and done by the process itself (inside.py), exactly there; one at a time is done from here. The next is ordered once
 the one before has ended its attempt, or was noticed. One that does not come fails the drill: an injection that injects nothing proves nothing.
+
+Where a job goes on without its dead (launch/epochs.py), a process has several children one after the other in one attempt; it is the last of them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from spmdkit.attempt import step_of
 from spmdkit.drill import damage, moments
-from spmdkit.drill.fault import ENDS, FROM_HERE, LASTS, Fault
+from spmdkit.drill.fault import ENDS, FROM_HERE, LASTS, OF_CHECKPOINTS, Fault
 from spmdkit.drill.moments import Moment, Pace
 from spmdkit.drill.network import LAUNCHER, Network, host_address
 from spmdkit.drill.order import FULL_BYTES, ORDER_BYTES, SAID_AT, SIGNALS, SLOW_FOR_S
@@ -66,8 +68,11 @@ class Driver:
         self.num_saves = 0
         self.gone: list[tuple[int, int]] = []  # (a committed step, the older one from which the run went on)
         self._events = Events(run_dir)
-        self._notes: list[Note] = []
+        self._notes: list[Note] = []  # of the children of an attempt, in their order
+        self._between = True  # attempts
+        self._buried: list[Child] = []  # whose death was taken down, and the others went on
         self._armed: Hit | None = None
+        self._told: tuple[Child, Note] | None = None  # to whom the armed fault was ordered
         self._due = float("inf")
         self._turn = 0
         self._reached = self._idle = 0
@@ -87,11 +92,12 @@ class Driver:
 
     def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
         """Returns the variable of one process and the open file that it names."""
-        if process == 0:
-            self._fresh = True
+        if self._between:
+            self._between, self._fresh = False, True
             self._close_notes()
             self.attempts.append(Start(self._clock(), newest_before=damage.newest(self._run_dir)))
-        self.bars[process].at("start", self._clock())
+        if process >= 0:  # and no standby
+            self.bars[process].at("start", self._clock())
         note = Note()
         self._notes.append(note)
         return {DRILL_FILE: note.path}, [note.descriptor]
@@ -99,6 +105,9 @@ class Driver:
     def look(self, children: Sequence[Child]) -> None:
         """Takes down what is seen now, and does what is due."""
         now, attempt = self._clock(), self.attempts[-1]
+        everybody, children = children, _living(children)
+        if len(children) < self._num:
+            return
         for child in children:
             said = child.said or {}
             kind = bar_of(said.get("phase"))
@@ -112,18 +121,22 @@ class Driver:
             attempt.first_step = now
         if self._fresh:
             self._fresh = False
-            self._arm(children, new_attempt=True)
+            self._arm(everybody, new_attempt=True)
         self._take_answer(children)
-        self._strike_if_due(children, now)
+        if self._armed is not None and self._armed.fired is None and self._has_gone(children):
+            self._arm(everybody, new_attempt=False)
+        self._strike_if_due(everybody, now)
         self._reached = max([self._reached, *known])
+        self._bury(everybody, now)
         self._follow(children, known, now)
         if self._armed is None:
-            self._arm(children, new_attempt=False)
+            self._arm(everybody, new_attempt=False)
 
     def ended(self, children: Sequence[Child], asked: int | None) -> None:
         """Takes down the end of an attempt, and damages a checkpoint where that is ordered."""
         now, attempt = self._clock(), self.attempts[-1]
-        self.asked = asked
+        self.asked, self._between = asked, True
+        children = _living(children)
         self._take_events()
         self._take_answer(children)
         attempt.end = now
@@ -134,13 +147,13 @@ class Driver:
             if hit.detected is None and died:
                 hit.detected, hit.detected_by = now, "the end of all"
         for hit in self.hits:
-            if hit.attempt == len(self.attempts) and hit.fault.kind in ENDS:
+            if hit.attempt == len(self.attempts) and hit.fault.kind in ENDS and not _is_over(hit):
                 hit.reached, hit.unfinished = self._reached, damage.unfinished(self._run_dir)
         newest = damage.newest(self._run_dir)
         self._idle = 0 if newest > attempt.newest_before else self._idle + 1
         done = self._armed
         if done is not None and done.fired is not None:
-            if done.fault.kind in ("truncate", "corrupt"):
+            if done.fault.kind in OF_CHECKPOINTS:
                 done.damaged = damage.damage(self._run_dir, done.fault.kind, self._rng)
                 self.committed.discard(newest)
                 done.failed = done.failed or (
@@ -173,7 +186,7 @@ class Driver:
             hit = self._armed = Hit(fault, len(self.hits) + 1, 0, None)
         fault = hit.fault
         hit.process = self._rng.randrange(self._num) if fault.process is None else fault.process
-        hit.attempt = len(self.attempts)
+        hit.attempt, self._told = len(self.attempts), None
         begun = self.attempts[-1].begin
         self._due = float("inf")
         if fault.step is not None:
@@ -192,12 +205,19 @@ class Driver:
         if hit.moment.at == "start":
             self._due = begun + hit.moment.delay_s
         elif fault.kind not in FROM_HERE or hit.moment.at == "save":
-            self._order(hit, hit.moment.at, hit.moment.number, hit.moment.delay_s)
+            self._order(hit, children, hit.moment.at, hit.moment.number, hit.moment.delay_s)
 
-    def _order(self, hit: Hit, at: str, moment: int = 0, delay_s: float = 0.0) -> None:
+    def _order(self, hit: Hit, children: Sequence[Child], at: str, moment: int = 0, delay_s: float = 0.0) -> None:
         order = {"number": hit.number, "kind": hit.fault.kind, "at": at, "moment": moment, "delay_s": delay_s}
         order["seed"] = self._rng.randrange(1 << 30)
-        self._notes[hit.process].write(json.dumps(order).ljust(ORDER_BYTES))
+        child = _living(children)[hit.process]
+        number = next(number for number, each in enumerate(children) if each is child)
+        self._told = child, self._notes[number]
+        self._notes[number].write(json.dumps(order).ljust(ORDER_BYTES))
+
+    def _has_gone(self, children: Sequence[Child]) -> bool:
+        """Returns whether another child is the process by now that the armed fault was ordered to."""
+        return self._told is not None and not any(child is self._told[0] for child in children)
 
     def _strike_if_due(self, children: Sequence[Child], now: float) -> None:
         """Does from here what comes at a time."""
@@ -209,6 +229,7 @@ class Driver:
             self._due = now
         if now < self._due:
             return
+        everybody, children = children, _living(children)
         child = children[hit.process]
         if child.exit is not None:
             return  # in the next attempt
@@ -217,7 +238,7 @@ class Driver:
             self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
             return self._from_here(hit, children)
         if hit.fault.kind not in SIGNALS:
-            return self._order(hit, "now")
+            return self._order(hit, everybody, "now")
         self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
         send(child.popen.pid, SIGNALS[hit.fault.kind])
 
@@ -236,13 +257,13 @@ class Driver:
     def _take_answer(self, children: Sequence[Child]) -> None:
         """Takes note of what a process says that it has done to itself, or that the moment has come to do."""
         hit = self._armed
-        if hit is None or hit.fired is not None or hit.process >= len(self._notes):
+        if hit is None or hit.fired is not None or self._told is None:
             return
         from_here = hit.fault.kind in FROM_HERE
         if from_here and any(child.exit is not None for child in children):
             return  # in the next attempt
         with suppress(ValueError):
-            said = json.loads(self._notes[hit.process].read()[SAID_AT:].rstrip(b" \0") or b"{}")
+            said = json.loads(self._told[1].read()[SAID_AT:].rstrip(b" \0") or b"{}")
             if said.get("number") == hit.number:
                 self._reached = max(self._reached, said["step"])
                 self._fired(hit, said["time"], said["phase"], said["failed"])
@@ -254,6 +275,17 @@ class Driver:
     def _open(self) -> list[Hit]:
         """Returns the faults after which training is not yet beyond where it had been."""
         return [hit for hit in self.hits if hit.recovered is None and not hit.overtaken]
+
+    def _bury(self, children: Sequence[Child], now: float) -> None:
+        """Takes note of the deaths without which the others go on."""
+        for child in children:
+            if not child.mourned or child.exit is None or any(child is other for other in self._buried):
+                continue
+            self._buried.append(child)
+            for hit in self._open():
+                hit.in_process = hit.in_process or hit.fault.kind in ENDS
+                if hit.detected is None:
+                    hit.detected, hit.detected_by = now, f"the exit of process {child.process}"
 
     def _follow(self, children: Sequence[Child], steps: Sequence[int], now: float) -> None:
         """Takes note of what is noticed and of what goes on again; an order that is done with makes room for the next."""
@@ -268,11 +300,11 @@ class Driver:
                 is_over
                 and len(steps) == len(children)
                 and min(steps) > hit.reached
-                and (not ends or hit.attempt < len(self.attempts))
+                and (not ends or hit.in_process or hit.attempt < len(self.attempts))
             ):
                 hit.recovered = now
         armed = self._armed
-        if armed is None or armed.fired is None or armed.fault.kind in ENDS:
+        if armed is None or armed.fired is None or (armed.fault.kind in ENDS and not armed.in_process):
             return
         if armed.fault.kind in LASTS:
             done = now - armed.fired > SLOW_FOR_S
@@ -309,6 +341,19 @@ class Driver:
         for note in self._notes:
             note.close()
         self._notes.clear()
+        self._buried.clear()
+        self._told = None
+
+
+def _living(children: Sequence[Child]) -> list[Child]:
+    """Returns the child that is each process now; neither who is dead and replaced, nor standbys."""
+    last = {child.process: child for child in children if not child.in_waiting and not child.mourned}
+    return [last[process] for process in sorted(last)]
+
+
+def _is_over(hit: Hit) -> bool:
+    """Returns whether a fault was survived in the same start, whose end says nothing of it."""
+    return hit.in_process and (hit.recovered is not None or hit.overtaken)
 
 
 def _in_order(faults: Sequence[Fault]) -> list[Fault]:

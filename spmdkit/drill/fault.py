@@ -17,8 +17,9 @@
 | partial | nothing passes between its host and that of the next process; both reach the coordination service, until all have ended | 76 after `watchdog.step_s`, a restart |
 | delay | what its host sends and gets comes 50 ms later, for 5 s | no restart |
 | loss | 2 % of what its host sends and gets is lost, for 5 s | no restart |
+| rate | between its host and each other 1 MB/s pass each way, for 5 s | no restart |
 
-The last five put each process into a network namespace of its own (network.py): Linux, as root.
+The last six put each process into a network namespace of its own (network.py): Linux, as root.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from dataclasses import dataclass
 from spmdkit.errors import ConfigError
 from spmdkit.words import nearest
 
-NETWORK = ("cut", "delay", "loss", "oneway", "partial")
+NETWORK = ("cut", "delay", "loss", "oneway", "partial", "rate")
 KINDS = ("kill", "stop", "term", "hang", "slow", "nan", "flip", "truncate", "corrupt", "diskfull", *NETWORK)
 ENDS = ("kill", "stop", "term", "hang", "truncate", "corrupt", "cut", "oneway", "partial")
 """What ends the attempt in which it comes."""
-LASTS = ("slow", "delay", "loss")
+LASTS = ("slow", "delay", "loss", "rate")
 """What lasts for a while, and ends nothing."""
 BY_POLICY = ("nan", "flip")
 """What may change the numbers, as the config says."""
+
+OF_CHECKPOINTS = ("truncate", "corrupt")
+"""What comes to the newest checkpoint, when all have ended."""
 
 FROM_HERE = ("diskfull", *NETWORK)
 """What no process can do to itself: the drill does it."""

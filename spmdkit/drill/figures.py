@@ -65,6 +65,7 @@ def told(hit: Hit, begin: float) -> dict[str, Any]:
         "detected_by": hit.detected_by or None,
         "recovery_s": since(hit.recovered),
         "overtaken": hit.overtaken,
+        "in_process": hit.in_process,
         "restored": hit.restored,
         "steps_lost": hit.lost,
     }

@@ -29,9 +29,10 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK = 0x8913, 0x8914, 0x8916
 TUN = "/dev/net/tun"
 LAUNCHER = "10.77.0.254"
 MOST_HOSTS = 200
-CUT, LOSS, DELAY_S = 1.0, 0.02, 0.05
+CUT, LOSS, DELAY_S, RATE_BYTES_PER_S = 1.0, 0.02, 0.05, 1e6
 
-Rules = list[tuple[int, int, float, float]]
+Rules = list[tuple[int, int, float, float, float]]
+"""(from, to, part that is lost, seconds more, bytes a second at most, 0: as many as come), as switch.py takes them."""
 
 
 def missing() -> str:
@@ -52,11 +53,12 @@ def rules_of(kind: str, process: int, num_processes: int) -> Rules:
     """Returns what the switch does to the frames of a process; port `num_processes` is the launcher's, who keeps the coordination service."""
     others = [port for port in range(num_processes + 1) if port != process]
     if kind == "oneway":
-        return [(process, other, CUT, 0.0) for other in others]
+        return [(process, other, CUT, 0.0, 0.0) for other in others]
     if kind == "partial":
         others = [(process + 1) % num_processes]
-    lost, delay_s = {"loss": (LOSS, 0.0), "delay": (0.0, DELAY_S)}.get(kind, (CUT, 0.0))
-    return [rule for other in others for rule in ((process, other, lost, delay_s), (other, process, lost, delay_s))]
+    mild = {"loss": (LOSS, 0.0, 0.0), "delay": (0.0, DELAY_S, 0.0), "rate": (0.0, 0.0, RATE_BYTES_PER_S)}
+    what = mild.get(kind, (CUT, 0.0, 0.0))
+    return [rule for other in others for rule in ((process, other, *what), (other, process, *what))]
 
 
 class Network:

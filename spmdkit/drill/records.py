@@ -62,6 +62,7 @@ class Hit:
         restored: the step from which training went on.
         recovered: when every process had begun a step that none had begun before.
         overtaken: another fault came before that.
+        in_process: the others went on without it in the same start, by another epoch.
         unfinished: the save that the end of the attempt has left half written, if there was one.
     """
 
@@ -79,6 +80,7 @@ class Hit:
     restored: int | None = None
     recovered: float | None = None
     overtaken: bool = False
+    in_process: bool = False
     damaged: str = ""
     unfinished: str = ""
 

@@ -49,8 +49,9 @@ def train(tmp_path):
     clean = {k: v for k, v in environment_of_a_user().items() if not k.startswith("SLURM_")}
     started = []
 
-    def train(name, environments, *overrides):
-        command = [sys.executable, "-m", "spmdkit", "train", "run.yaml", f"run_dir={name}", *overrides]
+    def train(name, environments, *overrides, program=""):
+        python = [sys.executable, "-c", program] if program else [sys.executable, "-m", "spmdkit"]
+        command = [*python, "train", "run.yaml", f"run_dir={name}", *overrides]
         for env in environments:
             options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             started.append(subprocess.Popen(command, env=clean | env, **options))
@@ -77,6 +78,37 @@ def test_two_workers_of_torchrun_train_as_one_process_does_while_its_agent_holds
     says(output, "note: one process", found=("Slurm job 2 of 4 tasks", "not in a step"), repair="Start it with srun")
     assert losses == pytest.approx(alone, rel=1e-6)
     assert losses[0] > losses[-1] > 0
+
+
+JOINED_ALREADY = """
+import os, sys, threading
+import jax
+
+def body():
+    jax.distributed.initialize(os.environ["AT"], 2, int(os.environ["ME"]))
+    jax.distributed.initialize = None  # a second call is an error
+    from spmdkit.cli import main
+    sys.exit(main(sys.argv[1:]))
+
+thread = threading.Thread(target=body)  # as ray.train's workers do
+thread.start()
+thread.join()
+"""
+
+
+def test_processes_that_somebody_else_has_joined_train_as_they_are_in_a_thread_of_a_ray_worker(train):
+    """As ray.train's JaxTrainer does it: JAX is joined, has no devices yet, and Ray says nothing of a rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    worker = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "7", "AT": address, "JAX_PLATFORMS": "cpu"}
+    together, losses = train(
+        "joined", [worker | {"ME": str(rank)} for rank in (0, 1)], "devices=cpu:4", program=JOINED_ALREADY
+    )
+    assert "2 processes, since jax.distributed is initialized already" in together[0][1], together
+    assert "on 4 of 4 cpu devices, mesh data 4, 2 processes" in together[0][1]
+    [(code, output)], alone = train("one", [{}], "devices=cpu:4")
+    assert code == 0, output
+    assert losses == pytest.approx(alone, rel=1e-6) and len(losses) == 3
 
 
 def test_a_number_of_processes_that_nobody_started_is_78_before_anything_waits(train):

@@ -105,3 +105,24 @@ def test_a_disk_that_is_full_for_one_save_too_many_ends_all_with_74_at_once_and_
     (fault,) = drills.result()["faults"]
     assert fault["detection_s"] < 15 and drills.result()["attempts"] == 2
     assert time.monotonic() - begin < 200, "nobody waits for checkpoint.timeout_s, 600 s"
+
+
+@pytest.mark.slow
+def test_a_job_that_goes_on_in_process_is_measured_kill_by_kill_in_one_start(drills):
+    told = [
+        "--fault",
+        "kill:2@17",
+        "--fault",
+        "kill:0@38",
+        "devices=cpu:4",
+        "elastic={in_process: true, peer_every: 4}",
+    ]
+    ended = drills.by_hand("-n", "4", *told, "steps=80", "checkpoint.every_steps=15", "--json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["attempts"] == 1 and result["same_parameters"] and result["same_metrics"]
+    for fault, process, step in zip(result["faults"], (2, 0), (17, 38), strict=True):
+        assert (fault["process"], fault["in_process"]) == (process, True) and step <= fault["step"] <= step + 2
+        assert 0 <= fault["detection_s"] < 3 and fault["detection_s"] < fault["recovery_s"] < 60
+        assert fault["step"] - 5 <= fault["restored"] and fault["steps_lost"] == fault["step"] - fault["restored"]
+    assert result["steps_repeated"] <= 10 and 0 < result["goodput"] < 1

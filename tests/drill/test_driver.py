@@ -18,6 +18,7 @@ from spmdkit.drill.inside import Inside, _with_nan
 from spmdkit.drill.moments import Moment, Pace
 from spmdkit.drill.network import Network
 from spmdkit.drill.order import FULL_BYTES
+from spmdkit.errors import ConfigError
 from spmdkit.launch.local import _newest
 from spmdkit.launch.logs import Logs
 from spmdkit.names import DRILL_FILE
@@ -28,7 +29,8 @@ def child():
     """A process of a job, as the launcher knows it, that has begun step 3."""
     popen = subprocess.Popen(["sleep", "600"])
     step = SimpleNamespace(read=lambda: json.dumps({"step": 3}).encode())
-    yield SimpleNamespace(process=0, exit=None, said={"phase": "step"}, popen=popen, step=step)
+    told = {"said": {"phase": "step"}, "popen": popen, "step": step}
+    yield SimpleNamespace(process=0, exit=None, mourned=False, in_waiting=False, **told)
     popen.kill()
     popen.wait()
 
@@ -54,6 +56,62 @@ def test_a_disk_that_is_to_be_full_in_a_save_is_full_once_a_save_has_begun(child
     (hit,) = drill.hits
     assert (hit.fault.kind, hit.process, hit.failed) == ("diskfull", 0, "") and room(child) == FULL_BYTES
     drill.close()
+
+
+def test_a_death_without_which_the_others_go_on_is_a_fault_of_the_same_start_and_the_next_is_told_to_who_came(tmp_path):
+    steps = {}
+
+    def started(drill, process):
+        note = drill.given(process)[0][DRILL_FILE]
+        step = SimpleNamespace(read=lambda: b"%d" % steps[note] if note in steps else b"")
+        child = {"process": process, "exit": None, "said": None, "mourned": False, "in_waiting": process < 0}
+        return SimpleNamespace(**child, step=step, note=note)
+
+    clock = iter(range(100, 200))
+    drill = Driver(tmp_path, 2, [Fault("kill", 1, 5), Fault("term", 1, 9)], clock=lambda: next(clock))
+    children = [started(drill, 0), started(drill, 1), started(drill, -1)]
+    drill.look(children)
+    inside = Inside(children[1].note)
+    inside._signal = lambda number, which: inside._said(number)
+    inside.before_step(5)
+    steps |= {children[0].note: 5, children[1].note: 5}
+    drill.look(children)
+    children[1].exit, children[1].mourned = SimpleNamespace(code=137), True
+    children[2].process, children[2].in_waiting = 1, False  # the standby takes its place
+    drill.look(children)
+    (hit,) = drill.hits
+    assert hit.in_process and hit.detected_by == "the exit of process 1" and hit.recovered is None
+    steps |= {children[0].note: 6, children[2].note: 6}
+    drill.look(children)
+    assert hit.recovered is not None and len(drill.attempts) == 1
+    order = Inside(children[2].note)
+    order._signal = lambda number, which: order._said(number)
+    order.before_step(9)
+    drill.look(children)
+    assert [(hit.fault.kind, hit.reached) for hit in drill.hits] == [("kill", 5), ("term", 9)]
+    drill.close()
+
+
+def test_an_order_that_was_carried_out_is_not_carried_out_again_by_the_same_process_in_another_epoch(child, tmp_path):
+    drill = Driver(tmp_path, 1, [Fault("slow", 0, 2)])
+    told, _ = drill.given(0)
+    drill.look([child])
+    first = Inside(told[DRILL_FILE])
+    first.before_step(2)
+    again = Inside(told[DRILL_FILE])
+    again.before_step(2)
+    assert first._slow_until > 0 and again._slow_until == 0
+    drill.close()
+
+
+@pytest.mark.parametrize(("text", "part"), [("truncate:1@9", "while no process lives"), ("cut:1@9", "on one host")])
+def test_what_a_job_that_goes_on_in_process_cannot_show_is_refused(text, part, tmp_path):
+    (tmp_path / "run.yaml").write_text("task: t.py:task\nsteps: 20\nbatch_size: 4\nelastic: {in_process: true}\n")
+    asked = command.Drill(tmp_path / "run.yaml", [], [text])
+    with pytest.raises(ConfigError) as error:
+        command.run_drill(asked)
+    assert f"--fault {text}" in str(error.value) and part in str(error.value)
+    assert "elastic.in_process=false" in str(error.value)
 
 
 ODD = ("²", "٣", "01", "-1", "1e3")

@@ -16,6 +16,7 @@ import pytest
 from spmdkit.parameter_server.ray_local import MARK
 from tests.engines import jobs
 from tests.support import two_hosts
+from tests.support.sockets import listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.processes]
 
@@ -58,24 +59,6 @@ def of_this_ray(folder: Path) -> list[int]:
     return found
 
 
-def listening(pids: list[int]) -> set[str]:
-    """Returns the addresses, as the kernel writes them, at which processes listen."""
-    inodes = set()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-            except OSError:
-                continue
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
-
-
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-
-
 def test_three_processes_of_a_local_ray_have_the_numbers_of_a_local_run_and_nothing_listens_elsewhere(tmp_path):
     expected = jobs.local(tmp_path / "local", 3, *jobs.THREE)
     folder = jobs.project(tmp_path / "project")
@@ -89,7 +72,7 @@ def test_three_processes_of_a_local_ray_have_the_numbers_of_a_local_run_and_noth
     code, output = ended(process, folder)
     assert code == 0, output
     assert jobs.losses(folder) == expected
-    assert seen and seen <= LOOPBACK and rights == 0o600
+    assert seen and all(address.is_loopback for address, _ in seen) and rights == 0o600
     assert "3 processes: spmdkit (SPMDKIT_NUM_PROCESSES=3, SPMDKIT_PROCESS_ID=0)" in output
     assert output.index("STRATEGY = 'PACK'") < output.index("3 processes: spmdkit"), "printed before it runs"
     assert not (folder / "launch_run/ray.token").exists() and of_this_ray(folder) == [] and MARK not in os.environ

@@ -5,6 +5,7 @@ Hosts are network namespaces with names of their own (tests/support/two_hosts.py
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import re
@@ -193,6 +194,83 @@ def test_the_hosts_of_a_tpu_vm_ask_their_metadata_server(tmp_path, endpoints, en
     for worker, told in enumerate(found):
         told = [line for line in told if "COMPILE_CACHE" not in line]
         assert told == [f"SPMDKIT_COORDINATOR={host}:8482", "SPMDKIT_NUM_PROCESSES=2", f"SPMDKIT_PROCESS_ID={worker}"]
+
+
+GCLOUD = """#!{python}
+import json, os, shutil, subprocess, sys
+
+words, hosts = sys.argv[1:], json.loads({hosts!r})  # name -> (words that run a command there, its metadata server)
+assert words[:3] == ["compute", "tpus", "tpu-vm"] and words[words.index("--zone") + 1] == "z" and "--worker=all" in words
+if words[3] == "scp":  # the hosts share a disk here
+    shutil.copy(words[4], words[5].removeprefix("t:"))
+else:
+    command = next(word.removeprefix("--command=") for word in words if word.startswith("--command="))
+    started = [subprocess.Popen([*on, command], env=os.environ | {{"GCE_METADATA_HOST": at}}) for on, at in hosts.values()]
+    sys.exit(max(each.wait() for each in started))
+"""
+"""A stand-in for gcloud: copies, and runs the command on every host of the TPU."""
+
+
+@contextlib.contextmanager
+def metadata_servers(machines):
+    """Yields host -> where its metadata server is, on a loopback interface of its own."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for worker, name in enumerate(machines.names):
+            with machines.inside(name):
+                server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata))
+            server.endpoints, server.environment = (
+                "node-a:7:10.77.0.1,node-b:8:10.77.0.2",
+                "ACCELERATOR_TYPE: 'v4-16'\n",
+            )
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            found[name] = f"127.0.0.1:{server.server_port}/{worker}"
+        yield found
+
+
+@pytest.mark.parametrize("task", [jobs.TASK, jobs.DIES], ids=["undisturbed", "one dies"])
+def test_the_hosts_of_a_tpu_vm_have_the_numbers_of_a_local_run(machines, tmp_path, expected, task):
+    """All that is rendered, run: gcloud's two commands, and the whole script on each host; the devices are CPUs."""
+    folder = jobs.project(tmp_path / "project")
+    (folder / "task.py").write_text(task)
+    with metadata_servers(machines) as servers:
+        hosts = {name: (machines.on(name, ["sh", "-c"]), at) for name, at in servers.items()}
+        gcloud = tmp_path / "bin" / "gcloud"
+        gcloud.parent.mkdir()
+        gcloud.write_text(GCLOUD.format(python=sys.executable, hosts=json.dumps(hosts)))
+        gcloud.chmod(0o755)
+        env = jobs.on_path()
+        env["PATH"] = f"{gcloud.parent}:{env['PATH']}"
+        settings = [word for text in ("tpu=t", "zone=z", PYTHON, f"folder={folder}") for word in ("--set", text)]
+        command = [sys.executable, "-m", "spmdkit", "launch", "--on", "tpu", "-n", "2", "--name", "run", *settings]
+        done = subprocess.run(
+            [*command, "--max-restarts", "1", "--", "train", "run.yaml"],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert jobs.losses(folder) == expected and (folder / "died").exists() == (task == jobs.DIES)
+    assert "2 processes: spmdkit (SPMDKIT_NUM_PROCESSES=2, SPMDKIT_PROCESS_ID=0)" in done.stdout, done.stdout
+
+
+def test_doctor_of_two_hosts_says_what_each_advertises_its_clock_bandwidth_and_where_all_can_write(machines, tmp_path):
+    folder = jobs.project(tmp_path / "project")
+    command = [sys.executable, "-m", "spmdkit", "doctor", "run.yaml", "--json"]
+    place = {"SPMDKIT_COORDINATOR": "10.77.0.1:8477", "SPMDKIT_NUM_PROCESSES": "2"}
+    ended = run(
+        machines, folder, [(f"host{i}", f"host{i}", command, place | {"SPMDKIT_PROCESS_ID": str(i)}) for i in (0, 1)]
+    )
+    assert [code for code, _ in ended] == [0, 0], ended
+    found = json.loads(next(line for line in ended[0][1].splitlines() if line.startswith("{")))
+    for i, told in enumerate(found["hosts"].split("; ")):
+        clock = r"clock [+-]0\.\d{3} s"
+        assert re.fullmatch(rf"process {i} on host{i}, Gloo advertises 10\.77\.0\.{i + 1}, {clock}", told), told
+    assert found["run directory"] == f"written by all: {folder / 'run'}"
+    assert re.fullmatch(r"data [\d.]+ GB/s", found["bandwidth"]) and found["problems"] == []
 
 
 def test_a_tpu_vm_script_starts_again_after_42_and_ends_with_a_final_code(tmp_path):

@@ -96,7 +96,9 @@ def test_what_is_no_time_is_refused(text):
 @pytest.mark.processes
 def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
     """Started by the launcher: what it must be right about is what the environment and the join make of it."""
-    (tmp_path / "run.yaml").write_text("task: t.py:task\nrun_dir: run\nsteps: 1\nbatch_size: 4\ndevices: cpu:2\n")
+    (tmp_path / "run.yaml").write_text(
+        "task: t.py:task\nrun_dir: run\nsteps: 1\nbatch_size: 4\ndevices: cpu:4\nmesh: {data: 2, fsdp: 2}\n"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "spmdkit", "launch", "-n", "2", "--", "doctor", "run.yaml", "--json", "--burn", "0.1s"],
         cwd=tmp_path,
@@ -108,5 +110,10 @@ def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[0].removeprefix("[0] "))
     assert found["problems"] == [] and found["reduction"] == "right" and "same bits" in found["burn"]
-    assert found["devices"] == "2 x cpu (cpu) in 2 processes" and "process 1 on" in found["hosts"]
+    assert found["devices"] == "4 x cpu (cpu) in 2 processes"
+    for process, told in enumerate(found["hosts"].split("; ")):
+        clock = r"clock [+-]0\.\d{3} s"
+        assert re.fullmatch(rf"process {process} on \S+, Gloo advertises 127\.0\.0\.1, {clock}", told), told
+    assert re.fullmatch(r"data [\d.]+ GB/s, fsdp [\d.]+ GB/s", found["bandwidth"])
+    assert found["versions"]["jax"] and found["compile cache"]
     assert found["run directory"] == f"written by all: {tmp_path / 'run'}"

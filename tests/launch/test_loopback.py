@@ -1,20 +1,16 @@
 """What a local launch listens on, read from the kernel: nothing off the loopback interface, whatever the host's own name means."""
 
-import ipaddress
-import os
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.launch.test_jax_processes import BEGIN
+from tests.support.sockets import listening, with_its_children
 from tests.support.two_hosts import INSIDE, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")]
 
-LISTEN = "0A"
-"""State of a socket in /proc/net/tcp (Linux, include/net/tcp_states.h)."""
 SCRIPT = (
     BEGIN
     + """
@@ -34,30 +30,6 @@ def own_address():
         except OSError:
             return None
         return way.getsockname()[0]
-
-
-def with_its_children(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(found for child in children for found in with_its_children(int(child)))]
-
-
-def listening(pids):
-    """Returns (address, port) of every TCP socket on which one of the processes listens."""
-    opened = set()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            opened.add(os.readlink(descriptor))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == LISTEN and f"socket:[{inode}]" in opened:
-                address, port = local.split(":")
-                words = bytes.fromhex(address)  # each four bytes as this machine has its numbers: the last one first
-                turned = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                ip = ipaddress.ip_address(turned)
-                found.append((getattr(ip, "ipv4_mapped", None) or ip, int(port, 16)))
-    return found
 
 
 def test_nothing_of_a_local_launch_listens_off_loopback_though_the_hosts_name_means_its_address_in_a_network(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+CLONE_NEWNET = 0x40000000
 INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
 
@@ -28,6 +30,12 @@ def missing() -> str:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return "" if made.returncode == 0 else f"no namespaces here: {made.stderr.strip()}"
+
+
+def enter_network(descriptor: int) -> None:
+    """Puts this thread into a network namespace (`os.setns`, which Python has since 3.12)."""
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 class Hosts:
@@ -50,6 +58,16 @@ class Hosts:
         """Returns the words that run a command on a host."""
         enter = ["nsenter", f"--net=/run/netns/{self.space(name)}", "unshare", "-u", "-m", "--propagation", "private"]
         return [*enter, "sh", "-c", INSIDE, str(self._hosts), hostname or name, *command]
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Sockets that this thread makes meanwhile are a host's, and stay so."""
+        with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{self.space(name)}") as there:
+            enter_network(there.fileno())
+            try:
+                yield
+            finally:
+                enter_network(home.fileno())
 
     def start(self, name: str, command: Sequence[str], hostname: str = "", **options) -> subprocess.Popen[str]:
         """Starts a command on a host; output comes as text in one stream."""
