@@ -82,9 +82,10 @@ class WorkerActor:
         os.environ["SPMDKIT_WORKER"] = str(number)
         try:
             from spmdkit.cluster import environment, join
+            from spmdkit.parameter_server.gradient import from_plain
 
+            devices = join(environment({}), from_plain(values, source).devices).devices  # a task may compute when it is made
             roles = _roles(values, source)
-            devices = join(environment({}), roles.config.devices).devices
             roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
         except (Unavailable, Fenced) as error:
             return "lost", "", str(error)
