@@ -1,6 +1,7 @@
 """What delayed synchronisation costs in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three seeds, against agreeing in every step.
 
-    python benchmarks/delayed_sync.py [--tune] [--only PART ...] [--seeds 0 1 2] [--steps 400] [--width 64] [--layers 2] [--batch-size 32] [--results FILE] [--json]
+    python benchmarks/delayed_sync.py [--tune [--start 200]] [--only PART ...] [--seeds 0 1 2] [--steps 400] [--width 64] [--layers 2] [--batch-size 32]
+        [--context 64] [--train-bytes 4000000] [--eval-bytes 65536] [--results FILE] [--json]
 
 Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after the last step, for syncs
 of groups of the parameters that all have agreed on. `--tune` tries outer learning rates and momenta of DiLoCo with the first seed alone. FILE
@@ -21,7 +22,6 @@ from typing import Any
 
 CONFIG = Path(__file__).parents[1] / "configs" / "mirrored.yaml"
 MOST = 1.03
-TASK = {"train_bytes": 4_000_000, "eval_bytes": 65_536}
 TUNED = {"name": "sgd", "learning_rate": 1.0, "momentum": 0.5, "nesterov": True}
 CHECKED = "diloco every 16 from 200"
 SYNCS: dict[str, Any] = {
@@ -29,6 +29,7 @@ SYNCS: dict[str, Any] = {
     "local_sgd every 16": {"local_sgd": {"every": 16}},
     "post_local from 100, every 16": {"post_local": {"start": 100, "every": 16}},
     CHECKED: {"diloco": {"every": 16, "start": 200, "optimizer": TUNED}},
+    "diloco every 16 from 100": {"diloco": {"every": 16, "start": 100, "optimizer": TUNED}},
     "diloco every 16": {"diloco": {"every": 16, "optimizer": TUNED}},
     "diloco every 16, int8": {"diloco": {"every": 16, "optimizer": TUNED, "reducer": "int8"}},
     "stale 4": {"stale": 4},
@@ -36,18 +37,17 @@ SYNCS: dict[str, Any] = {
 RATES, MOMENTA = (0.5, 0.7, 1.0), (0.0, 0.5, 0.8, 0.9)
 
 
-def tried() -> dict[str, Any]:
+def tried(start: int) -> dict[str, Any]:
     """Returns name -> sync of the outer optimizers that are tried."""
-    found = {}
+    found, begins = {}, f" from {start}" if start else ""
     for rate, momentum in itertools.product(RATES, MOMENTA):
         outer = {"name": "sgd", "learning_rate": rate} | ({"momentum": momentum, "nesterov": True} if momentum else {})
-        found[f"diloco every 16, outer {rate:g} / {momentum:g}"] = {"diloco": {"every": 16, "optimizer": outer}}
+        diloco = {"every": 16, "start": start, "optimizer": outer}
+        found[f"diloco every 16{begins}, outer {rate:g} / {momentum:g}"] = {"diloco": diloco}
     return found
 
 
-def run(
-    sync: Any, seed: int, steps: int, width: int, batch_size: int, layers: int = 2, context: int = 64
-) -> dict[str, Any]:
+def run(sync: Any, seed: int, steps: int, batch_size: int, **task_args: int) -> dict[str, Any]:
     """Returns the losses and the seconds of one run."""
     import spmdkit as sk
     from spmdkit.bench.turns import Trained, in_turns
@@ -55,7 +55,7 @@ def run(
     rate = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 5e-3, "warmup_steps": 20}
     changes = {"sync": sync, "seed": seed, "steps": steps, "learning_rate": rate | {"decay_steps": steps}}
     changes |= {"checkpoint": None, "run_dir": None, "batch_size": batch_size}
-    changes |= {"task_args": TASK | {"width": width, "heads": width // 16, "layers": layers, "context": context}}
+    changes |= {"task_args": task_args | {"heads": task_args["width"] // 16}}
     program = sk.build(sk.load_config(CONFIG, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
     start, trained = time.process_time(), Trained(program, steps)
     in_turns([trained])
@@ -91,17 +91,21 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2, help="of the model")
     parser.add_argument("--context", type=int, default=64, help="bytes of a window")
     parser.add_argument("--batch-size", type=int, default=32, help="windows of all eight replicas")
+    parser.add_argument("--train-bytes", type=int, default=4_000_000, help="of text")
+    parser.add_argument("--eval-bytes", type=int, default=65_536, help="of files not trained on")
+    parser.add_argument("--start", type=int, default=0, help="with --tune: steps of synchronous training before DiLoCo")
     parser.add_argument("--tune", action="store_true", help="try outer optimizers with the first seed")
     parser.add_argument("--only", nargs="*", help="parts of the names of the syncs to run")
     parser.add_argument("--results", type=Path, default=Path("delayed_sync.jsonl"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    asked = tried() if options.tune else SYNCS
+    asked = tried(options.start) if options.tune else SYNCS
     names = [n for n in asked if n == "every_step" or not options.only or any(part in n for part in options.only)]
     seeds = options.seeds[:1] if options.tune else options.seeds
     names = [*(["every_step"] if "every_step" not in names else []), *names]
     lines = options.results.read_text().splitlines() if options.results.exists() else []
-    setting = {k: getattr(options, k) for k in ("steps", "width", "layers", "context", "batch_size")}
+    of_run = ("steps", "width", "layers", "context", "batch_size", "train_bytes", "eval_bytes")
+    setting = {k: getattr(options, k) for k in of_run}
     records = [json.loads(line) for line in lines]
     found = {(r["sync"], r["seed"]): r for r in records if all(r.get(k) == v for k, v in setting.items())}
     for seed, name in itertools.product(seeds, names):

@@ -8,7 +8,7 @@ converge   two workers, after the same number of applied updates: evaluation los
 slow       two workers that wait for their data, one of them for five times as long from the middle on: rates of both before and after.
 wire       a push with its update, and a pull, against a transfer of the same arrays to and from an actor of Ray that does nothing else: 50 MB, in turn.
 
-Each writes one JSON object to standard output.
+Each writes one JSON object to standard output. Exit code 1 where a number is beyond its bound in BOUNDS, which is said on standard error.
 """
 
 from __future__ import annotations
@@ -43,6 +43,36 @@ TASKS = {
         "optimizer": {"name": "sgd", "learning_rate": 0.02},
     },
 }
+
+
+INFINITE = float("inf")
+
+BOUNDS: dict[str, list[tuple[str, Callable[[dict[str, Any]], float], float, float]]] = {
+    "equal": [("the largest relative difference", lambda found: max(found.values()), 0, 1e-5)],
+    "converge": [
+        ("loss of two workers over that of one device", lambda found: max(x["ratio"] for x in found.values()), 0, 1.05),
+        (
+            "the share of stale updates",
+            lambda found: min(row["stale"] for x in found.values() for row in x["seeds"]),
+            0.5,
+            1,
+        ),
+    ],
+    "slow": [("the other worker's rate over what it was", lambda found: found["ratio"]["worker 0"], 0.9, INFINITE)],
+    "wire": [
+        ("a push with its update over a plain transfer", lambda found: found["push over plain"], 0.5, INFINITE),
+        ("a pull over a plain transfer", lambda found: found["pull over plain"], 0.8, INFINITE),
+    ],
+}
+"""What is measured -> (what, the number in what was found, least, most)."""
+
+
+def missed(what: str, found: dict[str, Any]) -> list[str]:
+    """Returns a line for each number that is beyond its bound; one that is not a number is."""
+    numbers = [(name, read(found), least, most) for name, read, least, most in BOUNDS[what]]
+    return [
+        f"{name} is {x:.3g}, not from {low:g} to {high:g}" for name, x, low, high in numbers if not low <= x <= high
+    ]
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> Path:
@@ -230,15 +260,21 @@ def wire(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["equal", "converge", "slow", "wire"])
+def main() -> int:
+    """Prints what is found; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=[*BOUNDS])
     parser.add_argument("--transport", default="ray")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS])
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    print(json.dumps({options.what: globals()[options.what](options)}, indent=2))
+    found = globals()[options.what](options)
+    print(json.dumps({options.what: found}, indent=2))
+    beyond = missed(options.what, found)
+    for line in beyond:
+        print(f"{options.what}: {line}", file=sys.stderr)
+    return int(bool(beyond))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

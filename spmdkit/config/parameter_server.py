@@ -73,7 +73,7 @@ class ParameterServer(Section):
         description="Push and pull while the next gradient is computed, which is one update stale then; null: wherever that may be.",
     )
     transport: Literal["ray", "threads"] = Field(
-        default="ray", description="ray: a process each (extra `ps`); threads: all in this process, on its devices."
+        default="ray", description="ray: a process each (extra `ray`); threads: all in this process, on its devices."
     )
     address: fields.Name = Field(
         default="local", description="local: a Ray of this run alone, on this machine; or the address of a Ray cluster."

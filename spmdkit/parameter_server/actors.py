@@ -1,4 +1,4 @@
-"""Servers and workers as actors of Ray: a process each, on this machine or on the machines of a Ray cluster. Extra `ps`.
+"""Servers and workers as actors of Ray: a process each, on this machine or on the machines of a Ray cluster. Extra `ray`.
 
 `address: local` starts a Ray of this run alone (ray_local.py). Servers come back by themselves (`max_restarts=-1`), empty; a call is never made
 twice by Ray (`max_task_retries=0`), and is made again by us, which the servers' tables make safe: Ray alone applies a push twice when a server dies
@@ -35,7 +35,7 @@ def imported() -> Any:
         import ray
     except ImportError:
         raise ConfigError(
-            "sync: parameter_server runs its servers and workers on Ray, which is not installed. Install it: pip install 'spmdkit[ps]'. Without "
+            "sync: parameter_server runs its servers and workers on Ray, which is not installed. Install it: pip install 'spmdkit[ray]'. Without "
             "it: transport: threads, all in one process."
         ) from None
     return ray
@@ -82,9 +82,10 @@ class WorkerActor:
         os.environ["SPMDKIT_WORKER"] = str(number)
         try:
             from spmdkit.cluster import environment, join
+            from spmdkit.parameter_server.gradient import from_plain
 
+            devices = join(environment({}), from_plain(values, source).devices).devices  # a task may compute when it is made
             roles = _roles(values, source)
-            devices = join(environment({}), roles.config.devices).devices
             roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
         except (Unavailable, Fenced) as error:
             return "lost", "", str(error)

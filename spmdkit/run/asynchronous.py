@@ -160,9 +160,9 @@ class _Watch:
 
     def until_the_end(self) -> tuple[TrainState, Stop | None]:
         run, chief = self.run, self.chief
-        run.events.write(
-            "roles", step=run.step, chief=run.cluster.process_index, servers=self._servers, workers=chief.num_workers
-        )
+        of_worker = {axis: size for axis, size in run.program.sizes.items() if size > 1}
+        counts = {"servers": self._servers, "workers": chief.num_workers, "worker_mesh": of_worker}
+        run.events.write("roles", step=run.step, chief=run.cluster.process_index, **counts)
         with journal.during("servers"):
             self._tell(chief.start())
             chief.wait_for_workers(WORKERS_S)

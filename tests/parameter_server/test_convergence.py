@@ -9,18 +9,46 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "parameter_server.py"
 
 
-def converged(task, seeds):
-    """Returns what the benchmark found of a task."""
+@pytest.fixture(scope="module")
+def benchmark():
+    """Returns the benchmark's module."""
     spec = importlib.util.spec_from_file_location("benchmark_of_parameter_servers", BENCHMARK)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    return benchmark.converge(argparse.Namespace(tasks=[task], seeds=seeds, transport="threads"))[task]
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
     "task, seeds", [("line", 1), *(pytest.param(task, 3, marks=pytest.mark.slow) for task in ("line", "digits"))]
 )
-def test_two_workers_reach_the_loss_of_sgd_after_as_many_updates_most_of_them_stale(task, seeds):
-    found = converged(task, seeds)
-    assert len(found["seeds"]) == seeds and all(row["stale"] >= 0.5 for row in found["seeds"]), found
-    assert found["ratio"] < 1.05, found
+def test_two_workers_reach_the_loss_of_sgd_after_as_many_updates_most_of_them_stale(benchmark, task, seeds):
+    found = benchmark.converge(argparse.Namespace(tasks=[task], seeds=seeds, transport="threads"))
+    assert len(found[task]["seeds"]) == seeds and benchmark.missed("converge", found) == [], found
+
+
+@pytest.mark.parametrize(
+    "what, found, said",
+    [
+        ("equal", {"line": 0.0, "digits": 1e-6}, ()),
+        ("equal", {"line": 0.0, "digits": 2e-5}, ("the largest relative difference is 2e-05",)),
+        (
+            "converge",
+            {"line": {"ratio": 1.06, "seeds": [{"stale": 0.4}]}},
+            ("loss of two workers", "stale updates is 0.4"),
+        ),
+        ("slow", {"ratio": {"worker 0": 1.1, "worker 1": 0.2}}, ()),
+        ("slow", {"ratio": {"worker 0": 0.89, "worker 1": 0.2}}, ("the other worker's rate over what it was is 0.89",)),
+        ("wire", {"push over plain": 0.5, "pull over plain": 0.8}, ()),
+        (
+            "wire",
+            {"push over plain": 0.49, "pull over plain": float("nan")},
+            ("a push", "a pull over a plain transfer is nan"),
+        ),
+    ],
+)
+def test_the_command_fails_where_a_number_is_beyond_its_bound(benchmark, what, found, said, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, what, lambda options: found)
+    monkeypatch.setattr("sys.argv", ["parameter_server.py", what])
+    assert benchmark.main() == bool(said)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines

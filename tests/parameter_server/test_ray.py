@@ -11,7 +11,18 @@ import yaml
 
 from spmdkit.checkpoint.reading import saved_state
 from tests.support.counted_batches import NUM_EXAMPLES
-from tests.support.ray_runs import LOOPBACK, ROOT, Cluster, Driver, kill, listening, pid_of, ports_in_use, wait_for
+from tests.support.ray_runs import (
+    DIGITS,
+    LOOPBACK,
+    ROOT,
+    Cluster,
+    Driver,
+    kill,
+    listening,
+    pid_of,
+    ports_in_use,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.processes]
 
@@ -58,6 +69,19 @@ def test_one_command_trains_the_line_by_three_processes_and_leaves_nothing(start
     assert record["record"]["parameter_server"]["servers"][0]["applied"] == 1000
     wait_for(lambda: not driver.started(), 20)
     assert not token.exists()
+
+
+def test_one_command_reads_the_digits_by_two_workers_of_two_devices_each(start):
+    """A worker whose process had one device would refuse its mesh."""
+    driver = start("steps=24", "eval.every_steps=24", "log.every_steps=8", "task_args={width: 8}", config=DIGITS)
+    assert driver.ends(240) == 0, driver.said()
+    (roles,) = driver.events("roles")
+    assert (roles["servers"], roles["workers"], roles["worker_mesh"]) == (2, 2, {"data": 2})
+    places = {pid_of(event) for event in (*driver.events("server runs"), *working(driver).values())}
+    assert len(places) == 4 and driver.pid not in places
+    trained = [line for line in driver.metrics() if line.get("split") != "eval"][-1]
+    assert trained["worker_0_pushes"] + trained["worker_1_pushes"] == 24
+    assert driver.metrics()[-1]["split"] == "eval" and driver.metrics()[-1]["accuracy"] > 0.3
 
 
 @pytest.mark.parametrize(

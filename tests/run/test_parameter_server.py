@@ -216,7 +216,7 @@ def test_a_step_of_ones_own_and_hooks_are_refused(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
 def test_without_ray_it_says_how_to_install_it(tmp_path):
-    with pytest.raises(sk.SpmdkitError, match=r"pip install 'spmdkit\[ps\]'.*transport: threads") as error:
+    with pytest.raises(sk.SpmdkitError, match=r"pip install 'spmdkit\[ray\]'.*transport: threads") as error:
         train(tmp_path, sync="parameter_server")
     assert error.value.exit_code == 78
 

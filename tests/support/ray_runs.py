@@ -22,6 +22,7 @@ from spmdkit.parameter_server.ray_local import MARK
 
 ROOT = Path(__file__).parents[2]
 LINE = ROOT / "configs" / "parameter_server.yaml"
+DIGITS = ROOT / "configs" / "parameter_server_digits.yaml"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 """127.0.0.1 as /proc/net/tcp and tcp6 write it."""
 

@@ -78,6 +78,24 @@ def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(fold
         assert runs["sum", 1] != runs["sum", 4], "the test would not notice another order"
 
 
+@pytest.mark.parametrize(
+    "reducer, mesh",
+    [("int8", "{data: 4}"), ("{hierarchical: {inner: sum, outer: int8}}", "{replica: 2, data: 2}")],
+)
+def test_rounding_reducers_over_two_processes_are_those_of_one_with_the_same_devices(folder, reducer, mesh):
+    """Bit for bit: what crosses processes is integers and their scales, which each adds up in the order of the devices. The loss is an all-reduce."""
+    params, losses = [], []
+    for processes in (1, 2):
+        name = f"of{processes}"
+        settings = f"run_dir={name}", f"reducer={reducer}", f"mesh={mesh}", "steps=10", "eval.every_steps=null"
+        code, output = folder.train(*settings, processes=processes)
+        assert code == 0, output
+        params.append({path: x.tobytes() for path, x in folder.params(name).items()})
+        losses.append([line["loss"] for line in folder.metrics(name)])
+    assert params[0] == params[1]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def test_groups_in_several_processes_are_those_in_one_and_are_exported_as_their_mean(folder):
     """Trained, evaluated, stopped in the middle and started again; the mean of the groups is what is exported."""
     sync = ["sync={local_sgd: {every: 5}}", "steps=40"]

@@ -48,7 +48,7 @@ from pathlib import Path
 
 os.environ["RAY_DEDUP_LOGS"] = "0"  # two processes may say the same
 if importlib.util.find_spec("ray") is None:
-    print(f"this Python ({sys.executable}) has no Ray: pip install 'ray>=2.60'", file=sys.stderr)
+    print(f"this Python ({sys.executable}) has no Ray: pip install 'spmdkit[ray]'", file=sys.stderr)
     sys.exit(78)
 own = None
 if ADDRESS == "local":  # before Ray is imported, which reads its token then
