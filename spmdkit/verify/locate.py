@@ -205,6 +205,9 @@ def _blamed(search: Search, node: Node, between: list[Node]) -> list[Node]:
             n for n in unknown if not (values[n.place].primitive in MOVES and set(values[n.place].parents) & places)
         ]
         return [n for n in made if values[n.place].own] or made
+    elsewhere = [n for n in search.misindexed(node) if values[n.place].line != values[node.place].line]
+    if elsewhere:
+        return elsewhere
     # A sum that is still to come, used beside what is whole: the line that leaves it so.
     parents = search.parents(node)
     parts = [n for n in parents if (r := search.relation(n)) is not None and r.kind in PARTS]

@@ -15,6 +15,9 @@ import numpy as np
 from spmdkit.verify.relation import FAR, PARTS, Relation, difference, distance, noise_of, related
 from spmdkit.verify.tapped import Place, Tapped, Value
 
+SUMS = ("psum", "reduce_scatter")
+"""What operations that add over devices begin with."""
+
 
 class Taps(NamedTuple):
     """A program with taps, and what they gave: results by number."""
@@ -57,12 +60,18 @@ class Search:
         first = self._walked()
         values = self.many.program.values
         near = [n for node, between in first.items() for n in (node, *between)]
-        added = [n for n in near if values[n.place].primitive.startswith("psum") and not values[n.place].own]
-        if any((r := self.relation(n)) is not None and r.kind == "mean" for node in added for n in self.parents(node)):
-            # What the package adds here as if it were sums has been made too large somewhere before. A user's own sum is itself the mistake.
-            self._right = tuple(kind for kind in self._right if kind != "mean")
-            first = self._walked()
-        return first
+        is_mean = lambda node: (r := self.relation(node)) is not None and r.kind == "mean"
+        added = [n for n in near if values[n.place].primitive.startswith(SUMS) and any(map(is_mean, self.parents(n)))]
+        if not added:
+            return first
+        # What the package adds here as if it were sums has been made too large somewhere before. A user's own sum of means is itself the
+        # mistake, but where these are means by accident: what they are made of is too large.
+        right, self._right = self._right, tuple(kind for kind in self._right if kind != "mean")
+        before = self._walked()
+        if all(values[n.place].own for n in added) and any(map(is_mean, before)):
+            self._right = right
+            return first
+        return before
 
     def _walked(self) -> dict[Node, list[Node]]:
         first: dict[Node, list[Node]] = {}
@@ -162,6 +171,15 @@ class Search:
                 found += self._begins(parent)
         return found
 
+    def misindexed(self, node: Node) -> list[Node]:
+        """Returns the user's own counts, indices and masks that a value is made of, where these begin to be other ones than on one device."""
+        values = self.many.program.values
+        made_of = [parent for parent in self.parents(node) if self._is_place(parent, ("differs", None))]
+        found = [
+            n for n in dict.fromkeys(m for p in made_of for m in self._begins(p)) if self._is_place(n, ("differs",))
+        ]
+        return found if all(values[n.place].own for n in found) else []
+
     def _begins(self, node: Node) -> list[Node]:
         """Returns the first of the places of rows that another one comes from: those before it are right."""
         before = [n for n in self.parents(node) if self._is_place(n, ("differs", None))]
@@ -238,11 +256,24 @@ class Search:
                 f"is each shard's own mean over {relation.axes}, added over it: {times} times too much",
                 relation.axes,
             )
+        if relation is not None and relation.kind == "sum" and other is not None:
+            found = self._found(node, other)
+            stacked = self.many.program.values[node.place].stacked
+            words = (
+                None if found is None else difference(found, self._of_one(self.one, node, other), stacked, self.axes)
+            )
+            if words is not None and "the size of" in words[0]:  # the same on every device
+                return words
         if relation is not None and relation.kind in PARTS:
             return f"is each shard's own {relation.kind} over {relation.axes}, used as if it were of all", relation.axes
         if other is None:
             other = next((r for n in self.parents(node) if (r := self._known(n)[1]) is not None), None)
         every = " x ".join(self.axes)
+        primitive = self.many.program.values[node.place].primitive
+        if primitive == "random_bits":
+            return "draws other numbers than one device", every
+        if primitive == "iota" and self._is_place(node, ("differs",)):
+            return "counts within each shard, and not over all of them", every
         found = None if other is None or node.place not in self.many.taps else self._found(node, other)
         if other is None or found is None:
             return "stands for nothing on one device, and what follows differs", every

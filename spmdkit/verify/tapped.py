@@ -3,8 +3,8 @@
     values = Tapped(closed_jaxpr)        what there is, and what comes from what, read from the jaxpr
     values(*arguments)                   {place: array}, one compiled program
 
-Calls (`jit`, `remat`, custom rules) are evaluated in line. A value inside of a `shard_map` is stacked over the devices of its mesh, one inside
-of a `scan` over its turns. Inside of `while` and `cond` nothing is tapped. A place is the path of an equation and the number of its result.
+Calls (`jit`, `remat`, custom rules) are evaluated in line, and so are parts of `sk.manual`, each a `shard_map`. A value inside of a `shard_map` is
+stacked over the devices of its mesh, one inside of a `scan` over its turns, behind the devices. Inside of `while` and `cond` nothing is tapped. A place is the path of an equation and the number of its result.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from spmdkit import compat, jaxprs
+from spmdkit.ops.part import Part
 from spmdkit.step.step import global_step, replica_step
 from spmdkit.tree import is_key
 
@@ -111,6 +112,7 @@ class Tapped:
 
     def __init__(self, closed: Any, wanted: Sequence[int] | None = None):
         self._closed, self.values = closed, dict[Place, Value]()
+        self._parts: dict[int, Any] = {}
         arguments: list[Place | None] = [(-1, i) for i in range(len(closed.jaxpr.invars))]
         self.results = self._read(closed.jaxpr, arguments, (), _Around(NOWHERE, {}, (), []))
         self.wanted = list(range(len(self.results))) if wanted is None else list(wanted)
@@ -170,7 +172,7 @@ class Tapped:
 
     def _inside(self, eqn: Any, sources: list[Any], here: Place, at: _Around) -> list[Any] | None:
         name = eqn.primitive.name
-        if (body := in_line(eqn)) is not None:
+        if (body := self._in_line(eqn)) is not None:
             return self._read(body.jaxpr, sources, here, at)
         if name == "shard_map" and not at.stacked:
             return self._read(eqn.params["jaxpr"], sources, here, at._replace(stacked=_sizes(eqn)))
@@ -192,79 +194,88 @@ class Tapped:
     def __call__(self, *arguments: Any) -> tuple[list[Any], dict[Place, Any]]:
         """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be traced."""
         taps: dict[Place, Any] = {}
-        outs = _evaluate(self._closed.jaxpr, self._closed.consts, arguments, (), taps, True)
+        outs = self._evaluate(self._closed.jaxpr, self._closed.consts, arguments, (), taps, True)
         return [outs[i] for i in self.wanted], {p: x for p, x in taps.items() if p in self._tapped}
 
+    def _in_line(self, eqn: Any) -> Any:
+        """Returns the closed jaxpr that a call, or a part of `sk.manual`, stands for, or None."""
+        if isinstance(part := eqn.params.get("part"), Part):
+            if id(eqn) not in self._parts:  # traced once: what is read from it is what is evaluated
+                shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+                self._parts[id(eqn)] = jax.make_jaxpr(part.run)(*shapes)
+            return self._parts[id(eqn)]
+        if eqn.primitive.name not in IN_LINE:
+            return None
+        body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+        if body is None or len(jaxprs.opened(body).invars) != len(eqn.invars):
+            return None
+        return body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ())
 
-def in_line(eqn: Any) -> Any:
-    """Returns the closed jaxpr that a call stands for, or None."""
-    if eqn.primitive.name not in IN_LINE:
-        return None
-    body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-    if body is None or len(jaxprs.opened(body).invars) != len(eqn.invars):
-        return None
-    return body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ())
+    def _evaluate(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        arguments: Sequence[Any],
+        path: Place,
+        taps: dict[Place, Any],
+        at_top: bool,
+    ) -> list[Any]:
+        """Returns a jaxpr's results, and puts its values into `taps`; `at_top`: it is inside of no `shard_map`."""
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+            zip(jaxpr.invars, arguments, strict=True)
+        )
+        read = lambda v: v.val if isinstance(v, Literal) else known[v]
+        for number, eqn in enumerate(jaxpr.eqns):
+            here = (*path, number)
+            given = [read(v) for v in eqn.invars]
+            if (body := self._in_line(eqn)) is not None:
+                outs = self._evaluate(body.jaxpr, body.consts, given, here, taps, at_top)
+            elif eqn.primitive.name == "shard_map" and at_top:
+                outs = self._shard_map(eqn, given, here, taps)
+            elif eqn.primitive.name == "scan":
+                outs = self._scan(eqn, given, here, taps, at_top)
+            else:
+                with eqn.ctx.manager:
+                    found = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
+                outs = list(found) if eqn.primitive.multiple_results else [found]
+                taps.update({(*here, i): x for i, x in enumerate(outs) if _is_numbers(x)})
+            known.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
 
+    def _shard_map(self, eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any]) -> list[Any]:
+        params, own = eqn.params, dict[Place, Any]()
+        axes = tuple(_sizes(eqn))
 
-def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], path: Place, taps: dict[Place, Any], at_top: bool
-) -> list[Any]:
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
-        zip(jaxpr.invars, arguments, strict=True)
-    )
-    read = lambda v: v.val if isinstance(v, Literal) else known[v]
-    for number, eqn in enumerate(jaxpr.eqns):
-        here = (*path, number)
-        given = [read(v) for v in eqn.invars]
-        if (body := in_line(eqn)) is not None:
-            outs = _evaluate(body.jaxpr, body.consts, given, here, taps, at_top)
-        elif eqn.primitive.name == "shard_map" and at_top:
-            outs = _shard_map(eqn, given, here, taps)
-        elif eqn.primitive.name == "scan":
-            outs = _scan(eqn, given, here, taps)
-        else:
-            with eqn.ctx.manager:
-                found = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-            outs = list(found) if eqn.primitive.multiple_results else [found]
-            taps.update({(*here, i): x for i, x in enumerate(outs) if _is_numbers(x)})
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+        def body(*shards: Any) -> Any:
+            own.clear()
+            outs = self._evaluate(params["jaxpr"], (), shards, here, own, False)
+            return outs, [compat.as_varying(jnp.asarray(x)[None], axes) for x in own.values()]
 
+        found, tapped = jax.shard_map(
+            body,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )(*given)
+        taps.update(zip(own, tapped, strict=True))
+        return list(found)
 
-def _shard_map(eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any]) -> list[Any]:
-    params, own = eqn.params, dict[Place, Any]()
-    axes = tuple(_sizes(eqn))
+    def _scan(self, eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any], at_top: bool) -> list[Any]:
+        first, num = compat.carried_inputs(eqn)
+        body, own = eqn.params["jaxpr"], dict[Place, Any]()
+        consts, carry, xs = given[:first], list(given[first : first + num]), list(given[first + num :])
 
-    def body(*shards: Any) -> Any:
-        own.clear()
-        outs = _evaluate(params["jaxpr"], (), shards, here, own, False)
-        return outs, [compat.as_varying(jnp.asarray(x)[None], axes) for x in own.values()]
+        def turn(carry: Any, x: Any) -> Any:
+            own.clear()
+            outs = self._evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], here, own, at_top)
+            return outs[:num], (outs[num:], list(own.values()))
 
-    found, tapped = jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
-        axis_names=set(params["newly_manual_axes"]),
-        check_vma=params["check_vma"],
-    )(*given)
-    taps.update(zip(own, tapped, strict=True))
-    return list(found)
-
-
-def _scan(eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any]) -> list[Any]:
-    first, num = compat.carried_inputs(eqn)
-    body, own = eqn.params["jaxpr"], dict[Place, Any]()
-    consts, carry, xs = given[:first], list(given[first : first + num]), list(given[first + num :])
-
-    def turn(carry: Any, x: Any) -> Any:
-        own.clear()
-        outs = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], here, own, False)
-        return outs[:num], (outs[num:], list(own.values()))
-
-    end, (ys, tapped) = lax.scan(turn, carry, xs, length=eqn.params["length"], reverse=eqn.params["reverse"])
-    taps.update(zip(own, tapped, strict=True))
-    return [*end, *ys]
+        end, (ys, tapped) = lax.scan(turn, carry, xs, length=eqn.params["length"], reverse=eqn.params["reverse"])
+        for place, x in zip(own, tapped, strict=True):
+            taps[place] = jnp.moveaxis(x, 1, 0) if at_top and self.values[place].stacked else x
+        return [*end, *ys]
 
 
 def _sizes(eqn: Any) -> dict[str, int]:
@@ -314,5 +325,5 @@ def _short(file: str) -> str:
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python", "<frozen")
-_STEP = tuple(f"{maker.__qualname__}." for maker in (global_step, replica_step))
-"""Functions of the package that begin so are the step itself: what stands inside of them is the user's step."""
+_STEP = (*(f"{maker.__qualname__}." for maker in (global_step, replica_step)), Part.run.__qualname__)
+"""Functions of the package that begin so are the step itself, or a part of it: what stands inside of them is the user's."""

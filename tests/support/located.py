@@ -89,6 +89,25 @@ USERS = {
 }
 """What users write, by name."""
 
+CONTEXT = {"data": 2, "context": 2}
+OF_LONG = {
+    "softmax_of_a_shard": Mistake("total = weights.sum(-1, keepdims=True)", "total = "),
+    "denominators_averaged": Mistake(
+        'total = all_reduce(weights.sum(-1, keepdims=True), "sequence") / axis_size("sequence")', "total = "
+    ),
+    "places_in_the_shard": Mistake("places = jnp.arange(x.shape[1])", "places = "),
+    "queries_of_the_other_shard": Mistake(
+        'q = jnp.roll(all_gather(q, "sequence", dim=1), x.shape[1], 1)', "q = all_gather"
+    ),
+    "mean_of_the_shards_keys": Mistake("k = k - k.mean(1, keepdims=True)", "# sequence"),
+    "shift_in_the_shard": Mistake("v = jnp.roll(v, 1, 1)", "# sequence"),
+    "noise_of_the_shard": Mistake(
+        'v = v + jax.random.normal(jax.random.fold_in(jax.random.key(0), axis_index("sequence")), v.shape)',
+        "# sequence",
+    ),
+}
+"""What users write in a part of `sk.manual` that is cut over `context`, in the task `long`; by name."""
+
 TOOLKITS = {
     "reduction_dropped": [mistakes._first_only],
     "reduction_doubled": [mistakes.doubled],
@@ -116,14 +135,14 @@ class Told:
     words: str
 
 
-def told(task: str, name: str) -> Told:
-    """Returns where a mistake in a task is said to be."""
+def told(task: str, name: str, mesh: dict[str, int] | None = None) -> Told:
+    """Returns where a mistake in a task is said to be, on its own mesh or another one."""
     if name in TOOLKITS:
         return _told_of_mutant(_judge_of(task), name)
-    mistake = USERS[name]
+    mistake, mesh = (OF_LONG[name], mesh or CONTEXT) if task == "long" else (USERS[name], mesh or USERS[name].mesh)
     text, wrong = changed(text_of(task), mistake)
     subject = judge_of(task, text, mistake.short).subject
-    setting = Setting(mistake.mesh, mistake.microbatches, mistake.short)
+    setting = Setting(mesh, mistake.microbatches, mistake.short)
     found = Locator(subject)(setting, subject.program(setting), "gradient", int(mistake.short))
     if found is None:
         return Told("silent", "")

@@ -1,49 +1,40 @@
-"""`verify` on the natural programs of tests/tasks: each is equal to one device, and no rounding, draw or small gradient makes it cry wolf."""
+"""`verify` on the natural programs of tests/tasks: no rounding, draw or small gradient makes it cry wolf, and no mistake in them passes for one."""
 
-import importlib
-
-import jax
 import pytest
 
-import spmdkit as sk
-from spmdkit.verify.judge import Judge
-from spmdkit.verify.subject import Setting, Subject
-from tests.support.tasks import MESHES, all_counted
+from spmdkit.verify.mutants import MUTANTS
+from tests.support.judged_tasks import CAUGHT, MISSED, NAMES, ONE_OF_EACH, PAGE, judge_of, mutants_of
+from tests.support.tasks import MESHES
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
-SETTINGS = {
-    "byol_ema": {"ema": 0.9},
-    "cnn_linen": {"ema": 0.9, "clip_norm": 0.5},
-    "ranking": {"data": {"shuffle": False, "remainder": "mask"}},
-    "tagging": {"data": {"shuffle": False, "remainder": "mask"}},
-}
-"""The configs of those that train with other than the common one."""
-
-OPTIMIZERS = [*importlib.import_module("tests.tasks.test_optimizers").OPTIMIZERS]
-NAMES = [c.name for c in all_counted() if c.name not in ("optimizers", "two_phases")]
-NAMES += ["two_phases pretraining", "two_phases finetuning", *(f"optimizers {name}" for name in OPTIMIZERS)]
 QUICK = ["byol_ema", "optimizers apply_if_finite"]
+QUICK_MUTANTS = ["tagging"]
 
 
-def task_of(name):
-    """Returns the task of a file, by its name; of the two that have several with theirs behind."""
-    file, _, which = name.partition(" ")
-    module = importlib.import_module(f"tests.tasks.test_{file}")
-    if file == "optimizers":
-        return module.task(module.OPTIMIZERS[which])
-    if file == "two_phases":
-        return module.pretraining if which == "pretraining" else module.finetuning(module.init(jax.random.key(0)))
-    return module.task
+def mostly_slow(names, quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", mostly_slow(NAMES, QUICK))
 def test_there_is_no_false_alarm(name):
-    settings = {"data": {"shuffle": False}} | SETTINGS.get(name, {})
-    config = sk.Config(task="t.py:t", batch_size=16, steps=3, **settings)
-    judge = Judge(Subject(config, task_of(name), 16, 3))
-    judge.reference(Setting({}, short=judge.subject.short))
+    judge = judge_of(name)
     assert judge.against_plain_jax().get("passed", True)
     for mesh in ("data 4", "data 2 x fsdp 2"):
         found = judge.case(MESHES[mesh], 1, whole=True)
         assert found.get("passed"), (mesh, found)
+
+
+@pytest.mark.parametrize("name", mostly_slow(ONE_OF_EACH, QUICK_MUTANTS))
+def test_no_mutant_is_missed(name):
+    found = mutants_of(name)
+    assert MISSED not in found.values(), found
+    assert found["reduction_dropped"].startswith(CAUGHT) and found["checkpoint_loses_leaf"].startswith(CAUGHT), found
+
+
+def test_the_page_has_every_mutant_and_none_that_was_missed():
+    page = PAGE.read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("| `") for row in rows] == [mutant.name for mutant in MUTANTS]
+    assert all(row[-1] == "none |" for row in rows)
+    assert f"{len(ONE_OF_EACH)} tasks" in page

@@ -1,0 +1,133 @@
+"""Judges of the natural programs of tests/tasks, and what they say of `verify`'s mutants.
+
+python -m tests.support.judged_tasks --write    every mutant on every task -> docs/mutants.md
+python -m tests.support.judged_tasks mlm_nsp    on one
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+import spmdkit as sk
+from spmdkit.verify.judge import Judge
+from spmdkit.verify.mutants import MUTANTS
+from spmdkit.verify.subject import Setting, Subject
+from tests.support.strangers import let_optax_promote
+from tests.support.tasks import FOLDER, all_counted
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "mutants.md"
+DEVICES, BATCH, STEPS = 4, 16, 3
+MISSED = "NOT CAUGHT"
+CAUGHT = "caught by "
+
+SETTINGS = {
+    "byol_ema": {"ema": 0.9},
+    "cnn_linen": {"ema": 0.9, "clip_norm": 0.5},
+    "ranking": {"data": {"shuffle": False, "remainder": "mask"}},
+    "tagging": {"data": {"shuffle": False, "remainder": "mask"}},
+}
+"""The configs of those that train with other than the common one."""
+
+OPTIMIZERS = [*importlib.import_module("tests.tasks.test_optimizers").OPTIMIZERS]
+FILES = [c.name for c in all_counted()]
+ONE_OF_EACH = [
+    {"optimizers": f"optimizers {OPTIMIZERS[0]}", "two_phases": "two_phases finetuning"}.get(n, n) for n in FILES
+]
+"""Names of tasks, one of each file."""
+
+NAMES = [n for n in FILES if n not in ("optimizers", "two_phases")]
+NAMES += ["two_phases pretraining", "two_phases finetuning", *(f"optimizers {name}" for name in OPTIMIZERS)]
+
+
+def task_of(name: str) -> sk.Task:
+    """Returns the task of a file, by its name; of the two that have several with theirs behind."""
+    file, _, which = name.partition(" ")
+    module = importlib.import_module(f"tests.tasks.test_{file}")
+    if file == "optimizers":
+        return module.task(module.OPTIMIZERS[which])
+    if file == "two_phases":
+        return module.pretraining if which == "pretraining" else module.finetuning(module.init(jax.random.key(0)))
+    return module.task
+
+
+def judge_of(name: str) -> Judge:
+    """Returns the judge of a task, with its reference."""
+    settings = {"data": {"shuffle": False}} | SETTINGS.get(name, {})
+    config = sk.Config(task="t.py:t", batch_size=BATCH, steps=STEPS, **settings)
+    judge = Judge(Subject(config, task_of(name), BATCH, STEPS))
+    judge.reference(Setting({}, short=judge.subject.short))
+    return judge
+
+
+def mutants_of(name: str) -> dict[str, str]:
+    """Returns mutant -> what caught it on a task, MISSED, or why it has no place there."""
+    judge = judge_of(name)
+    found = {mutant.name: judge.mutant(mutant.name, DEVICES) for mutant in MUTANTS}
+    said = lambda o: o["not_applicable"] if "not_applicable" in o else CAUGHT + o["by"] if o["caught"] else MISSED
+    return {mutant: said(outcome) for mutant, outcome in found.items()}
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------------
+
+HEAD = """# Mutants on forty tasks
+
+Written by `python -m tests.support.judged_tasks --write`: every mistake that `verify` makes on purpose, in every task of [tests/tasks](../tests/tasks), on four devices in three steps of 16 rows, float32. A
+mutant has no place in a task that does not use what it changes, with the reason in the report of `verify`. One that is not caught is a failed test
+([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)).
+
+"""
+
+
+def _write(found: dict[str, dict[str, str]]) -> None:
+    rows = [["mutant", "does", "caught", "has no place", "not caught"], ["---"] * 5]
+    for mutant in MUTANTS:
+        said = {name: outcomes[mutant.name] for name, outcomes in found.items()}
+        caught = sum(words.startswith(CAUGHT) for words in said.values())
+        missed = [name for name, words in said.items() if words == MISSED]
+        others = str(len(said) - caught - len(missed))
+        rows.append([f"`{mutant.name}`", mutant.does, str(caught), others, ", ".join(missed) or "none"])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    date = f"Found on {datetime.date.today().isoformat()}, {len(found)} tasks.\n\n"
+    PAGE.write_text(HEAD + date + table + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> None:
+    """Prints what is said of mutants, and writes the page of all tasks. What was found with the same text of package and tasks is not looked for again."""
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_disable_most_optimizations", True)
+    let_optax_promote()
+    names = [a for a in arguments if not a.startswith("--")] or ONE_OF_EACH
+    kept = ROOT / "build" / "mutants" / f"{_digest()}.jsonl"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines() if kept.exists() else [])
+    found: dict[str, dict[str, str]] = dict(lines)
+    for name in names:
+        if name not in found:
+            begin = time.process_time()
+            found[name] = mutants_of(name)
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([name, found[name]]) + "\n")
+            print(f"{name:24} {time.process_time() - begin:6.1f} s", flush=True)
+        for mutant, words in found[name].items():
+            if words == MISSED or len(names) == 1:
+                print(f"  {mutant:28} {words}", flush=True)
+    if "--write" in arguments:
+        _write({name: found[name] for name in ONE_OF_EACH})
+
+
+def _digest() -> str:
+    files = [*sorted((ROOT / "spmdkit").rglob("*.py")), *sorted(FOLDER.glob("*.py")), Path(__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
