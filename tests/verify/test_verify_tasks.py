@@ -23,6 +23,7 @@ SETTINGS = {
 OPTIMIZERS = [*importlib.import_module("tests.tasks.test_optimizers").OPTIMIZERS]
 NAMES = [c.name for c in all_counted() if c.name not in ("optimizers", "two_phases")]
 NAMES += ["two_phases pretraining", "two_phases finetuning", *(f"optimizers {name}" for name in OPTIMIZERS)]
+CASES = [("data 4", 1), ("data 2 x fsdp 2", 1), ("data 2 x tensor 2", 1), ("data 4", 2)]
 QUICK = ["byol_ema", "optimizers apply_if_finite"]
 
 
@@ -44,6 +45,7 @@ def test_there_is_no_false_alarm(name):
     judge = Judge(Subject(config, task_of(name), 16, 3))
     judge.reference(Setting({}, short=judge.subject.short))
     assert judge.against_plain_jax().get("passed", True)
-    for mesh in ("data 4", "data 2 x fsdp 2"):
-        found = judge.case(MESHES[mesh], 1, whole=True)
-        assert found.get("passed"), (mesh, found)
+    for mesh, microbatches in CASES:
+        found = judge.case(MESHES[mesh], microbatches, whole=microbatches == 1)
+        skipped = microbatches > 1 and "train_step" in found.get("skipped", "")  # which takes none
+        assert found.get("passed") or skipped, (mesh, found)
