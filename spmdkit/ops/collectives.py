@@ -66,8 +66,13 @@ def axes(*names: str) -> tuple[str, ...]:
 
 
 def axis_size(names: Names) -> int:
-    """Returns the number of devices along the axes behind `names`."""
-    return scope.current().cuts.size(*_axes(names))
+    """Returns the number of devices along the axes behind `names`; outside of a part too, where an op chooses what to do by it.
+
+    Raises:
+        ConfigError: `batch` outside of a part: its axes cut one replica's examples, and who asks there wants the number of replicas.
+    """
+    found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
+    return scope.current().cuts.size(*found)
 
 
 def axis_index(names: Names) -> jax.Array | int:
@@ -123,7 +128,11 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
 
 
 def _axes(names: Names) -> tuple[str, ...]:
-    return axes(*((names,) if isinstance(names, str) else names))
+    return axes(*_as_tuple(names))
+
+
+def _as_tuple(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
@@ -138,6 +147,6 @@ def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
         raise ConfigError(
             f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} devices. Outside of a part "
             "an array is no shard, and nothing would be sent: the result would be another one on each mesh. Over replicas write sk.all_gather(x), "
-            "sk.psum(x) or sk.pmean(x) in the loss; over model axes put the lines into sk.manual(fn, in_dims, out_dims)."
+            "sk.psum(x), sk.pmean(x) or sk.num_replicas() in the loss; over model axes put the lines into sk.manual(fn, in_dims, out_dims)."
         )
     return _axes(names)

@@ -84,7 +84,9 @@ class WorkerActor:
             from spmdkit.cluster import environment, join
             from spmdkit.parameter_server.gradient import from_plain
 
-            devices = join(environment({}), from_plain(values, source).devices).devices  # a task may compute when it is made
+            devices = join(
+                environment({}), from_plain(values, source).devices
+            ).devices  # a task may compute when it is made
             roles = _roles(values, source)
             roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
         except (Unavailable, Fenced) as error:

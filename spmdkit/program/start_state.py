@@ -50,7 +50,7 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     shapes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
-    for path, leaf in named_leaves(shapes.params):
+    for path, _ in named_leaves(shapes.params):
         _check_parameter(path, made[f"params/{path}" if path else "params"])
     for path, leaf in named_leaves(shapes.state):
         if leaf.dtype == jax.dtypes.float0:

@@ -60,7 +60,8 @@ class Judge:
     def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
         """Returns the reference of a setting: one device, the plainest program.
 
-        A task with model state has one for each number of microbatches: batch statistics are those of a microbatch.
+        A task with model state, or whose loss calls sk.all_gather, has one for each number of microbatches: batch statistics and
+        everybody's rows are those of a microbatch.
         Where the config has short batches, their reference is not filled up, but for those with microbatches.
 
         Args:
@@ -70,7 +71,7 @@ class Judge:
             SpmdkitError: the task does not run on one device, or padding rows count in it.
         """
         first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True), evaluated=True)
-        if setting.microbatches == 1 or not first.results.model_state:
+        if setting.microbatches == 1 or not _of_a_microbatch(first.results):
             return first
         return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, plain=True), evaluated)
 
@@ -156,12 +157,15 @@ class Judge:
         """
         begin = time.perf_counter()
         setting = Setting(mesh, microbatches, short=self.subject.short)
-        reference = self.reference(setting, evaluated=whole)
         name = self._name(setting)
-        if not mesh and microbatches > 1 and reference.results.model_state:
-            return name | {
-                "skipped": "this is the reference itself: with model state, batch statistics are those of a microbatch"
-            }
+        try:
+            reference = self.reference(setting, evaluated=whole)
+        except ConfigError as error:  # of a step that takes no microbatches
+            if microbatches == 1:
+                raise
+            return name | {"skipped": _first_line(error)}
+        if not mesh and microbatches > 1 and (why := _of_a_microbatch(reference.results)):
+            return name | {"skipped": f"this is the reference itself: {why} are those of a microbatch"}
         try:
             program = self.subject.program(setting, evaluated=whole)
         except ConfigError as error:
@@ -293,6 +297,13 @@ class Judge:
         except ConfigError as error:
             return {"not_applicable": _first_line(error)}
         return {"caught": True, "by": f"refused: {why}"} if acted else {"not_applicable": why}
+
+
+def _of_a_microbatch(results: Results) -> str:
+    """Returns what a microbatch has of its own, so that with several the step is another one on one device too; or nothing."""
+    if results.model_state:
+        return "with model state, batch statistics"
+    return "in a loss with sk.all_gather, everybody's rows" if "all_gather" in results.uses else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -192,8 +192,19 @@ def in_a_step(state, batch):
     return state, {"loss": sk.all_gather(batch[:, 0, 0]).mean()}
 
 
-def of_parts(params, rows, key):
-    return sk.mean(collectives.all_gather(embed(params["a"], rows[:, 0]), "batch", dim=0).sum(-1))
+OF_PARTS = {
+    "all_gather": lambda x: collectives.all_gather(x, "batch", dim=0),
+    "all_reduce": lambda x: collectives.all_reduce(x, "batch"),
+    "reduce_scatter": lambda x: collectives.reduce_scatter(x, ("batch", "mlp"), dim=0),
+    "all_to_all": lambda x: collectives.all_to_all(x, "mlp", 0, 1),
+    "ring_shift": lambda x: collectives.ring_shift(x, "sequence"),
+    "axis_index": lambda x: x * collectives.axis_index("batch"),
+    "axis_size": lambda x: x / collectives.axis_size("batch"),
+}
+
+
+def of_parts(name):
+    return lambda params, rows, key: sk.mean(OF_PARTS[name](embed(params["a"], rows[:, 0])).sum(-1))
 
 
 def of_a_scalar(params, rows, key):
@@ -208,14 +219,26 @@ def of_a_scalar(params, rows, key):
             "data 8",
             "In the global view",
         ),
-        (task_of(of_parts), "data 8", "outside of sk.manual, on a mesh of 8 devices"),
-        (task_of(of_parts), "data 2 x fsdp 4", "outside of sk.manual, on a mesh of 8 devices"),
         (task_of(of_a_scalar), "data 8", "x\\[None\\]"),
     ],
 )
 def test_what_would_cross_nothing_is_refused(task, mesh, said):
     with pytest.raises(SpmdkitError, match=said):
         program_of(task, mesh)
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_a_collective_of_parts_is_refused_outside_of_one(name, mesh):
+    with pytest.raises(
+        SpmdkitError, match=f"{name} over .* outside of sk.manual, on a mesh of 8 devices.*sk.num_replicas"
+    ):
+        program_of(task_of(of_parts(name)), mesh)
+
+
+def test_every_collective_of_parts_is_among_them():
+    public = {n for n, f in vars(collectives).items() if getattr(f, "__module__", "") == collectives.__name__}
+    assert {n for n in public if not n.startswith("_")} == {*OF_PARTS, "axes", "in_part"}
 
 
 def test_a_loss_that_is_called_by_hand_is_alone():

@@ -115,7 +115,11 @@ def wide_loss(params, state, rows, key):
 def test_what_has_64_bits_is_halved_aloud(mesh):
     program = program_of(sk.Task(wide_init, wide_loss, optax.sgd(0.1), train_data=DATA), mesh)
     state = program.init()
-    assert {name: x.dtype for name, x in state.model_state.items()} == {"rows": "int32", "mean": "float32", "spectrum": "complex64"}
+    assert {name: x.dtype for name, x in state.model_state.items()} == {
+        "rows": "int32",
+        "mean": "float32",
+        "spectrum": "complex64",
+    }
     [of_params, of_state] = [note for note in program.notes if "init" in note]
     assert of_params.endswith("made in another dtype by init: w (float64).")
     assert of_state.endswith("JAX_ENABLE_X64=1 is set: mean (float64); rows (int64); spectrum (complex128).")

@@ -279,6 +279,27 @@ def test_what_cannot_run_in_stages_is_refused_on_every_mesh(case, mesh):
         program_of(task, mesh=mesh)
 
 
+def two_means(carry, params, rows):
+    """The mean over texts' tokens, and half of the mean over examples: counts of their own, on each microbatch others."""
+    loss, metrics = head(carry, params, rows)
+    balance = sk.mean(carry["balance"])
+    return loss + 0.5 * balance, {**metrics, "balance": balance, "both": loss + balance}
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sum_of_means_is_exact_under_gpipe(microbatches):
+    reference = train(program_of(run_with(head=two_means)), evaluate=False)
+    mesh, staged = {"pipeline": 4, "data": 2}, {"schedule": "gpipe"}
+    program = program_of(run_with(head=two_means), mesh=mesh, pipeline=staged, microbatches=microbatches)
+    assert_same_run(train(program, evaluate=False), reference)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_sum_of_means_is_refused_where_a_schedule_knows_one_sum(schedule):
+    with pytest.raises(ConfigError, match=r"a sum of 2 means.*Use pipeline.schedule: gpipe, or one sk.mean"):
+        program_of(run_with(head=two_means), mesh={"pipeline": 4, "data": 2}, pipeline={"schedule": schedule})
+
+
 def test_layers_that_the_chunks_do_not_divide_are_refused_with_the_repair():
     with pytest.raises(
         ConfigError,

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.reading import read_program
 from spmdkit.program.program import Program
 from tests.support.natural_runs import leaf_errors
 
@@ -110,6 +112,17 @@ def _numbers(x: Any) -> Any:
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
+def repeated_work(task: sk.Task, mesh: str) -> list[Finding]:
+    """Returns what a plan finds in a task on one of MESHES that every replica computes."""
+    return [found for found in read_program(program_of(task, mesh)).findings if found.code == "repeated-work"]
+
+
+def line_of(source: str) -> str:
+    """Returns the text of a line, `file.py:23`."""
+    path, _, number = source.rpartition(":")
+    return Path(path).read_text().splitlines()[int(number) - 1].strip()
+
+
 # ---- lines ------------------------------------------------------------------------------------------------------------
 
 HEADINGS = ("shared", "plain JAX, one device", "spmdkit", "test")
@@ -158,8 +171,8 @@ Programs as people write them, each in one file: the model, the plain JAX script
 to {TOLERANCE:.0e} (relative, float32; where a file says so in another way, with its reason) on one device, {{data: 4}}, {{data: 2, fsdp: 2}} and {{data: 2, tensor: 2}}. Lines are those of code, without what
 both share; a task is at most ten longer than the script. Written by `python -m tests.support.tasks --write`.
 
-`verify` says of each (all eighteen optimizers, both phases of `two phases`) that {{data: 4}} and {{data: 2, fsdp: 2}} are equal to one device: no false alarm, in three steps of 16 rows, float32, without
-mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)); and the same of the models of equinox's, flax's and optax's own examples, small
+`verify` says of each (all eighteen optimizers, both phases of `two phases`) that {{data: 4}}, {{data: 2, fsdp: 2}}, {{data: 2, tensor: 2}} and two microbatches on {{data: 4}} are equal to one device: no false
+alarm, in three steps of 16 rows, float32, without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)); and the same of the models of equinox's, flax's and optax's own examples, small
 ([tests/verify/test_verify_libraries.py](../tests/verify/test_verify_libraries.py)).
 
 | task | what it is | plain JAX | spmdkit |

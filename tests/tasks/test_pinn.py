@@ -1,5 +1,7 @@
 """A physics-informed network: no data, new collocation points in each step, shared out by the replicas."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from tests.support.tasks import QUICK, STEPS, assert_same, step_key, train
+from tests.support.tasks import QUICK, STEPS, assert_same, line_of, repeated_work, step_key, train
 
 # ---- shared ---------------------------------------------------------------------------------------------------------
 
@@ -75,3 +77,17 @@ task = sk.Task(init, train_step=train_step, optimizer=optimizer, train_data=step
 @pytest.mark.parametrize("mesh", QUICK)
 def test_it_is_the_plain_script(mesh):
     assert_same(train(task, mesh), plain())
+
+
+def repeating(state, batch):
+    """The same without `sk.shard`: every replica computes all points."""
+    loss, grads = jax.value_and_grad(loss_of)(state.params, jax.random.uniform(state.key, (N, 2)))
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+@pytest.mark.parametrize("mesh", ["data 4", "data 2 x fsdp 2"])
+def test_points_that_every_replica_computes_are_a_finding_of_the_plan(mesh):
+    [found] = repeated_work(dataclasses.replace(task, train_step=repeating), mesh)
+    assert line_of(found.source) == 'return jnp.tanh(jnp.array([t, x]) @ params["w1"] + params["b1"]) @ params["w2"]'
+    assert 'sk.shard(x, "rows", None)' in found.fix
+    assert repeated_work(task, mesh) == []

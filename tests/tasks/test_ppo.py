@@ -1,5 +1,7 @@
 """PPO: rollouts of an environment in the model state, and four updates a step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from tests.support.tasks import QUICK, STEPS, assert_same, step_key, train
+from tests.support.tasks import QUICK, STEPS, assert_same, line_of, repeated_work, step_key, train
 
 # ---- shared ---------------------------------------------------------------------------------------------------------
 
@@ -103,3 +105,21 @@ def test_it_is_the_plain_script(mesh):
     run = train(task, mesh)
     assert_same(run, plain())
     assert int(run.state.step) == STEPS  # and not four times as many
+
+
+def repeating(state, batch):
+    """The same without `sk.shard`: every replica plays all games."""
+    s, path = rollout(state.params, state.model_state, state.key)
+    loss, grads = jax.value_and_grad(ppo_loss)(state.params, path)
+    return state.apply_gradients(grads, s), {"loss": loss}
+
+
+@pytest.mark.parametrize("mesh", ["data 4", "data 2 x fsdp 2"])
+def test_a_rollout_that_every_replica_computes_is_a_finding_of_the_plan(mesh):
+    [found] = repeated_work(dataclasses.replace(task, train_step=repeating), mesh)
+    assert line_of(found.source) in (
+        'h = jnp.tanh(s @ params["w1"])',
+        'return jax.nn.log_softmax(h @ params["pi"]), h @ params["v"]',
+    )
+    assert 'sk.shard(x, "rows", None)' in found.fix
+    assert repeated_work(task, mesh) == []

@@ -81,8 +81,14 @@ def test_model_state_of_one_replicas_examples_is_told():
 
 
 def test_accumulation_on_one_device_is_a_case_of_its_own():
-    assert judge(tasks.right).case({}, 2, whole=False)["diagnosis"]["kind"] == "batch statistics"
+    diagnosis = judge(tasks.own_statistics).case({}, 2, whole=False)["diagnosis"]
+    assert diagnosis["kind"] == "batch statistics" and "leave microbatches at 1" in diagnosis["repair"]
     assert judge(tasks.summed_twice).case({}, 2, whole=False)["passed"]
+
+
+def test_everybodys_rows_are_those_of_a_microbatch_on_one_device_too():
+    assert judge(tasks.right).case({"data": 4}, 2, whole=False)["passed"]
+    assert "everybody's rows are those of a microbatch" in judge(tasks.right).case({}, 2, whole=False)["skipped"]
 
 
 def test_a_mesh_that_the_task_cannot_use_is_skipped_with_the_reason():

@@ -8,6 +8,7 @@ from tests.support.tasks import MESHES
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
+CASES = [("data 4", 1), ("data 2 x fsdp 2", 1), ("data 2 x tensor 2", 1), ("data 4", 2)]
 QUICK = ["byol_ema", "optimizers apply_if_finite"]
 QUICK_MUTANTS = ["tagging"]
 
@@ -20,9 +21,10 @@ def mostly_slow(names, quick):
 def test_there_is_no_false_alarm(name):
     judge = judge_of(name)
     assert judge.against_plain_jax().get("passed", True)
-    for mesh in ("data 4", "data 2 x fsdp 2"):
-        found = judge.case(MESHES[mesh], 1, whole=True)
-        assert found.get("passed"), (mesh, found)
+    for mesh, microbatches in CASES:
+        found = judge.case(MESHES[mesh], microbatches, whole=microbatches == 1)
+        skipped = microbatches > 1 and "train_step" in found.get("skipped", "")  # which takes none
+        assert found.get("passed") or skipped, (mesh, found)
 
 
 @pytest.mark.parametrize("name", mostly_slow(ONE_OF_EACH, QUICK_MUTANTS))

@@ -64,7 +64,8 @@ def pipeline(
             add up over the layers, a balance loss per example, travels in it.
         layer: `layer(x, weights, rows) -> x` of the same shapes; `weights` is one entry of `layers`, a pytree of arrays [L, ...]. It is
             wrapped in `sk.remat`, unless it uses that itself.
-        head: `head(x, head_params, rows) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`. Only the loss has a gradient.
+        head: `head(x, head_params, rows) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`. Only the loss has a gradient. It
+            may be a sum of means, but for the schedules 1f1b and interleaved.
         head_per_token: the head treats every token, the second dim of `x`, by itself (norm, logits, cross-entropy). Where a microbatch has
             too few rows, its tokens are then cut over the stages instead of the head running on one stage while the others wait;
             arrays of `rows` with that second dim are cut with them.
@@ -78,7 +79,7 @@ def pipeline(
 
     Raises:
         ConfigError: the number of layers is not divisible by the stages, a function closes over a traced array or returns something else
-            than it must, or `rows` depend on parameters.
+            than it must, `rows` depend on parameters, or a schedule that computes the gradient of one sum is given several means.
     """
 
     @jax.named_scope(scope.PIPELINE)
@@ -93,7 +94,8 @@ def pipeline(
         num_stages, settings = context.cuts.size(AXIS), context.chosen.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)
         rows = without_gradient(rows)
-        model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args)))
+        one_sum = num_stages > 1 and settings.schedule != "gpipe"
+        model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args), one_sum))
         examples = scope.current_examples()
         own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
         if num_stages == 1:

@@ -16,7 +16,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.ops.pipeline.parts import Model, Rows, alone, working_on
 from spmdkit.ops.remat import remat
 from spmdkit.step import scope
-from spmdkit.step.means import Mean
+from spmdkit.step.means import Mean, Means
 from spmdkit.tree import describe, first_difference, named_leaves
 
 
@@ -90,14 +90,27 @@ def checked(
     return model, x
 
 
-def loss_and_metrics(out: Any) -> tuple[Mean, dict[str, Mean] | None]:
-    """Returns (loss, metrics or None) of what a head returned; of these only the loss has a gradient."""
+def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, Mean | Means] | None]:
+    """Returns (loss, metrics or None) of what a head returned; of these only the loss has a gradient.
+
+    Args:
+        one_sum: the schedule computes the gradient of a sum before its count is known over all microbatches.
+
+    Raises:
+        ConfigError: no mean, or several where there can be one sum.
+    """
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     named = metrics if isinstance(metrics, dict) else {} if metrics is None else {"": None}
-    if not isinstance(loss, Mean) or not all(isinstance(m, Mean) for m in named.values()):
+    if not all(isinstance(m, Mean | Means) for m in (loss, *named.values())):
         raise ConfigError(
             f"sk.pipeline: head returned {describe(out)}. Its loss adds up over microbatches, so it returns sk.mean(...), or "
             "(sk.mean(...), {name: sk.mean(...)})."
+        )
+    if one_sum and isinstance(loss, Means):
+        raise ConfigError(
+            f"sk.pipeline: head returned a sum of {len(loss.parts)} means, each with a count of its own. The schedules 1f1b and interleaved compute "
+            "the gradient of one sum, before the counts of all microbatches are known. Use pipeline.schedule: gpipe, or one sk.mean in which "
+            "weights share out what counts."
         )
     return loss, lax.stop_gradient(metrics)
 

@@ -3,10 +3,12 @@
 In a global `train_step` the partitioner shares out what is made from the batch, whose rows are cut. What is not (collocation points, rollouts,
 a loop over weights) is whole everywhere, and so is all that is computed from it, with its gradient. The mesh then makes nothing faster.
 
-    FLOPs of the line's products on one device  *  devices  >=  REPEATED  *  replicas  *  FLOPs of the line in the step
+    FLOPs of the line's products on one device  *  devices  >=  replicas ** REPEATED  *  FLOPs of the line in the step
 
-Where fsdp cuts the weights it shares such products out, and the replicas beside it do not. What other axes (tensor, context) repeat is no matter
-of the batch: they count among the replicas here, so that a line is found where it is repeated along all of them.
+Shared out it would be once that, repeated it is `replicas` times; XLA merges products that the traced step has twice (a network and its
+derivatives at the same points), so that both are less, by a factor up to two. Where fsdp cuts the weights it shares such products out, and
+the replicas beside it do not. What other axes (tensor, context) repeat is no matter of the batch: the right side counts them in full, so that a
+line is found where it is repeated along all of them.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from spmdkit.plan.hlo.source import source_of
 from spmdkit.plan.jaxprs import line
 from spmdkit.step import scope
 
-REPEATED = 0.9
-"""Of the replicas: below it, something is shared out."""
+REPEATED = 0.6
+"""Between shared out (0) and repeated by every replica (1), in logarithms: what XLA merges and what it attributes to another line are less."""
 
 SHARE = 0.1
 """Of what one device computes: below it, nothing is won."""
@@ -38,14 +40,14 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
     if shards < 2:
         return
     replicas = program.sizes["replica"] * program.sizes["data"]
-    times = (replicas if replicas > 1 else shards) * (num // shards)
+    times, others = replicas if replicas > 1 else shards, num // shards
     asked = products_by_line(subject.jaxpr, line)
     computed = _computed_by_line(subject)
     whole = sum(computed.values())
     repeated = {
         at: flops
         for at, flops in computed.items()
-        if not at.startswith("spmdkit/") and asked.get(at) and flops * num >= REPEATED * times * asked[at]
+        if not at.startswith("spmdkit/") and asked.get(at) and flops * num >= times**REPEATED * others * asked[at]
     }
     total = sum(repeated.values())
     if not repeated or total < SHARE * whole:
@@ -53,11 +55,11 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
     at = max(repeated, key=lambda at: repeated[at])
     axes = " x ".join(f"{a} {program.sizes[a]}" for a in BATCH_AXES if program.sizes[a] > 1)
     more = f", and so are those of {len(repeated) - 1} more lines" if len(repeated) > 1 else ""
-    flops_ratio = repeated[at] * num / asked[at]
+    found = min(repeated[at] * num / asked[at], times * others)
     yield Finding(
         "warning",
         "repeated-work",
-        f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {flops_ratio:.3g} times over on {axes}: "
+        f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} times over on {axes}: "
         f"{total / whole:.0%} of what a device computes is what others compute too, since it is not made from the batch",
         at,
         'Share it out by its first dim, where it is made: x = sk.shard(x, "rows", None), or begin with sk.rows(num), or put it into the batch '
