@@ -58,6 +58,7 @@ def open_checkpointer(
     deadlines_by_a_steady_clock()
     cancel_what_a_failure_leaves()
     logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
+    logging.getLogger("absl").addFilter(_drop_remark_on_sizes)
     logging.getLogger("asyncio").addFilter(_drop_further_failures)
     if getattr(sys.unraisablehook, "func", None) is not _quiet_after_failure:
         sys.unraisablehook = functools.partial(_quiet_after_failure, sys.unraisablehook)
@@ -248,6 +249,11 @@ def _with_checksums(build: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
 def _drop_orbax_tracebacks(record: logging.LogRecord) -> bool:
     """Keeps orbax from printing the traceback of a failed save: we raise it, with its cause, in the caller's thread."""
     return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _drop_remark_on_sizes(record: logging.LogRecord) -> bool:
+    """Returns whether a record is no remark, made twice a save of parts that lie apart, that their size is logged nowhere."""
+    return not str(record.msg).startswith("Global object size logging disabled")
 
 
 def _drop_further_failures(record: logging.LogRecord) -> bool:

@@ -24,7 +24,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bucket")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BUCKET_FOLDER", str(folder))
-        run_processes(URL, 2, "save")
+        for output in run_processes(URL, 2, "save"):
+            assert "WARNING" not in output, output
         yield folder
 
 
