@@ -84,9 +84,8 @@ class WorkerActor:
             from spmdkit.cluster import environment, join
             from spmdkit.parameter_server.gradient import from_plain
 
-            devices = join(
-                environment({}), from_plain(values, source).devices
-            ).devices  # a task may compute when it is made
+            config = from_plain(values, source)
+            devices = join(environment({}), config.devices).devices  # before the task is made, which may compute
             roles = _roles(values, source)
             roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
         except (Unavailable, Fenced) as error:

@@ -1,7 +1,7 @@
 """What Horovod's own tests assert, one row each, run by every rank of one set of processes: `python -m tests.horovod.semantics OUT`.
 
-Each row names the tests of horovod 0.28.1 (test/parallel/test_torch.py unless said) whose values and errors it repeats. A row raises where
-they would fail. What live Horovod does otherwise (it hangs) is in the rows that begin with `better`.
+Each row names the tests of horovod 0.28.1 whose values and errors it repeats: `name, name; FILE: name`, without `test_horovod_`, of test/parallel/
+test_torch.py unless said; `none: ...` is what no test of theirs asserts. A row raises where they would fail. What live Horovod does otherwise (it hangs) is in the rows that begin with `better`.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def close(sets):
         assert hvd.remove_process_set(process_set)
 
 
-@row("rank, size, is_initialized, horovod_reinit")
+@row("rank, size, is_initialized, reinit")
 def places_and_init_again():
     import os
 
@@ -110,7 +110,7 @@ def places_and_init_again():
     same(hvd.allreduce(np.ones(3, np.float32), op=hvd.Sum), np.asarray(kept))
 
 
-@row("allreduce, allreduce_average (average=, op=)")
+@row("allreduce, allreduce_average")
 def allreduce_sums_and_averages():
     for dtype in REDUCED:
         for dim in DIMS:
@@ -160,7 +160,7 @@ def scales_are_applied_in_float64_to_integers_and_float32_to_half():
         same(hvd.allreduce(x, average=False, postscale_factor=factor), after.astype(dtype), rtol=rtol)
 
 
-@row("the probe, live Horovod 0.28.1: prescale 0.37 of int64 [0, 7, 14, 21, 28] on 3 ranks is [0, 6, 15, 21, 30]")
+@row("none: live Horovod 0.28.1, prescale 0.37 of int64 [0, 7, 14, 21, 28] on 3 ranks is [0, 6, 15, 21, 30]")
 def the_golden_prescale():
     golden = json.loads((Path(__file__).parent / "golden_horovod.json").read_text())["prescale"]
     got = hvd.allreduce(np.array(golden["input"]), op=hvd.Sum, prescale_factor=golden["factor"])
@@ -168,7 +168,8 @@ def the_golden_prescale():
 
 
 @row(
-    "allreduce_process_sets, allgather_process_sets, broadcast_process_sets, alltoall_process_sets, reducescatter_process_sets"
+    "allreduce_process_sets, allgather_process_sets, broadcast_process_sets, alltoall_process_sets, reducescatter_process_sets, "
+    "grouped_allreduce_process_sets, grouped_allgather_process_sets, grouped_reducescatter_process_sets"
 )
 def both_process_sets_at_once():
     this, sets = even_odd()
@@ -184,8 +185,13 @@ def both_process_sets_at_once():
         hvd.reducescatter(mine(whole), op=hvd.Sum, process_set=this),
         ours.sum(0, dtype="float32")[2 * place : 2 * place + 2],
     )
-    grouped = hvd.grouped_allreduce([mine(whole), mine(whole)], op=hvd.Sum, process_set=this)
-    same(grouped[1], ours.sum(0, dtype="float32"))
+    total, two, rows = ours.sum(0, dtype="float32"), [mine(whole), 2 * mine(whole)], slice(2 * place, 2 * place + 2)
+    for k, got in enumerate(hvd.grouped_allreduce(two, op=hvd.Sum, process_set=this), 1):
+        same(got, k * total)
+    for k, got in enumerate(hvd.grouped_allgather(two, process_set=this), 1):
+        same(got, k * ours.reshape(-1, 3))
+    for k, got in enumerate(hvd.grouped_reducescatter(two, op=hvd.Sum, process_set=this), 1):
+        same(got, k * total[rows])
     other = sets[1 - hvd.rank() % 2]
     if other.size():
         with raises(ValueError, f"rank {hvd.rank()} is not in", "included()"):
@@ -197,7 +203,7 @@ def both_process_sets_at_once():
         hvd.allreduce(mine(whole), process_set=this)
 
 
-@row("test_process_sets_static.py, test_tensorflow_process_sets_dynamic.py; add_process_set, remove_process_set")
+@row("test_process_sets_static.py: static; test_tensorflow_process_sets_dynamic.py: add_get_remove_process_set")
 def process_sets_come_and_go():
     last = hvd.add_process_set([hvd.size() - 1])
     assert (last.size(), last.rank(), last.included()) == (
@@ -262,7 +268,8 @@ def duplicate(ask):
 
 
 @row(
-    "allreduce_duplicate_name_error, allgather_, broadcast_, reducescatter_duplicate_name_error, alltoall_duplicate_name_error"
+    "allreduce_duplicate_name_error, allgather_duplicate_name_error, broadcast_duplicate_name_error, reducescatter_duplicate_name_error; "
+    "none: alltoall"
 )
 def two_of_one_name_at_once_are_an_error():
     x = np.ones((17, 2), np.float32)
@@ -299,12 +306,16 @@ def gradients_of_allreduce():
 
 
 @row(
-    "allreduce_grad_process_sets, allgather_grad_process_sets, broadcast_grad_process_sets, alltoall_grad_process_sets, reducescatter_grad_process_sets"
+    "allreduce_grad_process_sets, grouped_allreduce_grad_process_sets, allgather_grad_process_sets, broadcast_grad_process_sets, "
+    "alltoall_grad_process_sets, reducescatter_grad_process_sets"
 )
 def gradients_in_process_sets():
     this, sets = even_odd()
     n, x = this.size(), jnp.ones((2 * this.size(), 2), jnp.float32)
     same(jax.grad(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=this).sum())(x), np.full_like(x, n))
+    two = jax.grad(lambda xs: sum(y.sum() for y in hvd.grouped_allreduce(xs, op=hvd.Sum, process_set=this)))([x, x[0]])
+    same(two[0], np.full_like(x, n))
+    same(two[1], np.full_like(x[0], n))
     same(jax.grad(lambda x: hvd.allgather(x, process_set=this).sum())(x), np.ones_like(x))
     root = this.ranks[-1]
     expected = np.full_like(x, float(hvd.rank() == root))
@@ -315,7 +326,8 @@ def gradients_in_process_sets():
 
 
 @row(
-    "grouped_allreduce, grouped_allreduce_average, grouped_allreduce_process_sets, grouped_allgather, grouped_reducescatter, .._average"
+    "grouped_allreduce, grouped_allreduce_average, grouped_allgather, grouped_reducescatter, grouped_reducescatter_average, "
+    "grouped_reducescatter_prescale, grouped_reducescatter_postscale; none: several broadcasts are hvd.broadcast_parameters"
 )
 def groups_are_done_together():
     arrays = [
@@ -332,6 +344,14 @@ def groups_are_done_together():
         same(got, x[rows] * hvd.size())
     for got, x in zip(hvd.grouped_reducescatter(arrays), arrays, strict=True):
         same(got, x[rows])
+    x = arrays[2]
+    for got in hvd.grouped_reducescatter([x, x], op=hvd.Sum, prescale_factor=0.37):
+        same(got, (x * 0.37 * hvd.size())[rows], rtol=1e-14)
+    for got in hvd.grouped_reducescatter([x, x], op=hvd.Sum, postscale_factor=0.37):
+        same(got, (x * hvd.size() * 0.37)[rows], rtol=1e-14)
+    several = hvd.broadcast_parameters([x + hvd.rank(), jnp.full((2, 3), hvd.rank())], root_rank=1)
+    same(several[0], x + 1)
+    same(several[1], np.full((2, 3), 1))
     with raises(hvd.HorovodInternalError, "mismatched"):
         hvd.grouped_allreduce([arrays[0]] * (2 if hvd.rank() else 1))
 
@@ -376,7 +396,7 @@ def gradients_of_allgather_are_means():
     same(got, np.full_like(x, 1 / hvd.size()), rtol=1e-6)
 
 
-@row("broadcast (test_horovod_broadcast), broadcast_grad")
+@row("broadcast, broadcast_grad")
 def broadcast_moves_every_bit():
     for dtype in (*DTYPES, "bool", "complex64"):
         for root in range(hvd.size()):
@@ -564,7 +584,7 @@ def a_rank_that_has_joined_gives_zeros():
             assert hvd.allgather_object(last) == [last] * n
 
 
-@row("join_allgather, join_broadcast; controller.cc: alltoall and reducescatter")
+@row("join_allgather, join_broadcast; none: alltoall and reducescatter, as controller.cc has it")
 def what_needs_data_of_all_is_an_error_after_a_join():
     for first in range(hvd.size()):
         if hvd.rank() != first:
@@ -584,7 +604,7 @@ def what_needs_data_of_all_is_an_error_after_a_join():
         assert hvd.allgather_object(last) == [last] * hvd.size()
 
 
-@row("documentation of join: ranks with unequal numbers of batches")
+@row("none: documentation of join, ranks with unequal numbers of batches")
 def unequal_numbers_of_batches():
     n, rank = hvd.size(), hvd.rank()
     got = [float(hvd.allreduce(np.array([rank + 1.0]), op=hvd.Sum)[0]) for _ in range(2 + rank)]
@@ -659,7 +679,7 @@ def objects_go_as_json():
         hvd.allgather_object([1, {2}] if hvd.rank() == 0 else None)
 
 
-@row("compression_fp16, test_tensorflow.py: compression_fp16")
+@row("compression_fp16; test_tensorflow.py: compression_fp16")
 def half_on_the_wire_and_the_dtype_of_the_caller_back():
     for dtype in ("float16", "float32", "float64", "int32", "int64", "uint8"):
         x = jnp.ones((5, 17), dtype)
@@ -673,6 +693,20 @@ def half_on_the_wire_and_the_dtype_of_the_caller_back():
     assert sent is x and hvd.Compression.none.decompress(sent, context) is x
     got = hvd.allreduce(np.float32([1 / 3]), compression=hvd.Compression.fp16)
     assert float(got[0]) == float(np.float32(np.float16(1 / 3)))
+
+
+@row("none: the step is compiled, the reduction between its halves is not")
+def half_in_a_compiled_step():
+    fp16, w = hvd.Compression.fp16, jnp.asarray(random((8,), "float32")) / 7
+    batches = [jnp.asarray(random((4, 8), "float32", seed=r)) / 50 for r in range(hvd.size())]
+    backward = jax.jit(lambda w, x: fp16.compress(jax.grad(lambda w: ((x @ w) ** 2).mean())(w))[0])
+    forward = jax.jit(lambda w, g: w - 0.1 * fp16.decompress(g, jnp.float32))
+    sent = backward(w, mine(batches))
+    assert sent.dtype == jnp.float16 and "f16[8]" in backward.lower(w, mine(batches)).compile().as_text()
+    got = forward(w, hvd.allreduce(sent))
+    expected = w - 0.1 * sum(backward(w, x).astype(jnp.float32) for x in batches) / hvd.size()
+    same(got, np.asarray(expected), rtol=1e-2, atol=1e-3)
+    same(hvd.allgather(got[None]), np.broadcast_to(got, (hvd.size(), 8)))
 
 
 def gradients_of_rank(step=0):
@@ -721,9 +755,7 @@ def the_optimizer_reduces_gradients_before_its_step():
     np.testing.assert_allclose(updates["w"], -mean_of_ranks(factor=hvd.size())["w"], rtol=1e-5, atol=1e-6)
 
 
-@row(
-    "gradient_aggregation (test_tensorflow.py: local_gradient_aggregation, 10 steps, N = 4), set_backward_passes_per_step"
-)
+@row("test_tensorflow.py: local_gradient_aggregation; test_tensorflow2_keras.py: gradient_aggregation")
 def gradients_of_several_passes_are_added_up_on_the_rank():
     import optax
 
@@ -742,7 +774,7 @@ def gradients_of_several_passes_are_added_up_on_the_rank():
                 np.testing.assert_allclose(updates[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
-@row("duplicate_names, missing_named_parameters, optimizer arguments")
+@row("duplicate_names, missing_named_parameters; none: arguments of the optimizer")
 def what_the_optimizer_refuses():
     import optax
 
@@ -767,7 +799,7 @@ def what_the_optimizer_refuses():
         optimizer.update({"w": np.zeros((4, 3 + hvd.rank()), np.float32)}, optimizer.init(params))
 
 
-@row("optimizer_process_sets, broadcast_optimizer_state of a part of the model")
+@row("optimizer_process_sets")
 def the_optimizer_of_a_process_set():
     import optax
 
@@ -785,7 +817,7 @@ def the_optimizer_of_a_process_set():
     close(sets)
 
 
-@row("horovod/torch/optimizer.py: _DistributedAdasumOptimizer combines updates")
+@row("none: horovod/torch/optimizer.py, _DistributedAdasumOptimizer combines updates")
 def adasum_of_the_optimizer_is_of_its_updates():
     import optax
 
@@ -854,7 +886,7 @@ def barriers_wait_for_all_of_the_set():
     close(sets)
 
 
-@row("basics: names in any order (tensor fusion by name)")
+@row("none: names in any order, tensors are fused by name")
 def named_asynchronous_calls_in_any_order():
     order = range(4) if hvd.rank() % 2 == 0 else reversed(range(4))
     handles = {i: hvd.allreduce_async(np.full(2, i, np.float32), name=f"any {i}", op=hvd.Sum) for i in order}
@@ -942,7 +974,7 @@ def what_means_nothing_here_says_why_and_what_instead():
     assert (hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.cuda_built()) == (False, True, 0, False)
 
 
-@row("single/test_torch_elastic.py: elastic_state")
+@row("test_torch_elastic.py: elastic_state")
 def elastic_state_is_committed_restored_and_synced():
     value = 1.0 if hvd.rank() == 0 else 2.0
     model = {"weight": jnp.full((2, 2), value), "bias": jnp.full(2, value)}
@@ -964,7 +996,7 @@ def elastic_state_is_committed_restored_and_synced():
     assert (state.batch, state.epoch) == (21, 11)
 
 
-@row("single/test_torch_elastic.py: elastic_sampler")
+@row("test_torch_elastic.py: elastic_sampler")
 def elastic_sampler_repeats_nothing():
     n, each = hvd.size(), 8
     data = list(range(each * n))
@@ -997,7 +1029,7 @@ def elastic_sampler_repeats_nothing():
     assert len(sampler) == each
 
 
-@row("common/elastic.py: run_fn; test_elastic tests of HorovodInternalError and HostsUpdatedInterrupt")
+@row("none: common/elastic.py, run_fn under HorovodInternalError and HostsUpdatedInterrupt")
 def elastic_run_goes_on_from_the_last_commit():
     state = hvd.elastic.State(batch=0, params=jnp.zeros(2))
     resets, tries = [], []
@@ -1033,7 +1065,7 @@ def elastic_run_goes_on_from_the_last_commit():
     assert tries.count(-1) == 3
 
 
-@row("test_tensorflow2_keras.py: train_model_lr_schedule; _keras/callbacks.py")
+@row("test_tensorflow2_keras.py: train_model_lr_schedule; none: _keras/callbacks.py")
 def learning_rates_warm_up_with_momentum_correction():
     import optax
 

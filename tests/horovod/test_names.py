@@ -1,11 +1,15 @@
 """Horovod's public names: each is here, or raises with the reason and what to use instead."""
 
+import json
+from pathlib import Path
+
 import jax.numpy as jnp
 import optax
 import pytest
 
 import spmdkit.horovod as hvd
 from spmdkit.horovod.absent import ABSENT
+from tests.horovod.semantics import ROWS
 
 words = str.split
 PLACES = "init shutdown is_initialized is_homogeneous size rank local_size local_rank cross_size cross_rank"
@@ -66,3 +70,24 @@ def test_the_optimizer_is_one_of_optax_and_what_a_refusal_names_works():
     new = hvd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), backward_passes_per_step=2)
     assert new.init(params)._replace(inner=state.inner).sums["w"].shape == (2,)
     optax.chain(optax.clip_by_global_norm(1.0), optimizer).init(params)
+
+
+NO_ROW = words("""allreduce_inplace grouped_allreduce_inplace broadcast_inplace sync_batch_norm timeline_api synchronize_step_warning
+    allreduce_cpu_gpu_error grouped_allreduce_cpu_gpu_error allreduce_multi_gpu alltoall_splits_on_gpu broadcast_state_gpu gpu_required
+    dynamic_requires_grad""")
+"""Tests of horovod/torch of names that raise here, of arrays of one rank on several devices, and of parameters that change what they want."""
+
+
+def test_the_rows_of_the_table_name_tests_of_horovod_and_leave_out_those_of_what_is_not_here_alone():
+    tests = {
+        file: words(names)
+        for file, names in json.loads(Path(__file__).with_name("names_of_tests.json").read_text()).items()
+    }
+    named = {file: set() for file in tests}
+    for label, _ in ROWS.values():
+        for part in (part for part in label.split("; ") if part.partition(":")[0] != "none"):
+            file, _, names = part.rpartition(": ")
+            named[file or "test_torch.py"] |= {*names.split(", ")}
+    for file, names in named.items():
+        assert names <= {*tests[file]}, file
+    assert {*tests["test_torch.py"]} - named["test_torch.py"] == {*NO_ROW}
