@@ -1,10 +1,11 @@
 """How long a job stands still after a kill, in process and by a restart; what copies in memory cost; goodput under kills.
 
     python benchmarks/epochs.py in_process --kills 8 --every 12 --standby 2      recovery: SIGKILL of a random process to the next new step
-    python benchmarks/epochs.py shrink | restart --kills 4 --every 20
+    python benchmarks/epochs.py shrink | restart --kills 2 --every 20
+    python benchmarks/epochs.py shrink --kills 1 --precompile        the step of three processes is in the compile cache when the first of four dies
     python benchmarks/epochs.py cost --width 2048                    seconds of a step with a copy, and without, in one run
 
-Four processes of one device each on this machine, replicas of a small model (cost: cut over fsdp). One JSON line at the end.
+Four processes of one device each on this machine, replicas of a small model (cost: cut over fsdp), with a compile cache of their own. One JSON line at the end.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from spmdkit.launch.process import start  # dies with this one
 
+PROCESSES = 4
 TASK = """
 import os, time
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -55,9 +57,10 @@ def task(width=256, wait=0.0):
 """
 
 
-def config(mode: str, every: int, standby: int) -> str:
+def config(mode: str, every: int, standby: int, precompile: list[int]) -> str:
     alive = mode != "restart"
-    section = f"elastic: {{in_process: true, peer_every: {every}, standby: {standby}}}\n" if alive else ""
+    told = f"in_process: true, peer_every: {every}, standby: {standby}, precompile: {precompile}"
+    section = f"elastic: {{{told}}}\n" if alive else ""
     cut = "mesh: {fsdp: -1}\n" if mode == "cost" else "mesh: {data: -1}\n"
     return (
         f"task: task.py:task\nrun_dir: run\nsteps: 1000000\nbatch_size: 96\ndevices: cpu:4\n{cut}{section}checkpoint: {{every_steps: 100, keep: 2, on_error_s: null}}\n"
@@ -70,6 +73,12 @@ def members(folder: Path, launcher: int) -> list[int]:
     started = set(Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
     begun = [path.read_text() for path in sorted(folder.glob("rank*"))]
     return [int(pid) for pid in begun if pid in started]
+
+
+def compiles_ahead(launcher: int) -> bool:
+    """Returns whether a job runs that only compiles for another size: a launcher below the launcher."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return any(b"\0launch\0" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
 
 
 def steps_of(folder: Path) -> list[tuple[int, float]]:
@@ -88,13 +97,20 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--peer-every", type=int, default=10)
     parser.add_argument("--standby", type=int, default=0, help="processes that wait for a death")
+    parser.add_argument(
+        "--precompile", action="store_true", help="shrink: compile the step of one process less, before the first kill"
+    )
     parser.add_argument("--wait", type=float, default=0.02, help="seconds that a step is made longer")
     parser.add_argument("--seconds", type=float, default=20.0, help="cost: how long")
     asked = parser.parse_args()
+    if asked.precompile and (asked.mode != "shrink" or asked.kills != 1):
+        parser.error("--precompile is of one size, which one death leads to. Try shrink --kills 1 --precompile.")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "task.py").write_text(TASK)
-        (folder / "run.yaml").write_text(config(asked.mode, asked.peer_every, asked.standby))
+        (folder / "run.yaml").write_text(
+            config(asked.mode, asked.peer_every, asked.standby, [PROCESSES - 1] * asked.precompile)
+        )
         sizes = "2:4" if asked.mode == "shrink" else "4:4"
         command = [
             sys.executable,
@@ -102,7 +118,7 @@ def main() -> None:
             "spmdkit",
             "launch",
             "-n",
-            "4",
+            str(PROCESSES),
             "--max-restarts",
             "50",
             "--elastic",
@@ -113,7 +129,8 @@ def main() -> None:
         ]
         settings = [f"task_args={{width: {asked.width}, wait: {asked.wait}}}"]
         with open(folder / "out", "w") as out:
-            popen = start([*command, *settings], cwd=folder, stdout=out, stderr=out, start_new_session=True)
+            env = os.environ | {"SPMDKIT_COMPILE_CACHE": str(folder / "cache")}  # as of a job that is new here
+            popen = start([*command, *settings], env, cwd=folder, stdout=out, stderr=out, start_new_session=True)
             threading.Thread(target=popen.wait, daemon=True).start()
             try:
                 measured(asked, folder, popen)
@@ -154,6 +171,12 @@ def measured(asked: argparse.Namespace, folder: Path, popen: subprocess.Popen[by
         print(json.dumps({k: round(v, 4) for k, v in found.items()}))
         return
     rng, recovery, lost = random.Random(0), [], []
+    for ahead in (True, False) if asked.precompile else ():  # it has begun, it has ended
+        deadline = time.monotonic() + 120
+        while compiles_ahead(popen.pid) != ahead:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"what compiles ahead has not {'begun' if ahead else 'ended'}")
+            time.sleep(0.02)
     reach(20)
     begun = time.time()
     first = max(s for s, _ in steps_of(folder))
@@ -174,6 +197,7 @@ def measured(asked: argparse.Namespace, folder: Path, popen: subprocess.Popen[by
         json.dumps(
             {
                 "mode": asked.mode,
+                "precompiled": asked.precompile,
                 "recovery_s": [round(x, 2) for x in recovery],
                 "median_s": round(statistics.median(recovery), 2),
                 "steps_repeated": lost,

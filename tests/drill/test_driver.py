@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 import resource
 import subprocess
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmdkit import cli
 from spmdkit.drill import command, compare, damage, driver, moments
 from spmdkit.drill.driver import Driver
-from spmdkit.drill.fault import Fault
+from spmdkit.drill.fault import KINDS, Fault
 from spmdkit.drill.inside import Inside, _with_nan
 from spmdkit.drill.moments import Moment, Pace
 from spmdkit.drill.network import Network
@@ -112,6 +114,14 @@ def test_what_a_job_that_goes_on_in_process_cannot_show_is_refused(text, part, t
         command.run_drill(asked)
     assert f"--fault {text}" in str(error.value) and part in str(error.value)
     assert "elastic.in_process=false" in str(error.value)
+
+
+def test_the_help_names_every_kind_of_fault(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        raise SystemExit(cli.main(["drill", "--help"]))
+    words = set(re.findall(r"[a-z]+", capsys.readouterr().out))
+    assert words >= set(KINDS)
 
 
 ODD = ("²", "٣", "01", "-1", "1e3")
