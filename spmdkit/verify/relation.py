@@ -68,13 +68,25 @@ def related(
                 apart = 0.0
             is_unknown |= reordered
         if apart <= near:
-            return Relation(
-                kind, " x ".join(n for n in over if n) or _size_named(by_axis.size // max(right.size, 1), axes)
-            )
+            named = " x ".join(n for n in over if n) or _size_named(by_axis.size // max(right.size, 1), axes)
+            if named or kind == "same":  # a part is one over devices
+                return Relation(kind, named)
         best = min(best, apart)
+    if not stacked and any(distance(x, right) <= near for x in _repeated(found, right, axes)):
+        return Relation("same")
     if is_unknown:
         return None
     return Relation("differs" if best > far else "open")
+
+
+def _repeated(found: np.ndarray, right: np.ndarray, axes: Mapping[str, int]) -> Iterator[np.ndarray]:
+    """Yields what all replicas have of a value that a vmap over them does not map: it is one for all of them."""
+    if found.ndim != right.ndim or not found.size or not _size_named(right.size // found.size, axes):
+        return
+    for d in range(found.ndim):
+        repeated = np.concatenate([found] * (right.size // found.size), axis=d)
+        if repeated.shape == right.shape:
+            yield repeated
 
 
 def _is_rearranged(x: np.ndarray, right: np.ndarray, near: float) -> bool:

@@ -61,14 +61,20 @@ class Search:
         values = self.many.program.values
         near = [n for node, between in first.items() for n in (node, *between)]
         is_mean = lambda node: (r := self.relation(node)) is not None and r.kind == "mean"
-        added = [n for n in near if values[n.place].primitive.startswith(SUMS) and any(map(is_mean, self.parents(n)))]
+        added = {
+            n: means
+            for n in near
+            if values[n.place].primitive.startswith(SUMS) and (means := list(filter(is_mean, self.parents(n))))
+        }
         if not added:
             return first
         # What the package adds here as if it were sums has been made too large somewhere before. A user's own sum of means is itself the
-        # mistake, but where these are means by accident: what they are made of is too large.
+        # mistake, but where they are means by accident, of something too large. Gradients are no accident: a shard's 1 / rows is in them.
+        own = all(values[n.place].own for n in added)
+        of_gradients = any(values[n.place].backward for means in added.values() for n in means)
         right, self._right = self._right, tuple(kind for kind in self._right if kind != "mean")
         before = self._walked()
-        if all(values[n.place].own for n in added) and any(map(is_mean, before)):
+        if own and (of_gradients or any(map(is_mean, before))):
             self._right = right
             return first
         return before
@@ -190,7 +196,9 @@ class Search:
         value = self.many.program.values[node.place]
         if not (value.is_index and value.shape):
             return False
-        relation, _ = self._compared(node)
+        relation, other = self._compared(node)
+        if other is not None and not value.stacked and self.many.taps[node.place].size > self.one.taps[other].size:
+            return False  # the numbers of replicas, over which a vmap goes: there are as many rows as on one device
         return (None if relation is None else relation.kind) in kinds
 
     # ---- one value ---------------------------------------------------------------------------------------------------

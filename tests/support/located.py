@@ -89,7 +89,7 @@ USERS = {
 }
 """What users write, by name."""
 
-CONTEXT = {"data": 2, "context": 2}
+CONTEXT, FSDP = {"data": 2, "context": 2}, {"data": 2, "fsdp": 2}
 OF_LONG = {
     "softmax_of_a_shard": Mistake("total = weights.sum(-1, keepdims=True)", "total = "),
     "denominators_averaged": Mistake(
@@ -107,6 +107,19 @@ OF_LONG = {
     ),
 }
 """What users write in a part of `sk.manual` that is cut over `context`, in the task `long`; by name."""
+
+ON_FSDP = {
+    "recurrent": ("key_forgotten", "statistic_of_a_shard"),
+    "cnn": ("largest_of_a_shard", "running_sum_of_a_shard"),
+    "gpt": ("rows_for_the_batch", "place_in_the_shard", "key_of_the_device"),
+    "moe": ("times_replicas", "sum_for_a_mean"),
+    "contrastive": ("mean_over_the_shard", "neighbour_in_the_shard"),
+}
+"""Kinds that are looked for on a mesh with cut parameters, too, where the replicas are mapped and not a `shard_map`."""
+
+OTHERS = {f"long {name}": ("long", name, CONTEXT) for name in OF_LONG}
+OTHERS |= {f"{task} {name}": (task, name, FSDP) for task, names in ON_FSDP.items() for name in names}
+"""Task and kind on other meshes than of replicas alone -> what `told` takes."""
 
 TOOLKITS = {
     "reduction_dropped": [mistakes._first_only],
@@ -202,7 +215,7 @@ def judge_of(task: str, text: str, short: bool = False) -> Judge:
 # ---- the table ----------------------------------------------------------------------------------------------------------
 
 
-def _write(found: dict[str, dict[str, Told]]) -> None:
+def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:
     what = {name: f"`{mistake.line.splitlines()[0]}`" for name, mistake in USERS.items()}
     what |= {mutant.name: f"in the toolkit: {mutant.does}" for mutant in MUTANTS}
     rows = [["mistake", "line", *TASKS], ["---"] * (2 + len(TASKS))]
@@ -211,13 +224,23 @@ def _write(found: dict[str, dict[str, Told]]) -> None:
     rows.append(["right", "", *(f"{verdicts.count('right')} of {len(verdicts)}" for verdicts in total.values())])
     lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     says = "\n".join(
-        f"- {name}, {task}: {told.words.partition('_task.py:')[2] or told.words}"
+        f"- {name}, {task}: {_words(told)}"
         for name, row in found.items()
         for task, told in row.items()
         if task == "gpt"
     )
     found_on = f"Found on {datetime.date.today().isoformat()}, all kinds with one text of package and tasks.\n\n"
-    PAGE.write_text(HEAD + found_on + lines + "\n\n## What is said (gpt)\n\n" + says + "\n", encoding="utf-8")
+    on_others = [
+        f"| {' x '.join(f'{axis} {size}' for axis, size in mesh.items())} | {task} | `{name}` | {others[case].verdict} | {_words(others[case])} |"
+        for case, (task, name, mesh) in OTHERS.items()
+    ]
+    more = "\n".join(["| mesh | task | mistake | line | what is said |", "| --- | --- | --- | --- | --- |", *on_others])
+    sections = [HEAD + found_on + lines, OTHER_HEAD + more, "## What is said (gpt)\n\n" + says]
+    PAGE.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def _words(told: Told) -> str:
+    return told.words.partition("_task.py:")[2] or told.words
 
 
 HEAD = """# Where a mistake is
@@ -225,6 +248,12 @@ HEAD = """# Where a mistake is
 Written by `python -m tests.support.located --write`; the tasks are [tests/verify/located](../tests/verify/located), natural programs with one line changed or added, and the
 toolkit itself with a mutant in it. `right`: `verify` names the statement that was changed (of the toolkit, the function that makes the mistake); `silent`: it says that no single line is to blame. A
 `wrong` line, or a mistake that is not seen, is a failed test ([tests/verify/test_verify_located.py](../tests/verify/test_verify_located.py)). Meshes: four replicas, two times two where an axis is forgotten.
+
+"""
+
+OTHER_HEAD = """## On other meshes
+
+Where parameters are cut too, and in a part of `sk.manual` that is cut over `context`, with an attention of its own ([long](../tests/verify/located/long.py)): values are looked at inside of the part.
 
 """
 
@@ -239,19 +268,22 @@ def main(arguments: list[str]) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
     lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines() if kept.exists() else [])
     found = {(task, name): Told(verdict, words) for task, name, verdict, words in lines}
-    for name in names:
-        for task in tasks:
-            if (task, name) not in found:
-                begin = time.process_time()
-                said = found[task, name] = told(task, name)
-                with kept.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([task, name, *dataclasses.astuple(said)]) + "\n")
-                print(
-                    f"{task:12} {name:28} {said.verdict:7} {time.process_time() - begin:5.1f} s {said.words[-150:]}",
-                    flush=True,
-                )
+    cases = {(task, name): (task, name) for name in names for task in tasks}
     if "--write" in arguments:
-        _write({name: {task: found[task, name] for task in TASKS} for name in names})
+        cases |= {(case, "other meshes"): given for case, given in OTHERS.items()}
+    for (task, name), given in cases.items():
+        if (task, name) not in found:
+            begin = time.process_time()
+            said = found[task, name] = told(*given)
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([task, name, *dataclasses.astuple(said)]) + "\n")
+            print(
+                f"{task:12} {name:28} {said.verdict:7} {time.process_time() - begin:5.1f} s {said.words[-150:]}",
+                flush=True,
+            )
+    if "--write" in arguments:
+        others = {case: found[case, "other meshes"] for case in OTHERS}
+        _write({name: {task: found[task, name] for task in TASKS} for name in names}, others)
 
 
 def _digest() -> str:

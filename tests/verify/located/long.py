@@ -7,7 +7,7 @@ import optax
 from jax import lax
 
 import spmdkit as sk
-from spmdkit.ops.collectives import all_gather, all_reduce, axis_index, reduce_scatter
+from spmdkit.ops.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter  # noqa: F401 - of a mistake
 
 NUM, LENGTH, WIDTH, VOCAB = 40, 8, 16, 32
 
