@@ -26,6 +26,7 @@ from spmdkit.words import nearest
 
 Names = str | Sequence[str]
 
+
 def axes(*names: str) -> tuple[str, ...]:
     """Returns the mesh axes larger than one behind logical names; `batch` are those that cut one replica's examples.
 
