@@ -13,9 +13,7 @@ Source: Austin et al., "How to Scale Your Model" (2025), part 3.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 import jax
 from jax import lax
@@ -27,18 +25,6 @@ from spmdkit.step import scope
 from spmdkit.words import nearest
 
 Names = str | Sequence[str]
-
-_in_part: ContextVar[bool] = ContextVar("spmdkit_part", default=False)
-
-
-@contextlib.contextmanager
-def in_part() -> Iterator[None]:
-    """While the body traces, it is a part of `sk.manual`, also on a mesh that cuts nothing of it."""
-    before = _in_part.set(True)
-    try:
-        yield
-    finally:
-        _in_part.reset(before)
 
 
 def axes(*names: str) -> tuple[str, ...]:
@@ -143,7 +129,7 @@ def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
     """
     context = scope.current()
     mesh = context.cuts.mesh
-    if not context.in_manual and not _in_part.get() and mesh is not None and mesh.size > 1:
+    if not scope.is_in_part() and mesh is not None and mesh.size > 1:
         raise ConfigError(
             f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} devices. Outside of a part "
             "an array is no shard, and nothing would be sent: the result would be another one on each mesh. Over replicas write sk.all_gather(x), "

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.mesh import MODEL_AXES
-from spmdkit.ops.collectives import axes, in_part
+from spmdkit.ops.collectives import axes
 from spmdkit.ops.part import Part, differentiable
 from spmdkit.step import scope
 from spmdkit.step.summed import refuse_summed, takes_derivative, traced
@@ -69,7 +69,7 @@ def manual(
     def manual_fn(*args: Any) -> Any:
         context = scope.current()
         if not cuts(context, kernel):
-            with in_part():
+            with scope.in_part():
                 return fn(*args)
         assert context.cuts.mesh is not None
         args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), args)

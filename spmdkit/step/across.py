@@ -164,7 +164,7 @@ def _axes(name: str) -> tuple[str, ...]:
         ConfigError: called where arrays are global, or are the shards of a device.
     """
     context, examples = scope.current(), scope.current_examples()
-    if context.in_manual:
+    if scope.is_in_part():
         raise ConfigError(
             f"{name} was called inside of sk.manual, where arrays are the shards of one device and not the rows of a replica. Call it "
             "before or after the part, and pass what it gives as an argument."

@@ -260,6 +260,7 @@ class Examples:
 
 _context: ContextVar[Context | None] = ContextVar("spmdkit_step", default=None)
 _examples: ContextVar[Examples | None] = ContextVar("spmdkit_examples", default=None)
+_in_part: ContextVar[bool] = ContextVar("spmdkit_part", default=False)
 
 
 def current() -> Context:
@@ -297,6 +298,21 @@ def over(examples: Examples) -> Iterator[None]:
             yield
     finally:
         _examples.reset(before)
+
+
+@contextlib.contextmanager
+def in_part() -> Iterator[None]:
+    """While the body traces, it is a part of `sk.manual`, on a mesh that cuts nothing of it."""
+    before = _in_part.set(True)
+    try:
+        yield
+    finally:
+        _in_part.reset(before)
+
+
+def is_in_part() -> bool:
+    """Returns whether a part of `sk.manual` is being traced, on a mesh that cuts it or on another."""
+    return current().in_manual or _in_part.get()
 
 
 def _token(held: Context | Examples | None) -> int | None:

@@ -121,8 +121,9 @@ def _of_gradient(
             "The loss of an example depends on the others (batch statistics, a loss over pairs), and a replica sees only its own. Compute it "
             'over the replicas: BatchNorm(axis_name=("replica", "data")), or lax.pmean(x, ("replica", "data")).'
             + (
-                " Where only cases with microbatches differ, it is, and their loss is another one: leave microbatches at 1."
-                * (microbatches > 1)
+                " If only cases with microbatches differ, it is so already: leave microbatches at 1."
+                if microbatches > 1
+                else ""
             ),
         )
     if finding.boundary is not None:

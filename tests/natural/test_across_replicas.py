@@ -86,7 +86,30 @@ def test_a_loss_over_everybodys_rows_is_that_of_one_device(mesh):
     assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
 
 
-def test_in_a_per_replica_step_it_is_too():
+@pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4", "data 2 x fsdp 4"])
+def test_with_microbatches_everybody_is_in_the_same_microbatch(mesh):
+    """On every mesh microbatch m has the same rows: the m-th part of the batch."""
+
+    def in_halves(params, rows):
+        halves = [plain(params, half) for half in jnp.split(rows, 2)]
+        return jax.tree.map(lambda a, b: (a + b) / 2, *halves)
+
+    _, run = train(task_of(by_sk, mesh), mesh, microbatches=2)
+    assert_same_run(run, by_hand(in_halves, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize("mesh", ["one device", "replica 2 x data 4", "data 2 x fsdp 4"])
+def test_in_the_loss_of_a_global_step_it_is_too(mesh):
+    def train_step(state, batch):
+        (loss, metrics), grads = sk.value_and_grad(by_sk)(state.params, batch, state.key)
+        return state.apply_gradients(grads), {"loss": loss, **metrics}
+
+    _, run = train(dataclasses.replace(task_of(by_sk, mesh), loss_fn=None, train_step=train_step), mesh)
+    assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
+def test_in_a_per_replica_step_it_is_too(mesh):
     def train_step(state, batch):
         loss_fn = lambda params, rows, key: by_sk(params, rows, key)[0]
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
@@ -96,7 +119,7 @@ def test_in_a_per_replica_step_it_is_too():
         return state.apply_gradients(grads), {"loss": loss, "right": right}
 
     task = dataclasses.replace(task_of(by_sk), loss_fn=None, train_step=train_step, view="replica")
-    _, run = train(task, "data 8")
+    _, run = train(task, mesh)
     expected = by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1))
     assert_same_run(run, expected._replace(metrics=[{"loss": x} for x in expected.losses]))
     assert all(metrics["right"] == 1 for metrics in run.metrics)
@@ -176,6 +199,19 @@ def without_center(task):
     return dataclasses.replace(task, loss_fn=negatives_alone)
 
 
+@pytest.mark.parametrize(("mesh", "microbatches"), [("data 8", 1), ("data 2 x fsdp 4", 1), ("replica 2 x data 4", 2)])
+def test_its_gradient_is_that_of_the_real_rows(mesh, microbatches):
+    """The last batch has 8 rows, which are those of its first microbatch: the second one is empty."""
+
+    def of_rows(params, rows):
+        parts = [rows] if microbatches == 1 else [part for part in (rows[:8], rows[8:]) if len(part)]
+        return sum(losses_alone(params, part) for part in parts) / len(parts), {}
+
+    task = without_center(dataclasses.replace(task_of(by_sk), train_data=DATA[:40]))
+    _, run = train(task, mesh, microbatches=microbatches, data={"shuffle": False, "remainder": "mask"})
+    assert_same_run(run, by_hand(of_rows, init(jax.random.key(0)), DATA[:40], optax.sgd(0.1)))
+
+
 def unmasked(params, rows, key):
     return sk.mean(sk.all_gather(rows[:, 0, 0]).sum() * embed(params["a"], rows[:, 0]).sum(-1))
 
@@ -207,6 +243,11 @@ def of_parts(name):
     return lambda params, rows, key: sk.mean(OF_PARTS[name](embed(params["a"], rows[:, 0])).sum(-1))
 
 
+def in_a_part(params, rows, key):
+    part = sk.manual(lambda x: sk.all_gather(x).sum(0, keepdims=True) + x, [("batch", None)], ("batch", None))
+    return sk.mean(part(embed(params["a"], rows[:, 0])).sum(-1))
+
+
 def of_a_scalar(params, rows, key):
     return sk.mean(rows[:, 0, 0] * sk.all_gather(params["a"].sum())[0])
 
@@ -219,6 +260,9 @@ def of_a_scalar(params, rows, key):
             "data 8",
             "In the global view",
         ),
+        (task_of(in_a_part), "one device", "sk.all_gather was called inside of sk.manual"),
+        (task_of(in_a_part), "data 8", "sk.all_gather was called inside of sk.manual.*before or after the part"),
+        (task_of(in_a_part), "data 2 x fsdp 4", "sk.all_gather was called inside of sk.manual"),
         (task_of(of_a_scalar), "data 8", "x\\[None\\]"),
     ],
 )
@@ -238,7 +282,7 @@ def test_a_collective_of_parts_is_refused_outside_of_one(name, mesh):
 
 def test_every_collective_of_parts_is_among_them():
     public = {n for n, f in vars(collectives).items() if getattr(f, "__module__", "") == collectives.__name__}
-    assert {n for n in public if not n.startswith("_")} == {*OF_PARTS, "axes", "in_part"}
+    assert {n for n in public if not n.startswith("_")} == {*OF_PARTS, "axes"}
 
 
 def test_a_loss_that_is_called_by_hand_is_alone():

@@ -9,6 +9,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.plan.reading import read_program
+from spmdkit.tree import named_leaves
 from tests.support import small_runs
 from tests.support.natural_runs import BATCH, MESHES, STEPS, keep_gradient, leaf_errors, program_of, train
 
@@ -76,6 +77,23 @@ def test_they_are_saved_and_restored_on_another_mesh(tmp_path):
     params, expected = jax.device_get(by_hand())
     assert max(leaf_errors(jax.device_get(state.params), params).values()) < 1e-5
     np.testing.assert_allclose(state.model_state["spectrum"], expected["spectrum"], atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["data 2 x fsdp 4", "fsdp 8 zero 2"])
+def test_a_resume_is_the_same_run_bit_for_bit_where_they_are_cut(tmp_path, mesh):
+    task = sk.Task(init, loss_fn, optax.adam(0.1), train_data=DATA)
+    layout = {"min_shard_bytes": 1} | MESHES[mesh].get("layout", {})
+    settings = {"mesh": MESHES[mesh]["mesh"], "layout": layout, "batch_size": BATCH, "checkpoint": {"every_steps": 1}}
+
+    def run(name, steps):
+        state = small_runs.train(tmp_path / name, task, devices="cpu:8", steps=steps, **settings).state
+        return {path: (x.dtype, x.tobytes()) for path, x in named_leaves(jax.device_get(state))}
+
+    whole = run("whole", STEPS)
+    run("stopped", 1)
+    assert run("stopped", STEPS) == whole
+    assert [event["step"] for event in small_runs.events(tmp_path / "stopped", "restored")] == [1]
+    assert {"params/none", "params/half", "model_state/spectrum", "model_state/half"} <= whole.keys()
 
 
 REFUSED = {

@@ -1,5 +1,5 @@
 """Models of equinox's own examples (a CNN on images, a GRU on spirals, BERT, a vision transformer, a score-based diffusion, batch norm with state, a
-frozen layer), small, as tasks: the arrays of a module are trained, a module is written for one example."""
+frozen layer, a U-Net), small, as tasks: the arrays of a module are trained, a module is written for one example."""
 
 import functools
 
@@ -264,5 +264,40 @@ def frozen_layer():
     return sk.Task(lambda key: diff, loss_fn, optax.sgd(1e-2), train_data=SPIRALS)
 
 
-TASKS = {f.__name__: f for f in (cnn, rnn, bert, vision_transformer, diffusion, batch_norm, frozen_layer)}
+# ---- a U-Net that denoises: examples/unet ----------------------------------------------------------------------------------
+
+
+class UNet(eqx.Module):
+    first: eqx.nn.Conv2d
+    down: eqx.nn.Conv2d
+    norm: eqx.nn.GroupNorm
+    up: eqx.nn.ConvTranspose2d
+    last: eqx.nn.Conv2d
+
+    def __init__(self, key):
+        keys = jr.split(key, 4)
+        self.first = eqx.nn.Conv2d(1, 4, kernel_size=3, padding=1, key=keys[0])
+        self.down = eqx.nn.Conv2d(4, 8, kernel_size=3, stride=2, padding=1, key=keys[1])
+        self.norm = eqx.nn.GroupNorm(2, 8)
+        self.up = eqx.nn.ConvTranspose2d(8, 4, kernel_size=4, stride=2, padding=1, key=keys[2])
+        self.last = eqx.nn.Conv2d(8, 1, kernel_size=3, padding=1, key=keys[3])
+
+    def __call__(self, t, y):
+        h = jax.nn.silu(self.first(y))
+        inner = jax.nn.silu(self.norm(self.down(h)) + t)
+        return self.last(jnp.concatenate([h, self.up(inner)]))
+
+
+def unet():
+    def single(model, x, key):
+        k1, k2 = jr.split(key)
+        t, noise = jr.uniform(k1), jr.normal(k2, x.shape)
+        return jnp.mean((model(t, jnp.sqrt(1 - t) * x + jnp.sqrt(t) * noise) - noise) ** 2)
+
+    losses = lambda model, batch: jax.vmap(functools.partial(single, model))(batch["x"], sk.example_keys())
+    return trained(UNet(jr.key(8)), losses, optax.adam(3e-3), IMAGES)
+
+
+ALL = (cnn, rnn, bert, vision_transformer, diffusion, batch_norm, frozen_layer, unet)
+TASKS = {f.__name__: f for f in ALL}
 """Name -> what makes the task."""

@@ -1,4 +1,4 @@
-"""Models of flax's own examples (mnist in linen and nnx, imagenet, lm1b, seq2seq, sst2, vae, wmt), small, as tasks, with their losses and optimizers."""
+"""Models of flax's own examples (mnist in linen and nnx, imagenet, lm1b, nlp_seq, ogbg_molpcba, seq2seq, sst2, vae, wmt), small, as tasks, with their losses and optimizers."""
 
 import flax.linen as nn
 import jax
@@ -233,5 +233,66 @@ def vae():
     return sk.Task(init, loss_fn, optax.adam(1e-3), train_data=IMAGES)
 
 
-TASKS = {f.__name__: f for f in (mnist, mnist_nnx, imagenet, lm1b, wmt, seq2seq, sst2, vae)}
+# ---- nlp_seq: tags of words, by an encoder -------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        mask = nn.make_attention_mask(tokens > 0, tokens > 0)
+        x = nn.Embed(13, 16)(tokens) + self.param("posembed", nn.initializers.normal(0.02), (8, 16))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, use_bias=False)(nn.LayerNorm()(x), mask=mask)
+        x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
+        return nn.Dense(5, kernel_init=nn.initializers.normal(0.02))(nn.LayerNorm()(x))
+
+
+def nlp_seq():
+    data = {"inputs": TOKENS, "targets": TOKENS % 5}
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)
+
+    def loss_fn(params, batch, key):
+        logits, weights = Tagger().apply({"params": params}, batch["inputs"]), batch["inputs"] > 0
+        correct = (logits.argmax(-1) == batch["targets"]).astype(jnp.float32)
+        return sk.mean(ce(logits, batch["targets"]), where=weights), {"accuracy": sk.mean(correct, where=weights)}
+
+    init = constant(lambda key: Tagger().init(key, TOKENS[:1])["params"])
+    optimizer = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=1e-1)
+    return sk.Task(init, loss_fn, optimizer, train_data=data, eval_data=data)
+
+
+# ---- ogbg_molpcba: graphs with labels of which many are missing, as nan -----------------------------------------------------
+
+
+class Graphs(nn.Module):
+    @nn.compact
+    def __call__(self, nodes, edges, real):
+        h = nn.Dense(16)(nodes)
+        for _ in range(2):
+            h = nn.LayerNorm()(h + edges @ nn.relu(nn.Dense(16)(h)) / edges.sum(-1, keepdims=True))
+        return nn.Dense(3)((h * real[..., None]).sum(1) / real.sum(1, keepdims=True))
+
+
+def ogbg_molpcba():
+    real = np.arange(8) < LENGTHS[:, None]
+    edges = (random.uniform(size=(NUM, 8, 8)) < 0.4) | np.eye(8, dtype=bool)
+    labels = random.integers(0, 2, (NUM, 3)).astype(np.float32)
+    data = {
+        "nodes": random.normal(size=(NUM, 8, 4)).astype(np.float32),
+        "edges": (edges & real[:, None]).astype(np.float32) + np.eye(8, dtype=np.float32),
+        "real": real.astype(np.float32),
+        "labels": np.where(random.uniform(size=(NUM, 3)) < 0.4, np.nan, labels).astype(np.float32),
+    }
+    inputs = lambda batch: (batch["nodes"], batch["edges"], batch["real"])
+
+    def loss_fn(params, batch, key):
+        logits, known = Graphs().apply({"params": params}, *inputs(batch)), ~jnp.isnan(batch["labels"])
+        loss = optax.sigmoid_binary_cross_entropy(logits, jnp.where(known, batch["labels"], -1))
+        return sk.mean(loss, where=known)
+
+    init = constant(lambda key: Graphs().init(key, *inputs(jax.tree.map(lambda x: x[:1], data)))["params"])
+    return sk.Task(init, loss_fn, optax.adam(1e-3), train_data=data)
+
+
+ALL = (mnist, mnist_nnx, imagenet, lm1b, wmt, seq2seq, sst2, vae, nlp_seq, ogbg_molpcba)
+TASKS = {f.__name__: f for f in ALL}
 """Name -> what makes the task."""

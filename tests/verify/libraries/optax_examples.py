@@ -1,5 +1,5 @@
 """optax's own examples (a perceptron, lookahead, DP-SGD, SAM, adversarial training, freezing, accumulated gradients, optimistic descent, perturbed
-optimizers, a learned rate), small, as tasks."""
+optimizers, a learned rate, a rate that falls on a plateau), small, as tasks."""
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,13 @@ def lbfgs():
     return plain(optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-0.1)))
 
 
+def reduce_on_plateau():
+    """The rate falls by the losses, which the optimizer is given."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1e-4, accumulation_size=1)
+    return plain(optax.chain(optax.adam(1e-2), plateau))
+
+
 ALL = [mlp_mnist, lookahead_mnist, differentially_private_sgd, sam, adversarial_training, freezing_parameters]
-ALL += [gradient_accumulation, optimistic_descent, perturbed_optimizers, meta_learning, lbfgs]
+ALL += [gradient_accumulation, optimistic_descent, perturbed_optimizers, meta_learning, lbfgs, reduce_on_plateau]
 TASKS = {f.__name__: f for f in ALL}
 """Name -> what makes the task."""
