@@ -5,8 +5,8 @@
      "files": {"state/manifest.ocdbt": 113}, "digests": {"state/manifest.ocdbt": "06d1..."}, "record": {what the caller gave to `save`}}
 
 The record is written into orbax's temporary directory after every process has written its arrays and before the
-rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it; a small one, orbax's own
-descriptions among them, also by its digest; a chunk of an array by its own checksum, as it is read (storage.py). `digest` is the record's own.
+rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it; orbax's own
+descriptions, whatever their size, and small files of the arrays also by their digest; a chunk of an array by its own checksum, as it is read (storage.py). `digest` is the record's own.
 Records of schema 1 have no digests and their arrays no checksums: they are restored as they were, unchecked.
 """
 
@@ -30,7 +30,10 @@ from spmdkit.names import is_step_name
 SCHEMA = 2
 SCHEMAS = (1, 2)
 """Those that are read."""
-SMALL_FILE_BYTES = 2**16
+SMALL_FILE_BYTES = 2**22
+"""Of the bytes of arrays: many small leaves share such files, with copies of their descriptions that nobody reads."""
+DATA_FOLDER = "d"
+"""In which OCDBT keeps what arrays hold."""
 RECORD_FILE = "record.json"
 STATE_FOLDER = "state"
 INDEX_FOLDER = "ocdbt_meta"
@@ -101,8 +104,9 @@ def list_files(folder: Place) -> dict[str, int]:
 
 
 def digest_small(folder: Place, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Returns `{path below folder: digest}` of the files that are small enough to be read again at each restore."""
-    small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES]
+    """Returns `{path below folder: digest}` of the files that are read again at each restore: all but large ones of the arrays' bytes."""
+    in_data = lambda name: DATA_FOLDER in name.split("/")[:-1]
+    small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES or not in_data(name)]
     if isinstance(folder, Remote):
         return {name: files.digest((folder / name).read_bytes()) for name in small}
     return {name: _digest_of_file(f"{folder}/{name}") for name in small}

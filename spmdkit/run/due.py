@@ -103,6 +103,8 @@ class Due:
             with journal.during(f"hook '{hook.name}'"):
                 return call(*args)
         except (Exception, SystemExit, GeneratorExit) as error:
+            if hook.name in self._ours:
+                raise  # what it has met in a step is no error of a hook
             raised = error
             user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")
             raise

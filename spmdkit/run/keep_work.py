@@ -12,6 +12,7 @@ import jax
 
 from spmdkit import journal
 from spmdkit.errors import CheckpointWriteError, HangError, NonFiniteError, Preempted, RendezvousError
+from spmdkit.faults.outcome import of_callback
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
@@ -40,6 +41,8 @@ def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
     if thread.is_alive():
         run.left_saving = True
         said.append(f"was not saved within {options.on_error_s:g} s (checkpoint.on_error_s)")
+    if not said[0]:
+        return
     text = f"step {step}, the last good one, {said[0]}"
     run.events.write("kept work", step=step, why=text)
     run.message(text)
@@ -64,6 +67,7 @@ def _save(run: Run, step: int, state: TrainState) -> str:
         if ended.why:
             return f"could not be saved: {ended.why}"
     except Exception as error:  # noqa: BLE001  what ends the run is another error, which must be told
-        return f"could not be saved ({type(error).__name__}: {error})"
+        # A step that a callback has ended is met here again: it is no good one.
+        return "" if of_callback(error) else f"could not be saved ({type(error).__name__}: {error})"
     run.saved_at_step = step
     return "is saved"

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from spmdkit.data import DeviceBatches
 from spmdkit.epochs import Epochs, ending, epochs_of
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, leave, report_and_leave, watching
+from spmdkit.faults.outcome import callbacks_that_raise
 from spmdkit.mesh import describe_mesh
 from spmdkit.names import COMPILE_ONLY
 from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
@@ -37,6 +39,7 @@ from spmdkit.run.hooks.base import Decision, Stop
 from spmdkit.run.keep_work import keep_work
 from spmdkit.run.run import Run
 from spmdkit.run.warm import warm_up
+from spmdkit.run.watched import leave_stuck_callback
 from spmdkit.run.well import devices_are_well
 from spmdkit.step.state import TrainState
 from spmdkit.tasks import Task
@@ -233,15 +236,16 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     try:
         if epochs is not None:
             epochs.after_step(run, run.step, state)
-        while (taken := next_of_all(run, state, batches, stop)) is not None:
-            step, batch, wait_s = taken
-            state, metrics = program.step(state, batch)
-            run.dispatched(step, metrics, wait_s)
-            due.after_step(run, step, state, metrics)
-            if (decision := due.decision(step)) is not NOTHING:
-                state, batches, stop = perform(run, step, state, batches, decision)
-            if epochs is not None and stop is None:
-                epochs.after_step(run, run.step, state)
+        with callbacks_that_raise(partial(leave_stuck_callback, run)):
+            while (taken := next_of_all(run, state, batches, stop)) is not None:
+                step, batch, wait_s = taken
+                state, metrics = program.step(state, batch)
+                run.dispatched(step, metrics, wait_s)
+                due.after_step(run, step, state, metrics)
+                if (decision := due.decision(step)) is not NOTHING:
+                    state, batches, stop = perform(run, step, state, batches, decision)
+                if epochs is not None and stop is None:
+                    epochs.after_step(run, run.step, state)
         if stop is None and run.input_given_up:
             state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
     except Exception as error:

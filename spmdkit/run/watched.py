@@ -32,6 +32,12 @@ def take_down(run: Any, code: int, text: str, stacks: str) -> None:
         files.write_text(folder / "stacks.txt", secret.in_text(f"{text}\n\n{stacks}\n"))
 
 
+def leave_stuck_callback(run: Any, code: int, text: str) -> None:
+    """Ends the process, whose devices wait for the one whose callback has raised."""
+    take_down(run, code, text, "")
+    leave_with(code, text)
+
+
 def newest_on_disk(run: Any) -> str:
     """Returns a sentence on the newest checkpoint, without waiting for one that is being written."""
     latest = run.checkpoints.last_known() if run.checkpoints is not None else None

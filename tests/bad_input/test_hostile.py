@@ -29,7 +29,7 @@ def test_what_a_callback_in_the_step_raises_is_the_users(folder, raised):
         "steps": "8",
         "devices": "cpu:1",
         "mesh": None,
-    }  # several devices wait for the one whose callback raised, until XLA aborts this process
+    }  # of several: tests/system/test_callbacks.py
     folder.write(CALLBACK.format(raised), {"train_step": "train_step"}, one)
     told = folder.fails(
         70,

@@ -92,6 +92,25 @@ def test_twenty_flips_of_twenty_are_found_on_each_layout(directory, layout):
     assert unnoticed_flips(directory, layout, 20) == []
 
 
+def test_flips_are_found_in_descriptions_of_any_size(directory):
+    """Of 700 leaves orbax's own description has more than 64 KiB, and so have the files that hold copies of the arrays' descriptions."""
+    whole = NamedSharding(mesh_of(1), PartitionSpec())
+    state = {f"a_block_with_a_long_name_{i:04}": jax.device_put(jnp.ones(2), whole) for i in range(700)}
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    files = {path: path.stat().st_size for path in (directory / "1").rglob("*") if path.is_file()}
+    large = {path: size for path, size in files.items() if size > 2**16}
+    assert "_METADATA" in {path.name for path in large} and len(large) > 5
+    for path, size in large.items():
+        flip(path, size // 2, 3)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            checkpoints.restore(1, abstract_of(state, mesh_of(1)))
+        flip(path, size // 2, 3)
+    assert_same(checkpoints.restore(1, abstract_of(state, mesh_of(1)))[0], state)
+    checkpoints.close()
+
+
 def clean_restores(directory, num):
     for number in range(num):
         for layout, (shape, spec) in LAYOUTS.items():
