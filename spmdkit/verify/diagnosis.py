@@ -87,6 +87,11 @@ def diagnose(
     )
 
 
+LEAVE_MICROBATCHES = (
+    " Where only cases with microbatches differ, it is, and their loss is another one: leave microbatches at 1."
+)
+
+
 def _of_gradient(
     finding: Deviation,
     where: str,
@@ -120,10 +125,8 @@ def _of_gradient(
             f"{where}; two microbatches on one device differ from one batch too",
             "The loss of an example depends on the others (batch statistics, a loss over pairs), and a replica sees only its own. Compute it "
             'over the replicas: BatchNorm(axis_name=("replica", "data")), or lax.pmean(x, ("replica", "data")).'
-            + (
-                " Where only cases with microbatches differ, it is, and their loss is another one: leave microbatches at 1."
-                * (microbatches > 1)
-            ),
+            + LEAVE_MICROBATCHES
+            * (microbatches > 1),
         )
     if finding.boundary is not None:
         dim, index = finding.boundary
