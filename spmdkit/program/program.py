@@ -66,13 +66,12 @@ class Program:
             raise ConfigError(
                 "microbatches: auto and remat: auto are chosen when a program is opened. Use sk.build(config), or give numbers."
             )
-        self.microbatches = config.microbatches
+        self.microbatches, self.zero = config.microbatches, config.layout.zero
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
         self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), grouping.optimizer_of(config, task)
         self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
-        self.zero = config.layout.zero
         self.groups = grouping.groups_of(config, self.sizes, task.view == "replica")
         self._stepped: tuple[Any, int] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
@@ -327,8 +326,7 @@ class Program:
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""
         with self.stream(start, stop) as stream:
-            for number, batch, _ in stream:
-                yield number, batch
+            yield from ((number, batch) for number, batch, _ in stream)
 
     def stream(self, start: int = 1, stop: int | None = None) -> data.DeviceBatches:
         """Returns an iterator of `(step, batch, wait_s)`, with the seconds that the caller waited for input."""
@@ -379,9 +377,8 @@ class Program:
 
     def _eval_context(self) -> scope.Context:
         """Returns the context of an evaluation: over all replicas, in the form that binds the names of their axes."""
-        if self.groups is None:
-            return self._step_context
-        return self._step_context.cutting(sizes=self.sizes, form="mapped")
+        whole = self._step_context
+        return whole if self.groups is None else whole.cutting(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
         """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.counts` arrays. Waits for the device."""

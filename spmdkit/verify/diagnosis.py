@@ -87,6 +87,9 @@ def diagnose(
     )
 
 
+LEAVE_MICROBATCHES = " If only cases with microbatches differ, it is so already: leave microbatches at 1."
+
+
 def _of_gradient(
     finding: Deviation,
     where: str,
@@ -120,11 +123,8 @@ def _of_gradient(
             f"{where}; two microbatches on one device differ from one batch too",
             "The loss of an example depends on the others (batch statistics, a loss over pairs), and a replica sees only its own. Compute it "
             'over the replicas: BatchNorm(axis_name=("replica", "data")), or lax.pmean(x, ("replica", "data")).'
-            + (
-                " If only cases with microbatches differ, it is so already: leave microbatches at 1."
-                if microbatches > 1
-                else ""
-            ),
+            + LEAVE_MICROBATCHES
+            * (microbatches > 1),
         )
     if finding.boundary is not None:
         dim, index = finding.boundary

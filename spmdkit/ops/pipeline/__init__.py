@@ -34,8 +34,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from spmdkit.errors import ConfigError
-from spmdkit.ops.pipeline.checks import check_layers, checked, loss_and_metrics, without_gradient
+from spmdkit.ops.pipeline.checks import check_layers, check_place, checked, loss_and_metrics, without_gradient
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.one_f_one_b import one_f_one_b
 from spmdkit.ops.pipeline.parts import AXIS, Model, Pipe, Rows
@@ -87,10 +86,7 @@ def pipeline(
         context = scope.current()
         context.noticed.called("pipeline")
         context.noticed.axis(AXIS)
-        if context.in_manual:
-            raise ConfigError(
-                "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."
-            )
+        check_place(context)
         num_stages, settings = context.cuts.size(AXIS), context.chosen.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)
         rows = without_gradient(rows)

@@ -20,6 +20,14 @@ from spmdkit.step.means import Mean, Means
 from spmdkit.tree import describe, first_difference, named_leaves
 
 
+def check_place(context: scope.Context) -> None:
+    """Raises ConfigError inside of `sk.manual`."""
+    if context.in_manual:
+        raise ConfigError(
+            "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."
+        )
+
+
 def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: int) -> None:
     """Raises ConfigError unless all arrays stack the same number of layers, which stages and chunks divide."""
     leaves = named_leaves(layers)
