@@ -46,6 +46,7 @@ class Taken:
 
     loss: float
     count: float | None
+    metrics: dict[str, float]
     gradient: Tree
     update: Tree
     optimizer: Tree
@@ -360,6 +361,7 @@ def _taken(state: TrainState, metrics: Mapping[str, Any], model_state: Any, befo
     return Taken(
         loss=float(metrics.get("loss", np.nan)),
         count=float(metrics[COUNT]) if COUNT in metrics else None,
+        metrics=_numbers(metrics),
         gradient=flat(kept.gradient),
         update=flat(kept.update),
         optimizer=flat(kept.inner),

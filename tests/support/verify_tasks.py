@@ -89,6 +89,12 @@ def two_means(params, batch, key):
     return sk.mean(loss, weights=confidence) + 0.5 * sk.mean(loss, where=batch["weight"] > 1.5)
 
 
+def real_rows_counted(params, batch, key):
+    """A mean, and a metric of the real rows whose mask the task asks for itself."""
+    loss = examples_loss(params, batch)
+    return sk.mean(loss), {"real": sk.finish(jnp.sqrt, sk.example_mask().astype(jnp.float32).sum())}
+
+
 # ---- mistakes of users ------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +211,7 @@ def new_natural_judge():
 
 
 @functools.cache
-def judge(loss_fn, remainder="drop", stateful=False, **settings):
+def judge(loss_fn, remainder="drop", stateful=False, steps=2, **settings):
     """Returns the judge of a task in this process."""
     task = sk.Task(
         init=stateful_init if stateful else init,
@@ -216,4 +222,4 @@ def judge(loss_fn, remainder="drop", stateful=False, **settings):
         rules=[("w", ["embed", "mlp"])],
     )
     config = sk.Config(task="t.py:t", data={"remainder": remainder}, **settings)
-    return Judge(Subject(config, task, BATCH, steps=2))
+    return Judge(Subject(config, task, BATCH, steps))

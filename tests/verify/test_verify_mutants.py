@@ -63,6 +63,11 @@ def test_a_mutant_of_counts_is_caught_where_the_loss_is_a_sum_of_two_means(name)
     assert found.get("caught"), found
 
 
+def test_a_mutant_of_padding_is_caught_in_a_metric_alone_which_the_last_step_does_not_show():
+    found = judge(tasks.real_rows_counted, "mask", steps=3).mutant("padding_among_examples", 4)
+    assert found.get("caught") and found["by"].startswith("metric"), found
+
+
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 def test_a_natural_task_is_equal_to_one_device_and_one_device_to_plain_jax(mesh):
     found = tasks.natural_judge().case(mesh, 1, whole=mesh == {"data": 4})
