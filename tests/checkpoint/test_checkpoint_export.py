@@ -119,7 +119,7 @@ def test_an_export_over_a_link_is_refused_and_what_it_leads_to_stays(saved, dire
         mine.mkdir()
         (mine / "notes").write_text("precious")
     out.symlink_to(mine)
-    with pytest.raises(ConfigError, match="export to .*out: it exists. Nothing is overwritten"):
+    with pytest.raises(ConfigError, match=r"export to .*out: it exists\. Nothing is overwritten"):
         export(directory, None, out, format)
     assert out.is_symlink() and mine.exists() == (target != "nothing")
     if target != "nothing":
