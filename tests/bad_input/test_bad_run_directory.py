@@ -127,7 +127,7 @@ def in_place_of_the_step(folder, what):
 def test_a_step_that_cannot_be_read_is_79_and_no_traceback(folder, what, command):
     in_place_of_the_step(folder, what)
     folder.write()
-    told = folder.fails(79, Says(("checkpoints", "2")), command)
+    told = folder.fails(79, Says("run/checkpoints"), command)
     assert "Traceback" not in told and len(told.splitlines()) < 12
 
 
