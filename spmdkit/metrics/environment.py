@@ -26,9 +26,13 @@ NUMERIC = re.compile(
 )
 """Variables that can change the numbers of a run: the one list of them. All processes have to have the same."""
 FLAGS_WITHOUT_NUMBERS = re.compile(
-    r"--\w*(dump|log|print|profil|trace|debug|verbose|timeout|time_out|deadline|_dir|_path|cache|autotune_results|device_count)\w*"
+    r"--(?:\w+_)?(?:dump|dumping|logs?|logging|print|trace|traceme|debug|verbose|verbosity|timeout|time_out|deadline)(?:_\w+)?"
+    r"|--\w+_(?:device_count|cache_dir|data_dir|hlo_profile)|--(?:v|vmodule|minloglevel|logtostderr|alsologtostderr|stderrthreshold)"
 )
-"""Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number: what they write, where, and how long they wait."""
+"""Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number, by whole words: what they write, where, and how long they wait.
+
+What says how a kernel is chosen (`xla_gpu_load_autotune_results_from`, `..._algorithm_denylist_path`) does change them.
+"""
 
 PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
 GIT_TIMEOUT_S = 5.0
@@ -90,7 +94,7 @@ def numeric_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of `NUMERIC` that are set, flags sorted and without those that change no number. Empty ones are left out."""
     found = {name: environ[name].strip() for name in sorted(environ) if NUMERIC.fullmatch(name)}
     for name in {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & found.keys():
-        flags = sorted(flag for flag in found[name].split() if not FLAGS_WITHOUT_NUMBERS.match(flag.split("=")[0]))
+        flags = sorted(flag for flag in found[name].split() if not FLAGS_WITHOUT_NUMBERS.fullmatch(flag.split("=")[0]))
         found[name] = " ".join(flags)
     return {name: value for name, value in found.items() if value}
 

@@ -106,6 +106,31 @@ def test_a_foreign_folder_in_the_place_of_a_checkpoint_is_kept_beside_it(folder)
     assert (folder.path / "run/checkpoints/4.damaged/notes.txt").read_text() == "mine"
 
 
+def in_place_of_the_step(folder, what):
+    """Puts a file, a link to itself, or a folder whose record is a folder in the place of the only step."""
+    step = folder.path / "run/checkpoints/2"
+    shutil.rmtree(step)
+    if what == "file":
+        step.write_text("mine")
+    elif what == "link":
+        step.symlink_to(step)
+    else:
+        (step / "record.json").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("what", ["file", "link", "folder"])
+@pytest.mark.parametrize(
+    "command",
+    [("train", "run.yaml"), ("eval", "run.yaml"), ("checkpoint", "inspect", "run", "--step", "2")],
+    ids=lambda c: c[0],
+)
+def test_a_step_that_cannot_be_read_is_79_and_no_traceback(folder, what, command):
+    in_place_of_the_step(folder, what)
+    folder.write()
+    told = folder.fails(79, Says("run/checkpoints"), command)
+    assert "Traceback" not in told and len(told.splitlines()) < 12
+
+
 def test_a_file_in_the_place_of_the_checkpoints(folder):
     shutil.rmtree(folder.path / "run/checkpoints")
     (folder.path / "run/checkpoints").write_text("mine")

@@ -107,3 +107,20 @@ def test_a_dtype_that_safetensors_lacks_is_named(directory, tmp_path):
     with pytest.raises(ConfigError, match=r"int4.*Export with format orbax"):
         export(directory, 1, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [directory]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+@pytest.mark.parametrize("target", ["file", "folder", "nothing"])
+def test_an_export_over_a_link_is_refused_and_what_it_leads_to_stays(saved, directory, tmp_path, format, target):
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    if target == "file":
+        mine.write_text("precious")
+    elif target == "folder":
+        mine.mkdir()
+        (mine / "notes").write_text("precious")
+    out.symlink_to(mine)
+    with pytest.raises(ConfigError, match=r"export to .*out: it exists\. Nothing is overwritten"):
+        export(directory, None, out, format)
+    assert out.is_symlink() and mine.exists() == (target != "nothing")
+    if target != "nothing":
+        assert (mine if target == "file" else mine / "notes").read_text() == "precious"

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdkit.metrics.environment import device_groups, environment, git_state, package_versions, variables
+from spmdkit.metrics.environment import (
+    device_groups,
+    environment,
+    git_state,
+    numeric_variables,
+    package_versions,
+    variables,
+)
 
 SECRET = "hunter2"
 
@@ -100,3 +107,49 @@ def test_a_git_that_hangs_is_given_up(tmp_path, monkeypatch):
     begun = time.monotonic()
     assert git_state(tmp_path, timeout_s=0.2) is None
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "xla_dump_to=/tmp/a",
+        "xla_dump_hlo_as_text",
+        "xla_gpu_dump_autotune_results_to=/tmp/a",
+        "xla_enable_dumping",
+        "xla_gpu_log_minmax=true",
+        "log_dir=/tmp/a",
+        "minloglevel=2",
+        "xla_detailed_logging=false",
+        "xla_gpu_generate_debug_info=true",
+        "xla_hlo_profile=true",
+        "xla_cpu_collective_call_terminate_timeout_seconds=40",
+        "xla_gpu_per_fusion_autotune_cache_dir=/tmp/a",
+        "xla_gpu_cuda_data_dir=/usr/local/cuda",
+        "xla_force_host_platform_device_count=8",
+        "xla_gpu_print_compilation_stats=true",
+    ],
+)
+def test_what_a_flag_writes_where_and_how_long_it_waits_is_not_compared(flag):
+    assert numeric_variables({"XLA_FLAGS": f"--{flag} --xla_a=1"}) == {"XLA_FLAGS": "--xla_a=1"}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "xla_gpu_enable_reduction_epilogue_fusion=false",  # epi-log-ue
+        "xla_hlo_evaluator_use_fast_path=false",
+        "xla_gpu_load_autotune_results_from=/tmp/a",
+        "xla_gpu_algorithm_denylist_path=/tmp/a",
+        "xla_gpu_experimental_matmul_perf_table_path=/tmp/a",
+        "xla_cpu_enable_fast_math=true",
+        "xla_gpu_deterministic_ops=true",
+        "xla_gpu_topology_aware=true",
+        "xla_use_catalogue=true",
+        "xla_fingerprint=1",
+    ],
+)
+def test_a_flag_that_can_change_numbers_is_compared_whatever_letters_it_has(flag):
+    assert numeric_variables({"XLA_FLAGS": f"--{flag}", "LIBTPU_INIT_ARGS": f"--{flag}"}) == {
+        "LIBTPU_INIT_ARGS": f"--{flag}",
+        "XLA_FLAGS": f"--{flag}",
+    }
