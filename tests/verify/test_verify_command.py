@@ -153,7 +153,11 @@ def run_with(folder, mistake, *arguments):
 @pytest.mark.parametrize(
     ("mistake", "remainder", "says"),
     [
-        ("loss = (loss * sk.example_mask()).sum() / jnp.maximum(sk.example_mask().sum(), 1)", "mask", "of one shard alone, another on each"),
+        (
+            "loss = (loss * sk.example_mask()).sum() / jnp.maximum(sk.example_mask().sum(), 1)",
+            "mask",
+            "of one shard alone, another on each",
+        ),
         ("loss = loss * jax.random.bernoulli(key, 0.8, loss.shape)", "drop", "draws other numbers than one device"),
         ("loss = loss - sk.all_gather(loss)[: len(loss)].mean()", "drop", "is another value"),
     ],
