@@ -113,7 +113,7 @@ def page(found):
         "",
         "## Mutants",
         "",
-        f"Tried on {', '.join(dates)}. Why one is not applicable is said as the program says it today, which a test compares. `-`: not tried in this run; every one is caught in `tests/verify/test_verify_mutants.py`.",
+        f"Tried on {', '.join(dates)}. Why one is not applicable is said as the program says it today, which a test compares. `-`: not tried in this run; every one is caught in `tests/verify/test_verify_mutants.py`, and on forty tasks where it has a place ([mutants.md](mutants.md)).",
         "",
     ]
     lines += [f"| mutant | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|"]

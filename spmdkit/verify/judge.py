@@ -278,10 +278,7 @@ class Judge:
         errors = compare.compare(found, reference.results, reference.noise)
         failed = errors.failed(reference.tolerance)
         if not failed:
-            changed = errors.failed(
-                dict.fromkeys(compare.QUANTITIES, compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps))
-            )
-            if mutant.idle and not changed:
+            if mutant.idle and self._changes_nothing(setting, found, reference):
                 return {"not_applicable": mutant.idle}
             return {"caught": False, "by": "nothing"}
         finding = find(found, reference.results, errors, reference.tolerance, reference.noise, short)
@@ -289,6 +286,12 @@ class Judge:
         by = "gradient" if "gradient" in failed else failed[0]
         located = self._located(setting, program, finding) if self.locate == "all" else {}
         return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict(), **located}
+
+    def _changes_nothing(self, setting: Setting, found: Results, reference: Reference) -> bool:
+        """Returns whether a mutant's results are those of the same mesh without the mistake."""
+        right = self.subject.run(self.subject.program(setting, evaluated=False))
+        floor = compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps)
+        return not compare.compare(found, right, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))
 
     def _refused(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
         """Returns the outcome of a mutant that was refused: caught, where the program without it is legal."""

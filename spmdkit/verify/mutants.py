@@ -119,6 +119,7 @@ def _cut(axis: str, needs: str = "", otherwise: str = "") -> Settings:
 
 NO_RING = "the loss uses no ring: sk.attention with attention.context: ring"
 NO_PIPELINE = "the loss uses no sk.pipeline"
+SAME_ALONE = "what the loss adds over replicas changes no number"
 
 MUTANTS = (
     Mutant("reduction_dropped", "every replica keeps its own sums", _replicas(), mistakes.reducing(mistakes.dropped)),
@@ -200,6 +201,7 @@ MUTANTS = (
         _replicas(),
         user_mistakes.local_statistics,
         unused="the loss has no collective over replicas",
+        idle=SAME_ALONE,
     ),
     Mutant(
         "statistics_of_first_replica",
@@ -207,6 +209,7 @@ MUTANTS = (
         _replicas(),
         user_mistakes.first_statistics,
         unused="the loss has no collective over replicas",
+        idle=SAME_ALONE,
     ),
     Mutant(
         "mean_over_shard",

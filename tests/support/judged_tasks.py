@@ -82,7 +82,8 @@ HEAD = """# Mutants on forty tasks
 
 Written by `python -m tests.support.judged_tasks --write`: every mistake that `verify` makes on purpose, in every task of [tests/tasks](../tests/tasks), on four devices in three steps of 16 rows, float32. A
 mutant has no place in a task that does not use what it changes, with the reason in the report of `verify`. One that is not caught is a failed test
-([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)).
+([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). Those that have no place in any of these tasks are caught in others
+([tests/verify/test_verify_mutants.py](../tests/verify/test_verify_mutants.py)).
 
 """
 

@@ -82,6 +82,11 @@ def natural(params, state, batch, key):
     return sk.mean(loss, weights=jax.nn.sigmoid(batch["x"] @ params["confidence"])), {}, new
 
 
+def counts_devices(params, batch, key):
+    lax.psum(1, REPLICAS)  # for a word in a log
+    return sk.mean(examples_loss(params, batch))
+
+
 def two_means(params, batch, key):
     """A sum of two means with different counts, one of which is learned: detection, MLM with NSP."""
     loss = examples_loss(params, batch)
@@ -126,6 +131,12 @@ def own_normalisation(params, batch, key):
 
 def counts_padding(params, batch, key):
     return sk.mean(examples_loss(params, batch, lambda h: h - lax.pmean(h.mean(0), REPLICAS)))
+
+
+def rows_of_the_next_replica(params, batch, key):
+    num = lax.axis_size("data")
+    shifted = lambda h: lax.ppermute(h, "data", [(i, (i + 1) % num) for i in range(num)])
+    return sk.mean(examples_loss(params, batch, shifted))
 
 
 def one_leaf(params, batch, key):

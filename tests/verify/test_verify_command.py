@@ -121,6 +121,75 @@ def test_a_wrong_task_gives_1_a_table_of_at_most_100_columns_and_a_certificate_t
     assert not (folder / "run").exists()
 
 
+MISTAKES = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+
+random = np.random.default_rng(0)
+DATA = {"x": random.normal(size=(41, 8)).astype(np.float32), "y": random.normal(size=(41, 4)).astype(np.float32)}
+
+@sk.task
+def task():
+    def loss_fn(params, batch, key):
+        h = jnp.tanh(batch["x"] @ params["w"])
+        loss = ((h - batch["y"]) ** 2).sum(-1)
+        # here
+        return sk.mean(loss)
+
+    return sk.Task(lambda key: {"w": jax.random.normal(key, (8, 4)) / 3}, loss_fn, optax.adam, train_data=DATA)
+"""
+
+
+def run_with(folder, mistake, *arguments):
+    """Returns the exit code of `spmdkit verify` where a line of the user's is `mistake`, and the number of the line."""
+    text = MISTAKES.replace("# here", mistake)
+    (folder / "task.py").write_text(text)
+    return run(*FEW, *arguments), 1 + text.splitlines().index(f"        {mistake}")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "remainder", "says"),
+    [
+        (
+            "loss = (loss * sk.example_mask()).sum() / jnp.maximum(sk.example_mask().sum(), 1)",
+            "mask",
+            "of one shard alone, another on each",
+        ),
+        ("loss = loss * jax.random.bernoulli(key, 0.8, loss.shape)", "drop", "draws other numbers than one device"),
+        ("loss = loss - sk.all_gather(loss)[: len(loss)].mean()", "drop", "is another value"),
+    ],
+    ids=["a mean over the shard", "a forgotten key", "a statistic of one replica"],
+)
+def test_a_mistake_in_a_users_own_line_gives_1_and_that_line(folder, capfd, mistake, remainder, says):
+    code, line = run_with(folder, mistake, "--json", f"data.remainder={remainder}")
+    (case,) = json.loads(capfd.readouterr().out)["cases"]
+    assert code == 1 and not case["passed"]
+    assert case["located"]["line"].endswith(f"task.py:{line} (loss_fn)") and says in case["located"]["text"]
+
+
+def test_padding_among_the_negatives_is_refused_with_the_repair(folder):
+    """No case is compared: the program of one device is wrong as well."""
+    mistake = "loss = loss + jax.nn.logsumexp(h @ sk.all_gather(h, with_mask=True)[0].T, -1)"
+    with pytest.raises(ConfigError, match=r"in loss_fn padding rows count.*sk\.example_mask\(\)"):
+        verify_with(folder, mistake)
+
+
+def verify_with(folder, mistake):
+    (folder / "task.py").write_text(MISTAKES.replace("# here", mistake))
+    return verify(config(**{"data.remainder": "mask"}), VerifyOptions(mutants=False, jobs=1))
+
+
+@pytest.mark.slow
+def test_locate_tells_the_line_of_every_mutant_that_has_one(folder, capfd):
+    """And the table has a sentence for each."""
+    assert run("--jobs", "1", "--locate", "task_args.width=4") == 0
+    table = capfd.readouterr().out.replace("\n", "")
+    assert re.search(r"reduction_dropped: spmdkit/verify/mistakes.py:\d+ \(_first_only\): select_n", table), table
+
+
 def test_every_worker_opens_the_task_while_the_first_makes_the_reference(monkeypatch):
     begun = threading.Barrier(3, timeout=20)
 

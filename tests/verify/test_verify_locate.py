@@ -38,6 +38,7 @@ def is_in(line, function):
         (tasks.divided_twice, "is 1/4 of that of one device: the size of data"),
         (tasks.summed_twice, "own mean over data, added over it: 4 times too much"),
         (tasks.plain_key, "random_bits"),
+        (tasks.rows_of_the_next_replica, "has the rows of one device in another order"),
         (tasks.one_leaf, ""),
         (tasks.cut_off, ""),
     ],

@@ -31,7 +31,7 @@ def test_there_is_no_false_alarm(name):
 def test_no_mutant_is_missed(name):
     found = mutants_of(name)
     assert MISSED not in found.values(), found
-    assert found["reduction_dropped"].startswith(CAUGHT) and found["checkpoint_loses_leaf"].startswith(CAUGHT), found
+    assert found["checkpoint_loses_leaf"].startswith(CAUGHT), found
 
 
 def test_the_page_has_every_mutant_and_none_that_was_missed():
