@@ -62,7 +62,8 @@ def compare(found: Results, expected: Results, noise: Noise = Noise()) -> Errors
     _put(errors, "loss", [losses])
     for quantity in ("gradient", "update", "parameter", "state"):
         _put(errors, quantity, [noise.errors(part) for part in noises.parts(quantity, found, expected)])
-    _put(errors, "metric", [_number_errors(f.metrics, e.metrics) for f, e in [*pairs, (found, expected)]])
+    metrics = [(f.metrics, e.metrics) for f, e in pairs] + [(found.metrics, expected.metrics)]
+    _put(errors, "metric", [_number_errors(f, e) for f, e in metrics])
     if found.evaluation is not None and expected.evaluation is not None:
         _put(errors, "eval", [_number_errors(found.evaluation, expected.evaluation)])
     if found.restored is not None:
