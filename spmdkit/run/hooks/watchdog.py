@@ -18,10 +18,8 @@ def make(config: Any) -> Hook | None:
     if config.watchdog is None:
         return None
     recent: deque[float] = deque(maxlen=16)  # seconds of a step, as measured where the device was waited for
-    seen = [
-        0,
-        0.0,
-    ]  # the step that was waited for last, and when by the watchdog's clock: a pause would be taken for a long step
+    # The step that was waited for last, and when, by the watchdog's clock: a pause would be taken for a long step.
+    seen = [0, 0.0]
 
     def begin(run: Any, step: int, state: Any) -> None:
         seen[:] = step, run.watchdog.clock.now if run.watchdog is not None else 0.0
