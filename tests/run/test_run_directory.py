@@ -157,7 +157,7 @@ def test_a_hook_that_ends_a_run_with_a_state_that_is_not_finite_does_not_end_it_
 
 
 def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, monkeypatch):
-    def full(self):
+    def full(self, *_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Checkpoints, "_add_record", full)
