@@ -9,10 +9,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo test quick extras slurm mpirun ray network engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras slurm mpirun ray network engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
+
+# What can be made and looked at before the tests, of which each takes one core: `make --jobs 2 environments`.
+environments: $(EXTRAS)/.test lint types browser
 
 test: $(VENV)/.test versions lint types browser
 	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile

@@ -103,7 +103,7 @@ def test_what_is_measured_is_written_where_git_does_not_look():
     assert f"{EACH.partition('/')[0]}/" in (ROOT / ".gitignore").read_text().split()
 
 
-@pytest.mark.parametrize("name", sorted(wide.NONE))
-def test_what_is_left_out_of_make_quick_is_a_test(name):
+@pytest.mark.parametrize("name", sorted({*wide.NONE, *(form.partition("[")[0] for form in wide.THOROUGH)}))
+def test_what_is_left_out_of_make_quick_or_make_test_is_a_test(name):
     path, _, function = name.partition("::")
     assert f"\ndef {function}(" in (ROOT / "tests" / path).read_text()

@@ -54,8 +54,8 @@ SHORT = ("data 8", "replica 2 x fsdp 2 x tensor 2")
 
 ROWS = {
     "sum": Row(frozenset({"all_reduce"})),
-    "ordered": Row(BY_OWNERS),
-    "bfloat16": Row(BY_OWNERS, forgetful_owner),
+    "ordered": Row(BY_OWNERS, meshes=SHORT),
+    "bfloat16": Row(BY_OWNERS, forgetful_owner, meshes=(*SHORT, "fsdp 8 zero 1")),
     "float8": Row(BY_OWNERS, forgetful_owner, meshes=("data 8",), like="int8"),
     "sign": Row(BY_OWNERS, forgetful_owner, meshes=("data 8",), like="int8"),
     "adasum": Row(BY_OWNERS, meshes=("data 8",), never=("data 2 x fsdp 4 zero 2",)),
@@ -79,7 +79,7 @@ ROWS = {
         at="replica 2 x data 4",
         never=("data 8", "replica 2 x fsdp 2 x tensor 2", "fsdp 8 zero 1", "data 2 x fsdp 4 zero 2"),
     ),
-    "int8": Row(BY_OWNERS, forgetful_owner, meshes=(*SHORT, "data 2 x fsdp 4 zero 2")),
+    "int8": Row(BY_OWNERS, forgetful_owner, meshes=("data 8", "data 2 x fsdp 4 zero 2")),
 }
 
 
