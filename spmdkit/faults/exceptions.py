@@ -184,6 +184,8 @@ def leave(code: int) -> NoReturn:
             stream.flush()
         except (OSError, ValueError):
             continue  # closed or broken pipe
+    if code == 0:
+        _tell_launcher({"running": False})  # what is left so is done
     os._exit(code)
 
 
