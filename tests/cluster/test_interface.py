@@ -9,6 +9,7 @@ from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.compat import gloo as compat_gloo
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
+from tests.support.sockets import own_address
 
 
 def named(monkeypatch, address):
@@ -20,16 +21,6 @@ def named(monkeypatch, address):
         return address
 
     monkeypatch.setattr(socket, "gethostbyname", lookup)
-
-
-def own_address():
-    """Returns the address by which this machine reaches others, None where it is alone."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        try:
-            way.connect(("192.0.2.99", 9))
-        except OSError:
-            return None
-        return way.getsockname()[0]
 
 
 @pytest.mark.parametrize("coordinator", ["127.0.0.1:8476", "localhost:8476", "[::1]:8476"])

@@ -1,12 +1,11 @@
 """What a local launch listens on, read from the kernel: nothing off the loopback interface, whatever the host's own name means."""
 
-import socket
 import sys
 
 import pytest
 
 from tests.launch.test_jax_processes import BEGIN
-from tests.support.sockets import listening, with_its_children
+from tests.support.sockets import listening, own_address, with_its_children
 from tests.support.two_hosts import INSIDE, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")]
@@ -20,16 +19,6 @@ def main(cluster, signals):
 run(main)
 """
 )
-
-
-def own_address():
-    """Returns the address of this machine in a network, None where it is in none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        try:
-            way.connect(("192.0.2.99", 9))
-        except OSError:
-            return None
-        return way.getsockname()[0]
 
 
 def test_nothing_of_a_local_launch_listens_off_loopback_though_the_hosts_name_means_its_address_in_a_network(

@@ -1,10 +1,11 @@
-"""On which addresses processes listen, read from the kernel (Linux)."""
+"""On which addresses processes listen, read from the kernel (Linux), and which one this machine has."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
@@ -38,3 +39,13 @@ def listening(pids: Iterable[int]) -> list[tuple[Address, int]]:
                 ip = ipaddress.ip_address(turned)
                 found.append((getattr(ip, "ipv4_mapped", None) or ip, int(port, 16)))
     return found
+
+
+def own_address() -> str | None:
+    """Returns the address by which this machine reaches others, None where it is alone."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(("192.0.2.99", 9))
+        except OSError:
+            return None
+        return way.getsockname()[0]
