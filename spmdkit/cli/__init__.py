@@ -14,6 +14,7 @@ import typer
 
 from spmdkit.cli import bench, checkpoint, launch
 from spmdkit.cli.checkpoint import say
+from spmdkit.cli.json_option import AsJson
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
 
@@ -37,7 +38,6 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def _print_version(asked: bool) -> None:

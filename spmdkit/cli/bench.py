@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from spmdkit import allocator
+from spmdkit.cli.json_option import AsJson
 
 app = typer.Typer(help="Measure on your own task.", no_args_is_help=True)
 
@@ -37,7 +38,7 @@ def communication(
             help="Exit code 1 where a loss is more than this share above that of sum: 0.01.", show_default=False
         ),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json_: AsJson = False,
     out: Annotated[
         Path | None,
         typer.Option(

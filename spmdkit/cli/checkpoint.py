@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from spmdkit.cli.json_option import AsJson
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.words import visible
 
 app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RunDir = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run's directory, its checkpoints/, or the folder of a bucket that has them."),

@@ -108,7 +108,8 @@ def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[0].removeprefix("[0] "))
+    [told] = done.stdout.splitlines()  # what Gloo says is on standard error
+    found = json.loads(told.removeprefix("[0] "))
     assert found["problems"] == [] and found["reduction"] == "right" and "same bits" in found["burn"]
     assert found["devices"] == "4 x cpu (cpu) in 2 processes"
     for process, told in enumerate(found["hosts"].split("; ")):
