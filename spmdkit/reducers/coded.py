@@ -109,22 +109,23 @@ def coded_sum(
     multiple = over.num * code.multiple
     own = flat(leaves, multiple)
     if owed is not None:
-        own = own + flat(owed, multiple)
+        own = own + flat(owed, multiple).astype(own.dtype)
     own = own.reshape(over.num, -1)
     length = own.shape[1]
-    to_owner = code.encode(own)
+    to_owner = code.encode(own.astype(jnp.float32))
     part = code.decode([exchanged(x, over.axes) for x in to_owner], length).sum(0)
     to_all = code.encode(part)
     total = code.decode([gathered(x, over.axes).reshape(over.num, -1) for x in to_all], length).reshape(-1)
     if owed is None:
         return unflat(total, leaves), []
-    left = own - code.decode(to_owner, length) + _on_owner(part - code.decode(to_all, length), over)
-    return unflat(total, leaves), unflat(left.reshape(-1), leaves, jnp.float32)
+    left = own - code.decode(to_owner, length).astype(own.dtype)
+    owner = _on_owner(part - code.decode(to_all, length), over).astype(own.dtype)
+    return unflat(total, leaves), unflat((left + owner).reshape(-1), leaves, jnp.float32)
 
 
 def _on_owner(part: jax.Array, over: Over) -> jax.Array:
     """Returns [replicas, part], zeros but for what belongs to the part that this replica owns."""
-    is_mine = (jnp.arange(over.num) == lax.axis_index(over.axes))[:, None]
+    is_mine = (jnp.arange(over.num, dtype=jnp.int32) == lax.axis_index(over.axes))[:, None]
     return jnp.where(is_mine, part, 0)
 
 

@@ -47,6 +47,7 @@ from spmdkit.reducers.base import (
     split_evenly,
     unflat,
 )
+from spmdkit.tree import common_dtype
 
 STACKED = (r"(.*/)?(blocks|layers|experts)/(?!\d+/).*",)
 """Leaves below one of these names and no number: `blocks/query`, and not `blocks/0/query`."""
@@ -155,7 +156,7 @@ def _of_group(
     rank: int,
 ) -> list[tuple[int, jax.Array, LeafState]]:
     """Returns (index, sum, state) of the leaves of one buffer."""
-    owing = {i: leaves[i] + states[i]["error"] if "error" in states[i] else leaves[i] for i in group}
+    owing = {i: _with_owed(leaves[i], states[i]) for i in group}
     own = {i: owing[i].astype(jnp.float32).reshape(v) for i, v in views.items()}
     exact = [i for i in group if i not in views]
     starts = [_start(states[i].get("product"), v, min(rank, *v[1:]), i, over) for i, v in views.items()]
@@ -174,6 +175,14 @@ def _of_group(
         paid = {name: jnp.zeros_like(x) if name == "error" else x for name, x in states[i].items()}
         found.append((i, total.astype(leaves[i].dtype), paid))
     return found
+
+
+def _with_owed(leaf: jax.Array, state: LeafState) -> jax.Array:
+    """Returns the leaf and what this replica owes of it, in the wider of the two dtypes."""
+    if "error" not in state:
+        return leaf
+    dtype = common_dtype(leaf.dtype, state["error"].dtype)
+    return leaf.astype(dtype) + state["error"].astype(dtype)
 
 
 def _sum(leaves: Sequence[jax.Array], over: Over) -> Leaves:

@@ -122,8 +122,8 @@ def _refusal(fraction: float, most: float, values: int, num: int) -> str:
 
 def _largest(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: Over, k: int) -> tuple[Leaves, Leaves]:
     """Returns (the sums of the k largest of each replica, what each replica owes now)."""
-    own = flat(leaves, PAD) + flat(owed, PAD)
-    own = own.astype(jnp.float32)
+    own = flat(leaves, PAD)
+    own = (own + flat(owed, PAD).astype(own.dtype)).astype(jnp.float32)
     _, places = lax.top_k(jnp.where(jnp.isnan(own), jnp.inf, jnp.abs(own)), k)
     values = lax.bitcast_convert_type(own[places], jnp.uint32)
     sent = gathered(jnp.concatenate([values, places.astype(jnp.uint32)]), over.axes).reshape(over.num, 2, k)

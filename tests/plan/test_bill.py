@@ -78,7 +78,7 @@ def test_of_a_conditional_the_dearer_branch_is_counted_and_both_are_listed():
 )
 def test_the_formulas_count_a_gradient_of_float64_in_its_own_bytes(reducer):
     """What is compared is the compiled program; the loss and its count are a few bytes more."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # a reducer owes in float32
+    with jax.enable_x64(True):
         task = sk.Task(
             lambda key: jnp.ones((128, 128)),
             lambda p, x, key: sk.mean((jnp.tanh(x @ p) ** 2).sum(-1)),

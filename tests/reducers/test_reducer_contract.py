@@ -113,6 +113,17 @@ def lossless(name):
     return chosen(name, **(kinds.make("reducers", chosen(name)).lossless or {}))
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_a_gradient_of_float64_crosses_where_nothing_is_promoted_by_itself(name):
+    """Traced alone: a sum of float64 and of what is owed in float32, or of integers of two sizes, would be refused."""
+    wide = {"params": "float64", "compute": "float64", "inputs": "compute"}
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        traced = program(ROWS[name].at, chosen(name), precision=wide)
+        state, _, _ = traced.traced.out_info
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float64")}
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.reducer))
+
+
 STATEFUL = [name for name in ROWS if kinds.make("reducers", chosen(name)).init is not stateless]
 
 
