@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -14,8 +15,17 @@ from spmdkit.launch.logs import Logs
 
 TAIL_LINES = 20
 
-NOISE = "[Gloo] Rank "
-"""How Gloo's greeting begins, one for every group of processes; not for people. Threads of a process write several at once, one into the other."""
+GREETING = re.compile(
+    r"\[Gloo\] Rank (\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"
+)
+"""What Gloo says on standard output for every group of processes; not for people. Its threads write several at once, one into the other, and what the
+process writes next may stand behind the beginning of one."""
+
+
+def without_greeting(line: str) -> str | None:
+    """Returns the line without what Gloo says at its beginning; None where nothing else is there."""
+    found = GREETING.match(line)
+    return line if found is None else line[found.end() :] or None
 
 
 class Output:
@@ -57,8 +67,8 @@ def _copy(
 ) -> None:
     readable = target is not None
     for raw in iter(source.readline, b""):
-        line = raw.decode(errors="replace").rstrip("\r\n")
-        if line.startswith(NOISE):
+        line = without_greeting(raw.decode(errors="replace").rstrip("\r\n"))
+        if line is None:
             continue
         log(line)
         if tail is not None:

@@ -1,0 +1,26 @@
+"""What Gloo says is left out of what the launcher shows, and nothing else with it."""
+
+import pytest
+
+from spmdkit.launch.output import without_greeting
+
+WHOLE = "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+TWO_AT_ONCE = (
+    "[Gloo] Rank [Gloo] Rank 10 is connected to  is connected to 11 peer ranks.  peer ranks. "
+    "Expected number of connected peer ranks is : Expected number of connected peer ranks is : 11"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (WHOLE, None),
+        (TWO_AT_ONCE, None),
+        ("[Gloo] Rank step 1/3  loss 8.0000", "step 1/3  loss 8.0000"),
+        ("", ""),
+        ("12 is connected to 3 peer ranks. ", "12 is connected to 3 peer ranks. "),
+        ("Gloo all-reduce failed: [external/gloo] closed", "Gloo all-reduce failed: [external/gloo] closed"),
+    ],
+)
+def test_a_line_is_shown_without_gloos_greeting(line, shown):
+    assert without_greeting(line) == shown
