@@ -192,7 +192,7 @@ FSDP: Table = {
 }
 
 DEEPSPEED: dict[str, Any] = {
-    "zero_stage": when(lambda v: v in (1, 2, 3), to("layout.zero"), automatic("replicas over mesh.data")),
+    "zero_stage": deepspeed.stage,
     "gradient_accumulation_steps": to("microbatches"),
     "gradient_clipping": to("clip_norm", float),
     "offload_optimizer_device": deepspeed.offload("placement.optimizer"),

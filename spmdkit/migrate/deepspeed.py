@@ -95,13 +95,16 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _stage(migration: Migration, key: str, value: Any) -> None:
-    if value in (1, 2, 3):
+def stage(migration: Migration, key: str, value: Any) -> None:
+    """The rule of a ZeRO stage."""
+    if is_count(value) and value <= 3:
         migration.mapped(
             key, value, "layout.zero", value, "mesh.fsdp cuts optimizer state, then gradients, then parameters"
         )
-    else:
+    elif value in (0, None, False):
         migration.say(AUTOMATIC, key, value, "replicas over mesh.data")
+    else:
+        migration.say(UNKNOWN, key, value, "there are stages 0 to 3: set layout.zero")
 
 
 def offload(path: str) -> Rule:
@@ -237,7 +240,7 @@ _BUCKETS = [
 ]
 
 ZERO: Table = {
-    "stage": _stage,
+    "stage": stage,
     **dict.fromkeys(_BUCKETS, _OVERLAP),
     "cpu_offload": flag("placement.optimizer", "host", "kept on the device"),
     "cpu_offload_params": flag("placement.params", "host", "kept on the device"),

@@ -300,6 +300,18 @@ def test_a_number_that_cannot_be_is_said_at_the_top(tmp_path):
     assert second.startswith("# NOT ACCEPTED YET: microbatches") and "-4" in second
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 9}}'),
+        ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 9}"),
+    ],
+)
+def test_a_stage_of_zero_that_there_is_not_is_told(tmp_path, name, text):
+    _, kinds = migrated(tmp_path, name, text)
+    assert any("stage: 9 -> there are stages 0 to 3" in line for line in kinds[UNKNOWN])
+
+
 def test_a_deepspeed_file_that_accelerate_names_and_that_is_none_is_told(tmp_path):
     (tmp_path / "zero.json").write_text("{]")
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero.json}"
