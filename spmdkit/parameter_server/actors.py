@@ -25,6 +25,17 @@ ANSWER_S = 120.0
 """A call that is not answered within this is taken for lost, and made again."""
 
 
+KNOCK_S = 10.0
+"""How long whoever listens at a cluster's address may take to let us in. Ray itself knocks for minutes at an address where nobody is (2.60)."""
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens at HOST:PORT; another form of an address is for Ray to judge."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal() and int(port) < 1 << 16:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+
+
 def imported() -> Any:
     """Returns the module `ray`.
 
@@ -195,6 +206,7 @@ class Actors:
         if self._local is None:
             ray = imported()
             try:
+                _knock(address)
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             except Exception as error:
                 raise ConfigError(

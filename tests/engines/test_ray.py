@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -140,3 +141,12 @@ def test_two_hosts_of_a_ray_cluster_have_the_numbers_of_a_local_run_also_when_a_
     assert process.returncode == 0, output
     assert jobs.losses(folder) == expected and (folder / "died").exists()
     assert "ip=10.77.0.2" in output and "restart 1 of 1" in output and "continuing at step 21" in output
+
+
+def test_a_cluster_that_does_not_answer_is_told_at_once(tmp_path):
+    folder = jobs.project(tmp_path / "project")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and nobody listens
+        code, said = ended(launched(folder, 2, "--set", f"address={address}"), folder, timeout=60)
+    assert code == 75 and f"no Ray cluster answers at address {address}" in said, said

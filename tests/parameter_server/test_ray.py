@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import socket
 import time
 
 import numpy as np
@@ -178,3 +179,13 @@ def test_a_ray_cluster_that_is_there_trains_the_line_by_its_address_and_goes_on_
     assert line["split"] == "eval" and line["loss"] < 0.012, line
     wait_for(lambda: not places & cluster.processes().keys(), 30)
     assert cluster.runs() and not (driver.run / "ray.token").exists()
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once(start):
+    """Ray itself knocks there for minutes."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and nobody listens
+        driver = start(f"sync={{parameter_server: {{workers: 2, address: '{address}'}}}}")
+        assert driver.ends(60) == 78
+    assert f"address is {address}, where no Ray cluster answers" in driver.said()

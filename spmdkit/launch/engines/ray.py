@@ -167,9 +167,12 @@ def stop(*_):
 
 def connect():
     """Joins the cluster; ends with 75 where none answers."""
+    host, _, port = ADDRESS.rpartition(":")
     try:
+        if host:  # Ray would knock for minutes where nobody listens
+            socket.create_connection((host.removeprefix("ray://"), int(port)), 10).close()
         ray.init(address=ADDRESS, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0]
         say(f"no Ray cluster answers at address {ADDRESS} ({why}). On the first host: ray start --head; on the others: ray start --address=HOST:6379")
         sys.exit(75)
