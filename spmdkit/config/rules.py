@@ -66,6 +66,16 @@ def _run_dir(config: Settings, folder: Path) -> Iterator[Problem]:
     asked = config.run_dir
     if asked is None:
         return
+    if "://" in asked:
+        buckets = asked.startswith(("gs://", "s3://"))
+        repair = (
+            f"Try run_dir: runs/first with checkpoint.directory: {asked}." if buckets else "Try run_dir: runs/first."
+        )
+        yield Problem(
+            ("run_dir",),
+            f"{show(asked)} is a URL, and run_dir is a folder of this machine, for logs, metrics and the lock. Checkpoints alone lie in a bucket. {repair}",
+        )
+        return
     if os.path.isabs(asked):
         if ".." in Path(asked).parts or Path(asked) == Path("/"):
             what = "goes up by '..'" if ".." in Path(asked).parts else "is the root of the file system"

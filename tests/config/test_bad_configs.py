@@ -16,6 +16,8 @@ BAD = {
     "missing key of a section": ("profile: {steps: 2}", ":2: profile.start:", "is missing: first step that is traced", "Add start: ..."),
     "the root as run_dir": ("run_dir: /", ":2: run_dir:", "'/' (text) is the root of the file system", "A run has a folder of its own", "Try run_dir: runs/first."),
     "the root by another name": ("run_dir: /tmp/..", ":2: run_dir:", "goes up by '..'", "A run has a folder of its own", "Try run_dir: runs/first."),
+    "a bucket as run_dir": ("run_dir: s3://bucket/runs/x", ":2: run_dir:", "is a URL", "run_dir is a folder of this machine", "Try run_dir: runs/first with checkpoint.directory: s3://bucket/runs/x."),
+    "a URL as run_dir": ("run_dir: file:///tmp/x", ":2: run_dir:", "is a URL", "run_dir is a folder of this machine", "Try run_dir: runs/first."),
     "run_dir out of the project": ("run_dir: ../elsewhere", ":2: run_dir:", "'../elsewhere' (text) leads out of the project, to /", "A relative path stays in /", "Try run_dir: runs/first"),
     "run_dir far out of the project": ("run_dir: runs/../../../x", ":2: run_dir:", "leads out of the project, to /", "A relative path stays in /", "Try run_dir: runs/first"),
     "run_dir with half a character": ('run_dir: "a\\ud800b"', ":2: run_dir:", "a path without half characters", "Try run_dir: runs/first."),
