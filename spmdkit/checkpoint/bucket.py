@@ -113,6 +113,11 @@ class Remote:
             _client(self.scheme).get_file(self.key, str(path))
 
 
+def _drop_what_is_raised(record: logging.LogRecord) -> bool:
+    """Keeps gcsfs from printing the traceback of a request that has failed for good: it raises it too, and so do we."""
+    return record.filename != "retry.py"
+
+
 @functools.cache
 def _client(scheme: str) -> Any:
     """Returns the client of a scheme. orbax's own, made by etils from the same package, is told to keep no listings either.
@@ -127,6 +132,7 @@ def _client(scheme: str) -> Any:
             for name in ("gs", "gcs"):
                 fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
         logging.getLogger("gcsfs").setLevel(logging.ERROR)  # what kind a bucket is, asked at each call, is no news
+        logging.getLogger("gcsfs").addFilter(_drop_what_is_raised)
         return fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(

@@ -314,3 +314,13 @@ def test_a_bucket_that_is_not_there_ends_the_run_with_a_message(store, tmp_path)
     _, errors = process.communicate(timeout=90)
     assert process.returncode in (78, 79), errors
     assert "no-such-bucket" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("gs", marks=pytest.mark.slow), "s3"])
+def test_a_store_that_does_not_answer_is_told_without_a_traceback(scheme, tmp_path):
+    """The clients try for 16 s and 51 s."""
+    at = f"http://127.0.0.1:{free_port()}"
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+    store = scheme, keys | {"STORAGE_EMULATOR_HOST": at, "AWS_ENDPOINT_URL": at}
+    _, errors = done(spmdkit(store, tmp_path, "checkpoint", "ls", f"{scheme}://{BUCKET}/runs/x"), 79)
+    assert errors.count("\n") == 1 and "could not be listed" in errors
