@@ -27,7 +27,7 @@ quick: $(VENV)/.test lint types
 # The tests that `make test` skips for want of a large package.
 extras: $(EXTRAS)/.test
 	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or storage or ray) and not slow' --numprocesses 2 --dist loadfile
-	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m 'engines and not slow' -k numbers_of_a_local_run -rs
+	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m engines -k 'numbers_of_a_local_run and not lost' -rs
 
 # What is rendered for clusters, run: a Slurm of two nodes, and hosts as network namespaces. Root; packages slurm-wlm, munge, iproute2.
 slurm: $(VENV)/.test

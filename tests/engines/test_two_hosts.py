@@ -229,10 +229,7 @@ def metadata_servers(machines):
         yield found
 
 
-@pytest.mark.parametrize(
-    "task",
-    [pytest.param(jobs.TASK, id="undisturbed"), pytest.param(jobs.DIES, id="one dies", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("task", [jobs.TASK, jobs.DIES], ids=["undisturbed", "one is lost"])
 def test_the_hosts_of_a_tpu_vm_have_the_numbers_of_a_local_run(machines, tmp_path, expected, task):
     """All that is rendered, run: gcloud's two commands, and the whole script on each host; the devices are CPUs."""
     folder = jobs.project(tmp_path / "project")
