@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOUND := timeout -s KILL
 
-.PHONY: demo environments test quick extras slurm mpirun ray network engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
+.PHONY: demo environments test quick extras packages jobs slurm mpirun ray network engines thorough verify tpu reference lint types fuzz soak bench constraints versions versions-matrix browser clean
 
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
@@ -24,9 +24,13 @@ test: $(VENV)/.test versions lint types browser
 quick: $(VENV)/.test lint types
 	$(BOUND) 1200 $(BIN)/python -m pytest -m 'not slow and not wide and not processes' --numprocesses 2 --dist loadfile
 
-# The tests that `make test` skips for want of a large package.
-extras: $(EXTRAS)/.test
+# The tests that `make test` skips for want of a large package, and a job on each engine that this machine has. `make --jobs 2 extras` runs both side by side.
+extras: packages jobs
+
+packages: $(EXTRAS)/.test
 	$(BOUND) 1200 $(EXTRAS)/bin/python -m pytest -m '(tpu or storage or ray) and not slow' --numprocesses 2 --dist loadfile
+
+jobs: $(EXTRAS)/.test
 	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m engines -k 'numbers_of_a_local_run and not lost' -rs
 
 # What is rendered for clusters, run: a Slurm of two nodes, and hosts as network namespaces. Root; packages slurm-wlm, munge, iproute2.
