@@ -47,6 +47,8 @@ TARGETS = ("cpu:8", "tpu:v4:2x2x2", "tpu:v5e:2x4", "tpu:v5p:2x2x2", "tpu:v6e:2x4
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
 # Only `replica` or `data` may lie over slices: what is cut over all eight devices elsewhere is cut within a slice here.
 OVER_SLICES = {name: ["mesh.replica=2", "mesh.fsdp=4"] for name in ("zero1", "zero2", "fsdp")}
+# Where nothing is asked for, `replica` is the number of slices (mesh.py); these are looked at as on one.
+OVER_SLICES |= {name: ["mesh.replica=1"] for name in ("mirrored", *SYNCS)}
 # Blocks of a multiple of 128 tokens, as splash attention takes them; a ring over four devices cuts a sequence into eight.
 KERNELS = "+kernels"
 KERNEL_TARGETS = ("tpu:v5e:2x4", "tpu:v5p:2x2x2")
