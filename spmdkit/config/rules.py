@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import keyword
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from spmdkit import kinds, secret
-from spmdkit.config import optimizer, parameter_server
+from spmdkit.config import optimizer, parameter_server, run_dir
 from spmdkit.config.problems import KeyPath, Problem, render, show
 from spmdkit.config.settings import Settings
 from spmdkit.config.task import reference_problem
@@ -28,7 +27,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
     """Returns every problem between the fields of a config whose fields are each right; `folder` is where relative paths start."""
     return [
         *_task(config),
-        *_run_dir(config, folder),
+        *run_dir.problems(config, folder),
         *_batch(config),
         *_mesh(config),
         *_layout(config),
@@ -56,55 +55,6 @@ def _task(config: Settings) -> Iterator[Problem]:
             path,
             "is '***', which spmdkit writes in place of a secret. The value itself is in no file of a run. Give it.",
         )
-
-
-PROJECT_FILES = (".git", "pyproject.toml", "setup.py")
-
-
-def _run_dir(config: Settings, folder: Path) -> Iterator[Problem]:
-    """A run writes many files, and must not do so where nobody expects them."""
-    asked = config.run_dir
-    if asked is None:
-        return
-    if "://" in asked:
-        buckets = asked.startswith(("gs://", "s3://"))
-        repair = (
-            f"Try run_dir: runs/first with checkpoint.directory: {asked}." if buckets else "Try run_dir: runs/first."
-        )
-        yield Problem(
-            ("run_dir",),
-            f"{show(asked)} is a URL, and run_dir is a folder of this machine, for logs, metrics and the lock. Checkpoints alone lie in a bucket. {repair}",
-        )
-        return
-    if os.path.isabs(asked):
-        if ".." in Path(asked).parts or Path(asked) == Path("/"):
-            what = "goes up by '..'" if ".." in Path(asked).parts else "is the root of the file system"
-            yield Problem(
-                ("run_dir",),
-                f"{show(asked)} {what}. A run has a folder of its own, which it fills. Try run_dir: runs/first.",
-            )
-        return
-    start, cwd = os.path.abspath(folder), os.getcwd()
-    place = os.path.normpath(os.path.join(start, asked))
-    roots = {_project(Path(start)), cwd if _inside(start, cwd) else start}
-    if not any(_inside(place, root) for root in roots):
-        yield Problem(
-            ("run_dir",),
-            f"{show(asked)} leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. Try run_dir: runs/first, or give "
-            "the whole path.",
-        )
-
-
-def _project(folder: Path) -> str:
-    """Returns the nearest folder around `folder` that a project begins in, itself where none does."""
-    for parent in (folder, *folder.parents):
-        if parent != parent.parent and any((parent / name).exists() for name in PROJECT_FILES):
-            return str(parent)
-    return str(folder)
-
-
-def _inside(path: str, root: str) -> bool:
-    return root != os.sep and (path == root or path.startswith(root + os.sep))
 
 
 def _hidden(value: Any, path: KeyPath) -> Iterator[KeyPath]:

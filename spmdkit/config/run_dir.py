@@ -1,0 +1,58 @@
+"""Rules for `run_dir`: a run writes many files, and must not do so where nobody expects them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from spmdkit.config.problems import Problem, show
+from spmdkit.config.settings import Settings
+
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py")
+
+
+def problems(config: Settings, folder: Path) -> Iterator[Problem]:
+    """Yields what is wrong with `run_dir`; `folder` is where relative paths start."""
+    asked = config.run_dir
+    if asked is None:
+        return
+    if "://" in asked:
+        buckets = asked.startswith(("gs://", "s3://"))
+        repair = (
+            f"Try run_dir: runs/first with checkpoint.directory: {asked}." if buckets else "Try run_dir: runs/first."
+        )
+        yield Problem(
+            ("run_dir",),
+            f"{show(asked)} is a URL, and run_dir is a folder of this machine, for logs, metrics and the lock. Checkpoints alone lie in a bucket. {repair}",
+        )
+        return
+    if os.path.isabs(asked):
+        if ".." in Path(asked).parts or Path(asked) == Path("/"):
+            what = "goes up by '..'" if ".." in Path(asked).parts else "is the root of the file system"
+            yield Problem(
+                ("run_dir",),
+                f"{show(asked)} {what}. A run has a folder of its own, which it fills. Try run_dir: runs/first.",
+            )
+        return
+    start, cwd = os.path.abspath(folder), os.getcwd()
+    place = os.path.normpath(os.path.join(start, asked))
+    roots = {_project(Path(start)), cwd if _inside(start, cwd) else start}
+    if not any(_inside(place, root) for root in roots):
+        yield Problem(
+            ("run_dir",),
+            f"{show(asked)} leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. Try run_dir: runs/first, or give "
+            "the whole path.",
+        )
+
+
+def _project(folder: Path) -> str:
+    """Returns the nearest folder around `folder` that a project begins in, itself where none does."""
+    for parent in (folder, *folder.parents):
+        if parent != parent.parent and any((parent / name).exists() for name in PROJECT_FILES):
+            return str(parent)
+    return str(folder)
+
+
+def _inside(path: str, root: str) -> bool:
+    return root != os.sep and (path == root or path.startswith(root + os.sep))
