@@ -170,7 +170,7 @@ def connect():
     host, _, port = ADDRESS.rpartition(":")
     try:
         if host:  # Ray would knock for minutes where nobody listens
-            socket.create_connection((host.removeprefix("ray://"), int(port)), 10).close()
+            socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), 10).close()
         ray.init(address=ADDRESS, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0]
