@@ -129,6 +129,8 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 def strict_json(value: Any) -> Any:
     """Returns `value` with non-finite floats as the strings "NaN", "Infinity", "-Infinity", scalar arrays as numbers, paths as strings."""
+    if type(value) is int or type(value) is str or (type(value) is float and math.isfinite(value)):
+        return value  # most of them are
     if isinstance(value, Mapping):
         return {str(k): strict_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

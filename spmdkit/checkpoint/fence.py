@@ -22,24 +22,38 @@ ATTEMPT_FILE = "attempt.json"
 LOOK_EVERY_S = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Fence:
-    """The right of one attempt to write into a run's directory."""
+    """The right of one attempt to write into a run's directory.
+
+    Attributes:
+        directory, attempt: which and whose.
+        seen: the bytes that were its own when they were read last, and the monotonic second of that.
+    """
 
     directory: Path
     attempt: str
+    seen: tuple[bytes | None, float] = (None, float("-inf"))
 
     def is_ours(self) -> bool:
-        """Returns whether no other attempt has taken the directory. Costs the reading of one small file."""
-        return _read(self.directory).get("attempt", self.attempt) == self.attempt
+        """Returns whether no other attempt has taken the directory. Reads one small file, and looks into it where its bytes have changed."""
+        content, before = _content(self.directory), self.seen[0]
+        is_ours = content is not None and content == before
+        if not is_ours:
+            is_ours = _parsed(content).get("attempt", self.attempt) == self.attempt
+        self.seen = (content, time.monotonic()) if is_ours else (None, float("-inf"))
+        return is_ours
 
-    def check(self) -> None:
+    def check(self, every_s: float = 0.0) -> None:
         """Refuses to write for an attempt that has been followed by another.
+
+        Args:
+            every_s: what was found no longer ago still holds. A process that was stopped meanwhile looks again, however short its steps.
 
         Raises:
             ConfigError: another run has the directory, named by its process, host and time.
         """
-        if not self.is_ours():
+        if time.monotonic() - self.seen[1] >= every_s and not self.is_ours():
             raise ConfigError(
                 f"{self.directory} belongs to another run by now, of {owner(self.directory)}. "
                 "One run at a time may write to it, so this one ends and writes nothing more. Set run_dir to another folder, or end the other run."
@@ -79,9 +93,28 @@ def owner(directory: Path) -> str:
 
 
 def _read(directory: Path) -> dict[str, str]:
-    """Returns what lies there; nothing where it is gone or no JSON, which is no other run."""
+    return _parsed(_content(directory))
+
+
+MOST_BYTES = 65_536
+
+
+def _content(directory: Path) -> bytes | None:
+    """Returns what lies there. Opened anew each time, since a file system of a network looks for what is new when a file is opened."""
     try:
-        found = json.loads((directory / ATTEMPT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        descriptor = os.open(f"{directory}/{ATTEMPT_FILE}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, MOST_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+
+
+def _parsed(content: bytes | None) -> dict[str, str]:
+    """Returns what was written; nothing where it is gone or no JSON, which is no other run."""
+    try:
+        found = json.loads(content or b"")
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

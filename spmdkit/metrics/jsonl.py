@@ -43,7 +43,11 @@ def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
     keys = [k for k in (*FIRST_KEYS, *middle, *LAST_KEYS) if k in record]
     plain = lambda key, x: x if arrays and isinstance(x, list) else plain_number(key, x)
     values = {key: str(record[key]) if key == "split" else plain(key, record[key]) for key in keys}
-    return json.dumps(strict_json(values), allow_nan=False, ensure_ascii=True) + "\n"
+    return _encode(strict_json(values)) + "\n"
+
+
+_encode = json.JSONEncoder(allow_nan=False).encode
+"""Made once: `json.dumps` with arguments makes its encoder anew for each line."""
 
 
 def plain_number(name: str, value: Any) -> int | float | bool:

@@ -46,6 +46,7 @@ class Progress:
         self._total, self._first, self._unit, self._clock = total_steps, start_step, examples_unit, clock
         self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT_RECORDS)  # (step, time) of recent records
         self._step = start_step - 1
+        self._is_off = mode == "off"
         self._out = QuietStream((sys.stdout if stream is None else stream) if mode != "off" else None)
         self._unfinished = False  # whether the last line still waits for its end
         self._bar = None
@@ -99,6 +100,8 @@ class Progress:
             self._marks.clear()  # how long the first step took says nothing about the rest
         self._mark(step)
         self.advance(step)
+        if self._is_off:
+            return
         if self._bar:
             self._bar.words = visible(training_line(record, self._unit, self._left(step), columns=self._bar.columns))
         else:

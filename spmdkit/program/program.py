@@ -246,7 +246,7 @@ class Program:
         """
         if self._devices[0].platform == "cpu":
             check_not_donated(state, "program.step")
-        batch = dataclasses.replace(batch if isinstance(batch, Batch) else self.put(batch), limit=self.limit)
+        batch = (batch if isinstance(batch, Batch) else self.put(batch)).limited(self.limit)
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
             self._probed = True

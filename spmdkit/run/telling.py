@@ -62,8 +62,12 @@ class Telling:
         if kind != "scalars":
             self.sinks.write(record, kind)
             return
-        arrays = {name: np.asarray(x).tolist() for name, x in record.items() if np.ndim(x)}
-        scalars = {name: x for name, x in record.items() if name not in arrays}
+        arrays = {
+            name: np.asarray(x).tolist()
+            for name, x in record.items()
+            if not isinstance(x, float | int | str) and np.ndim(x)
+        }
+        scalars = {name: x for name, x in record.items() if name not in arrays} if arrays else record
         self.sinks.write(scalars)
         with journal.during("printing"):
             self.progress.write(scalars)

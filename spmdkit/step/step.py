@@ -50,6 +50,10 @@ class Batch:
     mask: jax.Array | None = None
     limit: jax.Array | None = None
 
+    def limited(self, limit: jax.Array | None) -> Batch:
+        """Returns the batch with this limit."""
+        return self if self.limit is limit else dataclasses.replace(self, limit=limit)
+
 
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
     """Returns the step that a task with only a `loss_fn` gets.

@@ -116,8 +116,8 @@ def test_of_the_codes_of_many_steps_every_one_that_says_something_is_found(cut, 
     codes = [
         (step, jax.device_put(np.int32([0] * 5 + [bits.get(step, 0)] + [0] * 2), placed)) for step in range(1, num + 1)
     ]
-    assert finite._bits(codes) == sorted((step, bit) for step, bit in bits.items() if step <= num)
-    assert finite._bits([(step, jnp.zeros((), jnp.int32)) for step, _ in codes]) == []
+    assert finite._joined_codes(codes)() == sorted((step, bit) for step, bit in bits.items() if step <= num)
+    assert finite._joined_codes([(step, jnp.zeros((), jnp.int32)) for step, _ in codes])() == []
 
 
 # ---- skip and rollback -------------------------------------------------------------------------------------------------
