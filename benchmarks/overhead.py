@@ -4,7 +4,8 @@
 
 Both loops: mirrored over two CPU devices, shuffled batches from arrays in memory, loss fetched and written as a JSON line every
 ten steps. The hand-written one is what a careful user writes: a jitted shard_map with one psum, donated state, numpy
-indexing and device_put in the loop. Both train on and on, in turns of a fraction of a second, and the order of the two alternates;
+indexing and device_put in the loop. Both train on and on, in turns of a fraction of a second (the toolkit's batches come from one stream, whose beginning belongs to the first step), and the order of
+the two alternates;
 a ratio is of two neighbouring blocks, since absolute times on a shared machine mean nothing. Reported is the median of all
 ratios with its 95 % interval from order statistics, which assumes no distribution. Several sittings, each a process of its own that
 builds both anew and chooses the model's width for the step time, show what one process cannot: how far medians of equal programs
@@ -31,7 +32,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -45,6 +46,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import spmdkit as sk
 from spmdkit import compat
 from spmdkit.cluster import environment, join
+from spmdkit.data import DeviceBatches
 from spmdkit.faults import StopSignals
 from spmdkit.program.program import Program
 from spmdkit.run.loop import run_steps
@@ -164,6 +166,25 @@ class ByHand:
         return spent
 
 
+class Block:
+    """So many batches of a stream that stays open, as the loop takes them."""
+
+    def __init__(self, batches: DeviceBatches, num: int):
+        self._batches, self._left = batches, num
+
+    def __iter__(self) -> Block:
+        return self
+
+    def __next__(self) -> tuple[int, object, float]:
+        if not self._left:
+            raise StopIteration
+        self._left -= 1
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Leaves the stream open for the next block."""
+
+
 class ByToolkit:
     """The toolkit's own loop, whole: logging, hooks, agreement, prefetch. A context manager: one run that is open throughout."""
 
@@ -183,6 +204,7 @@ class ByToolkit:
             on_nonfinite="stop" if looks else "continue",
             log={"every_steps": LOG_EVERY, "progress": "off"},
         )
+        self.most_steps = most_steps
         cluster = join(environment({}), "cpu:2")
         self.program = Program(config, task, cluster.devices)
         self.compiled = self.program.compiled
@@ -193,6 +215,7 @@ class ByToolkit:
             self.training = stack.enter_context(self.context)
             self.training.signals = stack.enter_context(StopSignals())
             self.state = jax.block_until_ready(self.training.restore_or_init())
+            self.batches = stack.enter_context(self.program.stream(1, self.most_steps))
             self.stack = stack.pop_all()
         return self
 
@@ -200,13 +223,11 @@ class ByToolkit:
         self.stack.__exit__(*error)
 
     def run(self, steps: int) -> Spent:
-        """Trains `steps` steps on; returns what they took, the beginning of the prefetch included."""
-        first = self.training.step + 1
+        """Trains `steps` steps on; returns what they took."""
         begun = Spent.now()
-        with self.program.stream(first, first + steps - 1) as batches:
-            self.state, _ = run_steps(self.training, self.state, batches)
-            jax.block_until_ready(self.state.params)
-            return begun.until_now()
+        self.state, _ = run_steps(self.training, self.state, cast(DeviceBatches, Block(self.batches, steps)))
+        jax.block_until_ready(self.state.params)
+        return begun.until_now()
 
 
 def memory(compiled: jax.stages.Compiled) -> int:

@@ -41,7 +41,7 @@ def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
         )
     middle = sorted(set(record) - set(FIRST_KEYS) - set(LAST_KEYS))
     keys = [k for k in (*FIRST_KEYS, *middle, *LAST_KEYS) if k in record]
-    plain = lambda key, x: x if arrays and isinstance(x, list) else plain_number(key, x)
+    plain = lambda key, x: x if type(x) is float or (arrays and isinstance(x, list)) else plain_number(key, x)
     values = {key: str(record[key]) if key == "split" else plain(key, record[key]) for key in keys}
     return _encode(strict_json(values)) + "\n"
 

@@ -48,18 +48,18 @@ class Program:
         config, task, mesh: the resolved config, the user's task, the device mesh.
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.forms`).
-        notes: remarks for the user that are no errors.
-        ledgers: what was done about rows that could not be read, of training and of the evaluation.
+        notes: remarks for the user that are no errors; ledgers: what was done about rows that could not be read, of training and of the evaluation.
         refused_forms: forms that were tried before `form`, with what refused each.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
         code: what of the last step was not finite, on the devices (`spmdkit.step.guard`), or None; feed: batches of training; limit: of `on_spike`.
+        may_be_donated: whether a step looks if its state was given to an earlier one: not where nobody but the loop has it.
         probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
     """
 
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
         self.config, self.task = config, task
         self.probe_padding, self._probed = probe_padding, False
-        self.compile_log, self.code = list[str](), None
+        self.compile_log, self.code, self.may_be_donated = list[str](), None, devices[0].platform == "cpu"
         self._devices = devices
         check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
@@ -244,7 +244,7 @@ class Program:
         Raises:
             ConfigError: padding rows of a short batch would count, or the reducer sees in the first one that it is the wrong one.
         """
-        if self._devices[0].platform == "cpu":
+        if self.may_be_donated:
             check_not_donated(state, "program.step")
         batch = (batch if isinstance(batch, Batch) else self.put(batch)).limited(self.limit)
         if batch.mask is not None and self.probe_padding and not self._probed:

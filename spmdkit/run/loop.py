@@ -232,6 +232,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     run.telling.throughput.start()
     due.tell("begin", run, run.step, state)
     due.keeps_errors = together.is_on
+    looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and due.has_own
     epochs = run.epochs
     try:
         if epochs is not None:
@@ -254,7 +255,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
             together.part()
         raise
     finally:
-        due.keeps_errors = False
+        due.keeps_errors, program.may_be_donated = False, looks
         batches.close()
     due.tell("end", run, run.step, state)
     return state, stop

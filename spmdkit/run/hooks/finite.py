@@ -86,9 +86,12 @@ def make(config: Any) -> Hook:
 def _joined_codes(codes: list[tuple[int, Any]]) -> Callable[[], list[tuple[int, Any]]]:
     """Returns a function that waits for the devices, and returns (step, bits) of the steps in which something was not finite, as this process sees it.
 
-    A code that is the same everywhere is read from one device: 15 us on two CPU devices, where `int` of the whole array takes 25. Of those
+    Codes that are the same everywhere are read from one device: 15 us each on two CPU devices, where `int` of the whole array takes 25. Of those
     of which each device has its own the devices first make one: 83 us each on 8 devices, joined 9 (two cores, jax 0.10.2, 2026-11-25).
     """
+    if all(code.is_fully_replicated for _, code in codes):
+        alone = [(step, code.addressable_data(0)) for step, code in codes]
+        return lambda: [(step, bits) for step, code in alone if (bits := _or(np.asarray(code)))]
     some = [codes[start : start + TOGETHER] for start in range(0, len(codes), TOGETHER)]
     parts = [[_own(code) for _, code in each] for each in some]
     joined = [_joined_parts(each) for each in parts]
@@ -107,8 +110,6 @@ def _joined_codes(codes: list[tuple[int, Any]]) -> Callable[[], list[tuple[int, 
 
 def _own(code: jax.Array) -> list[jax.Array]:
     """Returns what of a code is on this process's devices, as arrays of them alone."""
-    if code.is_fully_replicated:
-        return [code.addressable_data(0)]
     if code.is_fully_addressable:
         return [code]
     return [code.addressable_data(i) for i in range(len(code.sharding.addressable_devices))]
@@ -116,7 +117,7 @@ def _own(code: jax.Array) -> list[jax.Array]:
 
 def _joined_parts(parts: list[list[jax.Array]]) -> list[jax.Array] | None:
     """Returns one code for several, in parts, on its way; None where they are read as fast."""
-    if len(parts) <= 2 or (len(parts[0]) == 1 and len(parts[0][0].sharding.device_set) == 1):
+    if len(parts) <= 2:
         return None
     padded = parts + parts[-1:] * (TOGETHER - len(parts))  # the same program for any number
     return [_joined(*alike) for alike in zip(*padded, strict=True)]
@@ -129,11 +130,12 @@ def _joined(*codes: jax.Array) -> jax.Array:
 
 def _read(code: jax.Array) -> int:
     """Returns the bits of an array of this process's devices. Part by part, which `jax.device_get` puts together first."""
-    num = len(code.sharding.device_set)
-    of_devices = (np.asarray(code if num == 1 else code.addressable_data(i)) for i in range(num))
-    return functools.reduce(
-        operator.or_, (int(x) if not x.ndim else int(np.bitwise_or.reduce(x, None)) for x in of_devices)
-    )
+    num = 1 if code.is_fully_replicated else len(code.sharding.device_set)
+    return functools.reduce(operator.or_, (_or(np.asarray(code.addressable_data(i))) for i in range(num)))
+
+
+def _or(bits: np.ndarray) -> int:
+    return int(np.bitwise_or.reduce(bits, None) if bits.ndim else bits)
 
 
 class Answers:
