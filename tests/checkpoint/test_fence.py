@@ -22,6 +22,19 @@ def test_an_attempt_that_was_followed_by_another_writes_no_event_and_is_told_who
     log.close()
 
 
+def test_what_was_found_a_moment_ago_holds_and_a_process_that_was_stopped_since_looks_again(tmp_path):
+    first = claim(tmp_path)
+    first.check(every_s=60)
+    claim(tmp_path)
+    first.check(every_s=60)
+    content, looked = first.seen
+    first.seen = (content, looked - 61)
+    with pytest.raises(ConfigError, match="belongs to another run by now"):
+        first.check(every_s=60)
+    with pytest.raises(ConfigError, match="belongs to another run by now"):
+        first.check(every_s=60)  # that it is not ours does not hold for a moment alone
+
+
 def test_a_save_that_began_before_is_not_committed_and_removes_nothing(tmp_path):
     first = claim(tmp_path)
     checkpoints = Checkpoints(tmp_path / "checkpoints", is_ours=first.is_ours)

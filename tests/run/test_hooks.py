@@ -89,6 +89,22 @@ def test_save_and_evaluate_are_done_at_the_step_that_asks_for_them_and_once(tmp_
     assert saved(tmp_path) == [4, 8, 12]
 
 
+def test_a_hook_that_gives_away_what_the_state_holds_is_told_so(tmp_path):
+    """Where no hook of the user's has the state, its steps do not look; jaxlib would end the process."""
+    give_away = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    hook = sk.Hook("giver", after_step=lambda run, step, state, metrics: (give_away(state.params), None)[1])
+    with pytest.raises(ConfigError, match=r"took its memory \('.*w' is deleted\)"):
+        train(tmp_path, hook)
+
+
+def test_after_a_run_a_state_that_was_given_away_is_refused_as_before_it(tmp_path):
+    result = train(tmp_path, checkpoint=None)
+    batch = result.program.put(X[:16])
+    result.program.step(result.state, batch)
+    with pytest.raises(ConfigError, match="was given to an earlier step"):
+        result.program.step(result.state, batch)
+
+
 def test_a_replaced_state_is_what_training_goes_on_with(tmp_path):
     def halve(run, step, state, metrics):
         return sk.Replace(state.replace(params=jax.tree.map(lambda x: x * 0, state.params))) if step == 6 else None
