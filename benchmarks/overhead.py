@@ -4,8 +4,8 @@
 
 Both loops: mirrored over two CPU devices, shuffled batches from arrays in memory, loss fetched and written as a JSON line every
 ten steps. The hand-written one is what a careful user writes: a jitted shard_map with one psum, donated state, numpy
-indexing and device_put in the loop. Both train on and on, in turns of a fraction of a second (the toolkit's batches come from one stream, whose beginning belongs to the first step), and the order of
-the two alternates;
+indexing and device_put in the loop. Both train on and on, in turns of a fraction of a second, and the order of the two alternates
+(the toolkit's batches come from one stream, which a run begins once: 0.9 ms of its first step that are not counted here);
 a ratio is of two neighbouring blocks, since absolute times on a shared machine mean nothing. Reported is the median of all
 ratios with its 95 % interval from order statistics, which assumes no distribution. Several sittings, each a process of its own that
 builds both anew and chooses the model's width for the step time, show what one process cannot: how far medians of equal programs

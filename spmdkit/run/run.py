@@ -226,9 +226,7 @@ class Run:
         """Returns the metrics of `step` on the host: floats, and of `sk.counts` arrays. Waits for the device, once for each step."""
         if self._numbers is None or self._numbers[0] != step:
             found = self.program.metrics(values)
-            if (
-                len(found) > 1
-            ):  # all on their way before the first is waited for; one is read in a third of the time without
+            if len(found) > 1:  # all on their way before the first is waited for
                 for x in found.values():
                     x.copy_to_host_async()
             read = {name: np.asarray(x) for name, x in found.items()}

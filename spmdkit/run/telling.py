@@ -67,7 +67,7 @@ class Telling:
             for name, x in record.items()
             if not isinstance(x, float | int | str) and np.ndim(x)
         }
-        scalars = {name: x for name, x in record.items() if name not in arrays} if arrays else record
+        scalars = {name: x for name, x in record.items() if name not in arrays}  # a copy, for the thread
         self.sinks.write(scalars)
         with journal.during("printing"):
             self.progress.write(scalars)
