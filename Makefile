@@ -47,7 +47,7 @@ ray: $(EXTRAS)/.test
 
 # Hosts as network namespaces, joined by the switch in user space: delay, loss, rate, cuts. Root; /dev/net/tun.
 network: $(VENV)/.test
-	$(BOUND) 900 $(BIN)/python -m pytest -m 'slow or not slow' tests/drill/test_network.py -rs
+	$(BOUND) 900 $(BIN)/python -m pytest -m 'slow or not slow' tests/tools/drill/test_network.py -rs
 
 engines: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python -m pytest -m engines
@@ -85,7 +85,7 @@ fuzz: $(VENV)/.test
 # A hundred SIGKILLs of any of four processes, in any phase, with restarts: the same bits in the end. `make soak KILLS=20 SEED=7 PROCESSES=1`; its figures are in
 # docs/reliability.md.
 soak: $(VENV)/.test
-	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/drill/test_kills.py
+	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/tools/drill/test_kills.py
 
 bench: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py

@@ -39,7 +39,7 @@ class Examples:
 
 def work(choice: str, num_devices: int) -> None:
     """Builds the step, then answers each line of standard input by one turn of what it names."""
-    from spmdkit import allocator
+    from spmdkit.program import allocator
 
     one_arena = allocator.one_arena(f"cpu:{num_devices}", {**os.environ, allocator.SWITCH: choice})
 

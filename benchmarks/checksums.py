@@ -63,9 +63,9 @@ def builders() -> tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, A
     """Returns what makes the metadata of arrays with checksums, as in a run, and without them."""
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    from spmdkit.checkpoint import storage
+    from spmdkit.checkpoint import orbax_backend
 
-    storage.checksums_on_chunks()
+    orbax_backend.checksums_on_chunks()
     build = tensorstore_utils._build_zarr3_metadata
     return build, partial(without_checksums, build)
 

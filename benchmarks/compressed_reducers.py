@@ -36,7 +36,7 @@ REDUCERS: dict[str, Any] = {
 def run(reducer: Any, seed: int, steps: int) -> dict[str, Any]:
     """Returns the evaluation loss and the seconds of one run."""
     import spmdkit as sk
-    from spmdkit.bench.turns import Trained, in_turns
+    from spmdkit.tools.bench.interleaved import Trained, in_turns
 
     rate = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": 5e-3, "warmup_steps": 20}
     changes = {"reducer": reducer, "seed": seed, "steps": steps, "learning_rate": rate | {"decay_steps": steps}}

@@ -96,7 +96,7 @@ def config_of(folder: Path, name: str, **changes: Any) -> Path:
 def trained(path: Path) -> tuple[dict[str, float], dict[str, np.ndarray], list[int]]:
     """Returns (evaluation, parameters, how many updates were of staleness 0, 1, ...) of a run in this process."""
     import spmdkit as sk
-    from spmdkit.tree import named_leaves
+    from spmdkit.foundation.trees import named_leaves
 
     result = sk.train(path)
     counts = result.run.directory / "counts.jsonl"

@@ -3,7 +3,7 @@
     python benchmarks/save_growth.py [--saves 200] [--leaves 6]
 
 tensorstore 0.1.86 never frees the Python objects that it makes of JSON: `experimental_collect_matching_metrics`, which orbax 0.12.8 asks several times a save
-for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array. Neither is asked any more (`storage.without_leaks_of_tensorstore`).
+for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array. Neither is asked any more (`orbax_backend.without_leaks_of_tensorstore`).
 `--part names` shows CPython alone: its table of interned strings, made anew when names that nobody holds have filled it.
 """
 
@@ -55,7 +55,7 @@ def alone() -> None:
 
 def names() -> None:
     """Shows by how much the process grows at once, as 50,000 names are held and 250,000 others are not, with the allocator as `train` sets it."""
-    from spmdkit import allocator
+    from spmdkit.program import allocator
 
     allocator.one_arena("cpu:1", {})
     allocator.keep_memory()
@@ -73,10 +73,10 @@ def saving(num: int, leaves: int, worked_around: bool) -> None:
     """Shows `Checkpoints` over many saves of a small state."""
     import jax.numpy as jnp
 
-    from spmdkit.checkpoint import Checkpoints, storage
+    from spmdkit.checkpoint import Checkpoints, orbax_backend
 
     if not worked_around:
-        storage.without_leaks_of_tensorstore = lambda: None
+        orbax_backend.without_leaks_of_tensorstore = lambda: None
     state = {"layer": {f"leaf{i}": jnp.ones(16) for i in range(leaves)}}
     with tempfile.TemporaryDirectory() as folder:
         checkpoints, step = Checkpoints(folder, keep=1), iter(range(1, 10**9))

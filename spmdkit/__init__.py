@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.version import __version__
+from spmdkit.foundation.version import __version__
 
 if TYPE_CHECKING:
     from spmdkit import testing, verify
+    from spmdkit.communication.reducers.base import Reducer
+    from spmdkit.communication.sync.base import Sync
     from spmdkit.config import Config, load_config
     from spmdkit.data.per_process import per_process
     from spmdkit.errors import SpmdkitError
+    from spmdkit.foundation.user_code import hook, reducer, sink, synchronization, task
     from spmdkit.metrics.sinks.base import Sink
     from spmdkit.ops.attention import attention
     from spmdkit.ops.context import context_order, context_positions, context_restore
@@ -26,80 +29,77 @@ if TYPE_CHECKING:
     from spmdkit.ops.vocab import cross_entropy, embed
     from spmdkit.program.opening import build
     from spmdkit.program.program import Program
-    from spmdkit.reducers.base import Reducer
+    from spmdkit.program.task import Task
     from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
     from spmdkit.run.loop import train
-    from spmdkit.step.across import all_gather, num_replicas, pmean, psum, replica_index
     from spmdkit.step.gradient import value_and_grad
-    from spmdkit.step.means import Mean, Means, example_keys, example_mask, examples, mean, scalar
-    from spmdkit.step.metric import Metric
-    from spmdkit.step.scope import rows, shard
+    from spmdkit.step.metrics.aggregates import Counts, Finished, Max, Sum, counts, finish, max, sum
+    from spmdkit.step.metrics.base import Metric
+    from spmdkit.step.metrics.mean import Mean, Means, example_keys, example_mask, examples, mean, scalar
+    from spmdkit.step.replica_collectives import all_gather, num_replicas, pmean, psum, replica_index
     from spmdkit.step.state import TrainState, Variables
     from spmdkit.step.step import Batch
-    from spmdkit.step.totals import Counts, Finished, Max, Sum, counts, finish, max, sum
-    from spmdkit.sync.base import Sync
-    from spmdkit.tasks import Task
-    from spmdkit.user_code import hook, reducer, sink, synchronization, task
+    from spmdkit.step.trace_context import rows, shard
 
 _HOME = {
     "Batch": "step.step",
     "Config": "config",
-    "Counts": "step.totals",
+    "Counts": "step.metrics.aggregates",
     "Evaluate": "run.hooks.base",
-    "Finished": "step.totals",
+    "Finished": "step.metrics.aggregates",
     "Hook": "run.hooks.base",
-    "Max": "step.totals",
-    "Mean": "step.means",
-    "Means": "step.means",
-    "Metric": "step.metric",
+    "Max": "step.metrics.aggregates",
+    "Mean": "step.metrics.mean",
+    "Means": "step.metrics.mean",
+    "Metric": "step.metrics.base",
     "Program": "program.program",
-    "Reducer": "reducers.base",
+    "Reducer": "communication.reducers.base",
     "Replace": "run.hooks.base",
     "Rollback": "run.hooks.base",
     "Save": "run.hooks.base",
     "Sink": "metrics.sinks.base",
     "SpmdkitError": "errors",
     "Stop": "run.hooks.base",
-    "Sum": "step.totals",
-    "Sync": "sync.base",
-    "Task": "tasks",
+    "Sum": "step.metrics.aggregates",
+    "Sync": "communication.sync.base",
+    "Task": "program.task",
     "TrainState": "step.state",
     "Variables": "step.state",
-    "all_gather": "step.across",
+    "all_gather": "step.replica_collectives",
     "attention": "ops.attention",
     "build": "program.opening",
     "column_row": "ops.tensor",
     "context_order": "ops.context",
     "context_positions": "ops.context",
     "context_restore": "ops.context",
-    "counts": "step.totals",
+    "counts": "step.metrics.aggregates",
     "cross_entropy": "ops.vocab",
     "embed": "ops.vocab",
-    "example_keys": "step.means",
-    "example_mask": "step.means",
-    "examples": "step.means",
-    "finish": "step.totals",
-    "hook": "user_code",
+    "example_keys": "step.metrics.mean",
+    "example_mask": "step.metrics.mean",
+    "examples": "step.metrics.mean",
+    "finish": "step.metrics.aggregates",
+    "hook": "foundation.user_code",
     "load_config": "config",
     "manual": "ops.manual",
-    "max": "step.totals",
-    "mean": "step.means",
+    "max": "step.metrics.aggregates",
+    "mean": "step.metrics.mean",
     "moe": "ops.moe",
-    "num_replicas": "step.across",
+    "num_replicas": "step.replica_collectives",
     "per_process": "data.per_process",
     "pipeline": "ops.pipeline",
-    "pmean": "step.across",
-    "psum": "step.across",
-    "reducer": "user_code",
+    "pmean": "step.replica_collectives",
+    "psum": "step.replica_collectives",
+    "reducer": "foundation.user_code",
     "remat": "ops.remat",
-    "replica_index": "step.across",
-    "rows": "step.scope",
-    "scalar": "step.means",
-    "shard": "step.scope",
-    "sink": "user_code",
-    "sum": "step.totals",
-    "synchronization": "user_code",
-    "task": "user_code",
+    "replica_index": "step.replica_collectives",
+    "rows": "step.trace_context",
+    "scalar": "step.metrics.mean",
+    "shard": "step.trace_context",
+    "sink": "foundation.user_code",
+    "sum": "step.metrics.aggregates",
+    "synchronization": "foundation.user_code",
+    "task": "foundation.user_code",
     "train": "run.loop",
     "value_and_grad": "step.gradient",
 }

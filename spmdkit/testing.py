@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 
 from spmdkit.errors import ConfigError
-from spmdkit.plan.bill import OPS, Bill, read_bill
-from spmdkit.plan.cause import leaves_of
+from spmdkit.foundation.formatting import format_bytes, nearest
+from spmdkit.plan.attribution import leaves_of
+from spmdkit.plan.collectives_bill import OPS, Bill, read_bill
 from spmdkit.plan.hlo.text import parse
-from spmdkit.plan.jaxprs import scan_lengths
+from spmdkit.plan.jaxpr_lines import scan_lengths
 from spmdkit.program.program import Program
-from spmdkit.words import format_bytes, nearest
 
 
 def bill_of(program: Program) -> Bill:

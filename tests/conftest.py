@@ -47,7 +47,7 @@ def pytest_runtest_setup(item):
 def pytest_collection_modifyitems(items):
     """Folders whose files take long begin, so that two workers end at the same time; marks what is `wide` before anything is left out."""
     wide.mark(items)
-    first = ("system", "examples", "ops", "step", "verify", "natural", "reducers")
+    first = ("system", "examples", "ops", "step", "verify", "natural", "communication")
     place = {name: i for i, name in enumerate(first)}
     items.sort(key=lambda item: place.get(item.nodeid.split("/")[1], len(first)))
 

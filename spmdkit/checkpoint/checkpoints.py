@@ -22,14 +22,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdkit import files, journal
-from spmdkit.checkpoint import leaves, objections, place, restoring, retention
+from spmdkit.checkpoint import location, retention, save_errors, state_dict
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.bucket import Remote
-from spmdkit.checkpoint.meeting import Ended, KeyValue, Meeting
-from spmdkit.checkpoint.place import Place
+from spmdkit.checkpoint import restore as checkpoint_restore
+from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.object_store import Remote
+from spmdkit.checkpoint.save_barrier import Ended, KeyValue, Meeting
 from spmdkit.checkpoint.staging import staging_of
 from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
+from spmdkit.foundation import files, phase
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -76,7 +77,7 @@ class Checkpoints:
             raise ConfigError(f"checkpoint.keep is {keep}. The newest checkpoint always stays. Set keep: 1 or more.")
         if best is not None and best[1] not in ("min", "max"):
             raise ConfigError(f"checkpoint.best.mode is {best[1]!r}. It must be 'min' or 'max'. Try mode: min.")
-        self.directory: Place = place.of(directory)
+        self.directory: Place = location.of(directory)
         self._keep, self._keep_every, self._best, self._timeout_s = keep, keep_every, best, timeout_s
         self._is_main, self._num_processes = is_main, num_processes
         self._is_ours, self._clock, self._beside = is_ours, clock, tuple(beside)
@@ -85,7 +86,7 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._draft: records.Record | None = None
-        self._form: leaves.Form | None = None
+        self._form: state_dict.Form | None = None
         self._committed: list[int] = []
         self._last_committed: int | None = None
         self._meeting = Meeting(cluster, num_processes, is_main, timeout_s)
@@ -130,10 +131,10 @@ class Checkpoints:
         Raises:
             CheckpointWriteError: an earlier save failed (this one is not started), the step is taken, the disk is too
                 full, or orbax refused.
-            ConfigError: a leaf cannot be saved (see `leaves.leaf_table`).
+            ConfigError: a leaf cannot be saved (see `state_dict.leaf_table`).
         """
         self._join()
-        form, arrays = leaves.form_of(state, self._form)
+        form, arrays = state_dict.form_of(state, self._form)
         self._form = form
         self._meeting.begin(self._objection(step, form.num_bytes))
         # Leaves without elements live in the record only: orbax does not save them.
@@ -149,11 +150,13 @@ class Checkpoints:
             user=json.loads(json.dumps(record, allow_nan=False)),
             best=self._best,
         )
-        from spmdkit.checkpoint import storage
+        from spmdkit.checkpoint import orbax_backend
 
-        storage.keep_names(path.replace("/", ".") for path in flat)  # of each array orbax makes a `Path` at each save
+        orbax_backend.keep_names(
+            path.replace("/", ".") for path in flat
+        )  # of each array orbax makes a `Path` at each save
         try:
-            storage.start_save(self._orbax(), self._written / str(step), leaves.nest(flat))
+            orbax_backend.start_save(self._orbax(), self._written / str(step), state_dict.nest(flat))
         except Exception as error:
             self._give_up(step, error)
             failed = self._write_error(step, error)
@@ -169,13 +172,13 @@ class Checkpoints:
         """Returns why process 0 will not start this save, or an empty string."""
         if not self._is_main:
             return ""
-        return objections.objection(self.directory, self._written, step, num_bytes)
+        return save_errors.objection(self.directory, self._written, step, num_bytes)
 
     def _orbax(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
-            from spmdkit.checkpoint import storage
+            from spmdkit.checkpoint import orbax_backend
 
-            self._checkpointer = storage.open_checkpointer(
+            self._checkpointer = orbax_backend.open_checkpointer(
                 self._num_processes, self._timeout_s, self._meeting.barrier, self._before_commit, self._is_apart
             )
         return self._checkpointer
@@ -202,7 +205,7 @@ class Checkpoints:
         if isinstance(self.directory, Remote):
             for path in filter(Path.exists, self._beside):
                 whole_lines = path.read_bytes().rpartition(b"\n")[0] + b"\n"
-                (self.directory / place.KEPT_BESIDE / path.name).write_bytes(whole_lines)
+                (self.directory / location.KEPT_BESIDE / path.name).write_bytes(whole_lines)
 
     def _unfinished(self, step: int) -> Place:
         """Returns the folder of a step that is being written."""
@@ -235,10 +238,10 @@ class Checkpoints:
         """
         if self._num_processes == 1:
             return self._discard(step)
-        from spmdkit.checkpoint import storage
+        from spmdkit.checkpoint import orbax_backend
 
         self._meeting.give_up(error)
-        storage.let_others_write()
+        orbax_backend.let_others_write()
 
     def _discard(self, step: int) -> None:
         """Removes what a failed save wrote: on a full disk the room is needed."""
@@ -247,7 +250,7 @@ class Checkpoints:
         if isinstance(self.directory, Remote):
             with contextlib.suppress(Unreachable):  # otherwise the next start removes it
                 if self._is_main and self._is_ours() and step not in self.steps():
-                    place.remove(self.directory / str(step))
+                    location.remove(self.directory / str(step))
             return
         folder = self.directory / f"{step}{records.TEMPORARY_MARK}"
         for _ in range(DISCARD_TRIES if self._is_main and self._is_ours() else 0):
@@ -257,7 +260,7 @@ class Checkpoints:
             time.sleep(0.05)  # tensorstore's own threads may still write what had begun
 
     def _write_error(self, step: int, error: BaseException) -> CheckpointWriteError:
-        return objections.not_saved(self.directory, step, error)
+        return save_errors.not_saved(self.directory, step, error)
 
     def settle(self) -> Ended:
         """Waits for the save in flight, if there is one; returns on every process how it ended, for all: one that failed has failed everywhere."""
@@ -304,7 +307,7 @@ class Checkpoints:
     def _join(self) -> None:
         pending, self._pending = self._pending, None
         while pending is not None and not pending.done():
-            with journal.waiting("a save of all") if self._meeting.waits else contextlib.nullcontext():
+            with phase.waiting("a save of all") if self._meeting.waits else contextlib.nullcontext():
                 self._look_on(pending, self._meeting.waits)
         if pending is not None:
             pending.result()
@@ -327,9 +330,9 @@ class Checkpoints:
             self._background.shutdown()
             checkpointer, self._checkpointer = self._checkpointer, None
             if checkpointer is not None:
-                from spmdkit.checkpoint import storage
+                from spmdkit.checkpoint import orbax_backend
 
-                storage.close(checkpointer)
+                orbax_backend.close(checkpointer)
             if self._staging is not None:
                 self._staging.close()
 
@@ -362,7 +365,7 @@ class Checkpoints:
         """Returns the caller's record of a step, as given to `save`."""
         return records.read_record(self.directory, step).user
 
-    def read_tree(self, step: int) -> leaves.LeafTable:
+    def read_tree(self, step: int) -> state_dict.LeafTable:
         """Returns `{path: (shape, dtype name)}` of a step."""
         return records.read_record(self.directory, step).leaves
 
@@ -383,10 +386,10 @@ class Checkpoints:
         """
         self._join()
         with self._readable(step) as directory:
-            return restoring.restore(self._orbax(), directory, step, abstract_state, optional)
+            return checkpoint_restore.restore(self._orbax(), directory, step, abstract_state, optional)
 
     def _readable(self, step: int) -> contextlib.AbstractContextManager[Place]:
         """Returns the directory from which orbax reads a step."""
         if self._staging is not None and step in self.steps():  # otherwise whoever reads its record says so
-            return place.fetched(self.directory, step, self._staging.folder)
+            return location.fetched(self.directory, step, self._staging.folder)
         return contextlib.nullcontext(self.directory)

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from spmdkit import files
-from spmdkit.checkpoint import leaves, listing, place, record
-from spmdkit.checkpoint.place import Place
-from spmdkit.checkpoint.reading import read_leaves
+from spmdkit.checkpoint import listing, location, record, state_dict
+from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.read_numpy import read_leaves
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
-from spmdkit.words import nearest
+from spmdkit.foundation import files
+from spmdkit.foundation.formatting import nearest
 
 FORMATS = ("safetensors", "orbax")
 PARTS = ("params", "ema")
@@ -41,7 +41,7 @@ def export(
         ConfigError: an unknown format or part, or `out` exists.
         CheckpointWriteError: `out` cannot be written.
     """
-    directory, out = place.of(directory), Path(out).absolute()
+    directory, out = location.of(directory), Path(out).absolute()
     for value, options in ((format, FORMATS), (which, PARTS)):
         if value not in options:
             raise ConfigError(f"export knows {', '.join(options)}, not {value!r}.{nearest(value, options)}")
@@ -50,7 +50,7 @@ def export(
     with listing.held(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
         found = record.read_record(directory, chosen)
         record.check_files(directory, found)
-        with place.fetched(directory, found.step) as here:
+        with location.fetched(directory, found.step) as here:
             arrays = _read_part(here, found, which)
     if found.user.get("groups"):  # of replicas that train alone: their mean, which is what is evaluated
         arrays = {name: _mean(array) for name, array in arrays.items()}
@@ -60,9 +60,11 @@ def export(
             if format == "safetensors":
                 _write_safetensors(beside, arrays, {"step": str(found.step), "which": which})
             else:
-                from spmdkit.checkpoint import storage
+                from spmdkit.checkpoint import orbax_backend
 
-                storage.write_plain(beside, leaves.nest({name: array for name, array in arrays.items() if array.size}))
+                orbax_backend.write_plain(
+                    beside, state_dict.nest({name: array for name, array in arrays.items() if array.size})
+                )
     except OSError as error:
         raise CheckpointWriteError(
             f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have room for "

@@ -5,7 +5,7 @@
 
 Who finds a lease takes it over when its process is known to be gone (it was of this machine), when it was given back, or when its number has not moved
 for `STALE_S` by its own steady clock: no two clocks are compared. Two who take it at one time both write, and after a moment read who wrote last. That
-alone would not be safe, and need not be: nobody commits a step without having read that the lease is still its own (`is_ours`), as with fence.py.
+alone would not be safe, and need not be: nobody commits a step without having read that the lease is still its own (`is_ours`), as with ownership.py.
 
 Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency" (1989); the token that is looked at
 before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from spmdkit import attempt as attempts
-from spmdkit.checkpoint import place
-from spmdkit.checkpoint.bucket import Remote
+from spmdkit.checkpoint import location
+from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import ConfigError, Unreachable
+from spmdkit.foundation import run_status as attempts
 
 RENEW_S = 10.0
 STALE_S = 35.0
@@ -53,7 +53,7 @@ class Lease:
     ):
         self.directory, self.attempt = directory, attempt
         self._clock, self._sleep, self._say = clock, sleep, say
-        self._folder = directory / place.KEPT_BESIDE
+        self._folder = directory / location.KEPT_BESIDE
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spmdkit.checkpoint import place
+from spmdkit.checkpoint import location
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.bucket import Remote
-from spmdkit.checkpoint.place import Place
+from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import CheckpointError, DamagedError
-from spmdkit.words import format_bytes
+from spmdkit.foundation.formatting import format_bytes
 
 HOLD_TRIES = 100
 
@@ -95,7 +95,7 @@ def ls(directory: Place | str) -> list[dict[str, Any]]:
     `problem` says what is damaged and the way back, `found` only the former: in its record and files, not in the bytes of its arrays, which
     `verify` reads.
     """
-    directory = place.of(directory)
+    directory = location.of(directory)
     rows = [_summary(directory, step) for step in records.committed_steps(directory)]
     scores = _scores(directory)
     best = scores[-1][1] if scores else None
@@ -113,7 +113,7 @@ def _summary(directory: Place, step: int) -> dict[str, Any] | None:
         row["complete"] = True
     except CheckpointError as error:
         row |= {"problem": str(error), "found": error.found if isinstance(error, DamagedError) else str(error)}
-    row["bytes"] = sum(place.sizes(folder).values())
+    row["bytes"] = sum(location.sizes(folder).values())
     return row if folder.exists() else None
 
 
@@ -123,7 +123,7 @@ def inspect(directory: Place | str, step: int | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such step, or its record is damaged.
     """
-    directory = place.of(directory)
+    directory = location.of(directory)
     with held(directory, lambda: newest_step(directory) if step is None else step) as chosen:
         record = records.read_record(directory, chosen)
         return (_summary(directory, record.step) or {}) | {

@@ -6,7 +6,7 @@
 
 The record is written into orbax's temporary directory after every process has written its arrays and before the
 rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it; orbax's own
-descriptions, whatever their size, and small files of the arrays also by their digest; a chunk of an array by its own checksum, as it is read (storage.py). `digest` is the record's own.
+descriptions, whatever their size, and small files of the arrays also by their digest; a chunk of an array by its own checksum, as it is read (orbax_backend.py). `digest` is the record's own.
 Records of schema 1 have no digests and their arrays no checksums: they are restored as they were, unchecked.
 """
 
@@ -19,13 +19,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from spmdkit import files
-from spmdkit.checkpoint import place
-from spmdkit.checkpoint.bucket import Remote
-from spmdkit.checkpoint.leaves import LeafTable
-from spmdkit.checkpoint.place import Place
+from spmdkit.checkpoint import location
+from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.object_store import Remote
+from spmdkit.checkpoint.state_dict import LeafTable
 from spmdkit.errors import CheckpointError, DamagedError
-from spmdkit.names import is_step_name
+from spmdkit.foundation import files
+from spmdkit.foundation.constants import is_step_name
 
 SCHEMA = 2
 SCHEMAS = (1, 2)
@@ -122,20 +122,20 @@ def committed_steps(directory: Place) -> list[int]:
 
     A damaged checkpoint is still listed: leaving it out would silently train from an older one.
     """
-    return sorted(int(name) for name in place.names(directory) if _is_step(directory / name))
+    return sorted(int(name) for name in location.names(directory) if _is_step(directory / name))
 
 
 def ignored_entries(directory: Place | str) -> list[str]:
     """Returns the names in `directory` that are no committed step, sorted: foreign, empty, or not finished."""
-    directory = place.of(directory)
-    return sorted(name for name in place.names(directory) if not _is_step(directory / name))
+    directory = location.of(directory)
+    return sorted(name for name in location.names(directory) if not _is_step(directory / name))
 
 
 def _is_step(path: Place) -> bool:
     if not is_step_name(path.name):
         return False
     if isinstance(path, Remote):
-        return {RECORD_FILE, place.MARKER} <= set(path.names())
+        return {RECORD_FILE, location.MARKER} <= set(path.names())
     try:
         return (path / RECORD_FILE).is_file()
     except OSError:  # a folder that may not be entered: it has a step's name, and whoever reads it is told
@@ -197,7 +197,7 @@ def check_files(directory: Place, record: Record) -> None:
     for name, size in record.files.items():
         path = folder / name
         try:
-            found = place.size(path, there, name)
+            found = location.size(path, there, name)
             same = name not in record.digests or files.digest(path.read_bytes()) == record.digests[name]
         except OSError:
             wrong.append(f"{name} is missing")

@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from spmdkit.checkpoint import damage, place
+from spmdkit.checkpoint import location, quarantine
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.bucket import Remote
-from spmdkit.checkpoint.place import Place
+from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.record import TEMPORARY_MARK
 from spmdkit.errors import CheckpointError, CheckpointWriteError, Unreachable
-from spmdkit.names import is_step_name
+from spmdkit.foundation.constants import is_step_name
 
 Mode = Literal["min", "max"]
 
@@ -78,7 +78,7 @@ def delete_step(directory: Place, step: int, even_if_held: bool = False) -> bool
     It is renamed first, in a bucket its marker removed first: a kill in between leaves a folder that is no step.
     """
     if isinstance(directory, Remote):
-        place.remove(directory / str(step))
+        location.remove(directory / str(step))
         return True
     doomed = directory / f"{step}.deleted{TEMPORARY_MARK}"
     shutil.rmtree(doomed, ignore_errors=True)
@@ -115,8 +115,8 @@ def remove(directory: Place, steps: Sequence[int]) -> None:
             f"checkpoint rm: {directory} has no step {unknown[0]}. A checkpoint is named by its step; it has steps "
             f"{', '.join(map(str, have)) or 'none'}. Name one of them."
         )
-    left, _ = damage.newest_sound(directory, None, set(steps))
-    good, _ = damage.newest_sound(directory, None, ())
+    left, _ = quarantine.newest_sound(directory, None, set(steps))
+    good, _ = quarantine.newest_sound(directory, None, ())
     if left is None and good is not None:
         raise CheckpointError(
             f"checkpoint rm: step {good} is the last good checkpoint in {directory}. It is never removed: without it the run's work is lost. "
@@ -146,12 +146,12 @@ def remove_unfinished(directory: Place) -> list[str]:
 
 def _remove_unmarked(directory: Remote) -> list[str]:
     """Removes the folders of a bucket that have a step's name and hold nothing but what a save writes, without the marker at its end."""
-    return [name for name in filter(is_step_name, place.names(directory)) if remove_unmarked(directory / name)]
+    return [name for name in filter(is_step_name, location.names(directory)) if remove_unmarked(directory / name)]
 
 
 def remove_unmarked(folder: Remote) -> bool:
     """Removes what a save that did not end has left of a step in a bucket; returns whether there was nothing but that. Only the run's owner may call."""
     if not set(folder.names()) <= {records.RECORD_FILE, records.STATE_FOLDER, "_CHECKPOINT_METADATA"}:
         return False
-    place.remove(folder)
+    location.remove(folder)
     return True

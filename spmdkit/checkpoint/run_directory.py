@@ -2,7 +2,7 @@
 
 The lock is a flock on the folder itself, and one on `run.lock`, which also says who holds it: the kernel drops them when their process dies,
 however it dies, so there is no stale lock to take over. `run.lock` looks like something to remove, the folder does not; but NFS locks files
-only. Who was in the folder before is kept out by a fence (fence.py).
+only. Who was in the folder before is kept out by a fence (ownership.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from spmdkit.checkpoint import fence
+from spmdkit.checkpoint import ownership
 from spmdkit.checkpoint.record import first_line
 from spmdkit.errors import ConfigError
-from spmdkit.files import FILE_MODE, FOLDER_MODE
+from spmdkit.foundation.files import FILE_MODE, FOLDER_MODE
 
 LOCK_FILE = "run.lock"
 
@@ -141,7 +141,7 @@ def _owner_in(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # somebody has removed it
-        return fence.owner(path.parent)
+        return ownership.owner(path.parent)
     try:
         return _read_owner(descriptor)
     finally:

@@ -18,18 +18,18 @@ from pathlib import Path
 
 import jax
 
-from spmdkit import files
-from spmdkit.checkpoint import place
+from spmdkit.checkpoint import location
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.bucket import Remote
-from spmdkit.checkpoint.meeting import Meeting
+from spmdkit.checkpoint.object_store import Remote
+from spmdkit.checkpoint.save_barrier import Meeting
 from spmdkit.errors import CheckpointWriteError, ConfigError
+from spmdkit.foundation import files
 
 STAGED = ("s3",)
 """Schemes that orbax does not write to."""
 
 
-def staging_of(directory: place.Place, folder: Path | None) -> Staging | None:
+def staging_of(directory: location.Place, folder: Path | None) -> Staging | None:
     """Returns how the steps of `directory` are staged, None where orbax writes to it itself."""
     is_staged = isinstance(directory, Remote) and directory.scheme in STAGED
     return Staging(directory, folder) if is_staged else None  # type: ignore[arg-type]
@@ -66,11 +66,11 @@ class Staging:
         """
         folder, there = self.written / str(step), self._directory / str(step)
         if not of_others and there.exists():
-            place.remove(there)
-        names = place.sizes(folder).keys() - {place.MARKER} - set(of_others)
-        place.upload(folder, there, sorted(names, key=lambda name: (name == records.RECORD_FILE, name)))
+            location.remove(there)
+        names = location.sizes(folder).keys() - {location.MARKER} - set(of_others)
+        location.upload(folder, there, sorted(names, key=lambda name: (name == records.RECORD_FILE, name)))
         self._check(is_ours)
-        (there / place.MARKER).write_bytes(b"committed by spmdkit")
+        (there / location.MARKER).write_bytes(b"committed by spmdkit")
         shutil.rmtree(folder)
 
     def commit_together(
@@ -93,16 +93,16 @@ class Staging:
         folder, there = self.written / str(step), self._directory / str(step)
         me = jax.process_index()
         if me:
-            mine = {name: size for name, size in place.sizes(folder).items() if _is_part(name, me)}
+            mine = {name: size for name, size in location.sizes(folder).items() if _is_part(name, me)}
             self._check(is_ours)
-            place.upload(folder, there, sorted(mine))
+            location.upload(folder, there, sorted(mine))
             meeting.gather(_seal(folder, mine))
             shutil.rmtree(folder)
         else:
             of_others = self._fetch_indexes(step, meeting.gather(""))
-            from spmdkit.checkpoint import storage
+            from spmdkit.checkpoint import orbax_backend
 
-            storage.put_together(folder)
+            orbax_backend.put_together(folder)
             add_record(folder, of_others)
             self.commit(step, is_ours, of_others)
         meeting.wait()

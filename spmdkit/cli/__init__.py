@@ -42,7 +42,7 @@ Overrides = Annotated[
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from spmdkit.version import __version__
+        from spmdkit.foundation.version import __version__
 
         print(f"spmdkit {__version__}")
         raise typer.Exit
@@ -113,8 +113,8 @@ def eval(
 @app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")
 def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show where each leaf of the train state lives, what was applied to the step, and why. Allocates nothing."""
-    from spmdkit.layout import table
-    from spmdkit.mesh import describe_mesh
+    from spmdkit.mesh.layout import table
+    from spmdkit.mesh.mesh import describe_mesh
     from spmdkit.run.loop import open_on_all_processes
 
     program = open_on_all_processes(*_join(config, overrides))
@@ -233,7 +233,7 @@ def drill(
     json_: AsJson = False,
 ) -> None:
     """Run a job here, hurt it on order, and say what that cost and whether it ended the same. Exit code 0 or 1."""
-    from spmdkit.drill.command import Drill, run_drill
+    from spmdkit.tools.drill.command import Drill, run_drill
 
     faults = [*(fault or []), *(f"kill:{text}" for text in kill or [])]
     asked = Drill(config, overrides or [], faults, num, devices_per_process, seed, count, json_)
@@ -243,7 +243,7 @@ def drill(
 @app.command(epilog="Example: spmdkit report runs/first")
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
     """Write report.html of a run."""
-    from spmdkit.report.run import write_report
+    from spmdkit.metrics.report.run import write_report
 
     say(write_report(run_dir))
 
@@ -260,7 +260,7 @@ def migrate(
     devices: Annotated[int, typer.Option(help="Devices of the job, for sizes that are meant for each.")] = 1,
 ) -> None:
     """Print a config like that of another project, with a line for each of its settings: mapped, automatic or meaningless here, unknown."""
-    from spmdkit.migrate import migrate as run
+    from spmdkit.tools.migrate import migrate as run
 
     print(run(file, project, devices), end="")
 
@@ -278,7 +278,7 @@ def doctor(
     json_: AsJson = False,
 ) -> None:
     """Say what these machines have and whether a run can be trusted to them; 1 where it cannot. Also under launch."""
-    from spmdkit.doctor import examine
+    from spmdkit.tools.doctor import examine
 
     raise SystemExit(examine(_load(config, overrides) if config else None, burn, as_json=json_))
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from spmdkit import allocator
 from spmdkit.cli.json_option import AsJson
+from spmdkit.program import allocator
 
 app = typer.Typer(help="Measure on your own task.", no_args_is_help=True)
 
@@ -48,9 +48,9 @@ def communication(
     ] = None,
 ) -> None:
     """Train the task under each reducer and sync in turns: bytes on the wire, time, and loss reached, against sum. Exit code 0 or 1."""
-    from spmdkit.bench.communication import Compared, run_communication
     from spmdkit.cluster import environment, join
     from spmdkit.config import load_config
+    from spmdkit.tools.bench.communication import Compared, run_communication
 
     loaded = load_config(config, overrides or [])
     one_arena = allocator.one_arena(loaded.devices, os.environ)

@@ -13,7 +13,7 @@ import typer
 
 from spmdkit.cli.json_option import AsJson
 from spmdkit.errors import CheckpointError, ConfigError
-from spmdkit.words import visible
+from spmdkit.foundation.formatting import visible
 
 app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", no_args_is_help=True)
 
@@ -28,8 +28,8 @@ Step = Annotated[int | None, typer.Option(help="Step; default: the newest.")]
 def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     """List the committed checkpoints of a run."""
     from spmdkit import checkpoint
-    from spmdkit.attempt import unfinished
-    from spmdkit.words import format_bytes
+    from spmdkit.foundation.formatting import format_bytes
+    from spmdkit.foundation.run_status import unfinished
 
     folder = _checkpoints(run)
     rows = checkpoint.ls(folder)
@@ -91,7 +91,7 @@ def checkpoint_export(
 def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> None:
     """Read every byte of a run's checkpoints, or of one, and compare it with its checksum; 79 where one is damaged."""
     from spmdkit import checkpoint
-    from spmdkit.words import format_bytes
+    from spmdkit.foundation.formatting import format_bytes
 
     rows = checkpoint.verify(_checkpoints(run), step)
     if json_:
@@ -128,7 +128,7 @@ def say(text: object) -> None:
 
 def _local_time(seconds: float | None) -> str:
     """Returns a time and how long ago that was."""
-    from spmdkit.words import format_duration
+    from spmdkit.foundation.formatting import format_duration
 
     if seconds is None or not 0 <= seconds < 1e11:
         return f"{'unknown time':<19}"
@@ -137,13 +137,13 @@ def _local_time(seconds: float | None) -> str:
 
 def _checkpoints(run: str) -> Any:
     """Returns where the checkpoints of RUN are: a local folder, or that of the bucket which it or its config.yaml names."""
-    from spmdkit.checkpoint import place
+    from spmdkit.checkpoint import location
 
-    if place.is_url(run):
-        return place.of(run)
+    if location.is_url(run):
+        return location.of(run)
     inside = Path(run) / "checkpoints"
     if not inside.is_dir() and (url := _bucket_of(Path(run))):
-        return place.of(url)
+        return location.of(url)
     folder = inside if inside.is_dir() else Path(run)
     if not folder.is_dir():
         raise ConfigError(f"{run} is no directory. Give a run's directory, which holds checkpoints/.")

@@ -46,7 +46,7 @@ def launch(
     resize = wanted = None
     standby, precompile = 0, None
     if elastic is not None:
-        from spmdkit.elastic import Elastic
+        from spmdkit.elastic.sizes import Elastic
 
         sizes = Elastic(context.args, elastic, num, devices_per_process)
         devices_per_process, resize, wanted = sizes.devices_per_process, sizes.resize, sizes.wanted

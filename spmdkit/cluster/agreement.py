@@ -23,9 +23,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from spmdkit import journal
 from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
+from spmdkit.foundation import phase
 
 PACE_S = 0.05
 MOST_STEPS_AHEAD = 1024
@@ -104,7 +104,7 @@ class Agreement:
 
     def _follow(self, step: int, request: bool) -> None:
         if self._horizon is None or step > self._horizon:
-            with journal.waiting("process 0"):
+            with phase.waiting("process 0"):
                 self._read_until(step)
         if request and not self._ahead and self._asked != self._num_decided:
             self._store.put(f"{self._folder}/requests/{self._num_decided}/{self._process_index}", str(step))

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from spmdkit import journal
 from spmdkit.cluster.store import Store
 from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.foundation import phase
 
 Facts = Mapping[str, str]
 """What is compared: a name that a person knows, and a text."""
@@ -120,7 +120,7 @@ class Comparison:
 
     def _told(self) -> None:
         """This process knows how it ends. Process 0 waits, for a bounded time, until all others do too."""
-        journal.ends()
+        phase.ends()
         with contextlib.suppress(RendezvousError):
             if self._me:
                 self._put(f"told/{self._me}", {})

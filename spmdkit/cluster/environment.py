@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from spmdkit.cluster.dialects import all_dialects
-from spmdkit.cluster.dialects.base import LEVELS, Answer, Found, Level, Partial
-from spmdkit.cluster.dialects.spmdkit import integer
+from spmdkit.cluster.environments import all_dialects
+from spmdkit.cluster.environments.base import LEVELS, Answer, Found, Level, Partial
+from spmdkit.cluster.environments.spmdkit import integer
 from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
-from spmdkit.names import COORDINATOR, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S, SERVICE
-from spmdkit.words import nearest
+from spmdkit.foundation.constants import COORDINATOR, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S, SERVICE
+from spmdkit.foundation.formatting import nearest
 
 Answers = Mapping[str, Found | Partial]
 

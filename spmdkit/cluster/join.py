@@ -21,13 +21,13 @@ from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.cluster.rendezvous import roll_call, wait_for_service
+from spmdkit.cluster.service import HEARTBEAT_S, SHUTDOWN_S, Keeper
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
 from spmdkit.compat import epochs as compat_epochs
 from spmdkit.compat import gloo as compat_gloo
 from spmdkit.errors import ConfigError, RendezvousError
-from spmdkit.keeper import HEARTBEAT_S, SHUTDOWN_S, Keeper
-from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
+from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 
 # Gloo's own time-out, which names nobody, comes this much after the watchdog's longest limit. Without it a process that is no neighbour of
 # a dead one stays in its collective for ever.

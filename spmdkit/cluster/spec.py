@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from spmdkit.errors import ConfigError
-from spmdkit.names import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from spmdkit.foundation.constants import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 DEFAULT_RENDEZVOUS_TIMEOUT_S = 120.0
 

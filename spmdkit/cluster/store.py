@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from spmdkit import compat, journal
+from spmdkit import compat
 from spmdkit.errors import RendezvousError
+from spmdkit.foundation import phase
 
 
 class Store(Protocol):
@@ -100,7 +101,7 @@ class CoordinationStore:
             return None
 
     def get(self, key: str, timeout_s: float) -> str:
-        with _translated(f"wait for {key}"), journal.waiting(_name(key)):
+        with _translated(f"wait for {key}"), phase.waiting(_name(key)):
             return str(self._client.blocking_key_value_get(key, max(1, int(timeout_s * 1000))))
 
     def entries(self, folder: str) -> dict[str, str]:
@@ -113,7 +114,7 @@ class CoordinationStore:
             self._client.key_value_delete(folder)
 
     def barrier(self, key: str, timeout_s: float) -> None:
-        with _translated(f"meet at {key}"), journal.waiting(_name(key)):
+        with _translated(f"meet at {key}"), phase.waiting(_name(key)):
             self._client.wait_at_barrier(key, max(1, int(timeout_s * 1000)))
 
 

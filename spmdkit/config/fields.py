@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 from pydantic.functional_validators import AfterValidator, PlainValidator
 
-from spmdkit import kinds
-from spmdkit.names import AXES, MAX_FAKE_DEVICES, fake_devices
+from spmdkit.foundation import plugins
+from spmdkit.foundation.constants import AXES, MAX_FAKE_DEVICES, fake_devices
 
 INT32_MAX = 2**31 - 1
 
@@ -106,7 +106,7 @@ def choice(value: Any, names: Sequence[str], also: str = "") -> str:
 # kinds that are a file each ---------------------------------------------------------------------------------------
 
 
-DIALECTS = ("auto", "none", *kinds.names("cluster/dialects"))
+DIALECTS = ("auto", "none", *plugins.names("cluster/environments"))
 
 Dialect = Annotated[
     str,

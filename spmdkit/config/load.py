@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit import secret
 from spmdkit.config import overrides as override
 from spmdkit.config import source as yaml_source
 from spmdkit.config.problems import KeyPath, Origin, Place, key_path, show
 from spmdkit.config.schema import Config
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import redact
 
 
 def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
@@ -47,7 +47,7 @@ def parse_config(
         )
     file = None if source is None else Path(os.path.abspath(source))
     shown = name if name is not None else "" if source is None else os.fspath(source)
-    secret.remember(mapping)
+    redact.remember(mapping)
     return Config.model_validate(dict(mapping), context=Origin(file, shown, dict(positions or {})))
 
 

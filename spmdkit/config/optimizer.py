@@ -14,7 +14,7 @@ from typing import Any
 
 from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
 from spmdkit.errors import ConfigError
-from spmdkit.words import nearest
+from spmdkit.foundation.formatting import nearest
 
 NOT_FROM_CONFIG = {
     "noisy_sgd": "it draws noise from a key of its own",

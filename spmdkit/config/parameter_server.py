@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, WithJsonSchema
 from pydantic.functional_validators import PlainValidator
 
-from spmdkit import kinds
 from spmdkit.config import fields, wording
 from spmdkit.config.fields import Section, Wants
 from spmdkit.config.problems import Problem
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins
 
 NAME = "parameter_server"
 
@@ -87,12 +87,12 @@ class ParameterServer(Section):
 
 def is_chosen(config: Any) -> bool:
     """Returns whether a config asks for a parameter server."""
-    return not kinds.is_own(config.sync) and kinds.split(config.sync)[0] == NAME
+    return not plugins.is_own(config.sync) and plugins.split(config.sync)[0] == NAME
 
 
 def options(config: Any) -> ParameterServer:
     """Returns the options of a checked config."""
-    return ParameterServer.model_validate(kinds.split(config.sync)[1])
+    return ParameterServer.model_validate(plugins.split(config.sync)[1])
 
 
 def refuse(config: Any) -> None:
@@ -106,8 +106,8 @@ def refuse(config: Any) -> None:
 
 def problems(config: Any) -> Iterator[Problem]:
     """Yields what is wrong with the options, or does not go together with them."""
-    _, given = kinds.split(config.sync)
-    if wrong := kinds.options_problem(NAME, given):
+    _, given = plugins.split(config.sync)
+    if wrong := plugins.options_problem(NAME, given):
         yield Problem(("sync",), wrong)
         return
     try:
@@ -157,7 +157,7 @@ def _of_options(asked: ParameterServer) -> Iterator[Problem]:
 def _of_config(config: Any) -> Iterator[Problem]:
     """Settings that need one step of all devices, or hooks around it."""
     why = "with sync: parameter_server each worker has a step of its own"
-    if kinds.is_own(config.reducer) or kinds.split(config.reducer)[0] not in ("sum", "ordered"):
+    if plugins.is_own(config.reducer) or plugins.split(config.reducer)[0] not in ("sum", "ordered"):
         yield Problem(("reducer",), f"keeps or rounds something from step to step, and {why}. Use reducer: sum.")
     for key in ("on_spike", "check_copies", "profile", "budget", "certificate"):
         if getattr(config, key) is not None:

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit import kinds, secret
 from spmdkit.config import optimizer, parameter_server, run_dir
 from spmdkit.config.problems import KeyPath, Problem, render, show
 from spmdkit.config.settings import Settings
 from spmdkit.config.task import reference_problem
 from spmdkit.errors import ConfigError
-from spmdkit.names import AXES, LOGICAL_AXES
-from spmdkit.words import nearest
+from spmdkit.foundation import plugins, redact
+from spmdkit.foundation.constants import AXES, LOGICAL_AXES
+from spmdkit.foundation.formatting import nearest
 
 KINDS = {"reducer": ("reducers", "sum"), "sync": ("sync", "every_step")}
 """Key -> (the folder whose files it names, its default)."""
@@ -62,7 +62,7 @@ def _hidden(value: Any, path: KeyPath) -> Iterator[KeyPath]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, (*path, key))
-    elif isinstance(value, str) and value == secret.HIDDEN:
+    elif isinstance(value, str) and value == redact.HIDDEN:
         yield path
 
 
@@ -172,20 +172,20 @@ def _choices(config: Settings) -> Iterator[Problem]:
         if key == "sync" and parameter_server.is_chosen(config):
             yield from parameter_server.problems(config)
             continue
-        if kinds.is_own(value):
-            name, options = kinds.split(value)
-            found = reference_problem(name, key) or kinds.options_problem(name, options)
+        if plugins.is_own(value):
+            name, options = plugins.split(value)
+            found = reference_problem(name, key) or plugins.options_problem(name, options)
         else:
-            found = kinds.problem(folder, value)
-        if found := found or kinds.common_problem(folder, value):
+            found = plugins.problem(folder, value)
+        if found := found or plugins.common_problem(folder, value):
             yield Problem((key,), found)
         elif key == "reducer":
-            yield from _warmup(config, *kinds.split(value))
+            yield from _warmup(config, *plugins.split(value))
 
 
 def _watchers(config: Settings) -> Iterator[Problem]:
     for i, choice in enumerate(config.preemption):
-        if found := kinds.problem("watchers", choice):
+        if found := plugins.problem("watchers", choice):
             yield Problem(("preemption", i), found)
 
 
@@ -292,7 +292,7 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             "is contiguous, and attention.context is all_to_all, which always keeps neighbours together, so it has no effect. "
             "Remove it, or set context: ring.",
         )
-    if config.on_spike is not None and kinds.split(config.sync)[0] not in ("every_step", "stale"):
+    if config.on_spike is not None and plugins.split(config.sync)[0] not in ("every_step", "stale"):
         yield Problem(
             ("on_spike",),
             "looks at the loss of all replicas in every step, and with this sync groups of them train alone, so it has no effect. Remove it, or use "

@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
-from spmdkit import secret
 from spmdkit.config.schema import Config
 from spmdkit.config.source import PLAIN
+from spmdkit.foundation import redact
 
 
 class _Dumper(yaml.SafeDumper):
@@ -48,7 +48,7 @@ def to_short_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bo
 
 def _written(config: Config, values: dict[str, Any], absolute_paths: bool, hide_secrets: bool) -> str:
     if hide_secrets:
-        values = secret.without(values)
+        values = redact.without(values)
     if absolute_paths:
         values["task"] = ":".join(config.task_reference())
         values["run_dir"] = str(config.resolved_run_dir())

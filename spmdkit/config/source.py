@@ -16,7 +16,7 @@ import yaml
 
 from spmdkit.config.problems import KeyPath, Place, dotted, show
 from spmdkit.errors import ConfigError
-from spmdkit.words import nearest
+from spmdkit.foundation.formatting import nearest
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32

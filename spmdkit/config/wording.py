@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from spmdkit.config.fields import Wants
 from spmdkit.config.problems import KeyPath, Problem, dotted, show
-from spmdkit.words import nearest
+from spmdkit.foundation.formatting import nearest
 
 
 def translate(model: type[BaseModel], errors: Sequence[Any]) -> list[Problem]:

@@ -2,18 +2,18 @@
 
     open_source(data)         any data as one thing that gathers rows by index          source.py, examples.py
     Schedule, eval_schedule   step -> the indices of its batch; pure arithmetic         schedule.py, permutation.py
-    Access, Ledger            how a user's examples are read, and which are left out      access.py
+    Access, Ledger            how a user's examples are read, and which are left out      row_errors.py
     per_process, Share        data that are others on each process                     per_process.py, schedule.py
-    HostBatch                 the rows of one step on this process                      read.py
+    HostBatch                 the rows of one step on this process                      host_batch.py
     host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is read
     device_batches            the same, already on the devices, with the wait measured  stream.py
 
 Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
 """
 
-from spmdkit.data.access import Access, Ledger
+from spmdkit.data.host_batch import HostBatch, read_step
 from spmdkit.data.per_process import PerProcess, per_process, shares
-from spmdkit.data.read import HostBatch, read_step
+from spmdkit.data.row_errors import Access, Ledger
 from spmdkit.data.schedule import Schedule, Share, eval_schedule, merged
 from spmdkit.data.source import Source, open_source
 from spmdkit.data.stream import DeviceBatches, device_batches, host_batches

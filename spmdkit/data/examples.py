@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit.data.access import ALONE, Access
 from spmdkit.data.dtypes import device_dtype, narrow
+from spmdkit.data.row_errors import ALONE, Access
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
-from spmdkit.tree import path_name
+from spmdkit.foundation.trees import path_name
 
 # A length above this is grain's way to say "endless" (repeat() gives sys.maxsize).
 ENDLESS = 2**62

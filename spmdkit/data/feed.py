@@ -12,15 +12,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmdkit import data
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import BATCH_AXES, canonical, count
-from spmdkit.step.rows import RowOrder
+from spmdkit.mesh.mesh import BATCH_AXES, canonical, count
+from spmdkit.step.row_order import RowOrder
 from spmdkit.step.step import Batch
 
 
 class Feed:
     """The batches of one data set on one mesh.
 
-    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.step.rows` says.
+    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.step.row_order` says.
 
     Attributes:
         grid: (shards, microbatches, rows).
@@ -145,4 +145,4 @@ def eval_batch_size(asked: int, num_examples: int, shards: int) -> int:
 
 
 SEAMS = {"place": Feed._place}
-"""What `verify` replaces (verify/mistakes.py)."""
+"""What `verify` replaces (verify/mutations.py)."""

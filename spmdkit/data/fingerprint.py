@@ -19,7 +19,7 @@ import numpy as np
 from spmdkit.data.permutation import permuted
 from spmdkit.data.source import Source
 from spmdkit.errors import ConfigError, UserCodeError
-from spmdkit.tree import describe, named_leaves, tree_bytes
+from spmdkit.foundation.trees import describe, named_leaves, tree_bytes
 
 ROWS_IN_MEMORY = 256
 BYTES_IN_MEMORY = 2**26

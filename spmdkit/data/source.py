@@ -23,12 +23,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from spmdkit.data.access import ALONE, Access
 from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.data.examples import ExampleSource
 from spmdkit.data.per_process import PerProcess
+from spmdkit.data.row_errors import ALONE, Access
 from spmdkit.errors import ConfigError
-from spmdkit.tree import describe, named_leaves
+from spmdkit.foundation.trees import describe, named_leaves
 
 
 class Source(Protocol):

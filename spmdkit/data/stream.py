@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdkit.data.read import HostBatch, read_step
+from spmdkit.data.host_batch import HostBatch, read_step
 from spmdkit.data.schedule import Schedule
 from spmdkit.data.source import Source
 
@@ -53,7 +53,7 @@ def host_batches(
         for step in range(start, stop):
             yield step, HostBatch(*read_step(source, schedule, positions, step))
         return
-    from spmdkit.data.reader import StepDataset, read
+    from spmdkit.data.grain_reader import StepDataset, read
 
     dataset = StepDataset(source, schedule, positions, start, stop)
     batches = read(dataset, threads, max(prefetch, threads) if threads else 0)

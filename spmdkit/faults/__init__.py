@@ -1,6 +1,14 @@
 """What happens when a run is asked to stop, cannot go on, or does not: signals, the one way out for every exception, the watchdog."""
 
-from spmdkit.faults.exceptions import describe, leave, leave_with, lost_peer, report_and_leave, run_process, taken_over
+from spmdkit.faults.exit_handler import (
+    describe,
+    leave,
+    leave_with,
+    lost_peer,
+    report_and_leave,
+    run_process,
+    taken_over,
+)
 from spmdkit.faults.signals import Asked, StopSignals
 from spmdkit.faults.watchdog import Watchdog, watching
 

@@ -29,22 +29,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from spmdkit import journal
-from spmdkit.clock import RunningClock
 from spmdkit.errors import ExitCode, SpmdkitError
-from spmdkit.faults import exceptions, stacks
-from spmdkit.faults.launcher import launcher_of
-from spmdkit.faults.liveness import (
-    QUIET_S,
-    Beat,
-    Limits,
-    Stragglers,
-    culprits,
-    from_text,
-    silent,
-    to_text,
-)
-from spmdkit.faults.verdict import code_after, in_order, words
+from spmdkit.faults import exit_handler, stacks
+from spmdkit.faults.hang_report import code_after, in_order, words
+from spmdkit.faults.heartbeat import QUIET_S, Beat, Limits, Stragglers, culprits, from_text, silent, to_text
+from spmdkit.faults.launcher_channel import launcher_of
+from spmdkit.foundation import phase
+from spmdkit.foundation.clock import RunningClock
 
 TICK_S = 0.2
 BEAT_S = 1.0
@@ -95,7 +86,7 @@ class Watchdog:
         *,
         silence_s: float,
         interpreter_s: float | None,
-        leave: Callable[[int], Any] = exceptions.leave,
+        leave: Callable[[int], Any] = exit_handler.leave,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
@@ -107,7 +98,7 @@ class Watchdog:
         self.newest: Callable[[], str] = lambda: ""  # a sentence on the newest checkpoint
         self.notices: list[str] = []  # lines for the log
         self._main = threading.get_ident()
-        self._place = journal.place()
+        self._place = phase.place()
         self._since = 0.0
         # What the one thread reads while the other writes it is replaced, never changed.
         self._seen: Mapping[int, tuple[float, Beat]] = {}  # by running time
@@ -130,7 +121,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begins to beat and to watch."""
-        exceptions.last_words.append(self.leaves)
+        exit_handler.last_words.append(self.leaves)
         if self._guards_interpreter and threading.current_thread() is threading.main_thread():
             self._on_stop = signal.signal(signal.SIGTSTP, stacks.stop_without_end)
         for thread in self._threads:
@@ -140,7 +131,7 @@ class Watchdog:
         """Ends both threads. To be called before the processes part; may be called twice."""
         self._stopped.set()
         with suppress(ValueError):
-            exceptions.last_words.remove(self.leaves)
+            exit_handler.last_words.remove(self.leaves)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(2 * TICK_S + 1.0)
@@ -154,7 +145,7 @@ class Watchdog:
 
     @property
     def _guards_interpreter(self) -> bool:
-        return self._interpreter_s is not None and self._launcher is None and exceptions.owns_process()
+        return self._interpreter_s is not None and self._launcher is None and exit_handler.owns_process()
 
     def take_notices(self) -> list[str]:
         """Returns the lines for the log since the last call."""
@@ -184,11 +175,11 @@ class Watchdog:
                 self._mistakes += 1
 
     def _beat(self) -> Beat:
-        place, now = journal.place(), self.clock.now
+        place, now = phase.place(), self.clock.now
         if place.number != self._place.number:
             self._place, self._since = place, now
         limit = self._limits.of(place.phase, self.step_s)
-        return Beat(place.phase, place.detail, place.step, now - self._since, limit, dict(journal.spent))
+        return Beat(place.phase, place.detail, place.step, now - self._since, limit, dict(phase.spent))
 
     def _judge(self, now: float) -> None:
         """Ends the process where it cannot go on."""
@@ -196,7 +187,7 @@ class Watchdog:
             return self._end(self._alarm)
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
         for process, (when, said) in causes_first:
-            if now - when > self._patience_s(said["exit"]) and not journal.is_ending(OWN_END_S):
+            if now - when > self._patience_s(said["exit"]) and not phase.is_ending(OWN_END_S):
                 return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
         if lost := self._lost(now):
             return self._end(lost)
@@ -302,14 +293,14 @@ class Watchdog:
 
     def _end(self, verdict: dict[str, Any]) -> None:
         """Ends this process: the others learn of it, the stacks of all are gathered, one process tells them."""
-        exceptions.taken_over.set()
+        exit_handler.taken_over.set()
         self._alarm = verdict
         beats, told = self._beats(), {self._me: stacks.stacks(self._main)}
         unreachable = verdict["why"] == "unreachable"
         if self._board is not None and self._num > 1 and not unreachable:
             _within(2 * GATHER_S, lambda: self._gather(verdict, beats, told))
         if self._stopped.is_set():
-            exceptions.taken_over.clear()
+            exit_handler.taken_over.clear()
             return  # the training thread has come to its end meanwhile, and leaves by itself
         newest = ""
         with suppress(OSError):  # a disk that is gone
@@ -319,7 +310,7 @@ class Watchdog:
         shown = "\n\n".join(f"process {p}, {told[p]}" for p in in_order(told, verdict["processes"])) if tells else ""
         with suppress(Exception):
             self.told(verdict["code"], text, shown)
-        exceptions.say(verdict["code"], text, verdict["processes"], shown)
+        exit_handler.say(verdict["code"], text, verdict["processes"], shown)
         self._stopped.set()
         if self._board is not None and self._num > 1 and not unreachable:
             self._say_left(verdict["code"], text)
@@ -361,7 +352,7 @@ def watching(
     options: Any, process: int = 0, num_processes: int = 1, board: Board | None = None, folder: str = "watch"
 ) -> Iterator[Watchdog | None]:
     """Watches while the body runs, as the section `watchdog` of a config says; yields None where that is null."""
-    journal.begin()
+    phase.begin()
     sees_quit = stacks.on_sigquit()
     watchdog = None
     if options is not None:
@@ -379,9 +370,9 @@ def watching(
     try:
         yield watchdog
     except BaseException as error:
-        if num_processes > 1 and exceptions.owns_process():
+        if num_processes > 1 and exit_handler.owns_process():
             raise  # this process leaves, and tells the others first; until then it goes on to beat
-        _stop(watchdog, sees_quit, exceptions.describe(error))
+        _stop(watchdog, sees_quit, exit_handler.describe(error))
         raise
     _stop(watchdog, sees_quit)
 
@@ -393,4 +384,4 @@ def _stop(watchdog: Watchdog | None, sees_quit: bool, failed: tuple[int, str] | 
         watchdog.stop()
     if sees_quit:
         stacks.off_sigquit()
-    journal.end()
+    phase.end()

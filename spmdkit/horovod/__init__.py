@@ -14,19 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 from spmdkit.horovod import callbacks, elastic
-from spmdkit.horovod.absent import (
-    absent_from,
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    nccl_built,
-    rocm_built,
-)
-from spmdkit.horovod.asked import Handle, poll, synchronize
 from spmdkit.horovod.compression import Compression
 from spmdkit.horovod.gradients import (
     allgather,
@@ -63,7 +50,8 @@ from spmdkit.horovod.operations import (
 )
 from spmdkit.horovod.optimizer import DistributedOptimizer, sparse_allreduce_async
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
-from spmdkit.horovod.world import (
+from spmdkit.horovod.queue import Handle, poll, synchronize
+from spmdkit.horovod.topology import (
     cross_rank,
     cross_size,
     init,
@@ -74,6 +62,18 @@ from spmdkit.horovod.world import (
     rank,
     shutdown,
     size,
+)
+from spmdkit.horovod.unsupported import (
+    absent_from,
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    nccl_built,
+    rocm_built,
 )
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from spmdkit.horovod import world
-from spmdkit.horovod.absent import absent_from
-from spmdkit.horovod.asked import synchronize
+from spmdkit.horovod import topology
 from spmdkit.horovod.operations import Average, grouped_allreduce_async
+from spmdkit.horovod.queue import synchronize
+from spmdkit.horovod.unsupported import absent_from
 
 
 class LearningRateScheduleCallback:
@@ -107,7 +107,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ):
         def multiplier(epoch: float) -> float:
             epoch += 1.0 / float(steps_per_epoch or 1)  # so that an epoch ends at a round number
-            return 1.0 / world.size() * (epoch * (world.size() - 1) / warmup_epochs + 1)
+            return 1.0 / topology.size() * (epoch * (topology.size() - 1) / warmup_epochs + 1)
 
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
         self.verbose = verbose
@@ -115,7 +115,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, opt_state: Any, logs: dict[str, Any] | None = None) -> None:
         """Writes the learning rate to `logs`, and says when the warm-up is done."""
         super().on_epoch_end(epoch, opt_state, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and world.rank() == 0:
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and topology.rank() == 0:
             rate = float(hyperparameter(opt_state, "learning_rate"))
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
@@ -138,7 +138,7 @@ class MetricAverageCallback:
 
 def scaled_learning_rate(learning_rate: float, backward_passes_per_step: int = 1, op: Any = Average) -> float:
     """Returns the rate of one device times the ranks and passes whose examples one step averages; with Adasum as it is."""
-    return learning_rate * (world.size() if op == Average else 1) * backward_passes_per_step
+    return learning_rate * (topology.size() if op == Average else 1) * backward_passes_per_step
 
 
 def hyperparameter(opt_state: Any, name: str) -> Any:

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.horovod import world
-from spmdkit.horovod.absent import absent_from
+from spmdkit.horovod import topology
 from spmdkit.horovod.negotiation import HorovodInternalError
 from spmdkit.horovod.objects import broadcast_object, broadcast_parameters
+from spmdkit.horovod.unsupported import absent_from
 
 MOST_FAILURES = 3
 """How often `run` begins again without a commit in between: the same mistake would come back for ever."""
@@ -149,7 +149,7 @@ class ElasticSampler:
 
     def reset(self) -> None:
         """Shares out what is left over the ranks that there are now."""
-        self.num_replicas, self.rank = world.size(), world.rank()
+        self.num_replicas, self.rank = topology.size(), topology.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
@@ -188,8 +188,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 skip_sync = False
             except HostsUpdatedInterrupt as update:
                 skip_sync = update.skip_sync
-            world.shutdown()
-            world.init()
+            topology.shutdown()
+            topology.init()
             state.on_reset()
 
     return wrapper

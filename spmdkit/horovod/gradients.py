@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdkit.horovod import operations as ops
-from spmdkit.horovod.asked import synchronize
 from spmdkit.horovod.compression import Compression, Compressor
 from spmdkit.horovod.operations import Average, ReduceOp, Sum
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+from spmdkit.horovod.queue import synchronize
 
 
 def allreduce(

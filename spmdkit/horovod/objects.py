@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdkit.horovod import operations as ops
-from spmdkit.horovod.asked import synchronize
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+from spmdkit.horovod.queue import synchronize
 
 
 def broadcast_object(

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.horovod import world
-from spmdkit.horovod.asked import Handle
+from spmdkit.horovod import topology
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+from spmdkit.horovod.queue import Handle
 
 
 class ReduceOp(enum.StrEnum):
@@ -177,7 +177,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))
-    return world.register(wanted)
+    return topology.register(wanted)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -187,7 +187,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "remove_process_set", "ranks": process_set.ranks}))
-    world.world().sets.pop(number)
+    topology.world().sets.pop(number)
     process_set.close()
     return True
 

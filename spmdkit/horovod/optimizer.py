@@ -16,11 +16,11 @@ import optax
 from jax.experimental import sparse
 
 from spmdkit.horovod import operations as ops
-from spmdkit.horovod.absent import absent_from
-from spmdkit.horovod.asked import synchronize
 from spmdkit.horovod.compression import Compression, Compressor
 from spmdkit.horovod.operations import Adasum, Average, ReduceOp
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
+from spmdkit.horovod.queue import synchronize
+from spmdkit.horovod.unsupported import absent_from
 
 
 class DistributedState(NamedTuple):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmdkit.horovod.asked import Queue
 from spmdkit.horovod.negotiation import Blackboard
+from spmdkit.horovod.queue import Queue
 
 
 class ProcessSet:

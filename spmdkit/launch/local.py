@@ -1,7 +1,7 @@
 """`launch`: several processes of one command on this machine, as one: one output, one Ctrl-C, one exit code.
 
 Each concern is a file: how a process is started and ends with us (process.py), how its output comes out (output.py), when the others must end
-(supervise.py), who is to blame (cause.py), whether all are started again (restarts.py), what is kept of their output (logs.py). What is here is this
+(supervisor.py), who is to blame (root_cause.py), whether all are started again (restart_policy.py), what is kept of their output (logs.py). What is here is this
 machine's: addresses, environments, the last words. Hosts and schedulers are other ways to start and other policies over the same parts.
 
 Guarantees: no child outlives the launcher, not even a `kill -9` of it (Linux); when a process fails, all are gone about two seconds later; everything
@@ -23,21 +23,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from spmdkit import secret
-from spmdkit.attempt import directory_of, newest_saved
+from spmdkit.cluster.service import Keeper, reserve_port
 from spmdkit.errors import ConfigError, ExitCode
-from spmdkit.keeper import Keeper, reserve_port
-from spmdkit.launch import pinning
-from spmdkit.launch.cause import Exit, cause, coded, ended_by, lost
-from spmdkit.launch.epochs import Resize, Succession, Wanted
-from spmdkit.launch.logs import Logs
-from spmdkit.launch.output import Output
-from spmdkit.launch.precompile import Precompile
-from spmdkit.launch.process import start
-from spmdkit.launch.restarts import Restarts
-from spmdkit.launch.supervise import POLL_S, Child, Note, Supervisor, end, queued_signals
-from spmdkit.launch.witness import Witness
-from spmdkit.names import (
+from spmdkit.foundation import redact
+from spmdkit.foundation.constants import (
     BEAT_FILE,
     COORDINATOR,
     DEATHS_FILE,
@@ -49,6 +38,17 @@ from spmdkit.names import (
     STEP_FILE,
     is_step_name,
 )
+from spmdkit.foundation.run_status import directory_of, newest_saved
+from spmdkit.launch import gpu_assignment
+from spmdkit.launch.logs import Logs
+from spmdkit.launch.membership import Resize, Succession, Wanted
+from spmdkit.launch.observer import Witness
+from spmdkit.launch.output import Output
+from spmdkit.launch.precompile import Precompile
+from spmdkit.launch.process import start
+from spmdkit.launch.restart_policy import Restarts
+from spmdkit.launch.root_cause import Exit, cause, coded, ended_by, lost
+from spmdkit.launch.supervisor import POLL_S, Child, Note, Supervisor, end, queued_signals
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def launch(
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
-    signal kills them. `max_restarts`: how often all are started again after a failure (restarts.py); a launcher that was told to stop starts nothing.
+    signal kills them. `max_restarts`: how often all are started again after a failure (restart_policy.py); a launcher that was told to stop starts nothing.
     `witness`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
-    processes are started again (elastic.py). `wanted`: processes go on without their dead (epochs.py); how many there are to be now. `standby`: how many wait for
+    processes are started again (elastic.py). `wanted`: processes go on without their dead (membership.py); how many there are to be now. `standby`: how many wait for
     a death (standby.py). `precompile`: what compiles ahead for other numbers. To be called from the main thread.
     """
     if num_processes < 1:
@@ -118,7 +118,7 @@ def launch(
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
     epochs = None if resize is None or wanted is None else (resize, wanted)
     job = Job(command, num_processes, devices_per_process, env, grace_s, witness, epochs, standby, precompile)
-    secret.remember_command(command)  # what is kept of the processes' output is without them
+    redact.remember_command(command)  # what is kept of the processes' output is without them
     restarts = Restarts(max_restarts)
     with queued_signals() as signals:
         while True:
@@ -226,11 +226,13 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
 
 def _pinned(job: Job) -> list[dict[str, str]]:
     """Returns for each process the variables that show it its own GPUs, and says which."""
-    seen = pinning.gpus(job.env)
-    shown = [pinning.pinned(seen, job.num_processes, i, job.devices_per_process) for i in range(job.num_processes)]
+    seen = gpu_assignment.gpus(job.env)
+    shown = [
+        gpu_assignment.pinned(seen, job.num_processes, i, job.devices_per_process) for i in range(job.num_processes)
+    ]
     if shown[0]:
-        told = ", ".join(f"{own[pinning.VISIBLE]} for process {i}" for i, own in enumerate(shown))
-        _say(f"{pinning.VISIBLE}: {told}")
+        told = ", ".join(f"{own[gpu_assignment.VISIBLE]} for process {i}" for i, own in enumerate(shown))
+        _say(f"{gpu_assignment.VISIBLE}: {told}")
     return shown
 
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from spmdkit import secret
-from spmdkit.names import is_step_name
+from spmdkit.foundation import redact
+from spmdkit.foundation.constants import is_step_name
 
 MOST_WAITING = 10_000
 """Lines that are kept until the run says where its directory is; of more the last."""
@@ -57,7 +57,7 @@ class Logs:
             file = self._files[process, stream] = os.fdopen(
                 descriptor, "w", buffering=1, encoding="utf-8", errors="replace"
             )
-        file.write(f"{secret.in_text(line)}\n")
+        file.write(f"{redact.in_text(line)}\n")
 
     def close(self) -> None:
         """Closes the files."""

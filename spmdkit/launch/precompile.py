@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmdkit.foundation.constants import COMPILE_ONLY
 from spmdkit.launch.process import start
-from spmdkit.names import COMPILE_ONLY
 
 LOWEST = 19
 """`nice`."""

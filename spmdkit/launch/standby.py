@@ -1,6 +1,6 @@
 """`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies: no newcomer has to be started for it.
 
-Each is started as a newcomer is, with a number below 0, and waits for an order (order.py) that says which process it is from now on. Another one is started when all
+Each is started as a newcomer is, with a number below 0, and waits for an order (membership_file.py) that says which process it is from now on. Another one is started when all
 train again. One that ends while it waits is nobody's loss; after `MOST_FAILED` of them no more are started.
 """
 
@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 
 from spmdkit.launch.process import send
-from spmdkit.launch.supervise import Child
+from spmdkit.launch.supervisor import Child
 
 MOST_FAILED = 3
 

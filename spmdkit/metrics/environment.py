@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
-from spmdkit import secret
-from spmdkit.names import OUR_VARIABLES
+from spmdkit.foundation import redact
+from spmdkit.foundation.constants import OUR_VARIABLES
 
 NUMERIC = re.compile(
     r"JAX_(ENABLE_X64|DEFAULT_MATMUL_PRECISION|DEFAULT_PRNG_IMPL|DEFAULT_DTYPE_BITS|THREEFRY_PARTITIONABLE|NUMPY_(DTYPE|RANK)_PROMOTION"
@@ -138,7 +138,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     Of others that begin as these do only the name is kept: `JAX_HEADER` may hold anything.
     """
     shown = {name: environ[name] for name in sorted(environ) if _ALLOWED.fullmatch(name)}
-    return {name: secret.without(value, name) if _is_known(name) else secret.HIDDEN for name, value in shown.items()}
+    return {name: redact.without(value, name) if _is_known(name) else redact.HIDDEN for name, value in shown.items()}
 
 
 def _is_known(name: str) -> bool:

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spmdkit import secret
-from spmdkit.files import FILE_MODE, not_writable, strict_json
+from spmdkit.foundation import redact
+from spmdkit.foundation.files import FILE_MODE, not_writable, strict_json
 
 
 class EventLog:
@@ -54,7 +54,7 @@ class EventLog:
         """Appends one event; `fields` are JSON values, such as `step=120`."""
         assert not {"event", "time", "process"} & set(fields), f"reserved names in {sorted(fields)}"
         head = {"event": event, "time": utc_time(self._clock()), "process": self.process}
-        line = json.dumps(strict_json({**head, **secret.without(fields)}), allow_nan=False, default=str) + "\n"
+        line = json.dumps(strict_json({**head, **redact.without(fields)}), allow_nan=False, default=str) + "\n"
         if self._descriptor is None:  # closed: a late failure, told anyway
             sys.stderr.write(f"event after the log was closed: {line}")
             return

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from spmdkit.errors import UserCodeError
-from spmdkit.files import strict_json
-from spmdkit.names import MEASURED
+from spmdkit.foundation.constants import MEASURED
+from spmdkit.foundation.files import strict_json
 
 FIRST_KEYS = ("step", "split", "loss")
 LAST_KEYS = MEASURED

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TextIO
 
-from spmdkit.metrics.status import evaluation_line, place, training_line
-from spmdkit.words import format_duration, format_seconds, visible
+from spmdkit.foundation.formatting import format_duration, format_seconds, visible
+from spmdkit.metrics.progress_lines import evaluation_line, place, training_line
 
 RECENT_RECORDS = 16  # time left is the pace of this many records, evaluations and saves among them included
 

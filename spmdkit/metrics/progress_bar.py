@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmdkit.metrics.status import MAX_COLUMNS, place
+from spmdkit.metrics.progress_lines import MAX_COLUMNS, place
 
 REFRESH_PER_S = 4  # a redraw takes about 1 ms of the interpreter: more would be seen in steps of 2 ms
 STYLES = (

@@ -23,7 +23,7 @@ import jax
 
 from spmdkit.ops.attention_blocks import Implementation, Keys, Mask
 from spmdkit.ops.collectives import all_gather, all_to_all
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 
 class Kept(NamedTuple):
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
     lse: Any
 
 
-@jax.named_scope(scope.ALL_TO_ALL)
+@jax.named_scope(trace_context.ALL_TO_ALL)
 def forward(
     implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
 ) -> tuple[jax.Array, Kept]:
@@ -47,7 +47,7 @@ def forward(
     return _to_sequence(out), Kept(q, k, v, out, lse)
 
 
-@jax.named_scope(scope.ALL_TO_ALL)
+@jax.named_scope(trace_context.ALL_TO_ALL)
 def tangent(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, tangents: tuple[jax.Array, ...]
 ) -> jax.Array:
@@ -56,7 +56,7 @@ def tangent(
     return _to_sequence(jax.jvp(attend, kept[:3], tuple(_to_heads(t) for t in tangents))[1])
 
 
-@jax.named_scope(scope.ALL_TO_ALL)
+@jax.named_scope(trace_context.ALL_TO_ALL)
 def backward(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -37,6 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import nearest
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
 from spmdkit.ops.all_to_all_attention import Kept
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
@@ -44,8 +45,7 @@ from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
 from spmdkit.ops.manual import cuts, manual
-from spmdkit.step import scope
-from spmdkit.words import nearest
+from spmdkit.step import trace_context
 
 IMPLEMENTATIONS = {"xla": XLA, "cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH}
 
@@ -85,7 +85,7 @@ def attention(
         ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not run here;
             tokens that were not put into the order of the mesh.
     """
-    context = scope.current()
+    context = trace_context.current()
     context.noticed.called("attention")
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, causal, positions_BT, segment_ids_BT)
     _check_mesh(context, q_BTNH, causal, positions_BT)
@@ -122,7 +122,7 @@ def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
 class _Call(NamedTuple):
     """What is fixed while one call of `attention` is traced."""
 
-    context: scope.Context
+    context: trace_context.Context
     implementation: Implementation
     causal: bool
     scale: float
@@ -143,7 +143,7 @@ def _differentiable(call: _Call) -> Any:
     out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
 
     def forward(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
-        with scope.tracing(call.context):
+        with trace_context.tracing(call.context):
             part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims, kernel=call.is_kernel)
             out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
         ids = keys._replace(k=None, v=None)
@@ -152,7 +152,7 @@ def _differentiable(call: _Call) -> Any:
     def tangent(residuals: tuple[Kept, Keys], tangents: tuple[jax.Array, Keys]) -> jax.Array:
         kept, ids = residuals
         dq, dkeys = tangents
-        with scope.tracing(call.context):
+        with trace_context.tracing(call.context):
             in_dims = [kept_dims, _keys_dims(ids), HEADS, HEADS, HEADS]
             part = manual(_tangent(call), in_dims, HEADS, kernel=call.is_kernel)
             dout: jax.Array = part(kept, ids, dq, dkeys.k, dkeys.v)
@@ -160,7 +160,7 @@ def _differentiable(call: _Call) -> Any:
 
     def backward(residuals: tuple[Kept, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
         kept, ids = residuals
-        with scope.tracing(call.context):
+        with trace_context.tracing(call.context):
             in_dims = [kept_dims, _keys_dims(ids), HEADS]
             part = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS), kernel=call.is_kernel)
             dq, dk, dv = part(kept, ids, dout)
@@ -216,7 +216,7 @@ def _keys_dims(keys: Keys) -> Any:
     return Keys(HEADS, HEADS, ROWS, (None, "sequence") if one_row else ROWS)
 
 
-def _alike(context: scope.Context, operands: Any) -> Any:
+def _alike(context: trace_context.Context, operands: Any) -> Any:
     """Inside of `shard_map`: returns all operands typed as differing where one of them, or a device's part of the sequence, does."""
     found = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
     if context.in_manual:
@@ -224,7 +224,7 @@ def _alike(context: scope.Context, operands: Any) -> Any:
     return compat.as_varying(operands, sorted(found))
 
 
-def _repeated(context: scope.Context, x_BSKH: jax.Array) -> jax.Array:
+def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
     """Returns key heads repeated as often as it takes to cut them like the query heads."""
     tensor = 1 if context.in_manual else axis_size("heads")
     cut = tensor * (axis_size("sequence") if context.chosen.attention.context == "all_to_all" else 1)
@@ -236,7 +236,7 @@ def _repeated(context: scope.Context, x_BSKH: jax.Array) -> jax.Array:
 
 
 def _implementation(
-    context: scope.Context, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
+    context: trace_context.Context, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
 ) -> Implementation:
     """Returns the implementation asked for, or with `auto` the best one that takes the operands on the mesh's devices.
 
@@ -265,12 +265,12 @@ def _implementation(
     return IMPLEMENTATIONS[name]
 
 
-def _device(context: scope.Context) -> Any:
+def _device(context: trace_context.Context) -> Any:
     """Returns one of the mesh's devices, also where the mesh is that of a topology and not of this machine."""
     return None if context.cuts.mesh is None else context.cuts.mesh.devices.flat[0]
 
 
-def _block_lengths(context: scope.Context, *lengths: int) -> tuple[int, ...]:
+def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, ...]:
     """Returns the numbers of queries and keys that one call of an implementation sees."""
     num = axis_size("sequence")
     if context.chosen.attention.context == "all_to_all":
@@ -314,7 +314,7 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
         raise ConfigError("sk.attention: positions_BT has no effect with causal=False. Remove it.")
 
 
-def _check_mesh(context: scope.Context, q: jax.Array, causal: bool, positions: Any) -> None:
+def _check_mesh(context: trace_context.Context, q: jax.Array, causal: bool, positions: Any) -> None:
     num, tensor = axis_size("sequence"), 1 if context.in_manual else axis_size("heads")
     if (
         num > 1

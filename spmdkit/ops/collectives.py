@@ -20,9 +20,9 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import MODEL_AXES
-from spmdkit.step import scope
-from spmdkit.words import nearest
+from spmdkit.foundation.formatting import nearest
+from spmdkit.mesh.mesh import MODEL_AXES
+from spmdkit.step import trace_context
 
 Names = str | Sequence[str]
 
@@ -35,7 +35,7 @@ def axes(*names: str) -> tuple[str, ...]:
     Raises:
         ValueError: a name that no table knows.
     """
-    context = scope.current()
+    context = trace_context.current()
     if context.cuts.mesh is None or context.cuts.form == "manual":
         return ()
     taken = (*context.cuts.data_axes, *context.mapped_axes)
@@ -58,7 +58,7 @@ def axis_size(names: Names) -> int:
         ConfigError: `batch` outside of a part: its axes cut one replica's examples, and who asks there wants the number of replicas.
     """
     found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
-    return scope.current().cuts.size(*found)
+    return trace_context.current().cuts.size(*found)
 
 
 def axis_index(names: Names) -> jax.Array | int:
@@ -79,7 +79,7 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
         raise ConfigError(
             f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
-            f"{scope.current().cuts.size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
+            f"{trace_context.current().cuts.size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
         )
     return lax.psum(x, found)
 
@@ -109,7 +109,7 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
         return x
     if len(found) > 1:
         raise ConfigError(f"ring_shift over '{name}': it means the axes {list(found)}. A ring runs along one axis.")
-    num = scope.current().cuts.size(*found)
+    num = trace_context.current().cuts.size(*found)
     return lax.ppermute(x, found[0], [(i, (i + by) % num) for i in range(num)])
 
 
@@ -127,9 +127,9 @@ def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
     Raises:
         ConfigError: it stands outside of a part, on a mesh of several devices: arrays are no shards there, and nothing would be sent.
     """
-    context = scope.current()
+    context = trace_context.current()
     mesh = context.cuts.mesh
-    if not scope.is_in_part() and mesh is not None and mesh.size > 1:
+    if not trace_context.is_in_part() and mesh is not None and mesh.size > 1:
         raise ConfigError(
             f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} devices. Outside of a part "
             "an array is no shard, and nothing would be sent: the result would be another one on each mesh. Over replicas write sk.all_gather(x), "

@@ -28,17 +28,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import named_leaves
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.manual import manual
-from spmdkit.step import scope
-from spmdkit.tree import named_leaves
+from spmdkit.step import trace_context
 
 Order = Literal["zigzag", "contiguous"]
 
 
 def order() -> Order:
     """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours together."""
-    choice = scope.current().chosen.attention
+    choice = trace_context.current().chosen.attention
     return (
         "zigzag"
         if choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1
@@ -54,7 +54,7 @@ def context_order(tree: Any, dim: int = 1) -> Any:
     Raises:
         ConfigError: the length is not divisible by twice the context axis (contiguous: by the axis).
     """
-    scope.current().noticed.called("context_order")
+    trace_context.current().noticed.called("context_order")
     num, unit = _parts(tree, dim, "sk.context_order")
     if num == 1:
         return tree

@@ -18,7 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from spmdkit import compat
-from spmdkit.jaxprs import needed
+from spmdkit.foundation.jaxprs import needed
 from spmdkit.ops.remat import KEPT
 
 _TYPES = frozenset({"pvary", "pcast"})

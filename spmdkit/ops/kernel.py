@@ -19,8 +19,9 @@ import jax.extend
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from spmdkit import compat, jaxprs
+from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import jaxprs
 
 
 def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:

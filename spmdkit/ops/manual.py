@@ -32,12 +32,12 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import MODEL_AXES
+from spmdkit.foundation.trees import describe, named_leaves
+from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.ops.collectives import axes
 from spmdkit.ops.part import Part, differentiable
-from spmdkit.step import scope
-from spmdkit.step.summed import refuse_summed, takes_derivative, traced
-from spmdkit.tree import describe, named_leaves
+from spmdkit.step import trace_context
+from spmdkit.step.checks.implicit_psum import refuse_summed, takes_derivative, traced
 
 Dims = tuple[str | None, ...]
 
@@ -67,9 +67,9 @@ def manual(
 
     @functools.wraps(fn)
     def manual_fn(*args: Any) -> Any:
-        context = scope.current()
+        context = trace_context.current()
         if not cuts(context, kernel):
-            with scope.in_part():
+            with trace_context.in_part():
                 return fn(*args)
         assert context.cuts.mesh is not None
         args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), args)
@@ -81,7 +81,7 @@ def manual(
         seen: list[Any] = []
 
         def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
-            with scope.tracing(inner):
+            with trace_context.tracing(inner):
                 out = fn(*jax.tree.unflatten(treedef, shards))
             specs = _flat_specs(context, out_dims, out)
             seen[:] = [jax.tree.structure(out), specs]
@@ -99,7 +99,7 @@ def manual(
     return manual_fn
 
 
-def cuts(context: scope.Context, kernel: bool = False) -> bool:
+def cuts(context: trace_context.Context, kernel: bool = False) -> bool:
     """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part around it."""
     if context.in_manual or context.cuts.form == "manual" or context.cuts.mesh is None:
         return False
@@ -115,7 +115,7 @@ def _is_dims(x: Any) -> bool:
     return isinstance(x, tuple) and all(d is None or isinstance(d, str) for d in x)
 
 
-def _flat_specs(context: scope.Context, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
+def _flat_specs(context: trace_context.Context, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
     """Returns the spec of each leaf of `values`, of which `dims` is a prefix."""
 
     def specs(dims: Dims, value: Any) -> list[PartitionSpec]:
@@ -128,12 +128,12 @@ def _flat_specs(context: scope.Context, dims: Any, values: Any) -> tuple[Partiti
                 )
         return [spec] * len(jax.tree.leaves(value))
 
-    with scope.tracing(context):
+    with trace_context.tracing(context):
         nested = jax.tree.map(specs, dims, values, is_leaf=_is_dims)
     return tuple(s for s in jax.tree.leaves(nested, is_leaf=lambda x: isinstance(x, PartitionSpec)))
 
 
-def _check_divisible(context: scope.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     for i, (length, names) in enumerate(zip(shape, spec, strict=False)):
         cut = (names,) if isinstance(names, str) else names or ()
         if length % context.cuts.size(*cut):
@@ -147,7 +147,7 @@ def _named(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(a for names in spec for a in ((names,) if isinstance(names, str) else names or ()))
 
 
-def _typed(context: scope.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
+def _typed(context: trace_context.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
     """Returns a result typed as varying over the axes of its spec.
 
     Raises:
@@ -167,7 +167,7 @@ def _typed(context: scope.Context, what: str, x: Any, spec: PartitionSpec) -> ja
 
 
 def _trace_once(
-    context: scope.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
+    context: trace_context.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], bool]:
     """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and refuses what cannot be right.
 

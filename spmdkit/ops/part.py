@@ -21,11 +21,11 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
-from spmdkit.mesh import MODEL_AXES
+from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.ops.kept import Linearized, floats
 from spmdkit.ops.remat import everything_but_gathered
-from spmdkit.step import scope
-from spmdkit.step.summed import refuse_summed, traced
+from spmdkit.step import trace_context
+from spmdkit.step.checks.implicit_psum import refuse_summed, traced
 
 
 class _Level(NamedTuple):
@@ -47,7 +47,7 @@ class Part:
     """
 
     body: Callable[..., tuple[jax.Array, ...]]
-    context: scope.Context
+    context: trace_context.Context
     mesh: Mesh
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
@@ -137,7 +137,7 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
         def pull(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             values, kept = fixed[: len(args)], fixed[len(args) :]
-            with scope.tracing(part.context):  # a gradient that the body brings itself asks for its axes too
+            with trace_context.tracing(part.context):  # a gradient that the body brings itself asks for its axes too
                 return _linearized(part, values, linear).backward(values, [x[0] for x in kept], cotangents)
 
         tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
@@ -166,7 +166,7 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
             out = part.body(*given)
             return [out[i] for i in of_results]
 
-        with scope.tracing(part.context):
+        with trace_context.tracing(part.context):
             out, tangents = jax.jvp(of_floats, [shards[i] for i in of_args], list(shards[fixed:]))
         return tuple(_typed_like(t, y) for t, y in zip(tangents, out, strict=True))
 
@@ -215,12 +215,12 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
     found: list[Linearized] = []
 
     def probe(*shards: jax.Array) -> jax.Array:
-        with scope.tracing(part.context):
+        with trace_context.tracing(part.context):
             found[:] = [_linearized(part, shards)]
         return jnp.zeros(())
 
     def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        with scope.tracing(part.context):
+        with trace_context.tracing(part.context):
             out, kept = _linearized(part, shards, linear).forward(shards)
             return (*out, *(x[None] for x in kept))
 

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import jax
 
 from spmdkit.errors import ConfigError
-from spmdkit.step import scope
-from spmdkit.words import nearest
+from spmdkit.foundation.formatting import nearest
+from spmdkit.step import trace_context
 
 NAMES = ("none", "full", "dots", "dots_no_batch")
 KEPT = "spmdkit: kept by sk.manual"
@@ -85,7 +85,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
     def noting(policy: Any, prim: Any, *args: Any, **params: Any) -> Any:
         if prim.name == "name" and params["name"] != KEPT:
-            scope.current().noticed.mark(params["name"])
+            trace_context.current().noticed.mark(params["name"])
         return policy(prim, *args, **params)
 
     in_parts = jax.checkpoint_policies.save_only_these_names(*save, *offload)
@@ -118,7 +118,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
-        context = scope.current()
+        context = trace_context.current()
         context.noticed.called("remat")
         if context.chosen.remat is None:
             return fn(*args)

@@ -33,12 +33,12 @@ from spmdkit import compat
 from spmdkit.ops.attention_blocks import Implementation, Keys, Mask, merge
 from spmdkit.ops.collectives import axis_index, axis_size, ring_shift
 from spmdkit.ops.context import order
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 Pair = tuple[jax.Array, jax.Array]
 
 
-@jax.named_scope(scope.RING)
+@jax.named_scope(trace_context.RING)
 def forward(
     implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
 ) -> tuple[jax.Array, jax.Array]:
@@ -74,7 +74,7 @@ def forward(
     return add(state, passed, num - 1)
 
 
-@jax.named_scope(scope.RING)
+@jax.named_scope(trace_context.RING)
 def backward(
     implementation: Implementation,
     causal: bool,
@@ -196,4 +196,4 @@ class _Two:
 
 
 SEAMS = {"ring_shift": ring_shift}
-"""What `verify` replaces (verify/mistakes.py)."""
+"""What `verify` replaces (verify/mutations.py)."""

@@ -42,13 +42,13 @@ from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
 from spmdkit.ops.manual import Dims, manual
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 ROWS: Dims = ("batch", "norm_sequence", None)
 """Dims of x and y between two pairs."""
 
 
-@jax.named_scope(scope.TENSOR)
+@jax.named_scope(trace_context.TENSOR)
 def column_row(
     x_BTD: jax.Array,
     columns: Sequence[jax.Array],
@@ -102,7 +102,7 @@ def column_row(
     return manual(pair, in_dims, dims, "sk.column_row")(x_BTD, list(columns), row, list(extra))
 
 
-@jax.named_scope(scope.TENSOR)
+@jax.named_scope(trace_context.TENSOR)
 def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
     """Returns `x . weight`, [B, T, *F], cut on F: the first half of a pair.
 
@@ -119,7 +119,7 @@ def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Di
     return manual(local, (dims, w_dims), out_dims, "column")(x_BTD, weight)
 
 
-@jax.named_scope(scope.TENSOR)
+@jax.named_scope(trace_context.TENSOR)
 def row(h_BTF: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
     """Returns `h . weight`, [B, T, D], added over the shards of F: the second half of a pair.
 

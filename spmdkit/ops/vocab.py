@@ -41,12 +41,12 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import describe
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import all_gather, all_reduce, all_to_all, axes, axis_index, axis_size
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows, scatter_gradient
-from spmdkit.step import scope
-from spmdkit.tree import describe
+from spmdkit.step import trace_context
 
 LOGITS_BYTES = 2**29
 """Bytes of float32 logits that a device holds at a time where no `chunk` is given."""
@@ -58,7 +58,7 @@ SMALLEST = -1e30
 """The logit of an id that does not exist: finite, so that a shard of such ids alone gives no NaN."""
 
 
-@jax.named_scope(scope.VOCAB)
+@jax.named_scope(trace_context.VOCAB)
 def embed(
     tokens_BT: jax.Array,
     table_VD: jax.Array,
@@ -102,7 +102,7 @@ def embed(
     return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
 
 
-@jax.named_scope(scope.VOCAB)
+@jax.named_scope(trace_context.VOCAB)
 def cross_entropy(
     hidden_BTD: jax.Array,
     head_DV: jax.Array,
@@ -137,23 +137,25 @@ def cross_entropy(
     row_dims = between_dims(dims, vocab_axes)
     _check(head_DV.shape[1], vocab_size, chunk, vocab_axes)
     core = _Core(dims, head_dims, vocab_axes, vocab_size, z_loss, chunk)
-    name, step = "sk.cross_entropy", scope.current()
+    name, step = "sk.cross_entropy", trace_context.current()
     forward = manual(core.forward, (dims, head_dims, row_dims), (row_dims, row_dims), name)
     tangent = manual(core.tangent, (dims, head_dims, row_dims, dims, head_dims), row_dims, name)
     backward = manual(core.backward, (dims, head_dims, row_dims, row_dims, row_dims), (dims, head_dims), name)
 
     def keep(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
-        with scope.tracing(step):
+        with trace_context.tracing(step):
             value, logsumexp = forward(hidden, head, targets)
         return value, (hidden, head, targets, logsumexp)
 
     def push(kept_values: Any, tangents: Any) -> jax.Array:
-        with scope.tracing(step):
+        with trace_context.tracing(step):
             moved: jax.Array = tangent(*kept_values[:3], *tangents[:2])
         return moved
 
     def pull(kept_values: Any, cotangent: jax.Array) -> Any:
-        with scope.tracing(step):  # the backward pass is traced when the caller's own context, a stage say, is left
+        with trace_context.tracing(
+            step
+        ):  # the backward pass is traced when the caller's own context, a stage say, is left
             return (*backward(*kept_values, cotangent), None)
 
     loss = both_modes(keep, push, pull)
@@ -177,7 +179,7 @@ def _check_ids(what: str, ids: Any) -> None:
 
 def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tuple[str, ...]) -> None:
     parts = axis_size(vocab_axes)
-    if scope.current().in_manual:
+    if trace_context.current().in_manual:
         num *= parts
     if num % parts:
         raise ConfigError(
@@ -343,4 +345,4 @@ def _like(grad: jax.Array, primal: jax.Array) -> jax.Array:
 
 
 SEAMS = {"axis_index": axis_index}
-"""What `verify` replaces (verify/mistakes.py)."""
+"""What `verify` replaces (verify/mutations.py)."""

@@ -21,14 +21,14 @@ import optax
 
 from spmdkit.config import Config, parse_config, replace_keys
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.parameter_server.partition import Arrays, to_arrays, to_tree
+from spmdkit.program.init_state import abstract_init, make_optimizer
 from spmdkit.program.program import Program
-from spmdkit.program.start_state import abstract_init, make_optimizer
+from spmdkit.program.task import Task
 from spmdkit.step.gradient import means_and_grad
-from spmdkit.step.means import Mean
+from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.state import TrainState
-from spmdkit.tasks import Task
-from spmdkit.tree import is_key, named_leaves
 
 OWN = "parameter_server/"
 """What begins the names of metrics that are the worker's own business."""

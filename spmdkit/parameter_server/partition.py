@@ -18,7 +18,7 @@ import jax
 from jax.interpreters import partial_eval
 
 from spmdkit.errors import ConfigError
-from spmdkit.tree import leaf_bytes, named_leaves
+from spmdkit.foundation.trees import leaf_bytes, named_leaves
 
 Arrays = dict[str, Any]
 """Path of a leaf -> its array: how trees travel."""

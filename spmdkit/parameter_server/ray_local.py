@@ -22,8 +22,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from spmdkit import files
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import files
 
 MARK = "SPMDKIT_PARAMETER_SERVER"
 TOKEN = secrets.token_hex(32)

@@ -17,7 +17,7 @@ from spmdkit.parameter_server.partition import check_separable, owners, shard
 from spmdkit.parameter_server.server import Server
 from spmdkit.parameter_server.transport import Endpoint
 from spmdkit.parameter_server.worker import Worker
-from spmdkit.tasks import Task
+from spmdkit.program.task import Task
 
 
 class Roles:

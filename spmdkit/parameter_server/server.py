@@ -3,7 +3,7 @@
 A push names itself: (worker, incarnation, number). `seen` is what a server has answered to the last push of each worker, and is part of the state
 that is saved: the same push, sent again after a lost answer or a restart, is answered and not applied. An incarnation is one life of a worker;
 pushes of an earlier life are refused once the chief knows of its end. An epoch is one life of the servers' state: when a server dies, all go back
-to the last checkpoint, and gradients of what was lost are refused. A batch that other servers lack is given out again: settled.py.
+to the last checkpoint, and gradients of what was lost are refused. A batch that other servers lack is given out again: completed_batches.py.
 
     staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
 
@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spmdkit.parameter_server.completed_batches import Alike, Settled, merged, of_row
 from spmdkit.parameter_server.messages import Answer, Pulled, Push, Rules
 from spmdkit.parameter_server.model_state import moved
 from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
-from spmdkit.parameter_server.settled import Alike, Settled, merged, of_row
 
 RECORDS = 4096
 """Applied pushes that a server can tell of at once; the chief asks several times a second."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdkit.config import Budget
-from spmdkit.words import format_bytes
+from spmdkit.foundation.formatting import format_bytes
 
 
 def exceeded(budget: Budget | None, document: Mapping[str, Any]) -> list[str]:

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdkit import files
 from spmdkit.cluster import environment, join
 from spmdkit.config import Config, load_config, to_short_yaml
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import files
+from spmdkit.foundation.formatting import visible
 from spmdkit.plan.compare import as_written, compare, read_plan, show_comparison
 from spmdkit.plan.document import Document, plan_program, refuse
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
 from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
 from spmdkit.program.opening import open_program, task_of
-from spmdkit.words import visible
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
 
 def _print(document: Document, options: PlanOptions) -> None:
     if options.html is not None:
-        from spmdkit.report.plan import write_page
+        from spmdkit.metrics.report.plan import write_page
 
         write_page(document, options.html)
     if options.as_json:

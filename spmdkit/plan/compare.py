@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import describe_mesh
+from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds
+from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.plan.table import console
-from spmdkit.words import all_visible, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,24 +28,24 @@ from typing import Any
 
 import jax
 
-from spmdkit import layout
 from spmdkit.config import to_yaml
 from spmdkit.errors import ConfigError
-from spmdkit.hardware import Chip
-from spmdkit.plan.bill import Bill, Collective, read_bill
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.mesh import layout
+from spmdkit.mesh.chips import Chip
+from spmdkit.plan.attribution import leaves_of
 from spmdkit.plan.budget import exceeded
-from spmdkit.plan.cause import leaves_of
+from spmdkit.plan.collectives_bill import Bill, Collective, read_bill
+from spmdkit.plan.compiled_step import Reading, read_program
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.flops import Arithmetic, count
 from spmdkit.plan.hlo.text import parse
-from spmdkit.plan.least import least_bytes
+from spmdkit.plan.lower_bound import least_bytes
 from spmdkit.plan.machine.links import way_of
 from spmdkit.plan.machine.target import Target
-from spmdkit.plan.reading import Reading, read_program
 from spmdkit.plan.roofline import Time, predict_time
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
-from spmdkit.words import format_bytes
 
 Document = dict[str, Any]
 VERSION = 1

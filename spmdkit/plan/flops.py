@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit import jaxprs
+from spmdkit.foundation import jaxprs
 
 _FREE = {
     "broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "slice", "dynamic_slice", "concatenate", "pad",

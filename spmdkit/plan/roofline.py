@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdkit.hardware import Chip
-from spmdkit.plan.bill import Bill, Collective
+from spmdkit.mesh.chips import Chip
+from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.costs import Costs
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.text import Module

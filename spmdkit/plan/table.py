@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.mesh import describe_mesh
-from spmdkit.words import all_visible, format_bytes, format_count, format_seconds
+from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds
+from spmdkit.mesh.mesh import describe_mesh
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.program.memory import StepBytes
-from spmdkit.words import format_bytes
 
 REMATS = ("none", "dots", "full")
 """Remat policies from the most memory to the least."""

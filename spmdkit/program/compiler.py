@@ -31,10 +31,10 @@ from typing import Any
 
 import jax
 
-from spmdkit import journal
 from spmdkit.errors import ConfigError
-from spmdkit.hardware import chip_of_device_kind
-from spmdkit.words import nearest
+from spmdkit.foundation import phase
+from spmdkit.foundation.formatting import nearest
+from spmdkit.mesh.chips import chip_of_device_kind
 
 Value = bool | int | float | str
 
@@ -131,7 +131,7 @@ def compile(
     """
     chosen: Any = options(devices, own, deterministic) or None  # JAX's type says text and flags, and takes numbers too
     try:
-        with journal.during("compile"):  # each of several (auto, an evaluation) has the whole limit
+        with phase.during("compile"):  # each of several (auto, an evaluation) has the whole limit
             return lowered.compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError as error:
         text = str(error).splitlines()[0]

@@ -13,23 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import journal
 from spmdkit.config.sections import Checkpoint
 from spmdkit.data import DeviceBatches
 from spmdkit.data.feed import Feed
 from spmdkit.errors import ConfigError
-from spmdkit.program import padding
-from spmdkit.step import agree, keys, scope
+from spmdkit.foundation import phase
+from spmdkit.foundation.formatting import nearest
+from spmdkit.foundation.trees import abstract
+from spmdkit.foundation.user_code import call_user
+from spmdkit.program import padding_check
+from spmdkit.program.task import Task
+from spmdkit.step import rng, trace_context
+from spmdkit.step.checks.return_values import checked_loss
 from spmdkit.step.gradient import evaluate
-from spmdkit.step.means import Mean
-from spmdkit.step.metric import Metric, merged, nothing
-from spmdkit.step.returned import checked_loss
+from spmdkit.step.metrics.base import Metric, merged, nothing
+from spmdkit.step.metrics.mean import Mean
+from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
-from spmdkit.tasks import Task
-from spmdkit.tree import abstract
-from spmdkit.user_code import call_user
-from spmdkit.words import nearest
 
 SettingOut = Callable[[], AbstractContextManager[None]]
 
@@ -46,7 +47,7 @@ class Evaluator:
         self,
         task: Task,
         feed: Feed,
-        context: scope.Context,
+        context: trace_context.Context,
         abstract_state: TrainState,
         *,
         which: str,
@@ -73,9 +74,9 @@ class Evaluator:
             params = current.ema if which == "ema" else current.params
             model_state = current.model_state
             if groups is not None:
-                model_state = agree.of_groups(context.chosen.agree, model_state)
-            with scope.tracing(dataclasses.replace(context, mask=batch.mask)):
-                key = keys.evaluation_key(seed) if needs_key else None
+                model_state = agreement.of_groups(context.chosen.agree, model_state)
+            with trace_context.tracing(dataclasses.replace(context, mask=batch.mask)):
+                key = rng.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
             return number + 1, sums if before is None else merged(before, sums)
 
@@ -136,13 +137,13 @@ class Evaluator:
                 "the value of metric": _values({name: m for name, m in sums.items() if name not in means}),
             }
 
-        if found := padding.changes(by_kind, batch, self._feed.grid, self._whole):
+        if found := padding_check.changes(by_kind, batch, self._feed.grid, self._whole):
             schedule = self._feed.schedule
-            raise padding.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
+            raise padding_check.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
 
 
 def _next(batches: DeviceBatches, setting_out: SettingOut) -> tuple[int, Any, float] | None:
-    with setting_out(), journal.during(journal.EVALUATION, journal.READING):
+    with setting_out(), phase.during(phase.EVALUATION, phase.READING):
         return next(batches, None)
 
 
@@ -194,7 +195,7 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
     num = jax.tree.leaves(arguments[-1])[0].shape[0]
 
     def loss_of_rows(*args: Any) -> Any:
-        with scope.over(scope.Examples(num, None, jnp.arange(num), None)):
+        with trace_context.over(trace_context.Examples(num, None, jnp.arange(num), None)):
             return loss_fn(*args, None)
 
     try:

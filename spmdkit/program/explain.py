@@ -11,23 +11,23 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from spmdkit import kinds
-from spmdkit.layout import LeafPlacement
-from spmdkit.mesh import describe_mesh
-from spmdkit.program.grouping import sync_of
+from spmdkit.communication.reducers.base import stateless
+from spmdkit.foundation import plugins
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.mesh.layout import LeafPlacement
+from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.program.groups import sync_of
 from spmdkit.program.task_step import TaskStep
-from spmdkit.reducers.base import stateless
-from spmdkit.step import reducer_state, scope
-from spmdkit.words import format_bytes
+from spmdkit.step import reducer_state, trace_context
 
 LARGEST = 3
 """Parameters that get a line of their own."""
 
 Line = tuple[str, str]
-Refused = Sequence[tuple[scope.Form, str]]
+Refused = Sequence[tuple[trace_context.Form, str]]
 
 
-def explain(task_step: TaskStep, context: scope.Context, refused: Refused, notes: Sequence[str]) -> str:
+def explain(task_step: TaskStep, context: trace_context.Context, refused: Refused, notes: Sequence[str]) -> str:
     """Returns the lines as text.
 
     Args:
@@ -83,7 +83,7 @@ def _placement(task_step: TaskStep) -> str:
     return f"{', '.join(on_host)}: brought to the devices in the step" if on_host else "all on the devices"
 
 
-def _form(task_step: TaskStep, context: scope.Context, refused: Refused) -> str:
+def _form(task_step: TaskStep, context: trace_context.Context, refused: Refused) -> str:
     replicas, model = context.cuts.num_replicas, _model_axes(context)
     inside = "" if task_step.groups is None else " inside of each group"
     why = {
@@ -97,7 +97,7 @@ def _form(task_step: TaskStep, context: scope.Context, refused: Refused) -> str:
     return f"{context.cuts.form}: {why}{tried}"
 
 
-def _model_axes(context: scope.Context) -> str:
+def _model_axes(context: trace_context.Context) -> str:
     return ", ".join(
         a for a, size in context.cuts.sizes.items() if size > 1 and a not in ("replica", *context.cuts.data_axes)
     )
@@ -116,7 +116,7 @@ def _precision(task_step: TaskStep) -> str:
     return f"compute {asked.compute}, parameters {asked.params}, gradients added in {asked.reduce}{inputs}"
 
 
-def _microbatches(context: scope.Context, batch_size: int) -> str:
+def _microbatches(context: trace_context.Context, batch_size: int) -> str:
     num = context.cuts.microbatches
     if num == 1:
         return f"1: the whole batch of {batch_size} at once"
@@ -125,7 +125,7 @@ def _microbatches(context: scope.Context, batch_size: int) -> str:
     )
 
 
-def _remat(task_step: TaskStep, context: scope.Context) -> str:
+def _remat(task_step: TaskStep, context: trace_context.Context) -> str:
     asked = task_step.config.remat
     if context.chosen.remat is None:
         return "none: all that the backward pass needs is kept"
@@ -136,7 +136,7 @@ def _remat(task_step: TaskStep, context: scope.Context) -> str:
     return f"{name}: around {where}"
 
 
-def _parts(task_step: TaskStep, context: scope.Context) -> Iterator[Line]:
+def _parts(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line]:
     """Yields what ops of the model were told, where the step uses them."""
     if context.noticed.has_called("pipeline") and task_step.sizes["pipeline"] > 1:
         yield "pipeline", f"{context.chosen.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
@@ -145,8 +145,8 @@ def _parts(task_step: TaskStep, context: scope.Context) -> Iterator[Line]:
         yield "attention", f"{context.chosen.attention.implementation}{around}"
 
 
-def _reducer(task_step: TaskStep, context: scope.Context) -> str:
-    reducer, (name, options) = context.chosen.reducer, kinds.split(task_step.config.reducer)
+def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
+    reducer, (name, options) = context.chosen.reducer, plugins.split(task_step.config.reducer)
     added = _added(context)
     by_partitioner = (
         "" if task_step.sizes["fsdp"] == 1 or "fsdp" in context.cuts.data_axes else "; over fsdp the partitioner adds"
@@ -169,7 +169,7 @@ def _reducer(task_step: TaskStep, context: scope.Context) -> str:
     return f"{first}{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
 
 
-def _added(context: scope.Context) -> dict[tuple[str, ...], int]:
+def _added(context: trace_context.Context) -> dict[tuple[str, ...], int]:
     """Returns replica axes -> values of the gradient that a device adds over them."""
     found: Counter[tuple[str, ...]] = Counter()
     for leaf in reducer_state.added(context):
@@ -177,7 +177,7 @@ def _added(context: scope.Context) -> dict[tuple[str, ...], int]:
     return dict(found)
 
 
-def _model_state(task_step: TaskStep, context: scope.Context) -> Iterator[Line]:
+def _model_state(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line]:
     if task_step.stateful:
         num = context.cuts.state_groups
         yield "model state", "one for all replicas" if num is None else f"{num}, one for each group of replicas"
@@ -209,7 +209,7 @@ def _hooks(task_step: TaskStep) -> str:
 
 
 def _sync(task_step: TaskStep) -> str:
-    name, groups = kinds.split(task_step.config.sync)[0], task_step.groups
+    name, groups = plugins.split(task_step.config.sync)[0], task_step.groups
     if groups is None:
         says = sync_of(task_step.config).says
         return f"{name}: replicas agree in every step{', ' if says else ''}{says}"

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdkit import data, mesh
+from spmdkit import data
 from spmdkit.config import Config, check_batch
 from spmdkit.data.feed import Feed, eval_batch_size, rows_of_processes
 from spmdkit.errors import ConfigError
+from spmdkit.mesh import mesh
+from spmdkit.program.task import Task
 from spmdkit.step.step import Batch
-from spmdkit.tasks import Task
 
 
 class Feeds(NamedTuple):

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdkit import layout
-from spmdkit.hardware import chip_of_device_kind
+from spmdkit.mesh import layout
+from spmdkit.mesh.chips import chip_of_device_kind
 from spmdkit.program import compiler
 
 _FIELDS = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import jax
 
-from spmdkit import mesh
 from spmdkit.config import Config, check_batch, load_config, replace_keys
+from spmdkit.mesh import mesh
 from spmdkit.program import auto, memory
 from spmdkit.program.program import Program
-from spmdkit.tasks import Task, load_hooks, load_task
+from spmdkit.program.task import Task, load_hooks, load_task
 
 
 def build(

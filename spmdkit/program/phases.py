@@ -10,15 +10,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit.program.choose_form import choose_form
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.state_layout import StateLayout
 from spmdkit.program.task_step import TaskStep
-from spmdkit.step import scope
-from spmdkit.step.exchange import mean_by
-from spmdkit.step.groups import agreed, mean
+from spmdkit.step import trace_context
+from spmdkit.step.groups.groups import agreed, mean
+from spmdkit.step.groups.mean import mean_by
+from spmdkit.step.groups.synchronous_start import together_step
 from spmdkit.step.state import TrainState
-from spmdkit.step.together import together_step
-from spmdkit.tree import named_leaves
 
 
 class Phase:
@@ -66,7 +66,9 @@ class Phase:
         return step >= self.first and not ended and (step - self.first) % self.every == 0
 
 
-Whole = tuple[StateLayout, Callable[[], scope.Context], int, Callable[[], Any], Callable[[], scope.Context]]
+Whole = tuple[
+    StateLayout, Callable[[], trace_context.Context], int, Callable[[], Any], Callable[[], trace_context.Context]
+]
 """Of a step of the whole mesh: where one copy of its state lives, its context, the number of replicas; and what the guard of a step of groups gives, and
 the context of that step."""
 

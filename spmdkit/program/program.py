@@ -17,28 +17,33 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import data, kinds, mesh
+from spmdkit import data
+from spmdkit.communication.reducers.base import Reducer
+from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
-from spmdkit.program import auto, compile_log, compiler, grouping, memory, padding, phases
-from spmdkit.program.choose_form import choose_form
+from spmdkit.foundation import plugins
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.foundation.user_code import call_user
+from spmdkit.mesh import mesh
+from spmdkit.program import auto, compile_log, compiler, memory, padding_check, phases
+from spmdkit.program import groups as program_groups
+from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
+from spmdkit.program.init_state import abstract_init, check_precision, input_notes
 from spmdkit.program.phases import Phase
-from spmdkit.program.start_state import abstract_init, check_precision, input_notes
 from spmdkit.program.state_layout import StateLayout, place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
+from spmdkit.program.task import Task
 from spmdkit.program.task_step import TaskStep
-from spmdkit.reducers.base import Reducer
-from spmdkit.reducers.sum import make as plain_sum
-from spmdkit.step import agree, groups, reducer_state, scope, state
-from spmdkit.step.metric import is_metric
+from spmdkit.step import reducer_state, state, trace_context
+from spmdkit.step.groups import groups
+from spmdkit.step.metrics.base import is_metric
+from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState, check_not_donated
 from spmdkit.step.step import Batch
-from spmdkit.tasks import Task
-from spmdkit.tree import named_leaves
-from spmdkit.user_code import call_user
 
 
 class Program:
@@ -47,11 +52,11 @@ class Program:
     Attributes:
         config, task, mesh: the resolved config, the user's task, the device mesh.
         layout: placement and reason of every leaf of the train state.
-        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.forms`).
+        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.lowering`).
         notes: remarks for the user that are no errors; ledgers: what was done about rows that could not be read, of training and of the evaluation.
         refused_forms: forms that were tried before `form`, with what refused each.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
-        code: what of the last step was not finite, on the devices (`spmdkit.step.guard`), or None; feed: batches of training; limit: of `on_spike`.
+        code: what of the last step was not finite, on the devices (`spmdkit.step.finite_check`), or None; feed: batches of training; limit: of `on_spike`.
         may_be_donated: whether a step looks if its state was given to an earlier one: not where nobody but the loop has it.
         probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
     """
@@ -68,22 +73,22 @@ class Program:
             )
         self.microbatches, self.zero = config.microbatches, config.layout.zero
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
-        self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), grouping.optimizer_of(config, task)
+        self.mesh, self.optimizer = mesh.make_mesh(self.sizes, devices), program_groups.optimizer_of(config, task)
         self._init, abstract_params, abstract_model_state, self.notes = abstract_init(task, config)
         self.stateful = abstract_model_state is not None
         task.check_functions(self.stateful)
-        self.groups = grouping.groups_of(config, self.sizes, task.view == "replica")
+        self.groups = program_groups.groups_of(config, self.sizes, task.view == "replica")
         self._stepped: tuple[Any, int] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
-        self._agree = agree.said_of(task.agree, abstract_model_state)
+        self._agree = agreement.said_of(task.agree, abstract_model_state)
         self._kept_by_reducer: tuple[Any, ...] = ()
         self._abstract_state: Any = None
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
         placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         self._single = placed  # of one copy
         if self.groups is not None:
-            self._abstract_state, placed = grouping.place(
-                self.groups, placed, abstract_params, self.mesh, self.sizes, kinds.split(config.sync)[0]
+            self._abstract_state, placed = program_groups.place(
+                self.groups, placed, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
             )
         self._placed = placed  # before the reducer gets its place
         self._open_data()
@@ -107,7 +112,7 @@ class Program:
         return self._step_context.chosen.reducer
 
     @property
-    def said_of_state(self) -> agree.Kinds:
+    def said_of_state(self) -> agreement.Kinds:
         """How the task says that replicas agree on leaves of the model state."""
         return self._agree
 
@@ -141,7 +146,7 @@ class Program:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def _context(self) -> scope.Context:
+    def _context(self) -> trace_context.Context:
         """Returns the context of a step of the whole mesh, its form not chosen yet."""
         return step_context(
             self.config,
@@ -302,11 +307,11 @@ class Program:
         return current if self.groups is None else groups.whole(self.groups, current, self._agree)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
-        """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.program.padding`. Waits for the device."""
+        """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.program.padding_check`. Waits for the device."""
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
-        forward = self._compile(padding.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
-        if found := padding.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
-            raise padding.refused_step(found, self._task_step.what)
+        forward = self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
+        if found := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
+            raise padding_check.refused_step(found, self._task_step.what)
 
     # ---- arrays ------------------------------------------------------------------------------------------------------
 
@@ -375,7 +380,7 @@ class Program:
             probe_padding=self.probe_padding,
         )
 
-    def _eval_context(self) -> scope.Context:
+    def _eval_context(self) -> trace_context.Context:
         """Returns the context of an evaluation: over all replicas, in the form that binds the names of their axes."""
         whole = self._step_context
         return whole if self.groups is None else whole.cutting(sizes=self.sizes, form="mapped")

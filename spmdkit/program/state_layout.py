@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit import layout
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
-from spmdkit.layout import LeafPlacement
-from spmdkit.step import scope
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.mesh import layout
+from spmdkit.mesh.layout import LeafPlacement
+from spmdkit.step import trace_context
 from spmdkit.step.state import FIELDS, TrainState
-from spmdkit.tree import named_leaves
 
 MEMORY_KIND = {"device": "device", "host": "pinned_host"}
 
@@ -34,7 +34,7 @@ class StateLayout(NamedTuple):
     table: list[LeafPlacement]
     sharding: TrainState
     abstract: TrainState
-    placements: scope.Placements
+    placements: trace_context.Placements
 
 
 def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas: int) -> int | None:
@@ -113,7 +113,7 @@ def place_state(
         dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field) for field in FIELDS for p in parts[field]
     ]
     in_tree = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
-    placements = scope.Placements(
+    placements = trace_context.Placements(
         compute=in_tree([p.spec for p in stored]),
         gradient=in_tree([p.spec for p in (stored if zero == 1 else full)]),
         update=in_tree([p.spec for p in full]),
@@ -133,7 +133,9 @@ def _options(config: Config, task_rules: Sequence[tuple[str, Sequence[Any]]]) ->
     )
 
 
-def laid_out(table: list[LeafPlacement], abstract: TrainState, mesh: Mesh, placements: scope.Placements) -> StateLayout:
+def laid_out(
+    table: list[LeafPlacement], abstract: TrainState, mesh: Mesh, placements: trace_context.Placements
+) -> StateLayout:
     """Returns the layout of `abstract` whose leaves are placed as `table` says, in flattening order."""
     treedef = jax.tree.structure(abstract)
     shardings = [p.sharding(mesh) for p in table]

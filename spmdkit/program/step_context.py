@@ -8,14 +8,14 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spmdkit import layout
+from spmdkit.communication.reducers.base import Reducer
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import MODEL_AXES
+from spmdkit.mesh import layout
+from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.ops.remat import policy, policy_of_names
-from spmdkit.program.reducer_named import reducer_named
-from spmdkit.reducers.base import Reducer
-from spmdkit.step import guard, scope
+from spmdkit.program.reducer import reducer_named
+from spmdkit.step import finite_check, trace_context
 
 
 def step_context(
@@ -24,14 +24,14 @@ def step_context(
     sizes: Mapping[str, int],
     *,
     data_axes: tuple[str, ...],
-    placements: scope.Placements,
+    placements: trace_context.Placements,
     state_groups: int | None,
     agree: Mapping[str, Any],
-) -> scope.Context:
+) -> trace_context.Context:
     """Returns the context of the step of a config, whose microbatches are a number; its form is still to be chosen."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
-    chosen = scope.Choices(
+    chosen = trace_context.Choices(
         compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
         inputs=dtypes.inputs or "compute",
         reduce_dtype=jnp.dtype(dtypes.reduce),
@@ -39,8 +39,8 @@ def step_context(
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
         agree=agree,
         logical_axes=layout.logical_axes(config.layout.axes),
-        attention=scope.AttentionSettings(**config.attention.model_dump()),
-        pipeline=scope.PipelineSettings(
+        attention=trace_context.AttentionSettings(**config.attention.model_dump()),
+        pipeline=trace_context.PipelineSettings(
             pipeline.schedule,
             pipeline.microbatches,
             (pipeline.chunks or 2) if pipeline.schedule == "interleaved" else 1,
@@ -48,7 +48,7 @@ def step_context(
         guard=guard_of(config),
         deterministic=config.deterministic,
     )
-    cuts = scope.Cuts(
+    cuts = trace_context.Cuts(
         mesh=mesh,
         sizes=sizes,
         data_axes=data_axes,
@@ -57,15 +57,15 @@ def step_context(
         placements=placements,
         state_groups=state_groups,
     )
-    return scope.Context(cuts, chosen)
+    return trace_context.Context(cuts, chosen)
 
 
-def guard_of(config: Config) -> scope.GuardSettings | None:
+def guard_of(config: Config) -> trace_context.GuardSettings | None:
     """Returns what the step looks at, None where the config lets everything be."""
     policies = config.policies()
-    bits = lambda *which: sum(guard.KINDS[name] for name, policy in policies.items() if policy in which)
+    bits = lambda *which: sum(finite_check.KINDS[name] for name, policy in policies.items() if policy in which)
     looks = bits("stop", "skip", "rollback")
-    return scope.GuardSettings(looks, bits("skip"), bits("skip", "rollback") > 0) if looks else None
+    return trace_context.GuardSettings(looks, bits("skip"), bits("skip", "rollback") > 0) if looks else None
 
 
 def reducer_of(config: Config) -> Reducer:
@@ -73,7 +73,9 @@ def reducer_of(config: Config) -> Reducer:
     return reducer_named(config.reducer, config.folder)
 
 
-def forms_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> tuple[scope.Form, ...]:
+def forms_of(
+    view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int
+) -> tuple[trace_context.Form, ...]:
     """Returns the forms in which a step can be compiled on a mesh, the best first.
 
     Raises:

@@ -9,17 +9,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdkit import mesh
 from spmdkit.config import Config
+from spmdkit.mesh import mesh
 from spmdkit.program.state_layout import StateLayout, to_device
-from spmdkit.step import groups, scope, step
-from spmdkit.step.group_step import group_step
-from spmdkit.step.groups import Groups
-from spmdkit.step.replica import check_reductions
+from spmdkit.program.task import Task
+from spmdkit.step import step, trace_context
+from spmdkit.step.checks.implicit_psum import refuse_summed
+from spmdkit.step.checks.reductions import check_reductions
+from spmdkit.step.groups import groups
+from spmdkit.step.groups.groups import Groups
+from spmdkit.step.groups.step import group_step
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
-from spmdkit.step.summed import refuse_summed
-from spmdkit.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class TaskStep:
         """The user's function, as messages call it."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def function(self, context: scope.Context, gradients: list[Any] | None = None, typed: bool = True) -> Any:
+    def function(self, context: trace_context.Context, gradients: list[Any] | None = None, typed: bool = True) -> Any:
         """Returns `(state, batch) -> (state, metrics, code of the guard)`.
 
         Args:
@@ -69,11 +70,13 @@ class TaskStep:
         """Brings the leaves that live on the host to the devices, inside the step."""
         return to_device(self.state.table, self.mesh, current)
 
-    def shapes(self, context: scope.Context, batch: Batch | None = None, gradients: list[Any] | None = None) -> Any:
+    def shapes(
+        self, context: trace_context.Context, batch: Batch | None = None, gradients: list[Any] | None = None
+    ) -> Any:
         """Returns what the step gives, abstract."""
         return jax.eval_shape(self.function(context, gradients), self.state.abstract, batch or self.batch)
 
-    def trace(self, context: scope.Context) -> jax.stages.Traced:
+    def trace(self, context: trace_context.Context) -> jax.stages.Traced:
         """Returns the step traced on its shardings; what only the whole trace can tell is checked.
 
         Raises:

@@ -16,8 +16,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from spmdkit import compat, jaxprs
+from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import jaxprs
 
 MANUAL = ("shard_map", "spmdkit_manual")
 """Equations whose inner arrays are shards."""

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit import journal
 from spmdkit.data import DeviceBatches
 from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeError
-from spmdkit.run import going_back
+from spmdkit.foundation import phase
+from spmdkit.foundation.trees import first_difference
+from spmdkit.run import rollback
 from spmdkit.run.hooks.base import Decision, Replace, Rollback, Stop
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
-from spmdkit.tree import first_difference
 
 
 def perform(
@@ -51,7 +51,7 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
     if not run.program.has_eval or (run.last_eval is not None and run.last_eval[0] == step):
         return
     jax.block_until_ready(state.step)
-    with run.telling.throughput.paused(), journal.during("evaluation"):
+    with run.telling.throughput.paused(), phase.during("evaluation"):
         values = run.program.evaluator(state, run.together.setting_out)
     run.last_eval = (step, values)
     run.write({"step": step, "split": "eval", **values})
@@ -68,7 +68,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
     if run.saves is None or run.saved_at_step == step:
         return
     jax.block_until_ready(state.step)
-    with run.telling.throughput.paused(), journal.during("save"):
+    with run.telling.throughput.paused(), phase.during("save"):
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
@@ -103,7 +103,7 @@ def check_last(run: Run, state: TrainState) -> None:
     """
     if run.saved_at_step == run.step:
         return  # `save` has looked
-    with journal.during("save"):
+    with phase.during("save"):
         bad = run.program.non_finite_leaf(state)
     if bad is not None:
         raise NonFiniteError(f"{_bad_state(run, run.step, bad)} {AFTER_BAD_STATE}")
@@ -133,8 +133,8 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
     """
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
-    with journal.during("restore"):
-        state = going_back.go_back(run, asked.to_step, asked.skip_batches, asked.batches)
+    with phase.during("restore"):
+        state = rollback.go_back(run, asked.to_step, asked.skip_batches, asked.batches)
     way = (left, run.step, skipped_before)
     if way in run.ways_back and not asked.skip_batches and not asked.batches:
         raise UserCodeError(

@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdkit import journal
 from spmdkit.checkpoint import Checkpoints, held
-from spmdkit.checkpoint.place import Place
+from spmdkit.checkpoint.location import Place
 from spmdkit.cluster import Cluster, ClusterSpec, join
-from spmdkit.compile_cache import kept
 from spmdkit.config import Config
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, report_and_leave
-from spmdkit.files import FILE_MODE, not_writable
+from spmdkit.foundation import phase
+from spmdkit.foundation.files import FILE_MODE, not_writable
+from spmdkit.foundation.formatting import visible
 from spmdkit.metrics import read_lines
 from spmdkit.metrics.jsonl import record_line
+from spmdkit.program.compile_cache import kept
 from spmdkit.program.opening import open_program, task_of
-from spmdkit.program.restoring import restored
+from spmdkit.program.restore import restored
+from spmdkit.program.task import Task
 from spmdkit.run.hooks.finite import check_evaluation
-from spmdkit.run.remote import checkpoints_of
-from spmdkit.tasks import Task
-from spmdkit.words import visible
+from spmdkit.run.startup.bucket import checkpoints_of
 
 POLL_S = 1.0
 FILE = "evaluator.jsonl"
@@ -119,7 +119,7 @@ def _evaluated(cluster: Cluster, program: Any, directory: Place, step: int) -> d
         return step
 
     try:
-        with held(checkpoints.directory, choose), journal.during("restore"):
+        with held(checkpoints.directory, choose), phase.during("restore"):
             state, *_ = restored(checkpoints, step, program)
     except (_GoneError, FileNotFoundError):
         return None
@@ -127,7 +127,7 @@ def _evaluated(cluster: Cluster, program: Any, directory: Place, step: int) -> d
         if step not in checkpoints.steps():
             return None
         raise
-    with journal.during("evaluation"):
+    with phase.during("evaluation"):
         return dict(program.eval(state))
 
 

@@ -14,38 +14,42 @@ from typing import Any
 
 import jax
 
-from spmdkit import allocator, compat, journal
-from spmdkit.attempt import unfinished
+from spmdkit import compat
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, environment, join
 from spmdkit.compat import epochs as compat_epochs
-from spmdkit.compile_cache import Programs, kept
 from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.data import DeviceBatches
-from spmdkit.epochs import Epochs, ending, epochs_of
+from spmdkit.elastic import Epochs, ending, epochs_of
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, leave, report_and_leave, watching
-from spmdkit.faults.outcome import callbacks_that_raise
-from spmdkit.mesh import describe_mesh
-from spmdkit.names import COMPILE_ONLY
-from spmdkit.plan.start import check_start, check_state, common_limit, plan_beside
+from spmdkit.faults.error_mapping import callbacks_that_raise
+from spmdkit.foundation import phase
+from spmdkit.foundation.constants import COMPILE_ONLY
+from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.run_status import unfinished
+from spmdkit.foundation.trees import tree_bytes
+from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.plan.fit_check import check_start, check_state, common_limit, plan_beside
+from spmdkit.program import allocator
+from spmdkit.program.compile_cache import Programs, kept
 from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
-from spmdkit.program.restoring import restored
-from spmdkit.run import asynchronous, changes, coming_back, preflight, remote
+from spmdkit.program.restore import restored
+from spmdkit.program.task import Task
+from spmdkit.run import parameter_server
 from spmdkit.run.actions import check_last, perform, save
-from spmdkit.run.due import NOTHING
+from spmdkit.run.emergency_save import keep_work
+from spmdkit.run.hook_runner import NOTHING
 from spmdkit.run.hooks.base import Decision, Stop
-from spmdkit.run.keep_work import keep_work
+from spmdkit.run.recovery import restore, resume_check
 from spmdkit.run.run import Run
-from spmdkit.run.warm import warm_up
-from spmdkit.run.watched import leave_stuck_callback
-from spmdkit.run.well import devices_are_well
+from spmdkit.run.startup import bucket, consistency
+from spmdkit.run.startup.health import devices_are_well
+from spmdkit.run.startup.standby import warm_up
+from spmdkit.run.watchdog_callbacks import leave_stuck_callback
 from spmdkit.step.state import TrainState
-from spmdkit.tasks import Task
-from spmdkit.tree import tree_bytes
 from spmdkit.verify import certificate
-from spmdkit.words import visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +86,7 @@ def train(
         config: a `Config`, or the path of its file.
         cluster: the joined processes; default: joins those that the environment names.
         task: instead of the one that the config names.
-        allow: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data` ...; see run/changes.py.
+        allow: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data` ...; see run/recovery/resume_check.py.
 
     Raises:
         ConfigError, CheckpointError: said before anything is changed in the directory.
@@ -91,7 +95,7 @@ def train(
     """
     if not isinstance(config, Config):
         config = load_config(config)
-    changes.check_allowed(allow)
+    resume_check.check_allowed(allow)
     one_arena = allocator.one_arena(config.devices, os.environ)
     epochs = epochs_of(os.environ, config.elastic) if cluster is None else None
     if config.elastic.in_process and not compat.backends_initialized():
@@ -152,13 +156,13 @@ def _trained(
     cache: Programs,
     epochs: Epochs | None = None,
 ) -> Result:
-    with signals.nothing_to_save(report_and_leave), journal.during("import"):
-        preflight.same_start(cluster, config)
+    with signals.nothing_to_save(report_and_leave), phase.during("import"):
+        consistency.same_start(cluster, config)
         found_well = devices_are_well(cluster, config)
         limit_bytes = common_limit(cluster)
         program = open_on_all_processes(config, cluster, task, limit_bytes)
-        servers = asynchronous.opened(config, cluster, program, task)
-        config = asynchronous.settled(config, program)  # with auto settled
+        servers = parameter_server.opened(config, cluster, program, task)
+        config = parameter_server.settled(config, program)  # with auto settled
         check_state(program, cluster, limit_bytes)
         certificate.require(config, program.sizes)
         if os.environ.get(COMPILE_ONLY):
@@ -169,16 +173,16 @@ def _trained(
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if found_well is not None:
             run.events.write("preflight", why=found_well)
-        with journal.during("restore"):
+        with phase.during("restore"):
             state = run.restore_or_init()
-            preflight.same_state(cluster, run.step, state)
+            consistency.same_state(cluster, run.step, state)
         if run.step >= config.steps or run.finished is not None:
             _say_finished(run)
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
         if servers is not None:
             unsaved.close()
-            state, stopped = asynchronous.run_servers(run, state, servers)
+            state, stopped = parameter_server.run_servers(run, state, servers)
         else:
             state, stopped = _compiled_and_run(run, state, unsaved, limit_bytes, one_arena, cache)
         if stopped is None or stopped.code == 0:
@@ -203,7 +207,7 @@ def _compiled_and_run(
         run.message(f"note: compile cache {cache.said}")
     # Opened first, so that the data is read while the step compiles.
     with program.stream(run.step + 1) as run.batches:
-        with run.telling.progress.compiling(), journal.during("compile"):
+        with run.telling.progress.compiling(), phase.during("compile"):
             check_start(program, cluster, run.directory, limit_bytes)
         run.events.write("compiled", step=run.step, **cache.programs())
         if one_arena and cluster.devices[0].platform == "cpu":
@@ -342,9 +346,9 @@ def open_on_all_processes(
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
     made = lambda: task_of(config) if task is None else with_hooks(task, config)
-    found = preflight.same_data(cluster, made, config.data.retries)
-    opened = asynchronous.one_step(config)
-    return preflight.same_program(cluster, lambda: open_program(opened, found, cluster.devices, limit_bytes, say))
+    found = consistency.same_data(cluster, made, config.data.retries)
+    opened = parameter_server.one_step(config)
+    return consistency.same_program(cluster, lambda: open_program(opened, found, cluster.devices, limit_bytes, say))
 
 
 def evaluate(
@@ -358,12 +362,12 @@ def evaluate(
         CheckpointError: there is none, it is damaged, or of another model.
     """
     with watched(config, cluster), kept(config.compile_cache, config.folder):
-        with journal.during("import"):
-            preflight.same_start(cluster, config)
+        with phase.during("import"):
+            consistency.same_start(cluster, config)
             program = open_on_all_processes(config, cluster, task)
-        directory = remote.checkpoints_of(config)
+        directory = bucket.checkpoints_of(config)
         checkpoints = Checkpoints(directory, is_main=False, num_processes=cluster.num_processes, cluster=cluster)
-        with coming_back.chosen_for_all(cluster, checkpoints, step, best) as chosen:
+        with restore.chosen_for_all(cluster, checkpoints, step, best) as chosen:
             if chosen is None:
                 raise CheckpointError(
                     f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
@@ -371,8 +375,8 @@ def evaluate(
             left = unfinished(config.resolved_run_dir())
             if left is not None and not left.alive and cluster.is_main:
                 print(visible(f"note: {left.told()}"), file=sys.stderr, flush=True)
-            with journal.during("restore"):
+            with phase.during("restore"):
                 state, *_ = restored(checkpoints, chosen, program)
             checkpoints.close()
-        with journal.during("evaluation"):
+        with phase.during("evaluation"):
             return chosen, program.eval(state)

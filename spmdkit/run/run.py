@@ -1,4 +1,4 @@
-"""A run: its directory and lock, what all processes agree on, and what it restores. What is due around a step is in hooks/, what is told in telling.py, the loop in loop.py.
+"""A run: its directory and lock, what all processes agree on, and what it restores. What is due around a step is in hooks/, what is told in reporter.py, the loop in loop.py.
 
     run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  tensorboard/  profile/
 
@@ -20,28 +20,30 @@ import jax
 import numpy as np
 
 from spmdkit import metrics
-from spmdkit.attempt import StepMark
 from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
-from spmdkit.epochs import Epochs
+from spmdkit.elastic import Epochs
 from spmdkit.errors import CheckpointWriteError, Preempted
 from spmdkit.faults import Asked, StopSignals, Watchdog, describe, taken_over
-from spmdkit.mesh import describe_mesh
-from spmdkit.program.in_flight import most_in_flight
+from spmdkit.foundation.run_status import StepMark
+from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.metrics.report.run import write_report
+from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.program import Program
-from spmdkit.report.run import write_report
-from spmdkit.run import changes, coming_back, hooks, remote, skipped, watched
-from spmdkit.run.directory import take_directory
-from spmdkit.run.due import Due
-from spmdkit.run.left_out import left_out_rows
-from spmdkit.run.mark import note_running
-from spmdkit.run.roles import ROLES
-from spmdkit.run.saves import Saves
-from spmdkit.run.telling import Telling
-from spmdkit.run.together import Together
-from spmdkit.step import keys
+from spmdkit.run import hooks, watchdog_callbacks
+from spmdkit.run.hook_runner import Due
+from spmdkit.run.recovery import restore, resume_check, skipped_batches
+from spmdkit.run.recovery.save_retries import Saves
+from spmdkit.run.recovery.skipped_rows import left_out_rows
+from spmdkit.run.recovery.start_marker import note_running
+from spmdkit.run.reporter import Telling
+from spmdkit.run.startup import bucket
+from spmdkit.run.startup.roles import ROLES
+from spmdkit.run.startup.run_directory import take_directory
+from spmdkit.run.step_barrier import Together
+from spmdkit.step import rng
 from spmdkit.step.state import TrainState
 
 FENCE_EVERY_S = 0.1
@@ -88,9 +90,9 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as stack:
             self._mark = StepMark(())
-            directory = remote.checkpoints_of(self.config)
+            directory = bucket.checkpoints_of(self.config)
             self.fence = take_directory(self.cluster, self.directory, stack, shared=not isinstance(directory, Remote))
-            is_ours = remote.take_bucket(self.config, self.cluster, self.fence, stack)
+            is_ours = bucket.take_bucket(self.config, self.cluster, self.fence, stack)
             options = self.config.checkpoint
             self.checkpoints: Checkpoints | None = None
             if options is not None:
@@ -104,14 +106,14 @@ class Run:
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
                     is_ours=is_ours,
-                    **remote.options(self.directory, self.cluster),
+                    **bucket.options(self.directory, self.cluster),
                 )
             self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
             self.events = metrics.EventLog(
                 self.directory / "events.jsonl", self.cluster.process_index, is_ours=self.fence.is_ours
             )
             self._stack = stack.pop_all()
-        watched.connect(self)
+        watchdog_callbacks.connect(self)
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -121,7 +123,7 @@ class Run:
             self.events.write(
                 "left the epoch", step=self.step, epoch=self.epochs.number, why=f"{kind.__name__}: {error}"[:200]
             )
-            coming_back.abandon(self)
+            restore.abandon(self)
         elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():
             code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
@@ -165,42 +167,42 @@ class Run:
             CheckpointError: all checkpoints are damaged, or gone; or the newest is of another model.
         """
         if self.checkpoints is not None:  # described now: at the first save another thread reads the data
-            self._described = changes.described(self.config, self.program.task)
-            remote.bring_skipped(self.config, self.cluster, self.directory)
-        found = coming_back.newest(self)
+            self._described = resume_check.described(self.config, self.program.task)
+            bucket.bring_skipped(self.config, self.cluster, self.directory)
+        found = restore.newest(self)
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
         if found is None:
             if self.checkpoints is not None:
-                coming_back.refuse_if_lost(self.cluster, self.checkpoints, self.directory)
-            lines = coming_back.keep_old_records(self.directory) if self.cluster.is_main else []
+                restore.refuse_if_lost(self.cluster, self.checkpoints, self.directory)
+            lines = restore.keep_old_records(self.directory) if self.cluster.is_main else []
             self._open_records(0)
-            coming_back.set_aside(self, {}, lines, 0)
-            self.program.skip_batches(skipped.read_for_all(self.directory, self.cluster))
+            restore.set_aside(self, {}, lines, 0)
+            self.program.skip_batches(skipped_batches.read_for_all(self.directory, self.cluster))
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
             return self.program.init()
         self.take(found)
         now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
-        changed = changes.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow)
+        changed = resume_check.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow)
         self.first_step = found.step + 1
-        fetched = remote.bring_records(self.config, self.directory) if self.cluster.is_main else []
+        fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
         self._open_records(found.step)
-        coming_back.set_aside(self, found.wrong, [*fetched, *found.lines], found.step)
+        restore.set_aside(self, found.wrong, [*fetched, *found.lines], found.step)
         self.events.write("restored", step=found.step, **where)
         if changed and self.cluster.is_main:
-            self.message(f"since step {found.step} was saved, these have changed:\n{changes.table(changed)}")
+            self.message(f"since step {found.step} was saved, these have changed:\n{resume_check.table(changed)}")
             self.events.write("settings changed", step=found.step, changes=[change._asdict() for change in changed])
         self._mark = note_running(self, found.step)
-        coming_back.note_randomness(self, found.record, found.step)
+        restore.note_randomness(self, found.record, found.step)
         ended = found.record.get("finished")
         if ended is not None and ended["steps"] == self.config.steps:
             self.finished = ended["why"]
         return found.state
 
-    def take(self, found: coming_back.Restored) -> None:
+    def take(self, found: restore.Restored) -> None:
         """Gives the schedule and the hooks what was saved of them; the step is that of the checkpoint."""
-        on_disk = skipped.read_for_all(self.directory, self.cluster)
-        skipped.take(self.program, on_disk, found.step, found.record)
+        on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
+        skipped_batches.take(self.program, on_disk, found.step, found.record)
         self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
         for name in self.due.restore(found.record.get("hooks", {})):
             self.events.write("hook is gone", step=found.step, hook=name)
@@ -280,7 +282,7 @@ class Run:
             "versions": self.telling.environment["versions"],
             "groups": None if self.program.groups is None else self.program.groups.num,
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
-            "randomness": keys.identity(),
+            "randomness": rng.identity(),
             "hooks": self.due.state(),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
             "left_out_rows": left_out_rows(self),

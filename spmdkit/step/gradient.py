@@ -5,9 +5,9 @@
 Every replica differentiates the *sum* of its own examples, adds its microbatches, and only then one reducer adds the
 replicas: one reduction on the replica axes per step at any accumulation, none in the loop. The division comes last.
 
-How a mesh chooses among the ways to run this on every replica, and why they look as they do: forms.py.
+How a mesh chooses among the ways to run this on every replica, and why they look as they do: lowering.py.
 
-Wire: reducer(parameters) on the replica axes, once per step; forms.py.
+Wire: reducer(parameters) on the replica axes, once per step; lowering.py.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
-from spmdkit.step import agree, keys, scope
-from spmdkit.step.forms import as_local, constrain, map_replicas
-from spmdkit.step.means import Mean, Means
-from spmdkit.step.metric import Metric, merged, nothing
-from spmdkit.step.own_metric import Own
+from spmdkit.foundation.trees import describe, first_difference, named_leaves, path_name
+from spmdkit.step import rng, trace_context
+from spmdkit.step.accumulator import Sums
+from spmdkit.step.checks.return_values import checked_loss, checked_metrics
+from spmdkit.step.lowering import as_local, constrain, map_replicas
+from spmdkit.step.metrics.aggregates import Counts, Finished
+from spmdkit.step.metrics.base import Metric, merged, nothing
+from spmdkit.step.metrics.mean import Mean, Means
+from spmdkit.step.metrics.user_metric import Own
+from spmdkit.step.model_state import agreement
+from spmdkit.step.multi_term_loss import of_microbatches, pulled
 from spmdkit.step.reduction import Call
-from spmdkit.step.returned import checked_loss, checked_metrics
-from spmdkit.step.rows import RowOrder, split
-from spmdkit.step.several import of_microbatches, pulled
-from spmdkit.step.sums import Sums
-from spmdkit.step.totals import Counts, Finished
-from spmdkit.tree import describe, first_difference, named_leaves, path_name
+from spmdkit.step.row_order import RowOrder, split
 
 Loss = Callable[..., Any]
 
@@ -73,7 +74,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over everything."""
 
     def means_and_gradient(params: Any, *args: Any) -> Any:
-        context = scope.current()
+        context = trace_context.current()
         context.noticed.called("value_and_grad")
         if len(args) not in (2, 3):
             raise ConfigError(
@@ -106,18 +107,18 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     """
 
     def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
-        context = scope.current()
+        context = trace_context.current()
         replicas = context.cuts.num_replicas
 
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
             places = _positions(context, index, 0, num) + number * (num * replicas)
-            with scope.over(scope.Examples(num, mask, places, key)):
+            with trace_context.over(trace_context.Examples(num, mask, places, key)):
                 metrics = eval_fn(
                     _cast(params, context.chosen.compute_dtype),
                     *((state,) if stateful else ()),
                     _cast_inputs(context, rows),
-                    *(() if key is None else (_loss_key(keys.batch_key(key, number), index, 0),)),
+                    *(() if key is None else (_loss_key(rng.batch_key(key, number), index, 0),)),
                 )
             return Sums(None, checked_metrics(metrics, "eval_fn")), None
 
@@ -131,7 +132,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 
 
 def _local_gradient(
-    loss_fn: Loss, stateful: bool, context: scope.Context, key: Any, counts: dict[str, Metric]
+    loss_fn: Loss, stateful: bool, context: trace_context.Context, key: Any, counts: dict[str, Metric]
 ) -> Callable[..., Any]:
     """Returns the function that one replica computes: sums over its own microbatches, no communication of ours.
 
@@ -142,7 +143,7 @@ def _local_gradient(
         num = _num_rows(rows)
         group, _ = context.group
         folded = _loss_key(key, group * context.cuts.num_replicas + index, micro)
-        with scope.over(scope.Examples(num, mask, _positions(context, index, micro, num), key)):
+        with trace_context.over(trace_context.Examples(num, mask, _positions(context, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(context, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
         counts.update({**metrics, "loss": loss})
@@ -189,7 +190,7 @@ def _local_gradient(
     return local
 
 
-def _zeros(context: scope.Context, shapes: Sums) -> Sums:
+def _zeros(context: trace_context.Context, shapes: Sums) -> Sums:
     """Returns the sums of no microbatch, gradients cut as the parameters are."""
     zeros = nothing(shapes)
     kept = [
@@ -214,20 +215,22 @@ def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
     return noted_count
 
 
-def _gradient_shapes(context: scope.Context, params: Any) -> Any:
+def _gradient_shapes(context: trace_context.Context, params: Any) -> Any:
     """Returns the gradient that is reduced as `jax.ShapeDtypeStruct`."""
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(jnp.shape(p), context.chosen.reduce_dtype or jnp.result_type(p)), params
     )
 
 
-def _as_reduced(context: scope.Context, grads: Any, params: Any) -> Any:
+def _as_reduced(context: trace_context.Context, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
     grads = jax.tree.map(lambda g, p: g.astype(context.chosen.reduce_dtype or p.dtype), grads, params)
     return _constrain_gradient(context, grads)
 
 
-def _kinds(loss_fn: Loss, context: scope.Context, params: Any, state: Any, batch: Any, key: Any) -> agree.Kinds:
+def _kinds(
+    loss_fn: Loss, context: trace_context.Context, params: Any, state: Any, batch: Any, key: Any
+) -> agreement.Kinds:
     """Returns how replicas agree on each leaf of the model state that the loss returns."""
     replicas = context.cuts.num_replicas
     if replicas == 1 or context.cuts.state_groups == replicas:  # nobody to agree with
@@ -245,12 +248,12 @@ def _kinds(loss_fn: Loss, context: scope.Context, params: Any, state: Any, batch
 
     def new_state(state: Any, shared: Any, own: Any) -> Any:
         (params, key), (rows, mask, loss_key, positions) = shared, own
-        with scope.over(scope.Examples(_num_rows(rows), mask, positions, key)):
+        with trace_context.over(trace_context.Examples(_num_rows(rows), mask, positions, key)):
             out = loss_fn(_cast(params, context.chosen.compute_dtype), state, _cast_inputs(context, rows), loss_key)
         return _same_kind(state, checked_loss(out, True)[2])
 
     axes = (("replica", context.cuts.size("replica")), ("data", context.cuts.size(*context.cuts.data_axes)))
-    return agree.kinds_of(
+    return agreement.kinds_of(
         context.chosen.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, context.inside
     )
 
@@ -269,7 +272,7 @@ def _same_kind(state: Any, new_state: Any) -> Any:
     return new_state
 
 
-def _known_count(context: scope.Context, total: Any, of_one: Any) -> Any:
+def _known_count(context: trace_context.Context, total: Any, of_one: Any) -> Any:
     """Returns `total`, where it is a mean with its count as a constant where that of one microbatch is one.
 
     A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10 ms, mostly
@@ -294,28 +297,30 @@ def _known_count(context: scope.Context, total: Any, of_one: Any) -> Any:
 
 def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
     """Returns the plain key of a loss: another one on each replica and in each microbatch."""
-    return None if key is None else keys.loss_key(key, replica, micro)
+    return None if key is None else rng.loss_key(key, replica, micro)
 
 
-def _order(context: scope.Context, rows: int) -> RowOrder:
+def _order(context: trace_context.Context, rows: int) -> RowOrder:
     """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
     _, groups = context.group
     return RowOrder(groups * context.cuts.num_replicas * context.cuts.num_shards, context.cuts.microbatches, rows)
 
 
-def _first_shard(context: scope.Context, replica: Any) -> Any:
+def _first_shard(context: trace_context.Context, replica: Any) -> Any:
     """Returns the first shard of a replica, counted over the shards of all groups."""
     group, _ = context.group
     return (group * context.cuts.num_replicas + replica) * context.cuts.num_shards
 
 
-def _positions(context: scope.Context, replica: Any, micro: Any, num: int) -> jax.Array:
+def _positions(context: trace_context.Context, replica: Any, micro: Any, num: int) -> jax.Array:
     """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
     inner = context.cuts.num_shards
     return _order(context, num // inner).of_microbatch(_first_shard(context, replica), inner, micro)
 
 
-def whole_rows(context: scope.Context, examples: Any, mask: Any, key: Any, replica: Any = None) -> scope.Examples:
+def whole_rows(
+    context: trace_context.Context, examples: Any, mask: Any, key: Any, replica: Any = None
+) -> trace_context.Examples:
     """Returns the rows that a whole `train_step` sees: all of the global batch (of its group), or those of one replica.
 
     So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use `sk.value_and_grad`.
@@ -324,17 +329,17 @@ def whole_rows(context: scope.Context, examples: Any, mask: Any, key: Any, repli
     own = context.cuts.num_shards * (context.cuts.num_replicas if replica is None else 1)
     order = _order(context, num // (own * context.cuts.microbatches))
     positions = order.of_shards(_first_shard(context, 0 if replica is None else replica), own)
-    return scope.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
+    return trace_context.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
 
 
-def _cut_microbatches(context: scope.Context, x: jax.Array) -> jax.Array:
+def _cut_microbatches(context: trace_context.Context, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
     return constrain(
         context, split(x, 0, context.cuts.num_shards, context.cuts.microbatches), (), context.cuts.inner_axes
     )
 
 
-def _constrain_gradient(context: scope.Context, grads: Any) -> Any:
+def _constrain_gradient(context: trace_context.Context, grads: Any) -> Any:
     """Keeps a replica's gradient cut as its parameters are; the partitioner would else hold it whole while it adds."""
     mesh = context.cuts.mesh
     if context.cuts.form == "manual" or mesh is None or context.cuts.placements is None:
@@ -352,7 +357,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def _cast_inputs(context: scope.Context, rows: Any) -> Any:
+def _cast_inputs(context: trace_context.Context, rows: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, x: (
             _cast(x, context.chosen.compute_dtype) if is_cast(context.chosen.inputs, path_name(path)) else x
@@ -385,4 +390,4 @@ SEAMS = {
     "loss_key": _loss_key,
     "cut_microbatches": _cut_microbatches,
 }
-"""What `verify` replaces, to put a known mistake into a program (verify/mistakes.py): its name there, and the function, whatever it is called."""
+"""What `verify` replaces, to put a known mistake into a program (verify/mutations.py): its name there, and the function, whatever it is called."""

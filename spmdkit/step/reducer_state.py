@@ -14,16 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdkit.communication.reducers.base import TOLD, Added, Reducer, inner_axes, value_bytes
 from spmdkit.errors import ConfigError
-from spmdkit.layout import LeafPlacement
-from spmdkit.mesh import describe_mesh
-from spmdkit.reducers.base import TOLD, Added, Reducer, inner_axes, value_bytes
-from spmdkit.step import scope
-from spmdkit.step.forms import kept_spec, part_shape, replica_axes_of, shard_dim_of
-from spmdkit.tree import named_leaves
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.mesh.layout import LeafPlacement
+from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.step import trace_context
+from spmdkit.step.lowering import kept_spec, part_shape, replica_axes_of, shard_dim_of
 
 
-def check_effect(name: str, reducer: Reducer, context: scope.Context, sizes: Mapping[str, int], what: str) -> None:
+def check_effect(
+    name: str, reducer: Reducer, context: trace_context.Context, sizes: Mapping[str, int], what: str
+) -> None:
     """Refuses a reducer that would do nothing on this mesh or in this step.
 
     Args:
@@ -52,7 +54,7 @@ def check_effect(name: str, reducer: Reducer, context: scope.Context, sizes: Map
         )
 
 
-def check_leaves(reducer: Reducer, context: scope.Context) -> None:
+def check_leaves(reducer: Reducer, context: trace_context.Context) -> None:
     """Has the reducer look at what it is to add.
 
     Raises:
@@ -65,7 +67,7 @@ def check_leaves(reducer: Reducer, context: scope.Context) -> None:
 class FirstLook:
     """Has the reducer look, once, at what it tells of the first step in which it adds; that is waited for."""
 
-    def __init__(self, context: scope.Context):
+    def __init__(self, context: trace_context.Context):
         self._look, self._context = context.chosen.reducer.look, context
 
     def __call__(self, metrics: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
@@ -80,7 +82,7 @@ class FirstLook:
             look(added(self._context), {name.removeprefix(TOLD): float(x) for name, x in numbers.items()})
 
 
-def added(context: scope.Context) -> list[Added]:
+def added(context: trace_context.Context) -> list[Added]:
     """Returns the leaves of the gradient that are added over replicas, in flattening order."""
     assert context.cuts.placements is not None
     found, each = [], value_bytes(context.chosen.reduce_dtype or "float32")
@@ -103,7 +105,7 @@ def _with_replicas(sizes: Mapping[str, int]) -> str:
 
 
 def shapes(
-    reducer: Reducer, gradients: Sequence[Any], context: scope.Context
+    reducer: Reducer, gradients: Sequence[Any], context: trace_context.Context
 ) -> tuple[tuple[Any, ...], list[LeafPlacement]]:
     """Returns (`TrainState.reducer` as `jax.ShapeDtypeStruct`, the placement of its leaves).
 

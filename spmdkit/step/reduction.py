@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
-from spmdkit.reducers.base import TOLD, LeafState, Leaves, Over, Reducer, Told
-from spmdkit.step import keys, scope
-from spmdkit.step.means import Mean, Means
-from spmdkit.step.metric import Metric, crossed
-from spmdkit.step.sums import Sums
-from spmdkit.step.totals import Sum
-from spmdkit.tree import named_leaves
+from spmdkit.communication.reducers.base import TOLD, LeafState, Leaves, Over, Reducer, Told
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.step import rng, trace_context
+from spmdkit.step.accumulator import Sums
+from spmdkit.step.metrics.aggregates import Sum
+from spmdkit.step.metrics.base import Metric, crossed
+from spmdkit.step.metrics.mean import Mean, Means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Call:
 
 
 def reduced(
-    context: scope.Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
+    context: trace_context.Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
 ) -> tuple[Sums, Any, Any]:
     """Returns (sums over all replicas, `added` of all, the reducer's new state) of what one replica computed.
 
@@ -50,7 +50,7 @@ def reduced(
 
     What the reducer tells is among the metrics of the sums, under names that begin with `TOLD`.
     """
-    with jax.named_scope(scope.REDUCE):
+    with jax.named_scope(trace_context.REDUCE):
         reducer = context.chosen.reducer
         if call is None:
             sums, added = _exact(reducer, (sums, added), axes)
@@ -84,7 +84,7 @@ def _as_taken(reducer: Reducer, own: Sums, loss: Mean | Means, call: Call) -> tu
 
 
 def _by_reducer(
-    context: scope.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
+    context: trace_context.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """Returns (gradients over all replicas, the reducer's new state, what it tells)."""
     leaves, structure = jax.tree.flatten(gradients)
@@ -109,7 +109,7 @@ def _by_reducer(
 
 
 def _apply(
-    context: scope.Context,
+    context: trace_context.Context,
     reducer: Reducer,
     leaves: Leaves,
     states: list[LeafState],
@@ -124,7 +124,7 @@ def _apply(
     def key() -> jax.Array:
         if call.key is None:
             raise ValueError("a reducer that draws numbers needs the step's key: sk.value_and_grad got None")
-        return keys.reducer_key(call.key)
+        return rng.reducer_key(call.key)
 
     over = Over(axes, num, key, paths)
     if reducer.apply_and_tell is not None:
@@ -159,4 +159,4 @@ def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
 
 
 SEAMS = {"reduced": reduced}
-"""What `verify` replaces (verify/mistakes.py)."""
+"""What `verify` replaces (verify/mutations.py)."""

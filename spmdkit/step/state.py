@@ -16,8 +16,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
-from spmdkit.step import keys, scope
-from spmdkit.tree import common_dtype, describe, named_leaves
+from spmdkit.foundation.trees import common_dtype, describe, named_leaves
+from spmdkit.step import rng as step_rng
+from spmdkit.step import trace_context
 
 
 class Variables(NamedTuple):
@@ -78,7 +79,7 @@ class TrainState:
         reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in the order in which
             they are traced; empty where it keeps nothing. `spmdkit.step.reducer_state`.
         sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state` and `ema` are
-            [groups, ...]. `spmdkit.step.groups`.
+            [groups, ...]. `spmdkit.step.groups.groups`.
         mirrored: inside of a per-replica step, what the parameters are a copy of; else None. It goes with the parameters through the user's
             own `jit` and `jax.tree.map`, leaf by leaf.
     """
@@ -116,7 +117,7 @@ class TrainState:
     @property
     def key(self) -> jax.Array:
         """The random key of this step, the same on every replica: a function of (seed, step), and of the updates within the step."""
-        return keys.step_key(self.rng, self.step)
+        return step_rng.step_key(self.rng, self.step)
 
     def replace(self, **changes: Any) -> TrainState:
         """Returns the state with some fields changed."""
@@ -135,7 +136,7 @@ class TrainState:
             ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica dialect), or the
                 optimizer needs more than it is given.
         """
-        context = scope.current()
+        context = trace_context.current()
         params = originals(self).params
         _check_gradient(context, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
@@ -144,7 +145,7 @@ class TrainState:
         if "grad" in extra:
             extra["grad"] = constrain_update(context, as_stored(extra["grad"]))
         params = constrain_update(context, params)
-        with jax.named_scope(scope.OPTIMIZER):
+        with jax.named_scope(trace_context.OPTIMIZER):
             updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
         new_params = optax.apply_updates(params, updates)
         ema = self.ema
@@ -155,7 +156,7 @@ class TrainState:
             mirrored=None if self.mirrored is None else Mirrored(new_params, new_params, self.mirrored),
             step=self.step + 1,
             # The program sets both back: so a second update within the step draws from another key, and from that of no other step.
-            rng=self.rng if scope.current_examples() is None else keys.updated_root(self.rng),
+            rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
             params=new_params,
             opt_state=opt_state,
             ema=ema,
@@ -183,7 +184,7 @@ def create(
         ema=None
         if ema_decay is None
         else jax.tree.map(lambda x: jnp.array(x, common_dtype(x.dtype, jnp.float32)), params),
-        rng=keys.root_data(seed),
+        rng=step_rng.root_data(seed),
         optimizer=optimizer,
         ema_decay=ema_decay,
         reducer=reducer,
@@ -232,7 +233,7 @@ def check_not_donated(state: Any, what: str) -> None:
         )
 
 
-def constrain_update(context: scope.Context, tree: Any) -> Any:
+def constrain_update(context: trace_context.Context, tree: Any) -> Any:
     """Returns a tree like the parameters, cut as the optimizer's update is."""
     mesh, placements = context.cuts.mesh, context.cuts.placements
     if context.cuts.form == "manual" or mesh is None or placements is None:
@@ -249,7 +250,7 @@ def originals(state: TrainState) -> TrainState:
     return state if state.mirrored is None else state.mirrored.of(state.replace(mirrored=None))
 
 
-def _check_gradient(context: scope.Context, grads: Any, params: Any) -> None:
+def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> None:
     if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
         found, asked = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
         missing, extra = [p for p in asked if p not in found], [p for p in found if p not in asked]
@@ -263,7 +264,7 @@ def _check_gradient(context: scope.Context, grads: Any, params: Any) -> None:
             raise ConfigError(
                 f"apply_gradients: gradient {path} is {describe(grad)}, the parameter is {describe(leaf)}."
             )
-        if context.inside and (axes := scope.differing_axes(context, grad)):
+        if context.inside and (axes := trace_context.differing_axes(context, grad)):
             raise ConfigError(
                 f"apply_gradients: gradient '{path}' differs between the replicas of axes {list(axes)}: the "
                 "reduction is missing. Replicas would drift apart. Use sk.value_and_grad, or sk.pmean(grads) first."

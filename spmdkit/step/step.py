@@ -13,18 +13,18 @@ from jax.sharding import PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import REPLICA_AXES
-from spmdkit.step import scope
-from spmdkit.step.carried import Carried
-from spmdkit.step.forms import whole_kept_specs
+from spmdkit.foundation.trees import describe, first_difference, is_key, named_leaves
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step import trace_context
+from spmdkit.step.checks.return_values import RULE, check_metric_names, is_array, shape_of
+from spmdkit.step.conditional_update import unless
+from spmdkit.step.finite_check import code_of, guarded, is_skipped, skips
 from spmdkit.step.gradient import means_and_grad, whole_rows
-from spmdkit.step.guard import code_of, guarded, is_skipped, skips
-from spmdkit.step.metric import is_metric
-from spmdkit.step.own_metric import taken
-from spmdkit.step.returned import RULE, check_metric_names, is_array, shape_of
+from spmdkit.step.lowering import whole_kept_specs
+from spmdkit.step.metrics.base import is_metric
+from spmdkit.step.metrics.user_metric import taken
+from spmdkit.step.reducer_io import Carried
 from spmdkit.step.state import FIELDS, Mirrored, TrainState, originals
-from spmdkit.step.unless import unless
-from spmdkit.tree import describe, first_difference, is_key, named_leaves
 
 COMPILED_NAME = "train_step"
 """What the compiled step is called, in profiles and in XLA's texts."""
@@ -32,7 +32,7 @@ COMPILED_NAME = "train_step"
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 Stepped = tuple[TrainState, dict[str, Any], Any]
-"""What a step to compile gives: the state, its metrics, and the code of its guard (None where it does not look; `spmdkit.step.guard`)."""
+"""What a step to compile gives: the state, its metrics, and the code of its guard (None where it does not look; `spmdkit.step.finite_check`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +107,10 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
 
 def global_step(
-    train_step: StepFn, context: scope.Context, to_device: Callable[[Any], Any], gradients: list[Any] | None = None
+    train_step: StepFn,
+    context: trace_context.Context,
+    to_device: Callable[[Any], Any],
+    gradients: list[Any] | None = None,
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a step that sees global arrays.
 
@@ -119,7 +122,10 @@ def global_step(
     def stepped(state: TrainState, batch: Batch) -> Stepped:
         rows = whole_rows(context, batch.examples, batch.mask, state.key)
         carried = Carried(state.reducer, gradients)
-        with scope.tracing(dataclasses.replace(context, mask=batch.mask, carried=carried)), scope.over(rows):
+        with (
+            trace_context.tracing(dataclasses.replace(context, mask=batch.mask, carried=carried)),
+            trace_context.over(rows),
+        ):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **carried.told}
@@ -145,7 +151,7 @@ def global_step(
 
 def replica_step(
     train_step: StepFn,
-    context: scope.Context,
+    context: trace_context.Context,
     to_device: Callable[[Any], Any],
     gradients: list[Any] | None = None,
     typed: bool = True,
@@ -167,14 +173,14 @@ def replica_step(
         carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
         inner = dataclasses.replace(context.cutting(form="manual"), inside=True, mask=mask, carried=carried)
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
-        with scope.tracing(inner), scope.over(own_rows):
+        with trace_context.tracing(inner), trace_context.over(own_rows):
             handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
             new_state, metrics = _checked(state, train_step(handed, examples))
             metrics = {**metrics, **carried.told}
         new_state = originals(owned(state, new_state, inner)).replace(reducer=())
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):
-                if axes := scope.differing_axes(inner, leaf):
+                if axes := trace_context.differing_axes(inner, leaf):
                     raise ConfigError(
                         f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction "
                         "is missing. What leaves a per-replica step must be the same on every replica. "
@@ -199,7 +205,7 @@ def replica_step(
     return whole_step
 
 
-def owned(state: TrainState, new_state: TrainState, context: scope.Context | None = None) -> TrainState:
+def owned(state: TrainState, new_state: TrainState, context: trace_context.Context | None = None) -> TrainState:
     """Returns the new state with what is the program's and not the step's: the number of steps, and the root of all keys.
 
     Whatever a step returns there, the next one has the next number and so another key; one that updates four times is one step.

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spmdkit import kinds
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import AXES, resolve
-from spmdkit.names import fake_devices
+from spmdkit.foundation import plugins
+from spmdkit.foundation.constants import fake_devices
+from spmdkit.mesh.mesh import AXES, resolve
 from spmdkit.program.step_context import reducer_of
 
 ROWS = 2
@@ -95,9 +95,9 @@ def provable(config: Config) -> str | dict[str, Any]:
     Without its warm-up: what is compared would be `sum`.
     """
     made = reducer_of(config)
-    choice, _ = kinds.without_common("reducers", config.reducer)
-    name, options = kinds.split(choice)
-    cold = {"warmup": 0} if kinds.is_own(choice) and made.warmup else {}
+    choice, _ = plugins.without_common("reducers", config.reducer)
+    name, options = plugins.split(choice)
+    cold = {"warmup": 0} if plugins.is_own(choice) and made.warmup else {}
     if made.exact:
         return {name: options | cold} if cold else choice
     return "sum" if made.lossless is None else {name: options | cold | dict(made.lossless)}
@@ -105,10 +105,10 @@ def provable(config: Config) -> str | dict[str, Any]:
 
 def about_reducer(config: Config) -> str | None:
     """Returns what a report says of a reducer that is not compared as it is; None where it is, at its own options."""
-    asked, proven = kinds.without_common("reducers", config.reducer)[0], provable(config)
-    if kinds.without_common("reducers", proven)[0] == asked:
+    asked, proven = plugins.without_common("reducers", config.reducer)[0], provable(config)
+    if plugins.without_common("reducers", proven)[0] == asked:
         return None
-    made, name = reducer_of(config), kinds.split(asked)[0]
+    made, name = reducer_of(config), plugins.split(asked)[0]
     if made.lossless is not None:
         return f"reducer {name} is not exact: what is compared is {proven}, at which it loses nothing; its rounding is bounded by its own tests"
     if made.takes == "mean":

@@ -20,9 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from spmdkit import files, project, secret
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import files, redact
+from spmdkit.program import source_digest
 
 FORMAT = 3
 MATHEMATICS = ("optimizer", "clip_norm", "ema", "reducer", "sync", "model_state", "placement")
@@ -47,7 +48,7 @@ def mathematics(config: Config) -> dict[str, Any]:
     found["task_args"] = {k: _without_sizes(v) for k, v in values["task_args"].items() if not _is_size(v)}
     if isinstance(found["optimizer"], dict):
         found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "learning_rate"}
-    return json.loads(json.dumps(secret.without(found)))
+    return json.loads(json.dumps(redact.without(found)))
 
 
 def _is_size(value: Any) -> bool:
@@ -62,17 +63,17 @@ def _without_sizes(value: Any) -> Any:
 
 def task_digest(config: Config) -> str:
     """Returns the digest of the files that the config names and of all that they import from their own project."""
-    return digest(project.texts(config))
+    return digest(source_digest.texts(config))
 
 
 def package_digest() -> str:
     """Returns the digest of spmdkit's own files."""
-    return digest(project.package_digests())
+    return digest(source_digest.package_digests())
 
 
 def versions() -> dict[str, str]:
     """Returns the versions that a proof is of: of Python without the last part."""
-    from spmdkit.version import __version__
+    from spmdkit.foundation.version import __version__
 
     python = ".".join(platform.python_version_tuple()[:2])
     return {"spmdkit": __version__, "python": python} | {name: metadata.version(name) for name in PACKAGES}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spmdkit.config import Config
 from spmdkit.verify import certificate as certificates
-from spmdkit.verify.proof import VerifyOptions, verify
+from spmdkit.verify.report import VerifyOptions, verify
 from spmdkit.verify.table import print_report
 
 

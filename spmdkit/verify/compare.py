@@ -19,7 +19,7 @@ import numpy as np
 
 from spmdkit.verify import noise as noises
 from spmdkit.verify.noise import BOUND, LARGEST, MULTIPLE, Noise
-from spmdkit.verify.subject import Results
+from spmdkit.verify.task_runner import Results
 
 FLOOR_ULPS = 64
 """Ulps below which nothing is told apart: 7.6e-6 in float32, 1.4e-14 in float64."""

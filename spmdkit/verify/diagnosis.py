@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from spmdkit.mesh import MODEL_AXES, REPLICA_AXES
-from spmdkit.verify.finding import Deviation
+from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
+from spmdkit.verify.difference import Deviation
 
 NEAR = 0.02
 """Relative distance at which a factor is taken for a whole number."""

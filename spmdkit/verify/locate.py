@@ -1,6 +1,6 @@
 """`locate`: the first value of a step that differs between one device and a mesh, with its line, how it differs, and the axis.
 
-Both programs are run with every intermediate value as a result (tapped.py), the one device's also with its input moved by one ulp. A value of
+Both programs are run with every intermediate value as a result (tracing.py), the one device's also with its input moved by one ulp. A value of
 the mesh is matched with the one of the same text, line and order. What devices hold is right where it is, for some dims or mesh axes,
 
     the same        the value of one device, whole, cut along any dim, or the same on all of them; rows in another order, where the mesh reorders them
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.program import compiler
 from spmdkit.program.program import Program
-from spmdkit.tree import is_key, named_leaves
-from spmdkit.verify.instruments import one_ulp
-from spmdkit.verify.relation import PARTS
+from spmdkit.verify.probes import one_ulp
 from spmdkit.verify.search import Node, Search, Taps
-from spmdkit.verify.subject import Setting, Subject
-from spmdkit.verify.tapped import Place, Tapped
+from spmdkit.verify.sharding_relation import PARTS
+from spmdkit.verify.task_runner import Setting, Subject
+from spmdkit.verify.tracing import Place, Tapped
 
 PACKAGE = Path(__file__).parents[1]
 NUM_MOVED = 2

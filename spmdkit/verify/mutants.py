@@ -1,7 +1,7 @@
 """Mutants: the program with one known mistake in it. A comparison that lets one of them through proves nothing.
 
 A mutant acts only where the task and the mesh use what it changes; elsewhere it is not applicable, with the reason. The mistakes
-themselves, and how they get into a program, are in mistakes.py.
+themselves, and how they get into a program, are in mutations.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import optax
 
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
-from spmdkit.step import across, gradient, means
-from spmdkit.verify import mistakes, user_mistakes
-from spmdkit.verify.mistakes import Acting
-from spmdkit.verify.subject import Setting
+from spmdkit.step import gradient, replica_collectives
+from spmdkit.step.metrics import mean
+from spmdkit.verify import mutations, user_mistakes
+from spmdkit.verify.mutations import Acting
+from spmdkit.verify.task_runner import Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,36 +123,36 @@ NO_PIPELINE = "the loss uses no sk.pipeline"
 SAME_ALONE = "what the loss adds over replicas changes no number"
 
 MUTANTS = (
-    Mutant("reduction_dropped", "every replica keeps its own sums", _replicas(), mistakes.reducing(mistakes.dropped)),
+    Mutant("reduction_dropped", "every replica keeps its own sums", _replicas(), mutations.reducing(mutations.dropped)),
     Mutant(
         "reduction_doubled",
         "the gradient is added over replicas twice",
         _replicas(),
-        mistakes.reducing(mistakes.doubled),
+        mutations.reducing(mutations.doubled),
     ),
     Mutant(
         "reduction_over_wrong_axis",
         "one replica axis is forgotten",
         _two_replica_axes,
-        mistakes.reducing(mistakes.over_wrong_axis),
+        mutations.reducing(mutations.over_wrong_axis),
     ),
     Mutant(
         "mean_of_means",
         "the gradient is a mean of the replicas' means",
         _replicas(short=True),
-        mistakes.mean_of_means,
+        mutations.mean_of_means,
     ),
     Mutant(
         "replicas_apart",
         "each replica's gradient is a few ulps another one",
         _replicas(),
-        mistakes.reducing(mistakes.apart),
+        mutations.reducing(mutations.apart),
     ),
     Mutant(
         "constant_summed",
         "a derivative with respect to a constant is added up over replicas",
         _replicas(),
-        mistakes.typed_replicas,
+        mutations.typed_replicas,
         unused="the loss takes no derivative with respect to a constant",
         idle="what is added up in the loss's derivatives with respect to constants is zero, or the same without",
     ),
@@ -159,40 +160,40 @@ MUTANTS = (
         "count_without_gradient",
         "the count of the loss has no gradient",
         _replicas(),
-        mistakes.count_without_gradient,
+        mutations.count_without_gradient,
         unused="the count of the loss does not depend on the parameters",
     ),
     Mutant(
         "state_averaged",
         "counters, maxima and keys of the model state are averaged",
         _replicas(),
-        mistakes.averaged_state,
+        mutations.averaged_state,
         unused="the model state has no counter, maximum or key that an average would change",
     ),
     Mutant(
         "key_shared_by_replicas",
         "every replica draws the same",
         _with_example_keys,
-        mistakes.seam(gradient, "positions", mistakes.shared_positions),
+        mutations.seam(gradient, "positions", mutations.shared_positions),
     ),
     Mutant(
         "key_folded_by_device",
         "what is drawn depends on the device",
         _with_example_keys,
-        mistakes.seam(gradient, "positions", mistakes.folded_positions),
+        mutations.seam(gradient, "positions", mutations.folded_positions),
     ),
     Mutant(
         "duplicate_padding",
         "rows that fill up a short batch count",
         _replicas(short=True),
-        mistakes.seam(feed, "place", mistakes.without_mask),
+        mutations.seam(feed, "place", mutations.without_mask),
         traced=False,
     ),
     Mutant(
         "padding_gathered",
         "rows that fill up a short batch are among everybody's, as negatives",
         _with_gathered_rows,
-        mistakes.seam(across, "gathered_mask", mistakes.all_real),
+        mutations.seam(replica_collectives, "gathered_mask", mutations.all_real),
         unused="the loss asks for no mask of everybody's rows",
     ),
     Mutant(
@@ -228,52 +229,52 @@ MUTANTS = (
         "padding_among_examples",
         "the task's own mask has padding rows in it",
         _with_example_mask,
-        mistakes.seam(means, "required", user_mistakes.unmasked),
+        mutations.seam(mean, "required", user_mistakes.unmasked),
     ),
     Mutant(
         "microbatch_twice",
         "the last microbatch is the first one again",
         _accumulating,
-        mistakes.seam(gradient, "cut_microbatches", mistakes.first_microbatch_twice),
+        mutations.seam(gradient, "cut_microbatches", mutations.first_microbatch_twice),
     ),
     Mutant(
         "clip_by_replica_norm",
         "each replica clips by the norm of its own gradient",
         _replicas_clipped,
-        mistakes.reducing(mistakes.clipped_by_replica),
+        mutations.reducing(mutations.clipped_by_replica),
     ),
     Mutant(
         "clip_by_shard_norm",
         "each device clips by the norm of its shard",
         _shards_clipped,
-        mistakes.seam(optax, "clip_by_global_norm", mistakes.clip_by_shard),
+        mutations.seam(optax, "clip_by_global_norm", mutations.clip_by_shard),
     ),
     Mutant(
         "vocabulary_offset",
         "each device takes its part of the vocabulary for the first",
         _cut("tensor"),
-        mistakes.seam(vocab, "axis_index", mistakes.first_part),
+        mutations.seam(vocab, "axis_index", mutations.first_part),
         unused="the loss uses neither sk.embed nor sk.cross_entropy",
     ),
     Mutant(
         "wrong_ring_step",
         "keys and values skip a device of the ring",
         _cut("context", "attention", NO_RING),
-        mistakes.seam(ring_attention, "ring_shift", mistakes.one_step_too_far),
+        mutations.seam(ring_attention, "ring_shift", mutations.one_step_too_far),
         unused=NO_RING,
     ),
     Mutant(
         "stage_gradient_dropped",
         "the layers of the last stage get no gradient",
         _cut("pipeline", "pipeline", NO_PIPELINE),
-        mistakes.last_stage_without_gradient,
+        mutations.last_stage_without_gradient,
         unused=NO_PIPELINE,
     ),
     Mutant(
         "checkpoint_loses_leaf",
         "one leaf comes back as zeros",
         lambda known: [Setting({"data": known.num_devices})],
-        mistakes.losing_a_leaf,
+        mutations.losing_a_leaf,
         restore=True,
         traced=False,
     ),

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spmdkit.verify.subject import Results, Tree
-from spmdkit.verify.wide import difference as wide_difference
-from spmdkit.verify.wide import is_inexact, wide
+from spmdkit.verify.dtypes import difference as wide_difference
+from spmdkit.verify.dtypes import is_inexact, wide
+from spmdkit.verify.task_runner import Results, Tree
 
 SMALL_LEAF = 1e-3
 """Fraction of the tree's norm below which a leaf's norm is no measure: its true value may be zero."""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmdkit.verify.relation import FAR, PARTS, Relation, difference, distance, noise_of, related
-from spmdkit.verify.tapped import Place, Tapped, Value
+from spmdkit.verify.sharding_relation import FAR, PARTS, Relation, difference, distance, noise_of, related
+from spmdkit.verify.tracing import Place, Tapped, Value
 
 SUMS = ("psum", "reduce_scatter")
 """What operations that add over devices begin with."""

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from spmdkit.foundation.formatting import all_visible
 from spmdkit.verify.cases import describe_case
-from spmdkit.words import all_visible
 
 WIDTH = 100
 SHOWN_SKIPPED = 8

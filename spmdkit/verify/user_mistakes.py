@@ -1,6 +1,6 @@
 """The mistakes of users that mutants make: in the loss itself, whatever the toolkit does with it.
 
-Each is a wrapper around the user's loss, put in at the seam `gradient: local_gradient` (mistakes.py).
+Each is a wrapper around the user's loss, put in at the seam `gradient: local_gradient` (mutations.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmdkit.mesh import REPLICA_AXES
-from spmdkit.step import gradient, scope
-from spmdkit.step.means import Mean, Means
-from spmdkit.verify.mistakes import Acting, patched
-from spmdkit.verify.subject import Setting
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step import gradient, trace_context
+from spmdkit.step.metrics.mean import Mean, Means
+from spmdkit.verify.mutations import Acting, patched
+from spmdkit.verify.task_runner import Setting
 
 
 def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
@@ -83,12 +83,12 @@ def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any
 
 def forgotten_key(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
     """Example keys are made from the loss's plain key and the place among the replica's own examples."""
-    examples, key = scope.current_examples(), args[-1]
+    examples, key = trace_context.current_examples(), args[-1]
     if examples is None or key is None:
         return loss_fn(*args)
     acted.append(key)
     places = jnp.arange(examples.num, dtype=jnp.int32)
-    with scope.over(dataclasses.replace(examples, positions=places, key=key)):
+    with trace_context.over(dataclasses.replace(examples, positions=places, key=key)):
         return loss_fn(*args)
 
 

@@ -27,7 +27,7 @@ def main(path: str) -> None:
             judge = judge or _open(spec)
             answer = {"outcome": _answer(judge, job, spec)}
         except BaseException as error:  # noqa: BLE001 - said by the process that asked
-            from spmdkit.faults.exceptions import describe
+            from spmdkit.faults.exit_handler import describe
 
             code, text = describe(error)
             answer = {"error": {"code": code, "message": text}}
@@ -39,10 +39,10 @@ def _open(spec: dict[str, Any]) -> Any:
 
     from spmdkit.cluster import environment, join
     from spmdkit.config import parse_config
-    from spmdkit.tasks import load_task
-    from spmdkit.verify.judge import Judge
-    from spmdkit.verify.room import check_room
-    from spmdkit.verify.subject import Subject
+    from spmdkit.program.task import load_task
+    from spmdkit.verify.memory_check import check_room
+    from spmdkit.verify.runner import Judge
+    from spmdkit.verify.task_runner import Subject
 
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
     # XLA's expensive passes: twice the processor time, and the same collectives (GPT on 8 devices, 2026-11-20).
@@ -57,7 +57,7 @@ def _open(spec: dict[str, Any]) -> Any:
 
 
 def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    from spmdkit.verify.subject import Setting
+    from spmdkit.verify.task_runner import Setting
 
     if job["kind"] == "open":
         return {}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.checkpoint import Checkpoints, RunLock, bucket, ignored_entries, place
+from spmdkit.checkpoint import Checkpoints, RunLock, ignored_entries, location, object_store
 from spmdkit.errors import SpmdkitError
 from tests.support.buckets import shared_client
 
@@ -96,9 +96,9 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
         raise AssertionError(f"sync_global_devices({name!r}) waits for ever")
 
     multihost_utils.sync_global_devices = forbidden
-    if place.is_url(directory):
+    if location.is_url(directory):
         client = shared_client(Path(os.environ["BUCKET_FOLDER"]))
-        bucket._client = lambda scheme: client
+        object_store._client = lambda scheme: client
     checkpoints = Checkpoints(
         directory,
         timeout_s=600 if command == "lose_one" else 60,
@@ -200,11 +200,11 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
         assert checkpoints.settle() == ("", True)
 
     works(1)
-    apart = place.is_url(str(checkpoints.directory))
+    apart = location.is_url(str(checkpoints.directory))
     cases = [
         (2, 1, tensorstore_utils, "ArrayWriteSpec", broken),
         (3, 0, atomicity, "create_all" if apart else "_create_paths", broken_later),
-        *([(4, 1, place, "upload", broken)] if apart else []),
+        *([(4, 1, location, "upload", broken)] if apart else []),
     ]
     for step, by, module, name, instead in cases:
         real = getattr(module, name)
@@ -225,7 +225,7 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
 
 def run_killed(checkpoints: Checkpoints, process_id: int) -> None:
     """Process VICTIM is killed as it writes the object DIES_AT of step 2."""
-    client = bucket._client("s3")
+    client = object_store._client("s3")
     right = client.pipe_file
 
     def dies(key: str, content: bytes) -> None:

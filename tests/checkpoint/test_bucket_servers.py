@@ -232,13 +232,13 @@ def test_orbax_alone_opens_what_was_saved(store, url, tmp_path):
 import json, sys
 import jax.numpy as jnp, orbax.checkpoint as ocp
 from pathlib import Path
-from spmdkit.checkpoint import Checkpoints, place
+from spmdkit.checkpoint import Checkpoints, location
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(3, {"w": jnp.arange(6.0)}, {})
 checkpoints.close()
 where = sys.argv[1]
 if where.startswith("s3"):  # which orbax does not read
-    with place.fetched(place.of(where), 3, Path(sys.argv[2])) as here:
+    with location.fetched(location.of(where), 3, Path(sys.argv[2])) as here:
         found = ocp.StandardCheckpointer().restore(here / "3" / "state")
 else:
     found = ocp.StandardCheckpointer().restore(where + "/3/state")
@@ -295,8 +295,8 @@ def test_a_second_run_is_refused_while_the_first_lives(store, url, tmp_path):
     first, second = host(tmp_path / "first", url), host(tmp_path / "second", url)
     holder = """
 import sys, json
-from spmdkit.checkpoint import Lease, place
-with Lease(place.of(sys.argv[1]), "held"):
+from spmdkit.checkpoint import Lease, location
+with Lease(location.of(sys.argv[1]), "held"):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -6,7 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from spmdkit.checkpoint import Checkpoints, bucket, ignored_entries, inspect, place, verify
+from spmdkit.checkpoint import Checkpoints, ignored_entries, inspect, location, object_store, verify
 from spmdkit.checkpoint.staging import Staging
 from spmdkit.errors import CheckpointWriteError
 from tests.checkpoint.checkpoint_worker import global_state, value_of
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def client(folder, monkeypatch):
     client = shared_client(folder)
-    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    monkeypatch.setattr(object_store, "_client", lambda scheme: client)
     return client
 
 
@@ -50,7 +50,7 @@ def test_what_two_saved_apart_is_whole_and_any_number_restores_it_bit_for_bit(cl
 
 
 def test_orbax_alone_opens_a_copy_and_a_flipped_bit_of_any_process_is_found(client, tmp_path):
-    with place.fetched(place.of(URL), 4, tmp_path) as here:
+    with location.fetched(location.of(URL), 4, tmp_path) as here:
         shape = jax.ShapeDtypeStruct(
             (24, 4096), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
         )
@@ -67,18 +67,20 @@ def test_orbax_alone_opens_a_copy_and_a_flipped_bit_of_any_process_is_found(clie
 
 
 @pytest.mark.parametrize(
-    "victim, at", [(0, f"/2/{place.MARKER}"), (1, "/2/state/ocdbt.process_1/manifest.ocdbt")], ids=["marker", "upload"]
+    "victim, at",
+    [(0, f"/2/{location.MARKER}"), (1, "/2/state/ocdbt.process_1/manifest.ocdbt")],
+    ids=["marker", "upload"],
 )
 def test_a_kill_between_the_first_object_and_the_marker_leaves_no_step_that_is_offered(
     monkeypatch, tmp_path, victim, at
 ):
     client = shared_client(tmp_path)
-    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    monkeypatch.setattr(object_store, "_client", lambda scheme: client)
     for name, value in {"BUCKET_FOLDER": tmp_path, "VICTIM": victim, "DIES_AT": at}.items():
         monkeypatch.setenv(name, str(value))
     run_processes(URL, 2, "killed", 60, victim)
     assert any("/2/state/array_metadatas/process_1" in name for name in client.objects), "nothing was uploaded"
-    assert Checkpoints(URL, is_main=False).steps() == [1] and ignored_entries(place.of(URL)) == ["2"]
+    assert Checkpoints(URL, is_main=False).steps() == [1] and ignored_entries(location.of(URL)) == ["2"]
     again = Checkpoints(URL)
     assert ignored_entries(again.directory) == [] and [row["good"] for row in verify(URL)] == [True]
     again.save(2, {"split": jnp.asarray(value_of(2, 24))}, {})
@@ -101,7 +103,7 @@ def test_a_save_that_one_process_cannot_write_has_failed_on_both_within_seconds_
 
 
 def test_files_of_another_run_among_those_of_a_part_are_not_committed(client, tmp_path):
-    staging = Staging(place.of("s3://bucket-one/other"), tmp_path / "stage")
+    staging = Staging(location.of("s3://bucket-one/other"), tmp_path / "stage")
     (staging.written / "1").mkdir()
     with pytest.raises(CheckpointWriteError, match="process 1 in s3://bucket-one/other/1 are not those that it has"):
         client.objects["bucket-one/other/1/state/ocdbt.process_1/d/of-another"] = b"bytes"

@@ -5,7 +5,7 @@ import time
 
 import jax.numpy as jnp
 
-from spmdkit.checkpoint import Checkpoints, storage
+from spmdkit.checkpoint import Checkpoints, orbax_backend
 from tests.checkpoint.checkpoint_blocking import blocked_s, many_leaves
 
 RATIO = 1.1
@@ -14,14 +14,14 @@ RATIO = 1.1
 def test_saving_blocks_at_most_a_tenth_longer_than_the_orbax_call_inside_it(directory, monkeypatch):
     """Both times come from the same call, so a busy machine slows both."""
     inside = []
-    real = storage.start_save
+    real = orbax_backend.start_save
 
     def timed(*args):
         start = time.perf_counter()
         real(*args)
         inside.append(time.perf_counter() - start)
 
-    monkeypatch.setattr(storage, "start_save", timed)
+    monkeypatch.setattr(orbax_backend, "start_save", timed)
     state = {"params": many_leaves(300, 4), "step": jnp.int32(1)}
     checkpoints = Checkpoints(directory)
     whole = []

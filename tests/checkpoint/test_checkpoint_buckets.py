@@ -7,22 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdkit import attempt
 from spmdkit.checkpoint import (
     Checkpoints,
     Lease,
     best_step,
-    bucket,
-    damage,
     export,
     ignored_entries,
     inspect,
+    location,
     ls,
-    place,
+    object_store,
+    quarantine,
     remove,
     verify,
 )
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, Unreachable
+from spmdkit.foundation import run_status
 from tests.support.buckets import CutOff, InMemory
 
 URL = "s3://bucket-one/runs/first"
@@ -32,7 +32,7 @@ ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((64, 16), jnp.float32)}, "step"
 @pytest.fixture
 def client(monkeypatch):
     client = InMemory()
-    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    monkeypatch.setattr(object_store, "_client", lambda scheme: client)
     return client
 
 
@@ -67,10 +67,10 @@ def test_what_is_saved_is_listed_inspected_verified_exported_and_restored_and_ol
     assert inspect(URL)["leaves"]["params/w"] == {"shape": [64, 16], "dtype": "float32"}
     assert all(row["good"] for row in verify(URL))
     assert export(URL, 3, tmp_path / "w.safetensors") == 3
-    remove(place.of(URL), [3])
+    remove(location.of(URL), [3])
     assert checkpoints.steps() == [1, 4] and ignored_entries(checkpoints.directory) == []
     assert list((tmp_path / "stage").rglob("*")) == [tmp_path / "stage" / "written"], "a step stays where it was staged"
-    del client.objects[f"bucket-one/runs/first/4/{place.MARKER}"]
+    del client.objects[f"bucket-one/runs/first/4/{location.MARKER}"]
     assert checkpoints.steps() == [1] and ignored_entries(checkpoints.directory) == ["4"]
     checkpoints.close()
 
@@ -94,7 +94,7 @@ def test_wherever_a_save_or_a_deletion_is_cut_off_no_committed_step_is_lost_and_
         again = opened(tmp_path, keep=2)
         steps = again.steps()
         assert steps in ([1, 2], [1, 2, 3], [2, 3]), (done, steps)
-        assert ignored_entries(again.directory) == [] and damage.newest_sound(again.directory, None, ()) == (
+        assert ignored_entries(again.directory) == [] and quarantine.newest_sound(again.directory, None, ()) == (
             steps[-1],
             {},
         )
@@ -116,10 +116,10 @@ def test_what_is_damaged_is_found_set_aside_and_passed_over_and_what_is_foreign_
     assert [row["good"] for row in verify(URL)] == [True, False, False]
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoints.restore(3, ABSTRACT)
-    step, wrong = damage.newest_sound(checkpoints.directory, 2, ())
+    step, wrong = quarantine.newest_sound(checkpoints.directory, 2, ())
     assert step == 1 and "_METADATA has" in wrong[2]
-    assert damage.set_aside(checkpoints.directory, "2") == "2.damaged"
-    assert damage.set_aside(checkpoints.directory, "9") == "9.damaged"
+    assert quarantine.set_aside(checkpoints.directory, "2") == "2.damaged"
+    assert quarantine.set_aside(checkpoints.directory, "9") == "9.damaged"
     again = opened(tmp_path)
     assert again.steps() == [1, 3] and ignored_entries(again.directory) == ["2.damaged", "9.damaged"]
     assert client.objects["bucket-one/runs/first/9.damaged/notes.txt"] == b"of somebody"
@@ -163,7 +163,7 @@ def test_metrics_are_copied_before_a_step_is_committed_and_only_whole_lines(clie
 
 
 def test_a_run_whose_folder_was_taken_commits_nothing_more(client, tmp_path):
-    lease = Lease(place.of(URL), "a", sleep=lambda s: None).acquire()
+    lease = Lease(location.of(URL), "a", sleep=lambda s: None).acquire()
     checkpoints = opened(tmp_path, is_ours=lease.is_ours)
     save(checkpoints, 1)
     client.objects["bucket-one/runs/first/run/lease.json"] = json.dumps({"attempt": "b"}).encode()
@@ -181,7 +181,7 @@ def test_a_folder_that_is_taken_while_a_step_is_uploaded_does_not_get_its_marker
     checkpoints.save(1, state_of(1), {"step": 1})
     with pytest.raises(Exception, match="belongs to another run by now"):
         checkpoints.wait()
-    assert checkpoints.steps() == [] and not any(name.endswith(f"1/{place.MARKER}") for name in client.objects)
+    assert checkpoints.steps() == [] and not any(name.endswith(f"1/{location.MARKER}") for name in client.objects)
     checkpoints.close()
 
 
@@ -195,7 +195,7 @@ def test_a_lease_is_refused_while_its_run_lives_and_taken_when_it_does_not(clien
         if how == "lives" and now[0] > 12:
             client.objects[beat] = b"1"
 
-    first = Lease(place.of(URL), "a", sleep=sleep).acquire()
+    first = Lease(location.of(URL), "a", sleep=sleep).acquire()
     first._ended.set()
     holder = json.loads(client.objects["bucket-one/runs/first/run/lease.json"])
     if how == "was killed":
@@ -205,7 +205,7 @@ def test_a_lease_is_refused_while_its_run_lives_and_taken_when_it_does_not(clien
     client.objects["bucket-one/runs/first/run/lease.json"] = json.dumps(holder).encode()
     if how == "gave it back":
         first.release()
-    second = Lease(place.of(URL), "b", clock=lambda: now[0], sleep=sleep)
+    second = Lease(location.of(URL), "b", clock=lambda: now[0], sleep=sleep)
     if how == "lives":
         with pytest.raises(ConfigError, match=r"is in use by process 1 on another since .* Wait for that run"):
             second.acquire()
@@ -218,15 +218,15 @@ def test_a_lease_is_refused_while_its_run_lives_and_taken_when_it_does_not(clien
 
 
 def test_of_two_who_take_a_lease_at_once_one_has_it(client):
-    first = Lease(place.of(URL), "a", sleep=lambda s: Lease(place.of(URL), "b", sleep=lambda s: None)._claim())
+    first = Lease(location.of(URL), "a", sleep=lambda s: Lease(location.of(URL), "b", sleep=lambda s: None)._claim())
     with pytest.raises(ConfigError, match="is in use by"):
         first.acquire()
 
 
 def test_this_process_is_not_gone_and_one_of_before_is():
-    mine = attempt.this_process()
-    assert not attempt.is_gone(mine)
-    assert attempt.is_gone(mine | {"born": 1}) and not attempt.is_gone(mine | {"born": 1, "host": "another"})
+    mine = run_status.this_process()
+    assert not run_status.is_gone(mine)
+    assert run_status.is_gone(mine | {"born": 1}) and not run_status.is_gone(mine | {"born": 1, "host": "another"})
 
 
 def test_a_storage_that_cannot_be_reached_is_no_damage_and_its_error_holds_no_secret(client, tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_a_storage_that_cannot_be_reached_is_no_damage_and_its_error_holds_no_se
 
     monkeypatch.setattr(client, "cat_file", refuse)
     for ask in (
-        lambda: damage.newest_sound(checkpoints.directory, None, ()),
+        lambda: quarantine.newest_sound(checkpoints.directory, None, ()),
         lambda: verify(URL),
         lambda: inspect(URL),
     ):
@@ -257,7 +257,7 @@ def test_a_bucket_that_is_not_there_is_told_by_the_first_write(client, tmp_path,
     with pytest.raises(
         Unreachable, match=r"could not be written: FileNotFoundError: The specified bucket does not exist"
     ):
-        Lease(place.of(URL), "a").acquire()
+        Lease(location.of(URL), "a").acquire()
 
 
 def test_without_the_clients_it_is_said_what_to_install(monkeypatch, tmp_path):
@@ -267,6 +267,6 @@ def test_without_the_clients_it_is_said_what_to_install(monkeypatch, tmp_path):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "filesystem", missing)
-    bucket._client.cache_clear()
+    object_store._client.cache_clear()
     with pytest.raises(ConfigError, match=r"need the package s3fs.*pip install 'spmdkit\[storage\]'"):
         opened(tmp_path)

@@ -150,12 +150,12 @@ def test_a_renamed_step_is_found_out(saved, directory):
 
 
 def test_running_out_of_memory_is_not_called_damage(saved, monkeypatch):
-    from spmdkit.checkpoint import storage
+    from spmdkit.checkpoint import orbax_backend
 
     def out_of_memory(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(storage, "load", out_of_memory)
+    monkeypatch.setattr(orbax_backend, "load", out_of_memory)
     checkpoints, state = saved
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         checkpoints.restore(40, abstract_on(state, mesh_of(1)))

@@ -5,7 +5,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from spmdkit.checkpoint import Checkpoints, storage
+from spmdkit.checkpoint import Checkpoints, orbax_backend
 
 
 @pytest.mark.parametrize("shift_s", [86400, -86400])
@@ -29,14 +29,14 @@ def test_a_clock_that_is_set_by_a_day_again_and_again_while_a_save_is_written_do
 
 def test_what_is_left_of_a_deadline_counts_from_the_first_question_and_ends(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(storage.time, "monotonic", lambda: now[0])
-    assert storage._remaining_s(1e9, None) is None
-    assert storage._remaining_s(1e9, 5.0) == 5.0
+    monkeypatch.setattr(orbax_backend.time, "monotonic", lambda: now[0])
+    assert orbax_backend._remaining_s(1e9, None) is None
+    assert orbax_backend._remaining_s(1e9, 5.0) == 5.0
     now[0] += 3
-    assert storage._remaining_s(1e9, 5.0) == 2.0
+    assert orbax_backend._remaining_s(1e9, 5.0) == 2.0
     now[0] += 3
     with pytest.raises(TimeoutError, match="after 6"):
-        storage._remaining_s(1e9, 5.0)
+        orbax_backend._remaining_s(1e9, 5.0)
     for start in range(200):
-        storage._remaining_s(float(start), 5.0)
-    assert len(storage._begun) == storage.MOST_DEADLINES
+        orbax_backend._remaining_s(float(start), 5.0)
+    assert len(orbax_backend._begun) == orbax_backend.MOST_DEADLINES

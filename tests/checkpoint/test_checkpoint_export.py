@@ -8,7 +8,7 @@ import pytest
 
 from spmdkit.checkpoint import Checkpoints, export
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
-from spmdkit.tree import named_leaves
+from spmdkit.foundation.trees import named_leaves
 from tests.support.checkpoint_states import bits, mesh_of, place, train_state
 
 safetensors = pytest.importorskip("safetensors")

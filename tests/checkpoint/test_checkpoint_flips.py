@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import tensorstore_utils as utils
 
-from spmdkit.checkpoint import Checkpoints, storage
+from spmdkit.checkpoint import Checkpoints, orbax_backend
 from spmdkit.errors import CheckpointError
 from tests.support.checkpoint_states import assert_same, mesh_of
 
@@ -208,9 +208,9 @@ def test_a_checkpoint_whose_checksums_are_all_crc32c_is_restored_and_its_flips_a
         return metadata
 
     before = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}, {"name": "crc32c"}]
-    storage.checksums_on_chunks()
+    orbax_backend.checksums_on_chunks()
     monkeypatch.setattr(utils, "_build_zarr3_metadata", partial(as_before, utils._build_zarr3_metadata))
-    monkeypatch.setattr(storage, "checksums_on_chunks", lambda: None)
+    monkeypatch.setattr(orbax_backend, "checksums_on_chunks", lambda: None)
     assert unnoticed_flips(directory, "both dims", 20) == []
     state = large_state(mesh_of(2, 4), ("fsdp", "data"))
     assert {name: codecs_of(directory, name) for name in state} == dict.fromkeys(state, before)

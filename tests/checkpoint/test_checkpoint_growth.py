@@ -6,8 +6,8 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from spmdkit import files
-from spmdkit.checkpoint import Checkpoints, place, record, storage
+from spmdkit.checkpoint import Checkpoints, location, orbax_backend, record
+from spmdkit.foundation import files
 
 SAVES = 10
 
@@ -43,8 +43,8 @@ def test_a_folder_is_described_as_tensorstore_does_and_tensorstore_is_not_asked(
 
     folder = {"driver": "file", "path": f"{directory}/a b/ü/"}
     asked, real = [], ts.KvStore.Spec(folder).to_json()
-    storage.without_leaks_of_tensorstore()
-    storage.without_leaks_of_tensorstore()
+    orbax_backend.without_leaks_of_tensorstore()
+    orbax_backend.without_leaks_of_tensorstore()
     spec = tensorstore_utils.ts.KvStore.Spec
     monkeypatch.setattr(tensorstore_utils.ts.KvStore, "Spec", lambda given: asked.append(given) or spec(given))
     assert spec(folder).to_json() == real == folder
@@ -80,7 +80,7 @@ def test_the_names_of_a_saves_files_take_no_place_in_the_table_of_interned_strin
     assert any("00ffab" in text for text in interned), "`Path` asks for it by another way"
     interned.clear()
     sizes = record.list_files(tmp_path)
-    assert sizes == place.sizes(tmp_path) == {"state/d/00ffab": 1}
+    assert sizes == location.sizes(tmp_path) == {"state/d/00ffab": 1}
     assert record.digest_small(tmp_path, sizes).keys() == sizes.keys()
     files.tighten(tmp_path)
     assert not [text for text in interned if "00ffab" in text]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from orbax.checkpoint._src.asyncio_utils import run_sync
 
-from spmdkit.checkpoint import Checkpoints, ignored_entries, storage
+from spmdkit.checkpoint import Checkpoints, ignored_entries, orbax_backend
 from spmdkit.checkpoint import record as records
 from spmdkit.errors import CheckpointWriteError, ConfigError
 from tests.support.checkpoint_states import assert_same
@@ -65,7 +65,7 @@ def test_a_failed_save_is_told_once_at_the_next_call_with_its_cause(directory, f
 
 
 def test_parts_that_a_failed_save_has_not_begun_are_ended_with_it():
-    storage.cancel_what_a_failure_leaves()
+    orbax_backend.cancel_what_a_failure_leaves()
 
     async def begins_another():  # so that there is one that has not begun, whenever it ends
         await asyncio.gather(begins_another())
@@ -157,7 +157,7 @@ def test_what_orbax_refuses_at_once_is_a_write_error_too(directory, monkeypatch)
         raise ValueError("orbax says no\nand more")
 
     checkpoints = Checkpoints(directory)
-    monkeypatch.setattr(storage, "start_save", refuse)
+    monkeypatch.setattr(orbax_backend, "start_save", refuse)
     with pytest.raises(CheckpointWriteError, match=r"saving step 1 .*\(ValueError: orbax says no\)"):
         checkpoints.save(1, STATE, {})
     checkpoints.close()

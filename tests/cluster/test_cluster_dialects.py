@@ -7,10 +7,10 @@ from types import MappingProxyType
 import pytest
 from starter_environments import LATER_PORT, ROWS, Refused
 
-from spmdkit.cluster import ClusterSpec, dialects, environment
-from spmdkit.cluster.dialects import all_dialects
-from spmdkit.cluster.dialects.base import LEVELS, Found, Partial
+from spmdkit.cluster import ClusterSpec, environment, environments
 from spmdkit.cluster.environment import resolve
+from spmdkit.cluster.environments import all_dialects
+from spmdkit.cluster.environments.base import LEVELS, Found, Partial
 from spmdkit.cluster.spec import Names, split_address
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
@@ -100,14 +100,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
 def test_a_file_in_the_folder_is_a_dialect_and_a_broken_one_fails_the_contract(body, tmp_path, monkeypatch):
-    source = (
-        "from spmdkit.cluster.dialects.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, Names\nimport os\n"
-    )
+    source = "from spmdkit.cluster.environments.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, Names\nimport os\n"
     (tmp_path / "broken.py").write_text(
         f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
     )
-    monkeypatch.setattr(dialects, "__path__", [*dialects.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, f"{dialects.__name__}.broken", raising=False)
+    monkeypatch.setattr(environments, "__path__", [*environments.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"{environments.__name__}.broken", raising=False)
     found = all_dialects()
     assert set(found) == {*DIALECTS, "broken"}
     with pytest.raises((AssertionError, IndexError)):

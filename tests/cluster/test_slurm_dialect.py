@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdkit.cluster.dialects.slurm import first_host
+from spmdkit.cluster.environments.slurm import first_host
 
 
 @pytest.mark.parametrize(

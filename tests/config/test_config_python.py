@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from spmdkit import config as config_package
-from spmdkit import names
 from spmdkit.config import (
     Config,
     Mesh,
@@ -21,6 +20,7 @@ from spmdkit.config import (
     to_yaml,
 )
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import constants
 
 FULL = {
     "task": "dir/a.py:t",
@@ -209,8 +209,8 @@ def _references(node):
 
 
 def test_the_mesh_of_a_config_has_every_axis_and_no_other():
-    assert set(Mesh.model_fields) == set(names.AXES)
-    assert set().union(*names.LOGICAL_AXES.values()) <= set(names.AXES)
+    assert set(Mesh.model_fields) == set(constants.AXES)
+    assert set().union(*constants.LOGICAL_AXES.values()) <= set(constants.AXES)
 
 
 def test_reading_a_config_starts_no_device_and_imports_no_optax_unless_named(tmp_path):

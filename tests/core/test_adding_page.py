@@ -16,15 +16,18 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit import cluster, kinds, reducers, sync, watchers
-from spmdkit.cluster import dialects
-from spmdkit.cluster.dialects.base import Partial
-from spmdkit.plan.bill import read_bill
+from spmdkit import cluster
+from spmdkit.cluster import environments
+from spmdkit.cluster.environments.base import Partial
+from spmdkit.communication import reducers, sync
+from spmdkit.faults import preemption_sources
+from spmdkit.foundation import plugins
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.cluster import starter_environments
 from tests.cluster.starter_environments import LATER_PORT
+from tests.communication.reducers.test_reducer_contract import wide
 from tests.ops.test_op_contracts import MESH, draw, value_and_grad
-from tests.reducers.test_reducer_contract import wide
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, program_of
 from tests.support.ops_mesh import step, wire
@@ -40,11 +43,11 @@ def added(tmp_path, monkeypatch):
     """Returns a function that adds an example of the page to the folder of its kind, for one test, and returns its name."""
 
     def add(folder, package):
-        (path,) = [path for path in FILES if path.startswith(f"spmdkit/{folder}/")]
-        name, before = Path(path).stem, kinds.names
+        (path,) = [path for path in FILES if path.startswith(f"{package.__name__.replace('.', '/')}/")]
+        name, before = Path(path).stem, plugins.names
         (tmp_path / f"{name}.py").write_text(FILES[path])
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-        monkeypatch.setattr(kinds, "names", lambda asked: before(asked) + [name] * (asked == folder))
+        monkeypatch.setattr(plugins, "names", lambda asked: before(asked) + [name] * (asked == folder))
         monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
         return name
 
@@ -53,7 +56,13 @@ def added(tmp_path, monkeypatch):
 
 def test_the_page_has_an_example_of_each():
     found = {path.rpartition("/")[0] for path in FILES}
-    assert found == {"spmdkit/reducers", "spmdkit/sync", "spmdkit/cluster/dialects", "spmdkit/watchers", ""}
+    assert found == {
+        "spmdkit/communication/reducers",
+        "spmdkit/communication/sync",
+        "spmdkit/cluster/environments",
+        "spmdkit/faults/preemption_sources",
+        "",
+    }
     assert {path for path in FILES if "/" not in path} == {"my_hooks.py", "my_sinks.py", "my_ops.py", "my_syncs.py"}
     assert all(8 <= text.count("\n") <= 45 for text in FILES.values())
 
@@ -63,14 +72,14 @@ def test_the_page_has_an_example_of_each():
 
 def test_the_reducer_loses_nothing(added):
     name = added("reducers", reducers)
-    made = kinds.make("reducers", name)
+    made = plugins.make("reducers", name)
     assert made.takes == "share" and not made.exact
     assert_close(applied_and_owed("replica 2 x fsdp 2 x tensor 2", name), true_sum("replica 2 x fsdp 2 x tensor 2"))
 
 
 def test_the_reducer_at_its_lossless_options_is_the_sum(added):
     name = added("reducers", reducers)
-    lossless = {name: dict(kinds.make("reducers", name).lossless)}
+    lossless = {name: dict(plugins.make("reducers", name).lossless)}
     own, mesh = two_layers(optax.adam(1e-2, eps=1e-3)), {"mesh": {"data": 4}}
     (found, losses), (expected, theirs) = (train(program(mesh, how, own), 3) for how in (lossless, "sum"))
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
@@ -83,7 +92,7 @@ def test_the_reducer_sends_what_it_says(added):
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
     large = [c for c in bill.collectives if c.bytes > 4096]
     assert {c.op for c in large} == {"all_gather"} and not any(c.in_loop for c in large)
-    assert sum(c.bytes for c in large) == pytest.approx(kinds.make("reducers", name).wire(NUM_VALUES, 8), rel=2e-3)
+    assert sum(c.bytes for c in large) == pytest.approx(plugins.make("reducers", name).wire(NUM_VALUES, 8), rel=2e-3)
 
 
 # ---- a sync -------------------------------------------------------------------------------------------------------------
@@ -201,7 +210,7 @@ def test_the_sink_goes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "my_sinks.py").write_text(FILES["my_sinks.py"])
     (tmp_path / "run").mkdir()
-    from spmdkit import user_code
+    from spmdkit.foundation import user_code
 
     table = user_code.find("my_sinks.py:table", "sink", tmp_path)
     run = types.SimpleNamespace(directory=tmp_path / "run")
@@ -219,7 +228,7 @@ def test_the_sink_goes_back(tmp_path, monkeypatch):
 
 
 def test_the_dialect_reads_the_environments_that_wait_for_it(added):
-    name = added("cluster/dialects", dialects)
+    name = added("cluster/environments", environments)
     waiting = [row for row in starter_environments.ROWS if row.later and row.later[0] == name]
     assert len(waiting) >= 2
     for row in waiting:
@@ -233,8 +242,8 @@ def test_the_dialect_keeps_the_contract(added, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(starter_environments.__file__).parent), *sys.path])
     from tests.cluster.test_cluster_dialects import check_contract
 
-    name = added("cluster/dialects", dialects)
-    dialect = importlib.import_module(f"spmdkit.cluster.dialects.{name}")
+    name = added("cluster/environments", environments)
+    dialect = importlib.import_module(f"spmdkit.cluster.environments.{name}")
     check_contract(dialect, monkeypatch)
     env = starter_environments.SKYPILOT
     assert isinstance(dialect.read(env | {"SKYPILOT_NODE_RANK": "2"}), Partial)
@@ -274,7 +283,7 @@ def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
 
 
 def test_the_watcher_gives_a_notice_where_azure_evicts(added, monkeypatch):
-    name = added("watchers", watchers)
+    name = added("watchers", preemption_sources)
     events = []
 
     class Azure(http.server.BaseHTTPRequestHandler):
@@ -292,7 +301,7 @@ def test_the_watcher_gives_a_notice_where_azure_evicts(added, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Azure) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AZURE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        watcher = kinds.make("watchers", name)
+        watcher = plugins.make("watchers", name)
         assert watcher.notice() == ""
         events.append({"EventType": "Preempt", "ResourceType": "VirtualMachine"})
         assert watcher.notice() == "Azure evicts this machine"

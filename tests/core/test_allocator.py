@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from spmdkit import allocator
+from spmdkit.program import allocator
 from tests.support.command_line import Folder
 from tests.support.messages import refused
 
@@ -105,7 +105,7 @@ def test_a_run_keeps_the_pages_of_its_temporaries_unless_the_environment_says_no
     script.write_text(RUN.replace("CONFIG", repr(str(tmp_path / "run.yaml"))))
     found = {}
     for choice in allocator.CHOICES:
-        env = {**os.environ, allocator.SWITCH: choice, "PYTHONPATH": str(allocator.Path(allocator.__file__).parents[1])}
+        env = {**os.environ, allocator.SWITCH: choice, "PYTHONPATH": str(allocator.Path(allocator.__file__).parents[2])}
         done = subprocess.run(
             [sys.executable, script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240
         )

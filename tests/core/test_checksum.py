@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdkit.checksum import as_int, checksums, inner_dims_from, leaf_lanes, shard_lanes
+from spmdkit.foundation.checksum import as_int, checksums, inner_dims_from, leaf_lanes, shard_lanes
 
 M32 = 2**32
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdkit import compile_cache
 from spmdkit.compat import cache as compat_cache
-from spmdkit.compile_cache import SUFFIX, Executables, kept, machine, place
+from spmdkit.program import compile_cache
+from spmdkit.program.compile_cache import SUFFIX, Executables, kept, machine, place
 
 OPTIONS = SimpleNamespace(directory=None, min_s=0.0, max_bytes=2**30)
 

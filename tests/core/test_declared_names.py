@@ -6,9 +6,9 @@ import sys
 import pytest
 
 import spmdkit as sk
-from spmdkit import user_code
 from spmdkit.errors import ConfigError
-from spmdkit.tasks import load_task
+from spmdkit.foundation import user_code
+from spmdkit.program.task import load_task
 from tests.support.messages import refused
 
 KINDS = ("task", "hook", "reducer", "sync", "sink")

@@ -6,8 +6,8 @@ import stat
 import numpy as np
 import pytest
 
-from spmdkit import files
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import files
 
 
 def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path):

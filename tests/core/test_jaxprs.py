@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from spmdkit import jaxprs
+from spmdkit.foundation import jaxprs
 
 
 def turn(carry, x):

@@ -13,11 +13,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
-from spmdkit import layout
 from spmdkit.errors import ConfigError
-from spmdkit.layout import LayoutOptions
-from spmdkit.mesh import AXES, canonical, resolve
-from spmdkit.step import scope
+from spmdkit.mesh import layout
+from spmdkit.mesh.layout import LayoutOptions
+from spmdkit.mesh.mesh import AXES, canonical, resolve
+from spmdkit.step import trace_context
 from tests.support.core_models import regression, regression_loss
 from tests.support.core_runs import assert_close, one_device, program_of, train
 from tests.support.messages import refused
@@ -183,7 +183,7 @@ def test_zero_decides_what_the_fsdp_axis_cuts(zero, stored, compute, gradient):
     seen = {}
 
     def loss_fn(params, batch, key):
-        seen["placements"] = scope.current().cuts.placements
+        seen["placements"] = trace_context.current().cuts.placements
         return regression_loss(params, batch, key)
 
     task = dataclasses.replace(regression(), loss_fn=loss_fn, optimizer=optax.adam(1e-2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import spmdkit as sk
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -15,7 +15,7 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 FOLDERS = r"(?:spmdkit|tests|examples|configs|benchmarks|docs)"
-SCOPES = {value for value in vars(scope).values() if isinstance(value, str) and value.startswith("spmdkit/")}
+SCOPES = {value for value in vars(trace_context).values() if isinstance(value, str) and value.startswith("spmdkit/")}
 """What looks like a path, and is the name of operations in a profile."""
 
 
@@ -69,7 +69,7 @@ def stale_words(text):
     return wrong
 
 
-ROOTS = (ROOT, ROOT / "spmdkit", ROOT / "tests", *(path for path in (ROOT / "spmdkit").iterdir() if path.is_dir()))
+ROOTS = (ROOT, ROOT / "spmdkit", ROOT / "tests", *(path.parent for path in (ROOT / "spmdkit").rglob("__init__.py")))
 
 
 @functools.cache
@@ -106,6 +106,6 @@ def test_what_is_stale_is_seen():
     assert stale_paths(text) == ["spmdkit/gone.py", "spmdkit/none/NAME.py"]
     assert stale_names(text) == [("gone", "spmdkit/cli/launch.py")]
     assert stale_links(ROOT / "README.md", text) == ["gone.md", "#nowhere"]
-    text = "`sk.mean(x)`, `sk.gone`, `make test`, `make gone`, `step/rows.py`, `step/gone.py`, `ops/`, `Run`, `nowhere_at_all`, `Run.nowhere_at_all()`"
+    text = "`sk.mean(x)`, `sk.gone`, `make test`, `make gone`, `step/row_order.py`, `step/gone.py`, `ops/`, `Run`, `nowhere_at_all`, `Run.nowhere_at_all()`"
     assert stale_api(text) == ["sk.gone", "make gone"]
     assert stale_words(text) == ["step/gone.py", "nowhere_at_all", "Run.nowhere_at_all"]

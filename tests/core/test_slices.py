@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spmdkit import mesh
-from spmdkit.names import AXES
+from spmdkit.foundation.constants import AXES
+from spmdkit.mesh import mesh
 
 
 @dataclasses.dataclass(frozen=True)

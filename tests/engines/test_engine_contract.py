@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spmdkit import secret
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import redact
 from spmdkit.launch.engines import all_engines
 from spmdkit.launch.engines.base import REQUIRED, ClusterJob, complete
 from spmdkit.launch.engines.submit import launch_on, prepared, submit
@@ -208,9 +208,9 @@ def test_a_python_without_ray_says_so():
 
 @pytest.mark.parametrize("case", GOLDEN)
 def test_no_secret_of_the_command_is_printed_or_written(case, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(secret, "_known", set())
+    monkeypatch.setattr(redact, "_known", set())
     monkeypatch.chdir(tmp_path)
-    assert secret.in_text(text_of(rendered(case))) == text_of(rendered(case))
+    assert redact.in_text(text_of(rendered(case))) == text_of(rendered(case))
     options, num = GOLDEN[case]
     settings = [f"{name}={value}" for name, value in options.items()]
     args = case.partition("-")[0], (*ARGUMENTS, "task_args.db_pwd=canary"), num, settings, "my-run", 0, None

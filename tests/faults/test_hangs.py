@@ -213,7 +213,7 @@ time_t time(time_t *t) {
 def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_goes_on(job, n, paused_s, shifts):
     """For longer than every limit that is in use: 8 s, and 60 in the long form. JAX's service, which counts by wall time, has a process of its own and is set too.
 
-    It is suspended with the others, or, in the long form, goes on: then its gRPC would give up clients that do not answer for 60 s (keeper/relay.py).
+    It is suspended with the others, or, in the long form, goes on: then its gRPC would give up clients that do not answer for 60 s (cluster/service/grpc_relay.py).
     Of a process alone `interpreter_s` stays as it is by default, 600: the thread in C behind it counts while the process is stopped.
     """
     faulthandler.dump_traceback_later(paused_s + 300, exit=True)  # the limit of a test is five minutes

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import spmdkit.horovod as hvd
-from spmdkit.horovod.absent import ABSENT
+from spmdkit.horovod.unsupported import ABSENT
 from tests.horovod.semantics import ROWS
 
 words = str.split

@@ -6,7 +6,7 @@ import pytest
 
 from spmdkit.cluster.store import MemoryStore
 from spmdkit.horovod.negotiation import Blackboard, HorovodInternalError, Patience, Rounds, decide
-from spmdkit.horovod.world import place
+from spmdkit.horovod.topology import place
 
 
 def want(name, op="allreduce", reduce="Sum", **said):

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmdkit.elastic import ALLOWED, Elastic, Size
+from spmdkit.elastic.sizes import ALLOWED, Elastic, Size
 from spmdkit.errors import ConfigError, ExitCode
-from spmdkit.launch.cause import Exit, lost
+from spmdkit.launch.root_cause import Exit, lost
 from tests.support.forks import Forks, Process
 
 CONFIG = "task: task.py:task\nrun_dir: run\nsteps: 40\nbatch_size: {batch}\nmicrobatches: {micro}\ndevices: {devices}\nmesh: {mesh}\n"

@@ -58,7 +58,7 @@ def test_an_end_of_the_coordination_service_itself_is_said(start):
     launched = start(script, 2)
     launched.read_until("here", count=2)
     children = Path(f"/proc/{launched.popen.pid}/task/{launched.popen.pid}/children").read_text().split()
-    (keeper,) = [pid for pid in children if "keeper/service.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    (keeper,) = [pid for pid in children if "cluster/service/service.py" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(int(keeper), signal.SIGKILL)
     result = launched.wait(timeout_s=20)
     assert result.code == 134

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from spmdkit.elastic import Elastic
+from spmdkit.elastic.sizes import Elastic
 from spmdkit.errors import ConfigError
 from spmdkit.launch.precompile import Precompile
 

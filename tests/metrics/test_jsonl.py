@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spmdkit.errors import CheckpointWriteError, ConfigError, UserCodeError
-from spmdkit.files import write_json
+from spmdkit.foundation.files import write_json
 from spmdkit.metrics import JsonlSink, read_lines
 from spmdkit.metrics.jsonl import record_line
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from spmdkit.foundation.formatting import format_duration, format_rate, format_seconds, format_value
 from spmdkit.metrics import Progress
-from spmdkit.words import format_duration, format_rate, format_seconds, format_value
 
 RECORD = {"step": 120, "loss": 2.3411, "examples_per_s": 12345.2, "step_time_s": 0.05, "input_wait_s": 0.001}
 

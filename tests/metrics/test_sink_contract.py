@@ -15,7 +15,7 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.metrics import sinks
 from spmdkit.metrics.sinks.base import KINDS, Sink
-from spmdkit.metrics.sinks.pipe import Sinks
+from spmdkit.metrics.sinks.queue import Sinks
 from tests.support.messages import refused, says
 
 NAMES = sinks.names()

@@ -15,7 +15,7 @@ from jax import lax
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import REPLICA_AXES
+from spmdkit.mesh.mesh import REPLICA_AXES
 from tests.support.natural_runs import (
     BATCH,
     MESHES,

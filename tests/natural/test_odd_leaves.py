@@ -8,8 +8,8 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.plan.reading import read_program
-from spmdkit.tree import named_leaves
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.plan.compiled_step import read_program
 from tests.support import small_runs
 from tests.support.natural_runs import BATCH, MESHES, STEPS, keep_gradient, leaf_errors, program_of, train
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
-from spmdkit.step.scope import Placements
+from spmdkit.step.trace_context import Placements
 from tests.support.natural_runs import BATCH, MESHES, STEPS, TOLERANCE, leaf_errors, program_of
 
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 8)).astype(np.float32)

@@ -13,7 +13,7 @@ from spmdkit.ops import attention_blocks, attention_splash
 from spmdkit.ops.attention import own_kv_heads
 from spmdkit.ops.attention_blocks import XLA, Mask, merge
 from spmdkit.ops.attention_splash import splash
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.ops_mesh import step, value_and_grad
 
 B, T, N, H = 4, 32, 8, 8
@@ -66,7 +66,7 @@ def on_mesh(op, *args, segments=None, attention=None, **asked):
         *args, ids = sk.context_order((*args, segments))
         return sk.context_restore(op(*args, ids))
 
-    settings = scope.AttentionSettings(**(attention or {}))
+    settings = trace_context.AttentionSettings(**(attention or {}))
     return numbers(in_order, *args, attention=settings, **asked)
 
 
@@ -149,7 +149,7 @@ def test_inside_of_a_manual_part_shards_go_in():
     expected = numbers(lambda x, *w: plain(*(jnp.einsum("BTD,DNH->BTNH", x, a) for a in w)), *args)
     in_order = lambda x, *w: sk.context_restore(part(sk.context_order(x), *w))
     for form in ({}, {"context": "all_to_all"}):
-        asked = {"fsdp": 2, "context": 2, "tensor": 2, "attention": scope.AttentionSettings(**form)}
+        asked = {"fsdp": 2, "context": 2, "tensor": 2, "attention": trace_context.AttentionSettings(**form)}
         assert_equal(numbers(in_order, *args, **asked), expected, 4e-6)
 
 
@@ -166,7 +166,7 @@ def test_inside_of_a_manual_part_few_key_heads_are_taken_by_their_queries():
 
 
 def global_of(fn, *args, **asked):
-    with scope.tracing(step(**asked)) as record:
+    with trace_context.tracing(step(**asked)) as record:
         return jax.jit(fn)(
             *jax.device_put(args, jax.sharding.NamedSharding(record.cuts.mesh, jax.sharding.PartitionSpec()))
         )
@@ -182,7 +182,7 @@ def test_each_device_holds_an_early_and_a_late_chunk():
         [6, 7, 8, 9],
     ]
     assert (global_of(lambda x: sk.context_restore(sk.context_order(x, dim=0), dim=0), x_T, context=4) == x_T).all()
-    contiguous = scope.AttentionSettings(order="contiguous")
+    contiguous = trace_context.AttentionSettings(order="contiguous")
     assert (global_of(lambda x: sk.context_order(x, dim=0), x_T, context=4, attention=contiguous) == x_T).all()
 
 
@@ -298,7 +298,7 @@ def test_the_splash_kernel_gives_the_plain_formula(causal, segments, monkeypatch
     ],
 )
 def test_operands_that_do_not_fit_are_refused(asked, change, message):
-    with scope.tracing(step(**asked)), pytest.raises(ConfigError, match=message):
+    with trace_context.tracing(step(**asked)), pytest.raises(ConfigError, match=message):
         sk.attention(*change(*qkv()))
 
 

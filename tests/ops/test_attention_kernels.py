@@ -14,7 +14,7 @@ from spmdkit.ops import attention as op
 from spmdkit.ops import attention_cudnn, attention_splash
 from spmdkit.ops.attention_blocks import XLA
 from spmdkit.plan.flops import count
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.ops_mesh import step
 
 CUDNN = ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward(")
@@ -36,10 +36,10 @@ def lowered(platform, implementation, segments=False, attention=None, **asked):
     run = jax.jit(jax.grad(loss, (0, 1, 2)))
     if not asked:
         return run.trace(shape(4), shape(2), shape(2)).lower(lowering_platforms=(platform,)).as_text()
-    record = step(attention=scope.AttentionSettings(**(attention or {})), **asked)
+    record = step(attention=trace_context.AttentionSettings(**(attention or {})), **asked)
     whole = jax.sharding.NamedSharding(record.cuts.mesh, jax.sharding.PartitionSpec())
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (shape(4), shape(2), shape(2))]
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         return run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -55,7 +55,7 @@ def lowered_in_replicas(platform, implementation, data_axes, segments, **asked):
 
     of_data = jax.vmap(jax.grad(loss, (0, 1, 2)), axis_name="data", spmd_axis_name=data_axes)
     run = jax.jit(jax.vmap(of_data, axis_name="replica", spmd_axis_name="replica"))
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         return run.trace(shape(4), shape(2), shape(2)).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -163,7 +163,7 @@ def test_auto_takes_what_fits_the_device_and_the_operands(name, one, change, mon
     shape = (2, change.get("tokens", 256), 4, change.get("width", 64))
     q = jax.ShapeDtypeStruct(shape, change.get("dtype", jnp.bfloat16))
     found = op._implementation(
-        scope.Context(), None, q, q, change.get("segments", False), change.get("positions", False)
+        trace_context.Context(), None, q, q, change.get("segments", False), change.get("positions", False)
     )
     expected = {"cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH, "xla": XLA}
     assert found is expected[name]

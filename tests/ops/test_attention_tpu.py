@@ -13,10 +13,10 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding
 import spmdkit as sk
-from spmdkit import layout, mesh
-from spmdkit.step import scope
-from spmdkit.step.noticed import Noticed
-from spmdkit.plan.bill import read_bill
+from spmdkit.mesh import layout, mesh
+from spmdkit.step import trace_context
+from spmdkit.step.usage import Noticed
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import open_target, parse_target
 
@@ -24,14 +24,14 @@ devices = open_target(parse_target("tpu:v5p:2x2x2")).devices
 sizes = mesh.resolve({"context": 4, "tensor": 2}, 8)
 found = {}
 for form in ("ring", "all_to_all"):
-    record = scope.Context(
-        scope.Cuts(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")), noticed=Noticed({"context_order"}),
-        chosen=scope.Choices(logical_axes=layout.logical_axes({}), attention=scope.AttentionSettings(context=form)),
+    record = trace_context.Context(
+        trace_context.Cuts(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")), noticed=Noticed({"context_order"}),
+        chosen=trace_context.Choices(logical_axes=layout.logical_axes({}), attention=trace_context.AttentionSettings(context=form)),
     )
     cut = NamedSharding(record.cuts.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))
     q = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16, sharding=cut)
     run = jax.jit(jax.grad(lambda q, k, v, w: (sk.attention(q, k, v) * w).astype(jnp.float32).sum(), (0, 1, 2)), out_shardings=(cut,) * 3)
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         text = run.lower(q, q, q, q).compile().as_text()
     found[form] = {
         "bytes": sum(c.bytes for c in read_bill(parse(text), sizes).collectives),

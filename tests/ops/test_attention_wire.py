@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit.mesh import canonical
-from spmdkit.plan.bill import read_bill
+from spmdkit.mesh.mesh import canonical
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.flops import count
 from spmdkit.plan.hlo.text import parse
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.ops_mesh import step, wire
 
 pytestmark = pytest.mark.optimized
@@ -25,7 +25,7 @@ MESHES = [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"c
 
 def attend(segments):
     def op(q, k, v, ids=None):
-        scope.current().noticed.called("context_order")
+        trace_context.current().noticed.called("context_order")
         return sk.attention(q, k, v, segment_ids_BT=ids)
 
     ids = [((B, T), ("batch", "sequence"), "int32")] if segments else []
@@ -56,7 +56,7 @@ def passes(op, args, **asked):
     )
     given = [jax.ShapeDtypeStruct(shape, *dtype or [jnp.float32], sharding=cut(dims)) for shape, dims, *dtype in args]
     qkv, ids = given[:3], given[3:]
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         lowered = jax.jit(lambda qkv, ids: jax.vjp(lambda *qkv: op(*qkv, *ids), *qkv)).lower(qkv, ids)
         forward = lowered.compile()
         shapes, treedef = jax.tree.flatten(lowered.out_info)
@@ -90,7 +90,9 @@ def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, 
     ids = 4 * B * T // (num * asked["fsdp"]) if segments else 0
     gathered = {("all_gather", "context"): (num - 1) * ids} if segments else {}
     expected = {("all_to_all", "context"): (num - 1) * (q + kv + q) // num} | gathered
-    forward, backward = passes(*attend(segments), **asked, attention=scope.AttentionSettings(context="all_to_all"))
+    forward, backward = passes(
+        *attend(segments), **asked, attention=trace_context.AttentionSettings(context="all_to_all")
+    )
     assert forward == expected and backward == expected
 
 
@@ -127,12 +129,14 @@ def branches(jaxpr):
 
 def scores(context, order, backward):
     """Returns (scores that the busiest device computes in a causal pass over T tokens, branches of the program)."""
-    record = dataclasses.replace(step(context=context, attention=scope.AttentionSettings(order=order)), in_manual=True)
+    record = dataclasses.replace(
+        step(context=context, attention=trace_context.AttentionSettings(order=order)), in_manual=True
+    )
     op, _ = attend(False)
     run = jax.grad(lambda *qkv: op(*qkv).sum(), (0, 1, 2)) if backward else op
     spec = PartitionSpec(None, "context")
     q = jax.ShapeDtypeStruct((1, T, 1, H), jnp.float32)
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=record.cuts.mesh, in_specs=spec, out_specs=spec))(q, q, q)
     products = 2 + 5 if backward else 2  # forward: q k and p v; backward: again q k, and four gradients
     return count(jaxpr).products / (context * products * 2 * H), branches(jaxpr.jaxpr)
@@ -151,7 +155,7 @@ def test_in_zigzag_order_no_device_works_longer_than_another(context, backward):
 def test_a_plan_counts_what_the_devices_of_a_part_do():
     op, args = attend(False)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in args]
-    with scope.tracing(step(context=4, fsdp=2)):
+    with trace_context.tracing(step(context=4, fsdp=2)):
         found = count(jax.make_jaxpr(op)(*given)).products
     own = (T // 4) ** 2
     assert found == 8 * (B // 2) * N * (own + 3 * own / 2) * 2 * 2 * H

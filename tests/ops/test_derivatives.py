@@ -10,7 +10,7 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.moe.blocks import by_blocks
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.core_runs import assert_close
 from tests.support.ops_mesh import step
 
@@ -75,7 +75,7 @@ def arrays():
 def on_mesh(kind, op, args, tangents, **asked):
     record = step(**asked)
     whole = lambda tree: jax.device_put(tree, NamedSharding(record.cuts.mesh, PartitionSpec()))
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         return jax.jit(KINDS[kind](loss_of(op)))(whole(args), whole(tangents))
 
 
@@ -88,7 +88,7 @@ def in_replicas(kind, op, args, tangents):
         return KINDS[kind](loss_of(op))((x, *args[1:]), (dx, *tangents[1:]))
 
     cut = lambda x: x.reshape(2, -1, *x.shape[1:])
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         return jax.jit(jax.vmap(one, axis_name="data", spmd_axis_name="data"))(cut(args[0]), cut(tangents[0]))
 
 
@@ -128,7 +128,7 @@ def plain_attention(q, k, v):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(seen), v)
 
 
-ALL_TO_ALL = scope.AttentionSettings(context="all_to_all")
+ALL_TO_ALL = trace_context.AttentionSettings(context="all_to_all")
 FORMS = {
     "tensor 2": ({"tensor": 2}, None),
     "ring of 2": ({"context": 2}, None),
@@ -170,7 +170,7 @@ def test_derivatives_through_attention_are_those_of_one_device(form, kind):
     expected = jax.jit(KINDS[kind](weighted(plain_attention)))(args, tangents)
     record = step(attention, **asked)
     whole = lambda tree: jax.device_put(tree, NamedSharding(record.cuts.mesh, PartitionSpec()))
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         found = jax.jit(KINDS[kind](weighted(in_order)))(whole(args), whole(tangents))
     assert_close(found, expected)
 
@@ -188,7 +188,7 @@ def test_derivatives_through_attention_in_the_manual_form_are_each_devices_own(k
 
     on_data = PartitionSpec("data")
     run = jax.shard_map(local, mesh=record.cuts.mesh, in_specs=on_data, out_specs=on_data)
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         assert_close(jax.jit(run)(cut(args), cut(tangents)), expected)
 
 
@@ -203,7 +203,7 @@ def test_derivatives_through_attention_inside_of_a_part_are_those_of_one_device(
 
 def on_mesh_of(fn, *args, **asked):
     record = step(**asked)
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         return jax.jit(fn)(*jax.device_put(args, NamedSharding(record.cuts.mesh, PartitionSpec())))
 
 

@@ -8,12 +8,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
-from spmdkit import compat, jaxprs
-from spmdkit.mesh import make_mesh, resolve
+from spmdkit import compat
+from spmdkit.foundation import jaxprs
+from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.kept import Linearized
 from spmdkit.ops.remat import KEPT, everything_but_gathered, policy, policy_of_names
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.ops_mesh import step
 
 
@@ -91,7 +92,7 @@ def test_the_example_of_the_design_note_is_as_the_note_says(remat, num_kept, pro
     of_one = jax.grad(lambda x, up, down: (op(x, up, down) ** 2).sum(), argnums=(0, 1, 2))
     of_all = jax.vmap(of_one, (0, None, None), spmd_axis_name="data")
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((2, 8, 8, 16), (16, 64), (64, 16))]
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         traced = jax.make_jaxpr(of_all)(*shapes).jaxpr
     forward, backward = [e for e in jaxprs.equations(traced) if e.primitive.name == "spmdkit_manual"]
     y, *kept = (var.aval.shape for var in forward.outvars)

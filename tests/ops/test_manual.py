@@ -8,9 +8,9 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.mesh import resolve
+from spmdkit.mesh.mesh import resolve
 from spmdkit.ops.collectives import all_gather, all_reduce, axes, reduce_scatter
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.core_hlo import collectives
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train
@@ -150,7 +150,7 @@ def _by_hand(x_BTD, up_DF, down_FD):
 
 
 def _gradient_by_hand(kept, dout):
-    assert scope.current().in_manual and axes("mlp") == ("tensor",)
+    assert trace_context.current().in_manual and axes("mlp") == ("tensor",)
     return jax.vjp(column_row, *kept)[1](dout)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.ops.moe import dropless
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.ops_mesh import GATHERED_TWICE, step, wire
 
 pytestmark = pytest.mark.optimized
@@ -102,7 +102,7 @@ def test_for_an_accelerator_rows_are_sent_where_they_are_wanted(platform, monkey
     record = step(expert=8)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in ARGUMENTS]
     loss = lambda *args: mixture(None)(*args).astype(jnp.float32).sum()
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(*shapes)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     # Tokens and weights there again, cotangents of all three passes; the way back again is dead, and XLA leaves it out.

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.core_runs import assert_close
 from tests.support.ops_mesh import step
 
@@ -197,7 +197,7 @@ def doubled(x):
     return x
 
 
-doubled.defvjp(lambda x: (x, None), lambda _, g: (g * scope.current().cuts.size("tensor"),))
+doubled.defvjp(lambda x: (x, None), lambda _, g: (g * trace_context.current().cuts.size("tensor"),))
 
 BROKEN = {
     "takes the mean of its own rows for that of all": lambda x: sk.manual(lambda x: x - x.mean(0), [ROWS], ROWS)(x),
@@ -223,7 +223,7 @@ def value_and_grad(fn, args, record):
     if record is None:
         (_, value), grads = run(*args)
     else:
-        with scope.tracing(record):
+        with trace_context.tracing(record):
             (_, value), grads = run(*jax.device_put(args, NamedSharding(record.cuts.mesh, PartitionSpec())))
     return jax.device_get((value, grads))
 

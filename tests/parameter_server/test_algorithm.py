@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.parameter_server.chief import IN_A_ROW
+from spmdkit.parameter_server.coordinator import IN_A_ROW
 from spmdkit.parameter_server.messages import Rules
 from spmdkit.parameter_server.threads import Killed
 from tests.support.parameter_servers import MOST, Counting, Job, of_task, relative

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from spmdkit.checkpoint.reading import saved_state
+from spmdkit.checkpoint.read_numpy import saved_state
 from tests.support.counted_batches import NUM_EXAMPLES
 from tests.support.ray_runs import (
     DIGITS,

@@ -9,11 +9,11 @@ import optax
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.parameter_server.chief import Chief, parts_of
+from spmdkit.parameter_server.completed_batches import Settled, dealt
+from spmdkit.parameter_server.coordinator import Chief, parts_of
 from spmdkit.parameter_server.messages import Push, Rules
 from spmdkit.parameter_server.partition import check_separable, joined, owners, shard, to_arrays
 from spmdkit.parameter_server.server import Server
-from spmdkit.parameter_server.settled import Settled, dealt
 from spmdkit.parameter_server.threads import Threads
 from spmdkit.parameter_server.transport import Ending, ask
 from spmdkit.step import state as states

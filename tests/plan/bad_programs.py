@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
-from spmdkit.step.scope import current
+from spmdkit.step.trace_context import current
 
 BOUND = {"replicate_above_bytes": 2**16}
 TABLE = np.linspace(0, 1, 256 * 256, dtype=np.float32).reshape(256, 256)

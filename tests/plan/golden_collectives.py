@@ -90,7 +90,7 @@ def entries(target_name: str, strategies: Sequence[str]) -> Iterator[tuple[str, 
 def compiled_entry(strategy: str, machine: Any) -> Entry:
     """Returns the mesh and the rows of a strategy's compiled step on an opened target."""
     from spmdkit.config import load_config
-    from spmdkit.plan.bill import read_bill
+    from spmdkit.plan.collectives_bill import read_bill
     from spmdkit.plan.hlo.text import parse
     from spmdkit.program.opening import open_program, task_of
     from spmdkit.testing import bill_of

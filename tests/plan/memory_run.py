@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.plan.reading import read_program
+from spmdkit.plan.compiled_step import read_program
 from tests.support.core_runs import program_of
 
 jax.config.update("jax_num_cpu_devices", 4)

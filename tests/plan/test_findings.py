@@ -14,15 +14,15 @@ import optax
 import pytest
 
 from spmdkit.config import load_config
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan import findings
-from spmdkit.plan.bill import read_bill
-from spmdkit.plan.findings import padding, pointless_gather, stand_in
+from spmdkit.plan.collectives_bill import read_bill
+from spmdkit.plan.compiled_step import read_program
+from spmdkit.plan.findings import allreduce_for_gather, padding, pointless_gather
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import parse_target
-from spmdkit.plan.reading import read_program
 from spmdkit.program.program import Program
-from spmdkit.words import format_bytes
 from tests.plan import bad_programs
 from tests.plan.bad_programs import good_loss, lines_to_blame, task
 from tests.support.core_runs import program_of
@@ -105,7 +105,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from tests.plan import bad_programs
 from tests.support.core_runs import program_of
-from spmdkit.plan.reading import read_program
+from spmdkit.plan.compiled_step import read_program
 made, settings = bad_programs.full_rematerialization()
 program = program_of(made, **settings)
 found = read_program(program).findings
@@ -233,7 +233,7 @@ from spmdkit.plan.machine.target import open_target, parse_target
 machine = open_target(parse_target("tpu:v5e:2x4"))
 import spmdkit as sk
 from tests.plan import bad_programs
-from spmdkit.plan.reading import read_program
+from spmdkit.plan.compiled_step import read_program
 from spmdkit.program.program import Program
 made, settings = bad_programs.padding_waste()
 program = Program(sk.Config(task="t.py:t", steps=1, **settings), made, machine.devices)
@@ -273,6 +273,6 @@ def test_a_gather_over_a_whole_torus_is_told_from_a_saved_text_of_the_tpu_compil
         program=SimpleNamespace(zero=3, mesh=SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))),
         bill=bill,
     )
-    (found,) = stand_in.find(on("tpu"))
+    (found,) = allreduce_for_gather.find(on("tpu"))
     assert found.code == "all-reduce-for-gather" and "63.0 MiB instead of 31.5 MiB" in found.message
-    assert list(stand_in.find(on("cpu"))) == []
+    assert list(allreduce_for_gather.find(on("cpu"))) == []

@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
 from spmdkit import compat
-from spmdkit.layout import logical_axes
-from spmdkit.mesh import make_mesh, resolve
+from spmdkit.mesh.layout import logical_axes
+from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.ops.collectives import all_gather, reduce_scatter
 from spmdkit.ops.remat import policy
 from spmdkit.plan.flops import count
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 
 def arithmetic(fn, *shapes):
@@ -85,14 +85,14 @@ def test_what_a_parts_gradient_computes_a_second_time_counts_twice(remat, forwar
 
     def step(x, w):
         part = sk.manual(fn, [("batch", "mlp", None), (None, "mlp")], ("batch", "mlp", None))
-        with scope.tracing(record):
+        with trace_context.tracing(record):
             return jax.grad(lambda x, w: part(x, w).sum(), (0, 1))(x, w)
 
     sizes = resolve({"fsdp": 2, "tensor": 4}, 8)
     mesh = make_mesh(sizes, jax.devices())
-    record = scope.Context(
-        scope.Cuts(mesh=mesh, sizes=sizes, inner_axes=("fsdp",)),
-        chosen=scope.Choices(logical_axes=logical_axes({}), remat=policy(remat)),
+    record = trace_context.Context(
+        trace_context.Cuts(mesh=mesh, sizes=sizes, inner_axes=("fsdp",)),
+        chosen=trace_context.Choices(logical_axes=logical_axes({}), remat=policy(remat)),
     )
     jaxpr = jax.make_jaxpr(step)(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))
     forward = 2 * 2 * 4 * 8 * 16 * 32

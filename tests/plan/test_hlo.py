@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from spmdkit.mesh import AXES
-from spmdkit.plan.bill import read_bill
+from spmdkit.mesh.mesh import AXES
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.groups import axes_of, replica_groups
 from spmdkit.plan.hlo.loops import walk
-from spmdkit.plan.hlo.parts import all_readers
+from spmdkit.plan.hlo.readers import all_readers
 from spmdkit.plan.hlo.text import Instruction, parse
 from tests.plan.known_traffic import PROGRAMS, SIZES, W
 

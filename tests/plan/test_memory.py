@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from spmdkit.plan.compiled_step import read_program
 from spmdkit.plan.hlo.liveness import live_at_peak
-from spmdkit.plan.reading import read_program
 from tests.plan.bad_programs import good_loss, task
 from tests.support.core_runs import program_of
 

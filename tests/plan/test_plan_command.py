@@ -142,7 +142,7 @@ def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path
     monkeypatch.setattr("spmdkit.program.memory.memory_of_this_machine", lambda: between * len(devices))
     assert target_of(devices).memory_limit_bytes == between
     planned = []  # memory alone decides: no text of a program is read
-    monkeypatch.setattr("spmdkit.plan.start.plan_program", lambda *_: planned.append(True))
+    monkeypatch.setattr("spmdkit.plan.fit_check.plan_program", lambda *_: planned.append(True))
     with pytest.raises(
         NotAllowed, match=r"a step needs .* of each device, cpu has .*A step has to fit\. Try microbatches: [24]"
     ):

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
+from spmdkit.metrics.report.drawing import group_numbers
+from spmdkit.metrics.report.plan import plan_page, write_page
 from spmdkit.plan.command import make_plan
-from spmdkit.report.drawing import group_numbers
-from spmdkit.report.plan import plan_page, write_page
 from tests.support.plan_files import config
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -103,7 +103,7 @@ def test_a_browser_shows_it_without_an_error_and_without_sideways_scrolling(plan
 
 
 def test_the_report_of_a_run_sets_its_plan_beside_what_was_measured(plan):
-    from spmdkit.report.run_plan import plan_section
+    from spmdkit.metrics.report.run_plan import plan_section
 
     text = plan_section(plan, [0.002, 0.004, 0.003])
     for part in ("memory of a device", "step, predicted", "3 ms", "bound by"):

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.hardware import CHIPS
+from spmdkit.mesh.chips import CHIPS
 from spmdkit.plan.machine.target import open_target, parse_target, target_of
 
 

@@ -33,9 +33,9 @@ def test_the_number_of_collectives_can_be_asserted(mirrored):
 def test_what_differs_is_said_with_every_operation(mirrored, asked, said):
     with pytest.raises(AssertionError, match=said) as error:
         sk.testing.assert_collectives(mirrored, **asked)
-    assert "all_reduce over data, f32" in str(error.value) and "gradient reduction, spmdkit/reducers/sum.py:" in str(
+    assert "all_reduce over data, f32" in str(
         error.value
-    )
+    ) and "gradient reduction, spmdkit/communication/reducers/sum.py:" in str(error.value)
 
 
 def test_a_name_that_is_no_collective_is_refused(mirrored):

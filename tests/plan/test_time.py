@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.hardware import CHIPS
-from spmdkit.plan.bill import Bill
+from spmdkit.mesh.chips import CHIPS
+from spmdkit.plan.collectives_bill import Bill
 from spmdkit.plan.command import choose_target, make_plan
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.calibrate import calibrate, with_measured

@@ -1,7 +1,7 @@
 """Collectives as the TPU compiler alone writes them: spread over fusions, and between slices. Texts cut from libtpu 0.0.42."""
 
-from spmdkit.mesh import AXES
-from spmdkit.plan.bill import read_bill
+from spmdkit.mesh.mesh import AXES
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 
 SPREAD = """HloModule step, num_partitions=4

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.mesh import resolve
-from spmdkit.tree import tree_bytes
+from spmdkit.foundation.trees import tree_bytes
+from spmdkit.mesh.mesh import resolve
 from tests.support.core_hlo import collectives, over
 from tests.support.core_runs import MESHES, program_of
 

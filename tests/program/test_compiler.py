@@ -9,7 +9,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.program import compiler
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.core_models import regression
 from tests.support.core_runs import program_of
 
@@ -58,8 +58,11 @@ def test_deterministic_refuses_what_cannot_be():
     with pytest.raises(ConfigError, match="xla_gpu_deterministic_ops: is false, and deterministic is true"):
         sk.Config(**asked, compiler_options={"xla_gpu_deterministic_ops": False})
     q = jnp.ones((1, 4, 2, 8))
-    chosen = scope.Context().choosing(deterministic=True)
-    with scope.tracing(chosen), pytest.raises(ConfigError, match="cudnn, but its gradient adds in another order"):
+    chosen = trace_context.Context().choosing(deterministic=True)
+    with (
+        trace_context.tracing(chosen),
+        pytest.raises(ConfigError, match="cudnn, but its gradient adds in another order"),
+    ):
         sk.attention(q, q, q, implementation="cudnn")
 
     def lowered(options):

@@ -5,7 +5,7 @@ import optax
 
 import spmdkit as sk
 from spmdkit.cli import main
-from spmdkit.plan.bill import read_bill
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.support.reducer_runs import NUM_VALUES, loss_fn, program, task
 

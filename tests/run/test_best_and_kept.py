@@ -16,7 +16,7 @@ from spmdkit.checkpoint.record import read_record, write_record
 from spmdkit.cli import checkpoint as cli_checkpoint
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.run.loop import evaluate
-from tests.run.test_coming_back import flip_every_array, lose_a_file
+from tests.run.test_restore import flip_every_array, lose_a_file
 from tests.support.small_runs import config_of, environment, events, join, line_task, lines, train
 
 SETTINGS = {

@@ -5,14 +5,15 @@ import json
 import pytest
 
 import spmdkit as sk
-from spmdkit.attempt import newest_saved
-from spmdkit.checkpoint import Lease, bucket, place
+from spmdkit.checkpoint import Lease, location, object_store
 from spmdkit.cluster import ClusterSpec, environment, join
 from spmdkit.errors import CheckpointError, ConfigError
+from spmdkit.foundation.run_status import newest_saved
 from spmdkit.launch.local import _newest
-from spmdkit.run import remote, skipped
 from spmdkit.run.evaluator import evaluate_each
 from spmdkit.run.loop import evaluate
+from spmdkit.run.recovery import skipped_batches
+from spmdkit.run.startup import bucket as startup_bucket
 from tests.support.buckets import InMemory
 from tests.support.clusters import on_all
 from tests.support.small_runs import config_of, events, line_task, lines, steps, train
@@ -24,7 +25,7 @@ SAVED = {"every_steps": 5, "keep": 2, "directory": URL}
 @pytest.fixture
 def client(monkeypatch):
     client = InMemory()
-    monkeypatch.setattr(bucket, "_client", lambda scheme: client)
+    monkeypatch.setattr(object_store, "_client", lambda scheme: client)
     return client
 
 
@@ -70,12 +71,12 @@ def test_batches_that_were_left_out_for_good_are_known_on_a_new_disk_and_to_proc
     task = line_task()
     task = sk.Task(task.init, task.loss_fn, task.optimizer, train_data=task.train_data, hooks=[hook])
     train(tmp_path / "a", task, steps=4, checkpoint={"every_steps": None, "directory": URL})
-    assert skipped.read(tmp_path / "a/run") == ((1, 2),)
+    assert skipped_batches.read(tmp_path / "a/run") == ((1, 2),)
     (tmp_path / "b/run").mkdir(parents=True)
-    remote.bring_skipped(config_of(tmp_path / "b", checkpoint=SAVED), join(environment({})), tmp_path / "b/run")
+    startup_bucket.bring_skipped(config_of(tmp_path / "b", checkpoint=SAVED), join(environment({})), tmp_path / "b/run")
     (tmp_path / "c").mkdir()
     folder = lambda cluster: tmp_path / ("b/run" if cluster.is_main else "c")
-    assert on_all(2, lambda cluster: skipped.read_for_all(folder(cluster), cluster)) == [((1, 2),), ((1, 2),)]
+    assert on_all(2, lambda cluster: skipped_batches.read_for_all(folder(cluster), cluster)) == [((1, 2),), ((1, 2),)]
 
 
 def test_a_second_run_is_refused_and_a_folder_without_its_checkpoints_starts_nothing_over(
@@ -86,7 +87,7 @@ def test_a_second_run_is_refused_and_a_folder_without_its_checkpoints_starts_not
     train(tmp_path / "a", checkpoint=SAVED)
     monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(lease, "RENEW_S", 0.02)
-    with Lease(place.of(URL), "other"), pytest.raises(ConfigError, match="is in use by process"):
+    with Lease(location.of(URL), "other"), pytest.raises(ConfigError, match="is in use by process"):
         train(tmp_path / "b", checkpoint=SAVED, steps=30)
     client.objects = {name: x for name, x in client.objects.items() if "/run/run/" in name}
     with pytest.raises(CheckpointError, match=r"s3://bucket-one/run holds no checkpoint.*never starts over"):
@@ -117,6 +118,6 @@ def test_the_commands_find_the_bucket_by_the_runs_directory(client, tmp_path, ca
 def test_each_process_of_a_host_has_a_stage_of_its_own_and_those_that_a_larger_job_has_left_go(tmp_path):
     for name in ("p000", "p001", "p002", "notes"):
         (tmp_path / "staging" / name).mkdir(parents=True)
-    stages = on_all(2, lambda cluster: remote.options(tmp_path, cluster)["stage"])
+    stages = on_all(2, lambda cluster: startup_bucket.options(tmp_path, cluster)["stage"])
     assert stages == [tmp_path / "staging/p000", tmp_path / "staging/p001"]
     assert sorted(path.name for path in (tmp_path / "staging").iterdir()) == ["notes", "p000", "p001"]

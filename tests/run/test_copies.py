@@ -11,7 +11,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.cluster import environment, join
 from spmdkit.errors import NonFiniteError
-from spmdkit.program.copies import Copies
+from spmdkit.program.replica_check import Copies
 from tests.support.core_models import regression
 from tests.support.core_runs import program_of
 from tests.support.small_runs import config_of

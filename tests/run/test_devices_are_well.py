@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from spmdkit.errors import DeviceError
-from spmdkit.health import products
-from spmdkit.run import well
+from spmdkit.run.startup import health
+from spmdkit.run.startup.health_checks import burn_in
 from tests.support.small_runs import events, train
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(well, "BURN_S", 0.05)
+    monkeypatch.setattr(health, "BURN_S", 0.05)
 
 
 def test_a_run_on_devices_that_are_well_says_so_and_one_that_does_not_ask_says_nothing(tmp_path, capfd):
@@ -24,13 +24,13 @@ def test_a_run_on_devices_that_are_well_says_so_and_one_that_does_not_ask_says_n
 
 
 def test_a_device_that_computes_other_bits_is_named_and_nothing_is_trained(tmp_path, monkeypatch):
-    right = products.operands
+    right = burn_in.operands
 
     def operands(size, device):
         a, b = right(size, device)
         return (a, b + np.float32(1e-6)) if device.id == 1 else (a, b)
 
-    monkeypatch.setattr(products, "operands", operands)
+    monkeypatch.setattr(burn_in, "operands", operands)
     with pytest.raises(DeviceError, match=r"preflight: .*device 1 .*Leave that host or device out") as told:
         train(tmp_path, preflight=True, steps=2)
     assert told.value.exit_code == 1 and not (tmp_path / "run").exists()

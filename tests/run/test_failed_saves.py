@@ -17,7 +17,7 @@ import spmdkit as sk
 from spmdkit.checkpoint import ls
 from spmdkit.checkpoint import record as records
 from spmdkit.errors import CheckpointWriteError, UserCodeError
-from spmdkit.run import saves
+from spmdkit.run.recovery import save_retries
 from tests.support.small_runs import events, line_task, steps, train
 
 
@@ -34,7 +34,7 @@ def disk(monkeypatch):
         real(folder, record)
 
     monkeypatch.setattr(records, "write_record", write)
-    monkeypatch.setattr(saves, "PAUSE_S", 0.0)
+    monkeypatch.setattr(save_retries, "PAUSE_S", 0.0)
     disk = SimpleNamespace(full=[], fired=fired, number=errno.ENOSPC)
     yield disk
     assert fired, "the injection did not fire"
@@ -97,8 +97,8 @@ def test_a_save_that_is_slow_is_said_and_so_is_training_that_waits_for_it(tmp_pa
         real(folder, record)
 
     monkeypatch.setattr(records, "write_record", write)
-    monkeypatch.setattr(saves, "SLOW_SAVE_S", 0.0)
-    monkeypatch.setattr(saves, "HELD_UP_S", 0.2)
+    monkeypatch.setattr(save_retries, "SLOW_SAVE_S", 0.0)
+    monkeypatch.setattr(save_retries, "HELD_UP_S", 0.2)
     train(tmp_path, log={"every_steps": 1, "progress": "plain"})
     out = capsys.readouterr().out
     assert "note: saving step 5 has taken" in out and "training waited" in out

@@ -15,9 +15,9 @@ import pytest
 import spmdkit as sk
 from spmdkit.errors import NonFiniteError
 from spmdkit.plan.command import make_plan
-from spmdkit.run import asynchronous
-from spmdkit.verify.proof import VerifyOptions
-from spmdkit.verify.proof import verify as prove
+from spmdkit.run import parameter_server
+from spmdkit.verify.report import VerifyOptions
+from spmdkit.verify.report import verify as prove
 from tests.support.small_runs import X, config_of, events, line_task, lines, train
 
 ROOT = Path(__file__).parents[2]
@@ -77,9 +77,9 @@ def test_a_run_tells_who_does_what_and_how_stale_gradients_are(tmp_path):
 
 def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch):
     made, killed = [], []
-    transport = asynchronous._transport
-    monkeypatch.setattr(asynchronous, "_transport", lambda *args: made.append(transport(*args)) or made[-1])
-    due = asynchronous._Watch._due
+    transport = parameter_server._transport
+    monkeypatch.setattr(parameter_server, "_transport", lambda *args: made.append(transport(*args)) or made[-1])
+    due = parameter_server._Watch._due
 
     def due_and_kill(self, seen):
         due(self, seen)
@@ -88,7 +88,7 @@ def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch
             killed.append(self.run.saved_at_step)
             made[0].servers[0].kill()
 
-    monkeypatch.setattr(asynchronous._Watch, "_due", due_and_kill)
+    monkeypatch.setattr(parameter_server._Watch, "_due", due_and_kill)
     train(tmp_path, sync=TWO, steps=1000, checkpoint={"every_steps": 20})
     assert killed and events(tmp_path, "server lost")[0]["server"] == 0
     assert [event["step"] for event in events(tmp_path, "servers restored")] == killed
@@ -183,10 +183,10 @@ def test_what_does_not_go_together_is_refused_with_the_repair(tmp_path, changes,
 
 
 def test_a_step_of_an_earlier_spmdkit_says_the_way_on():
-    record = {asynchronous.RECORD: {"servers": [{"applied": 4, "settled": [5, []]}]}}
+    record = {parameter_server.RECORD: {"servers": [{"applied": 4, "settled": [5, []]}]}}
     run = SimpleNamespace(step=4, checkpoints=SimpleNamespace(steps=lambda: [4], read_record=lambda step: record))
     with pytest.raises(sk.SpmdkitError, match=r"earlier spmdkit.*without sync.parameter_server until") as error:
-        asynchronous.saved_tables(run)
+        parameter_server.saved_tables(run)
     assert error.value.exit_code == 79
 
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 
 import spmdkit as sk
-from spmdkit import secret
 from spmdkit.checkpoint import RunLock
 from spmdkit.checkpoint.run_directory import prepare_run_dir
 from spmdkit.cluster import environment, join
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation import redact
 from spmdkit.verify import certificate
 
 CANARY = "canary-in-a-coal-mine"
@@ -53,7 +53,7 @@ log: {{every_steps: 1, progress: plain}}
 @pytest.fixture
 def told(tmp_path, monkeypatch, capfd):
     """A folder whose run has met everything: checkpoints, an error that quotes a secret, a plan, a report."""
-    monkeypatch.setattr(secret, "_known", set())
+    monkeypatch.setattr(redact, "_known", set())
     for name in ("AWS_SECRET_ACCESS_KEY", "JAX_HEADER", "SPMDKIT_FOO", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"Bearer {CANARY}-{name}")
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -99,7 +99,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
     (run / "run.lock").symlink_to(mine)
     with pytest.raises(ConfigError, match=r"the lock .*run.lock cannot be opened .*plain file, no link"):
         RunLock(run).acquire()
-    from spmdkit.attempt import StepMark
+    from spmdkit.foundation.run_status import StepMark
     from spmdkit.metrics import EventLog
     from spmdkit.metrics.sinks.jsonl import JsonlSink
 

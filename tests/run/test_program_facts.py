@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmdkit as sk
-from spmdkit.run.preflight import program_facts
+from spmdkit.run.startup.consistency import program_facts
 from tests.support.small_runs import config_of, line_task
 
 TEXT = {"config with auto chosen", "mesh", "form"}

@@ -10,7 +10,7 @@ from jax import lax
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError, UserCodeError
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 from tests.support.core_models import BATCH, kept_gradient, regression, regression_by_hand, regression_loss
 from tests.support.core_runs import MESHES, TOLERANCE, assert_close, assert_same_run, one_device, program_of, train
 
@@ -378,7 +378,7 @@ def test_a_scan_that_begins_with_a_constant_is_equal_in_the_manual_form():
 
 def test_what_the_manual_form_refuses_for_whatever_reason_is_tried_in_the_mapped_form():
     def loss_fn(params, batch, key):
-        if scope.current().cuts.form == "manual":
+        if trace_context.current().cuts.form == "manual":
             raise AssertionError("not here")
         return regression_loss(params, batch, key)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import spmdkit as sk
-from spmdkit.mesh import resolve
+from spmdkit.mesh.mesh import resolve
 from tests.support.core_hlo import collectives
 from tests.support.core_models import (
     BATCH,

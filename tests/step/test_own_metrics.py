@@ -11,7 +11,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.plan.bill import read_bill
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.support.core_models import regression_data
 from tests.support.core_runs import MESHES, ZERO_2_BESIDE_DATA, program_of

@@ -8,8 +8,8 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.step.agree import of_groups
-from spmdkit.tree import describe, leaf_bytes, named_leaves, tree_bytes
+from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves, tree_bytes
+from spmdkit.step.model_state.agreement import of_groups
 from tests.support.core_runs import program_of
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
@@ -219,7 +219,7 @@ def test_dropout_of_nnx_keeps_its_keys_in_the_model_state():
 
 def test_verify_and_plan_take_keys_in_the_state():
     from spmdkit.plan.memory import shard_bytes
-    from spmdkit.verify.subject import Setting, Subject, flat
+    from spmdkit.verify.task_runner import Setting, Subject, flat
 
     subject = Subject(sk.Config(task="t.py:t"), noisy(OPTIMIZERS["noisy_sgd"]()), 16)
     record = subject.run(subject.program(Setting({"data": 2}, 1)), evaluate=True, restore=True)

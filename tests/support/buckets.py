@@ -19,7 +19,7 @@ class CutOff(BaseException):
 
 
 class InMemory:
-    """What bucket.py asks of a client. `left`: changes that are still made; the one after is a kill."""
+    """What checkpoint/object_store.py asks of a client. `left`: changes that are still made; the one after is a kill."""
 
     def __init__(self):
         self.objects: dict[str, bytes] = {}

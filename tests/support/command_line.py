@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spmdkit import cli
-from spmdkit.faults import exceptions
+from spmdkit.faults import exit_handler
 from tests.support.messages import Says
 
 TASK = """
@@ -93,7 +93,7 @@ class Folder:
             left.append(code)
             raise Left
 
-        self._monkeypatch.setattr(exceptions, "leave", leave)
+        self._monkeypatch.setattr(exit_handler, "leave", leave)
         try:
             code = cli.main(list(arguments))
         except Left:

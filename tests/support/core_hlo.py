@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from spmdkit.plan.bill import read_bill
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.tasks import load_task
+from spmdkit.program.task import load_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCH = 32

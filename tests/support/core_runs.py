@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 import spmdkit as sk
+from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.program import Program
-from spmdkit.tree import named_leaves
 from tests.support.core_models import BATCH, MODELS, kept_gradient
 
 TOLERANCE = 1e-5

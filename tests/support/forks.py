@@ -259,7 +259,7 @@ def _ended(pid: int) -> int | None:
 
 
 def _serve() -> None:
-    import spmdkit.checkpoint.storage
+    import spmdkit.checkpoint.orbax_backend
     import spmdkit.cli
     import spmdkit.run.loop  # noqa: F401
 

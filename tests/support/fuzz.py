@@ -28,7 +28,7 @@ import yaml
 from spmdkit import cli
 from spmdkit.config import json_schema
 from spmdkit.errors import OUTCOMES, ExitCode
-from spmdkit.faults import exceptions
+from spmdkit.faults import exit_handler
 
 MOST_LINES, MOST_S = 25, 3.0
 USAGE = 2
@@ -83,7 +83,7 @@ def run(command: list[str]) -> Ran:
         left.append(code)
         raise Left
 
-    real, exceptions.leave = exceptions.leave, leave  # type: ignore[assignment]
+    real, exit_handler.leave = exit_handler.leave, leave  # type: ignore[assignment]
     path, begin = list(sys.path), time.process_time()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -92,7 +92,7 @@ def run(command: list[str]) -> Ran:
             except Left:
                 code = left[0]
     finally:
-        exceptions.leave = real
+        exit_handler.leave = real
         sys.path[:] = path
     return Ran(int(code), out.getvalue(), err.getvalue(), time.process_time() - begin)
 
@@ -105,7 +105,7 @@ def wrong(case: Case, ran: Ran) -> list[str]:
         found.append(f"code {ran.code}, right would be {sorted(case.codes)}")
     if ran.code != 0 and not ran.error.strip():
         found.append("nothing was said")
-    if "Traceback" in text or exceptions.BUG in text:
+    if "Traceback" in text or exit_handler.BUG in text:
         found.append("a traceback")
     if len(ran.error.splitlines()) > MOST_LINES:
         found.append(f"{len(ran.error.splitlines())} lines")

@@ -233,7 +233,11 @@ class Job:
 
     def keepers(self) -> list[int]:
         """Returns the pids of those that hold a coordination service for this folder's job."""
-        return [pid for pid, _, command in self._alive() if any(part.endswith("keeper/service.py") for part in command)]
+        return [
+            pid
+            for pid, _, command in self._alive()
+            if any(part.endswith("cluster/service/service.py") for part in command)
+        ]
 
     def left(self, within_s: float = 10.0) -> list[str]:
         """Returns what a job that has ended left behind: processes, open ports, locks, temporary files and folders. The service ends a moment after the job.

@@ -17,9 +17,9 @@ from pathlib import Path
 import jax
 
 import spmdkit as sk
-from spmdkit.verify.judge import Judge
 from spmdkit.verify.mutants import MUTANTS
-from spmdkit.verify.subject import Setting, Subject
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Setting, Subject
 from tests.support.strangers import let_optax_promote
 from tests.support.tasks import FOLDER, all_counted
 

@@ -26,12 +26,12 @@ import jax
 
 import spmdkit as sk
 from spmdkit.step import gradient
-from spmdkit.step.rows import RowOrder
-from spmdkit.verify import mistakes, user_mistakes
-from spmdkit.verify.judge import Judge
+from spmdkit.step.row_order import RowOrder
+from spmdkit.verify import mutations, user_mistakes
 from spmdkit.verify.locate import Locator
 from spmdkit.verify.mutants import MUTANTS
-from spmdkit.verify.subject import Setting, Subject
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Setting, Subject
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "verify" / "located"
@@ -122,18 +122,18 @@ OTHERS |= {f"{task} {name}": (task, name, FSDP) for task, names in ON_FSDP.items
 """Task and kind on other meshes than of replicas alone -> what `told` takes."""
 
 TOOLKITS = {
-    "reduction_dropped": [mistakes._first_only],
-    "reduction_doubled": [mistakes.doubled],
-    "reduction_over_wrong_axis": [mistakes._first_only],
-    "microbatch_twice": [mistakes.first_microbatch_twice],
+    "reduction_dropped": [mutations._first_only],
+    "reduction_doubled": [mutations.doubled],
+    "reduction_over_wrong_axis": [mutations._first_only],
+    "microbatch_twice": [mutations.first_microbatch_twice],
     "key_shared_by_replicas": [
-        mistakes.shared_positions,
+        mutations.shared_positions,
         RowOrder.of_microbatch,
         RowOrder.position,
         RowOrder.of_shards,
         gradient._positions,
     ],
-    "key_folded_by_device": [mistakes.folded_positions],
+    "key_folded_by_device": [mutations.folded_positions],
     "mean_over_shard": [user_mistakes.shard_mean],
     "example_keys_forgotten": [user_mistakes.forgotten_key],
 }

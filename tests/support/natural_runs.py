@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 import spmdkit as sk
+from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.program import Program
-from spmdkit.tree import named_leaves
 
 TOLERANCE = 1e-5
 """Relative 2-norm, float32."""

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import layout, mesh
-from spmdkit.plan.bill import read_bill
+from spmdkit.mesh import layout, mesh
+from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 GATHERED_TWICE = jax.__version_info__ >= (0, 11)
 """Whether a gather of the forward pass and the same one of the backward pass stay two where one program has both. What a part gathers is
@@ -20,11 +20,13 @@ def step(attention=None, devices=None, **asked):
     """Returns the record of a step on a mesh, as the program puts it in place."""
     num = math.prod(asked.values())
     sizes = mesh.resolve(asked, num)
-    return scope.Context(
-        scope.Cuts(
+    return trace_context.Context(
+        trace_context.Cuts(
             mesh=mesh.make_mesh(sizes, (devices or jax.devices())[:num]), sizes=sizes, inner_axes=("fsdp", "expert")
         ),
-        chosen=scope.Choices(logical_axes=layout.logical_axes({}), attention=attention or scope.AttentionSettings()),
+        chosen=trace_context.Choices(
+            logical_axes=layout.logical_axes({}), attention=attention or trace_context.AttentionSettings()
+        ),
     )
 
 
@@ -39,7 +41,7 @@ def value_and_grad(fn, *args, **asked):
     if not asked:
         return run(*args)
     record = step(**asked)
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         return run(*jax.device_put(args, _on(record, PartitionSpec())))
 
 
@@ -64,7 +66,7 @@ def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
         of_floats = lambda *xs: fn(*(xs[floats.index(i)] if i in floats else x for i, x in enumerate(args)))
         return jax.vjp(of_floats, *(args[i] for i in floats))[1](cotangent)
 
-    with scope.tracing(record):
+    with trace_context.tracing(record):
         result = jax.eval_shape(fn, *given)
         result = abstract(result.shape, out, result.dtype)
         outs = tuple(given[i].sharding for i in floats) if backward else result.sharding

@@ -13,7 +13,7 @@ import optax
 
 import spmdkit as sk
 from spmdkit.config import replace_keys
-from spmdkit.parameter_server.chief import Chief
+from spmdkit.parameter_server.coordinator import Chief
 from spmdkit.parameter_server.gradient import Gradient, GradientStep, server_optimizer, synchronous
 from spmdkit.parameter_server.messages import Rules
 from spmdkit.parameter_server.partition import owners, shard, to_arrays

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit import kinds
+from spmdkit.communication.reducers.base import Added, LeafShapes, Over, Reducer, inner_axes, shard_dim
 from spmdkit.config import load_config
-from spmdkit.mesh import AXES, REPLICA_AXES, make_mesh
-from spmdkit.plan.bill import Bill, read_bill
+from spmdkit.foundation import plugins
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.mesh.mesh import AXES, REPLICA_AXES, make_mesh
+from spmdkit.plan.collectives_bill import Bill, read_bill
 from spmdkit.plan.hlo.text import parse
 from spmdkit.program.compiler import own_options
 from spmdkit.program.opening import task_of
-from spmdkit.reducers.base import Added, LeafShapes, Over, Reducer, inner_axes, shard_dim
-from spmdkit.tree import named_leaves
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mirrored.yaml"
 WIDTH = ["task_args.width=128", "task_args.layers=4", "task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
@@ -29,7 +29,7 @@ CHOICES: dict[str, Any] = {"sparse_rows": {"sparse_rows": {"leaves": "embed", "r
 
 def reducer_of(name: str) -> Reducer:
     """Returns the reducer of a name."""
-    made: Reducer = kinds.make("reducers", CHOICES.get(name, name))
+    made: Reducer = plugins.make("reducers", CHOICES.get(name, name))
     return made
 
 
@@ -70,7 +70,7 @@ def _state(reducer: Reducer, leaf: jax.ShapeDtypeStruct, sizes: Mapping[str, int
 
 
 def _state_spec(reducer: Reducer, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns where the state of a leaf lives: as in `spmdkit.step.forms.kept_spec`."""
+    """Returns where the state of a leaf lives: as in `spmdkit.step.lowering.kept_spec`."""
     if not reducer.by_shard:
         return PartitionSpec(REPLICA_AXES)
     dims: list[Any] = [None] * len(shape)

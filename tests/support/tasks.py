@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
+from spmdkit.plan.compiled_step import read_program
 from spmdkit.plan.finding import Finding
-from spmdkit.plan.reading import read_program
 from spmdkit.program.program import Program
 from tests.support.natural_runs import leaf_errors
 

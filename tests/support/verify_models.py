@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.verify.judge import Judge
-from spmdkit.verify.subject import Subject
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Subject
 
 VOCAB, WIDTH, HEADS, LENGTH, NUM = 13, 8, 2, 6, 96
 

@@ -9,8 +9,8 @@ import optax
 from jax import lax
 
 import spmdkit as sk
-from spmdkit.verify.judge import Judge
-from spmdkit.verify.subject import Subject
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Subject
 
 REPLICAS = ("replica", "data")
 BATCH = 32

@@ -8,7 +8,7 @@ import collections
 import pytest
 
 QUARTERED = frozenset(
-    ("examples", "horovod", "natural", "ops", "plan", "program", "reducers", "run", "step", "sync", "verify")
+    ("communication", "examples", "horovod", "natural", "ops", "plan", "program", "run", "step", "verify")
 )
 """Folders of which the forms of a test are many, and dear."""
 
@@ -34,7 +34,7 @@ _GPT = "step/test_equal_to_one_device.py::test_loss_gradient_parameters_and_eval
 _LIVES = "examples/test_example_configs.py::test_the_mesh_changes_nothing_but_where_the_"
 _LM1B = "verify/test_verify_handmade.py::test_a_fault_in_the_lm1b_example_is_seen"
 _DERIVATIVE = "natural/test_inner_derivatives.py::test_every_derivative_at_a_constant_is_that_of_one_device"
-_ALONE = "reducers/test_gradients_alone.py::test_a_reducer_that_spoils_all_that_it_is_given_spoils_gradients_alone"
+_ALONE = "communication/reducers/test_gradients_alone.py::test_a_reducer_that_spoils_all_that_it_is_given_spoils_gradients_alone"
 _ROUNDING = "system/test_processes.py::test_rounding_reducers_over_two_processes_are_those_of_one_with_the_same_devices"
 
 THOROUGH = frozenset(
@@ -52,9 +52,9 @@ THOROUGH = frozenset(
         f"{_DERIVATIVE}[replica 2 x data 4-1]",
         f"{_DERIVATIVE}[fsdp 8 zero 2-1]",
         f"{_DERIVATIVE}[data 2 x fsdp 4-1]",
-        "reducers/test_reducer_runs.py::test_replicas_hold_the_same_bits_after_200_steps_and_have_learned[float8]",
-        "reducers/test_reducer_runs.py::test_replicas_hold_the_same_bits_after_200_steps_and_have_learned[sign]",
-        "reducers/test_reducer_warmup.py::test_steps_of_the_warm_up_are_those_of_sum_and_later_ones_those_of_the_reducer[bfloat16-mapped]",
+        "communication/reducers/test_reducer_runs.py::test_replicas_hold_the_same_bits_after_200_steps_and_have_learned[float8]",
+        "communication/reducers/test_reducer_runs.py::test_replicas_hold_the_same_bits_after_200_steps_and_have_learned[sign]",
+        "communication/reducers/test_reducer_warmup.py::test_steps_of_the_warm_up_are_those_of_sum_and_later_ones_those_of_the_reducer[bfloat16-mapped]",
         f"{_ALONE}[mapped-sum]",
         f"{_ALONE}[mapped, zero 2-share]",
         f"{_ALONE}[a step of each replica-share]",

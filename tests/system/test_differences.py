@@ -47,16 +47,16 @@ if "FLIP" in os.environ:
 
 def note_when_data_agree():
     """Writes down how long it takes until text, versions and data were compared: what this process has worked since it began, and what a clock says since it has joined."""
-    from spmdkit import journal
-    from spmdkit.run import preflight
-    compare, joined = preflight.same_program, journal.place().since - sum(journal.spent.values())
+    from spmdkit.foundation import phase
+    from spmdkit.run.startup import consistency
+    compare, joined = consistency.same_program, phase.place().since - sum(phase.spent.values())
 
     def after_the_data(cluster, make):
         with open(f"agreed-{cluster.process_index}", "w") as file:
             file.write(f"{time.process_time()} {time.monotonic() - joined}")
         return compare(cluster, make)
 
-    preflight.same_program = after_the_data
+    consistency.same_program = after_the_data
 
 if "TIMES" in os.environ:
     note_when_data_agree()
@@ -117,7 +117,7 @@ def refused(ended, *says):
 def other_package(hosts: Path) -> dict[str, str]:
     """A spmdkit that divides a mean by something else."""
     shutil.copytree(REPOSITORY / "spmdkit", hosts / "other" / "spmdkit", ignore=shutil.ignore_patterns("__pycache__"))
-    with (hosts / "other" / "spmdkit" / "step" / "means.py").open("a") as file:
+    with (hosts / "other" / "spmdkit" / "step" / "metrics" / "mean.py").open("a") as file:
         file.write("\n# another line\n")
     return {"PYTHONPATH": str(hosts / "other")}
 
@@ -164,7 +164,7 @@ def test_a_difference_in_the_text_of_the_project_is_refused_with_its_line(forks,
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(other_package, "step/means.py"), (other_version, "optax")], ids=["spmdkit", "optax"]
+    ("make", "says"), [(other_package, "step/metrics/mean.py"), (other_version, "optax")], ids=["spmdkit", "optax"]
 )
 def test_a_difference_in_the_packages_is_refused(forks, hosts, make, says):
     refused(train(forks, hosts, make(hosts), fresh=True), says)

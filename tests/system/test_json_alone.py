@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Stands for Gloo's greetings, which go to file descriptor 1 without Python: before and after the object, and in the midst of a line.
 GREETED = """
 import os, sys
-from spmdkit import doctor
+from spmdkit.tools import doctor
 from spmdkit.cli import main
 
 whole = doctor.examine

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from spmdkit.attempt import last_step, unfinished
+from spmdkit.foundation.run_status import last_step, unfinished
 
 pytestmark = pytest.mark.processes
 

@@ -6,13 +6,13 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.program import padding
-from spmdkit.verify import compare, room
+from spmdkit.program import padding_check
+from spmdkit.verify import compare, memory_check
 from spmdkit.verify.diagnosis import diagnose, pattern
-from spmdkit.verify.finding import Deviation
-from spmdkit.verify.instruments import one_ulp
+from spmdkit.verify.difference import Deviation
 from spmdkit.verify.noise import leaf_errors
-from spmdkit.verify.subject import Setting
+from spmdkit.verify.probes import one_ulp
+from spmdkit.verify.task_runner import Setting
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import judge
 
@@ -67,7 +67,7 @@ def test_padding_that_counts_is_refused_by_the_reference():
 @pytest.mark.parametrize("mesh", [{}, {"data": 4}], ids=str)
 def test_padding_that_counts_differs_from_the_reference_where_nothing_else_looks_for_it(mesh, monkeypatch):
     """The reference of a short batch has no padding: the mistake is not made on both sides."""
-    monkeypatch.setattr(padding, "changes", lambda *args: [])
+    monkeypatch.setattr(padding_check, "changes", lambda *args: [])
     found = judge.__wrapped__(tasks.counts_padding, "mask").case(mesh, 1, whole=False)
     assert not found["passed"] and found["gradient_error"] > 1e-3
     assert found["diagnosis"]["kind"] == "uneven counts"
@@ -98,13 +98,13 @@ def test_a_mesh_that_the_task_cannot_use_is_skipped_with_the_reason():
 
 def test_a_task_too_large_for_this_machines_memory_is_refused_with_the_numbers(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1000 kB\n")
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "meminfo")
     init = lambda key: {"w": jax.numpy.zeros((1000, 100))}
     task = sk.Task(init, tasks.right, train_data=tasks.data())
     with pytest.raises(sk.SpmdkitError, match=r"390.6 KiB need about 9.2 MiB, 1000.0 KiB are free"):
-        room.check_room(task, 4, 1)
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "none")
-    room.check_room(task, 4, 1)
+        memory_check.check_room(task, 4, 1)
+    monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "none")
+    memory_check.check_room(task, 4, 1)
 
 
 # ---- numbers and words ------------------------------------------------------------------------------------------------

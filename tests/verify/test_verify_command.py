@@ -7,9 +7,10 @@ import threading
 import pytest
 
 import spmdkit as sk
-from spmdkit import cli, project
+from spmdkit import cli
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
+from spmdkit.program import source_digest
 from spmdkit.run.loop import train
 from spmdkit.verify import VerifyOptions, cases, certificate, verify
 from spmdkit.verify.mutants import MUTANTS
@@ -187,7 +188,7 @@ def test_locate_tells_the_line_of_every_mutant_that_has_one(folder, capfd):
     """And the table has a sentence for each."""
     assert run("--jobs", "1", "--locate", "task_args.width=4") == 0
     table = capfd.readouterr().out.replace("\n", "")
-    assert re.search(r"reduction_dropped: spmdkit/verify/mistakes.py:\d+ \(_first_only\): select_n", table), table
+    assert re.search(r"reduction_dropped: spmdkit/verify/mutations.py:\d+ \(_first_only\): select_n", table), table
 
 
 def test_every_worker_opens_the_task_while_the_first_makes_the_reference(monkeypatch):
@@ -315,7 +316,7 @@ def test_a_certificate_is_about_every_module_of_the_project_that_the_task_import
     (folder / "models" / "other.py").write_text("nobody imports this\n")
     (folder / "task.py").write_text("import models\n" + TASK)
     names = ["models/__init__.py", "models/net.py", "models/parts/last.py", "task.py"]
-    assert list(project.texts(config())) == names
+    assert list(source_digest.texts(config())) == names
     certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
     certificate.require(config(certificate="proof.json"), SIZES)
     for name in names:

@@ -5,8 +5,8 @@ import importlib
 import pytest
 
 import spmdkit as sk
-from spmdkit.verify.judge import Judge
-from spmdkit.verify.subject import Setting, Subject
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Setting, Subject
 
 pytestmark = pytest.mark.promotes("natural code of the libraries' own examples")
 

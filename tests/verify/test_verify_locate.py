@@ -5,9 +5,9 @@ import inspect
 import numpy as np
 import pytest
 
-from spmdkit.verify import locate, mistakes
-from spmdkit.verify.relation import FAR, FLOOR, difference, noise_of, related
-from spmdkit.verify.subject import Setting
+from spmdkit.verify import locate, mutations
+from spmdkit.verify.sharding_relation import FAR, FLOOR, difference, noise_of, related
+from spmdkit.verify.task_runner import Setting
 from tests.support import verify_tasks as tasks
 
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
@@ -55,7 +55,7 @@ def test_a_right_task_has_no_line():
 
 
 @pytest.mark.parametrize(
-    ("name", "function"), [("reduction_dropped", mistakes._first_only), ("reduction_doubled", mistakes.doubled)]
+    ("name", "function"), [("reduction_dropped", mutations._first_only), ("reduction_doubled", mutations.doubled)]
 )
 def test_a_mistake_of_the_toolkit_is_told_with_its_line(name, function, monkeypatch):
     judge = tasks.judge(tasks.metric_of_a_replica)

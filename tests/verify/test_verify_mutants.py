@@ -9,16 +9,18 @@ import optax
 import pytest
 from jax import lax
 
-from spmdkit.checkpoint import leaves
+from spmdkit.checkpoint import state_dict
 from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.ops.pipeline import parts
-from spmdkit.step import across, agree, gradient, means, reduction, several, sums
-from spmdkit.verify import mistakes
-from spmdkit.verify.judge import Judge
-from spmdkit.verify.mistakes import patched, place_of
+from spmdkit.step import accumulator, gradient, multi_term_loss, reduction, replica_collectives
+from spmdkit.step.metrics import mean
+from spmdkit.step.model_state import agreement
+from spmdkit.verify import mutations
 from spmdkit.verify.mutants import MUTANTS, Known, Mutant
-from spmdkit.verify.subject import Setting
+from spmdkit.verify.mutations import patched, place_of
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Setting
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import judge
 
@@ -26,7 +28,20 @@ pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools tim
 
 ROOT = Path(__file__).parents[2]
 
-TABLES = (across, agree, feed, gradient, means, reduction, several, sums, leaves, ring_attention, vocab, parts)
+TABLES = (
+    replica_collectives,
+    agreement,
+    feed,
+    gradient,
+    mean,
+    reduction,
+    multi_term_loss,
+    accumulator,
+    state_dict,
+    ring_attention,
+    vocab,
+    parts,
+)
 """Modules with a table of seams."""
 
 OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
@@ -78,7 +93,11 @@ def test_a_natural_task_is_equal_to_one_device_and_one_device_to_plain_jax(mesh)
 
 @pytest.mark.parametrize(
     ("mistake", "quantity"),
-    [(mistakes.typed_replicas, "gradient"), (mistakes.averaged_state, "loss"), (mistakes.count_without_gradient, None)],
+    [
+        (mutations.typed_replicas, "gradient"),
+        (mutations.averaged_state, "loss"),
+        (mutations.count_without_gradient, None),
+    ],
 )
 def test_verify_finds_by_itself_that_a_repair_of_the_toolkit_was_taken_out(mistake, quantity):
     """The mistake is in the toolkit for every program, one device too, as it was before the repair."""

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from spmdkit.verify import noise
-from spmdkit.verify.subject import Setting
+from spmdkit.verify.task_runner import Setting
 from tests.support import verify_models as models
 
 pytestmark = pytest.mark.promotes("flax, equinox and optax promote, as users' models do")

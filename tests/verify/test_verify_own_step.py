@@ -5,8 +5,8 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.verify.judge import Judge
-from spmdkit.verify.subject import Subject
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Subject
 from tests.tasks import test_gan as gan
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import spmdkit as sk
-from spmdkit import kinds
+from spmdkit.foundation import plugins
 from spmdkit.program.step_context import reducer_of
 from spmdkit.verify.cases import about_reducer, provable
 from tests.support import verify_tasks as tasks
@@ -22,9 +22,9 @@ def config(reducer):
 
 
 def test_every_reducer_is_compared_as_it_is_or_at_options_at_which_it_loses_nothing_but_adasum_which_is_no_sum():
-    assert {*EXACT, *ROUNDED, "adasum"} == {*kinds.names("reducers")}
+    assert {*EXACT, *ROUNDED, "adasum"} == {*plugins.names("reducers")}
     for name, choice in EXACT.items():
-        assert kinds.split(provable(config(choice)))[0] == name and about_reducer(config(choice)) is None
+        assert plugins.split(provable(config(choice)))[0] == name and about_reducer(config(choice)) is None
     for name in ROUNDED:
         proven = provable(config(name))
         assert proven == {name: dict(reducer_of(config(name)).lossless)}

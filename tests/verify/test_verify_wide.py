@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
-from spmdkit.verify.judge import Judge
 from spmdkit.verify.noise import leaf_errors
-from spmdkit.verify.subject import Setting, Subject
+from spmdkit.verify.runner import Judge
+from spmdkit.verify.task_runner import Setting, Subject
 from tests.natural import test_odd_leaves as odd
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")

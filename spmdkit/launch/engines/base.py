@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from spmdkit.errors import ConfigError, ExitCode
-from spmdkit.words import nearest
+from spmdkit.foundation.formatting import nearest
 
 REQUIRED = "<required>"
 

@@ -2,7 +2,7 @@
 
 JobSet gives each pod a name in a headless service, starts all again when one fails, and counts: 42 is not counted (`RestartJobSetAndIgnoreMaxRestarts`), codes that
 another start would end with again fail the JobSet at once, others restart it `--max-restarts` times. A Job ends at its first failed pod (`podFailurePolicy`, FailJob), whose message
-has the exit code. Each pod finds its place by what the manifest hands in (cluster/dialects/jobset.py), a TPU pod by what GKE sets (cloud_tpu.py).
+has the exit code. Each pod finds its place by what the manifest hands in (cluster/environments/jobset.py), a TPU pod by what GKE sets (cloud_tpu.py).
 Source: jobset.sigs.k8s.io, kubernetes-sigs/jobset 08dfbdf; kubernetes.io/docs/tasks/job/pod-failure-policy; cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 """
 

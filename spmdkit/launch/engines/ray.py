@@ -6,7 +6,7 @@ again. Ray's own `max_restarts` would start one actor alone, which cannot join t
 
 `ray.train`'s JaxTrainer does not fit a command: it calls `jax.distributed.initialize` in the actor itself, runs a function in a thread of it (no
 signals), joins nothing where neither GPUs nor TPUs are asked for, and knows no exit codes. `sk.train` inside of a JaxTrainer takes the join as it is
-(cluster/dialects/ray.py, docs/launch/ray.md).
+(cluster/environments/ray.py, docs/launch/ray.md).
 Source: Ray 2.60, ray/train/v2/jax/config.py; docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
 """
 

@@ -1,4 +1,4 @@
-"""Slurm: a batch script with one `srun` step, whose tasks find each other by the step's own variables (cluster/dialects/slurm.py).
+"""Slurm: a batch script with one `srun` step, whose tasks find each other by the step's own variables (cluster/environments/slurm.py).
 
 - `--kill-on-bad-exit=1`: when one task ends badly, the others are ended by Slurm after KillWait (30 s by default; `scontrol show config`).
 - `--signal=USR1@N`: N seconds before the time limit each task gets USR1: all save and leave with 42. `scancel` sends TERM, which does the same.

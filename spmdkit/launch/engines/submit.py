@@ -9,12 +9,12 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from spmdkit import files, secret
 from spmdkit.errors import ConfigError
-from spmdkit.files import not_writable
+from spmdkit.foundation import files, redact
+from spmdkit.foundation.files import not_writable
+from spmdkit.foundation.formatting import nearest
 from spmdkit.launch.engines import all_engines
 from spmdkit.launch.engines.base import ClusterJob, Rendered, complete, quoted
-from spmdkit.words import nearest
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
@@ -71,10 +71,10 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
     """
     for name, text in rendered.files.items():
         say(f"--- {into / name}")
-        say(secret.in_text(text.rstrip("\n")))
+        say(redact.in_text(text.rstrip("\n")))
     say(f"--- in {into}")
     for command in rendered.commands:
-        say(f"$ {secret.in_text(quoted(command))}")
+        say(f"$ {redact.in_text(quoted(command))}")
     if not run:
         return 0
     for command in rendered.commands:
@@ -123,11 +123,11 @@ def launch_on(
     Raises:
         ConfigError: as `prepared` and `submit`, or a word of the command holds a secret.
     """
-    secret.remember_command([*arguments, *settings], files=False)
-    told = [word for word in (*arguments, *settings) if secret.in_text(word) != word]
+    redact.remember_command([*arguments, *settings], files=False)
+    told = [word for word in (*arguments, *settings) if redact.in_text(word) != word]
     if told and not dry_run:
         raise ConfigError(
-            f"--on {engine}: {secret.in_text(told[0])} holds a secret, which would stand in the files of the job. Write it into the config file "
+            f"--on {engine}: {redact.in_text(told[0])} holds a secret, which would stand in the files of the job. Write it into the config file "
             "on the hosts, or let the task read a variable that they set. --dry-run prints the files without it."
         )
     rendered = prepared(

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdkit import user_code
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import user_code
+from spmdkit.foundation.formatting import nearest
 from spmdkit.metrics.sinks.base import Sink
-from spmdkit.metrics.sinks.pipe import Sinks
-from spmdkit.words import nearest
+from spmdkit.metrics.sinks.queue import Sinks
 
 __all__ = ["ChosenSink", "Sink", "Sinks", "chosen", "names"]
 
@@ -32,7 +32,7 @@ class ChosenSink(NamedTuple):
 
 def names() -> list[str]:
     """Returns the names of the sinks that come with the package."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("base", "pipe"))
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("base", "queue"))
 
 
 def chosen(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[ChosenSink]:

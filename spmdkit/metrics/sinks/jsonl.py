@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit.files import FILE_MODE, not_writable, not_written, replace
+from spmdkit.foundation.files import FILE_MODE, not_writable, not_written, replace
 from spmdkit.metrics.jsonl import parse_object, record_line
 from spmdkit.metrics.sinks.base import Sink
 

@@ -46,18 +46,18 @@ import jax
 import jax.numpy as jnp
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import nearest
 from spmdkit.ops.collectives import axis_size
 from spmdkit.ops.manual import Dims, manual
 from spmdkit.ops.moe.experts import Expert, dims_of, mlp
 from spmdkit.ops.moe.load import Load
 from spmdkit.ops.moe.mixture import GATHERED, Mixing, Operands, dims_in, dims_out, mixture
-from spmdkit.step import scope
-from spmdkit.words import nearest
+from spmdkit.step import trace_context
 
 __all__ = ["Load", "mlp", "moe"]
 
 
-@jax.named_scope(scope.MOE)
+@jax.named_scope(trace_context.MOE)
 def moe(
     x_BTD: jax.Array,
     router_DE: jax.Array,
@@ -182,7 +182,7 @@ def _check(
 def _check_experts(experts: Any, dims: Any, num_experts: int) -> None:
     """Refuses weights that are not those of all experts of the router, and experts that the axis does not divide."""
     num_devices = axis_size("expert")
-    in_manual = scope.current().in_manual
+    in_manual = trace_context.current().in_manual
     if num_experts % num_devices:
         fits = [n for n in range(1, num_devices) if num_experts % n == 0 and num_devices % n == 0]
         raise ConfigError(

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
+from spmdkit.foundation.trees import common_dtype
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.kept import floats
-from spmdkit.tree import common_dtype
 
 
 def by_blocks(

@@ -32,7 +32,7 @@ from spmdkit.ops.collectives import Names, all_gather, axes, axis_index, axis_si
 from spmdkit.ops.moe.experts import Expert, run_sorted
 from spmdkit.ops.moe.router import Routing
 from spmdkit.ops.moe.rows import sum_rows
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 
 def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Expert, *, over: Names) -> jax.Array:
@@ -53,7 +53,7 @@ def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Exper
 
 
 def _platform() -> str:
-    mesh = scope.current().cuts.mesh
+    mesh = trace_context.current().cuts.mesh
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 

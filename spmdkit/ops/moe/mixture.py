@@ -19,7 +19,7 @@ from spmdkit.ops.moe.dropless import through_rows
 from spmdkit.ops.moe.experts import Expert, is_dims
 from spmdkit.ops.moe.load import Load, load_of
 from spmdkit.ops.moe.router import Routing, route, token_noise
-from spmdkit.step import scope
+from spmdkit.step import trace_context
 
 GATHERED = "embed"
 """The name of dims that are made whole before they are used."""
@@ -153,7 +153,7 @@ def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
     """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model called that."""
     positions_T = np.arange(num_tokens, dtype=np.int32)
     num = axis_size("sequence")
-    is_reordered = scope.current().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
+    is_reordered = trace_context.current().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
     if num > 1 and is_reordered and context.order() == "zigzag":
         parts = np.split(positions_T, 2 * num)
         positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])

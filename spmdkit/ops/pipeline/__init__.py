@@ -34,13 +34,13 @@ from typing import Any
 import jax
 from jax import lax
 
+from spmdkit.foundation.trees import abstract
 from spmdkit.ops.pipeline.checks import check_layers, check_place, checked, loss_and_metrics, without_gradient
 from spmdkit.ops.pipeline.gpipe import forward
 from spmdkit.ops.pipeline.one_f_one_b import one_f_one_b
 from spmdkit.ops.pipeline.parts import AXIS, Model, Pipe, Rows
 from spmdkit.ops.pipeline.schedule import StageSchedule
-from spmdkit.step import scope
-from spmdkit.tree import abstract
+from spmdkit.step import trace_context
 
 __all__ = ["pipeline"]
 
@@ -81,9 +81,9 @@ def pipeline(
             than it must, `rows` depend on parameters, or a schedule that computes the gradient of one sum is given several means.
     """
 
-    @jax.named_scope(scope.PIPELINE)
+    @jax.named_scope(trace_context.PIPELINE)
     def pipelined(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
-        context = scope.current()
+        context = trace_context.current()
         context.noticed.called("pipeline")
         context.noticed.axis(AXIS)
         check_place(context)
@@ -92,7 +92,7 @@ def pipeline(
         rows = without_gradient(rows)
         one_sum = num_stages > 1 and settings.schedule != "gpipe"
         model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args), one_sum))
-        examples = scope.current_examples()
+        examples = trace_context.current_examples()
         own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
         if num_stages == 1:
             stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stacked_dims:]), layers)
@@ -108,7 +108,9 @@ def pipeline(
     return pipelined
 
 
-def _one_stage(model: Model, context: scope.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows) -> Any:
+def _one_stage(
+    model: Model, context: trace_context.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows
+) -> Any:
     """Returns (loss, metrics) of the model as it is written: one layer after the other. `stack` is [L, ...]."""
     rows, embed = own.data, model.embed
     model, _ = checked(model, context, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
@@ -119,7 +121,7 @@ def _one_stage(model: Model, context: scope.Context, embed_params: Any, stack: A
 
 def _set_up(
     model: Model,
-    context: scope.Context,
+    context: trace_context.Context,
     head_per_token: bool,
     embed_params: Any,
     weights: Any,

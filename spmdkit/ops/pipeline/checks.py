@@ -13,14 +13,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import describe, first_difference, named_leaves
 from spmdkit.ops.pipeline.parts import Model, Rows, alone, working_on
 from spmdkit.ops.remat import remat
-from spmdkit.step import scope
-from spmdkit.step.means import Mean, Means
-from spmdkit.tree import describe, first_difference, named_leaves
+from spmdkit.step import trace_context
+from spmdkit.step.metrics.mean import Mean, Means
 
 
-def check_place(context: scope.Context) -> None:
+def check_place(context: trace_context.Context) -> None:
     """Raises ConfigError inside of `sk.manual`."""
     if context.in_manual:
         raise ConfigError(
@@ -49,7 +49,7 @@ def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: in
 
 
 def checked(
-    model: Model, context: scope.Context, embed_params: Any, weights: Any, head_params: Any, rows: Rows
+    model: Model, context: trace_context.Context, embed_params: Any, weights: Any, head_params: Any, rows: Rows
 ) -> tuple[Model, Any]:
     """Returns the model with rematerialised layers, and the shapes of the activation.
 

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.ops.pipeline.schedule import StageSchedule
-from spmdkit.step import scope
-from spmdkit.step.rows import join, split
+from spmdkit.step import trace_context
+from spmdkit.step.row_order import join, split
 
 AXIS = "pipeline"
 
@@ -55,12 +55,14 @@ class Rows:
 
 
 @contextlib.contextmanager
-def working_on(context: scope.Context, rows: Rows) -> Iterator[None]:
+def working_on(context: trace_context.Context, rows: Rows) -> Iterator[None]:
     """While the body traces one of the user's functions, the scope tells of these rows."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(scope.tracing(context))
+        stack.enter_context(trace_context.tracing(context))
         if rows.positions is not None:
-            stack.enter_context(scope.over(scope.Examples(rows.num, rows.mask, rows.positions, rows.key)))
+            stack.enter_context(
+                trace_context.over(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
+            )
         yield
 
 
@@ -82,7 +84,7 @@ class Pipe:
     """One pipeline on one mesh. `context` is that of a stage: the pipeline axis belongs to the enclosing vmap."""
 
     model: Model
-    context: scope.Context
+    context: trace_context.Context
     schedule: StageSchedule
     x_shapes: Any
     """Shapes of one microbatch's activation, [b, ...]."""
@@ -277,4 +279,4 @@ def pick(tree: Any, index: Any, dim: int = 0) -> Any:
 
 
 SEAMS = {"chunks": Pipe.chunks, "joined": Pipe.joined}
-"""What `verify` replaces (verify/mistakes.py)."""
+"""What `verify` replaces (verify/mutations.py)."""

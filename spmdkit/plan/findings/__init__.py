@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.plan.bill import Bill, Collective
+from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.finding import SEVERITIES, Finding
 from spmdkit.plan.hlo.text import Module
 from spmdkit.plan.memory import Memory

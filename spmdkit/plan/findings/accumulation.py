@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.plan.bill import Collective
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.text import Shape
-from spmdkit.words import format_bytes
 
 
 def find(subject: CompiledStep) -> Iterator[Finding]:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.source import source_of
-from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**16
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.source import source_of
-from spmdkit.words import format_bytes
 
 MIN_BYTES = 2**24
 MIN_FACTOR = 2.0

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.plan.bill import Collective
-from spmdkit.plan.cause import origin_of
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.plan.attribution import origin_of
+from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo import loops
-from spmdkit.plan.hlo.parts import SAME
+from spmdkit.plan.hlo.readers import SAME
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
-from spmdkit.words import format_bytes
 
 
 def find(subject: CompiledStep) -> Iterator[Finding]:

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdkit.jaxprs import equations
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.jaxprs import equations
+from spmdkit.foundation.trees import describe, named_leaves
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
-from spmdkit.plan.jaxprs import first_use, line
-from spmdkit.tree import describe, named_leaves
-from spmdkit.words import format_bytes
+from spmdkit.plan.jaxpr_lines import first_use, line
 
 MIN_BYTES = 2**16
 

@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Iterator
 
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
-from spmdkit.plan.hlo.parts import only_parts_read
+from spmdkit.plan.hlo.readers import only_parts_read
 from spmdkit.plan.hlo.source import line_of
 from spmdkit.plan.hlo.text import Frame, Shape
-from spmdkit.plan.jaxprs import lines_of
-from spmdkit.words import format_bytes
+from spmdkit.plan.jaxpr_lines import lines_of
 
 MIN_BYTES = 2**16
 _FIX = "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the consumer along the same dim."

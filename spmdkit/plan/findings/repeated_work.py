@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from spmdkit.mesh import BATCH_AXES
+from spmdkit.mesh.mesh import BATCH_AXES
 from spmdkit.plan.costs import Costs
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.flops import products_by_line
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.source import source_of
-from spmdkit.plan.jaxprs import line
-from spmdkit.step import scope
+from spmdkit.plan.jaxpr_lines import line
+from spmdkit.step import trace_context
 
 REPEATED = 0.6
 """Between shared out (0) and repeated by every replica (1), in logarithms: what XLA merges and what it attributes to another line are less."""
@@ -72,7 +72,7 @@ def _computed_by_line(subject: CompiledStep) -> dict[str, float]:
     costs, found = Costs(subject.module), defaultdict[str, float](float)
     for visit in loops.walk(subject.module, subject.scans):
         i = visit.instruction
-        if i.opcode not in ("dot", "convolution") or scope.OPTIMIZER in i.op_name:
+        if i.opcode not in ("dot", "convolution") or trace_context.OPTIMIZER in i.op_name:
             continue
         if at := source_of(subject.module, i):
             found[at] += visit.known_runs * sum(costs.flops(i).values())

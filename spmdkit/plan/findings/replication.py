@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import jax
 
-from spmdkit.mesh import MODEL_AXES
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.source import source_of
-from spmdkit.plan.jaxprs import depending, first_use, line
-from spmdkit.words import format_bytes
+from spmdkit.plan.jaxpr_lines import depending, first_use, line
 
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant", "parameter", "copy-start", "copy-done")
 

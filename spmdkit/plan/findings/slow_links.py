@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.mesh import MODEL_AXES
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.machine.links import way_of
-from spmdkit.words import format_bytes
 
 
 def find(subject: CompiledStep) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdkit.mesh import BATCH_AXES
+from spmdkit.mesh.mesh import BATCH_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.flops import count

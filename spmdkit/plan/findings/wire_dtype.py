@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
-from spmdkit.plan.hlo.parts import all_readers
+from spmdkit.plan.hlo.readers import all_readers
 from spmdkit.plan.hlo.text import Instruction
-from spmdkit.words import format_bytes
 
 _MOVES = ("all_gather", "all_to_all", "collective_permute")
 _RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "get-tuple-element", "all-gather-done",

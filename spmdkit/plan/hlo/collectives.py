@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from spmdkit.plan.hlo.groups import Groups, axes_of, replica_groups, source_target_pairs
 from spmdkit.plan.hlo.loops import Visit
-from spmdkit.plan.hlo.parts import is_padded_shard, only_parts_read
+from spmdkit.plan.hlo.readers import is_padded_shard, only_parts_read
 from spmdkit.plan.hlo.source import op_name_of, source_of
 from spmdkit.plan.hlo.text import Instruction, Module, Shape
-from spmdkit.plan.hlo.tpu_guises import between_slices, is_continued, is_spread
+from spmdkit.plan.hlo.tpu_forms import between_slices, is_continued, is_spread
 
 OPCODES = {
     "all-reduce": "all_reduce",

@@ -35,8 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.files import write_json
-from spmdkit.hardware import with_rates
+from spmdkit.foundation.files import write_json
+from spmdkit.mesh.chips import with_rates
 from spmdkit.plan.machine.links import hops
 from spmdkit.plan.machine.target import Target
 

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdkit.hardware import Link
-from spmdkit.plan.bill import Collective
+from spmdkit.mesh.chips import Link
+from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.machine.target import Target
 
 

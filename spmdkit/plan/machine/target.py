@@ -27,10 +27,10 @@ import jax
 from spmdkit import compat
 from spmdkit.cluster.join import num_threads
 from spmdkit.errors import ConfigError
-from spmdkit.hardware import CHIPS, Chip, chip_of_device_kind
-from spmdkit.names import MAX_FAKE_DEVICES, fake_devices
+from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
+from spmdkit.foundation.formatting import nearest
+from spmdkit.mesh.chips import CHIPS, Chip, chip_of_device_kind
 from spmdkit.program.memory import memory_limit
-from spmdkit.words import nearest
 
 _FORMS = "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), cpu:8, here"
 # libtpu reads these when it is loaded; they keep it from looking for a TPU, and let two plans run side by side.

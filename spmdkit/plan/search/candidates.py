@@ -6,7 +6,7 @@ have to be compiled; it is not shown as a prediction:
 
     arithmetic    FLOPs of the step / devices, a quarter to a third more with remat
     memory        state read and written once; a state that alone exceeds a device rules the candidate out
-    replica, data one reduction of the gradient                              (least.py)
+    replica, data one reduction of the gradient                              (plan/lower_bound.py)
     fsdp          gathers of the parameters in each microbatch, and one scatter
     tensor        activations added up once for each pair of cut matrices, forward and backward
 """
@@ -20,16 +20,16 @@ from typing import Any
 
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
-from spmdkit.mesh import AXES, BATCH_AXES, REPLICA_AXES, count, describe_mesh
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.mesh.mesh import AXES, BATCH_AXES, REPLICA_AXES, count, describe_mesh
 from spmdkit.plan.document import tokens_of_batch
 from spmdkit.plan.flops import count as count_flops
-from spmdkit.plan.least import least_bytes
+from spmdkit.plan.lower_bound import least_bytes
 from spmdkit.plan.machine.links import way
 from spmdkit.plan.machine.target import Target
 from spmdkit.program.auto import microbatch_counts
 from spmdkit.program.program import Program
-from spmdkit.tasks import Task
-from spmdkit.words import format_bytes
+from spmdkit.program.task import Task
 
 SEARCHED_AXES = ("data", "fsdp", "tensor")
 VARIED = ("mesh", "microbatches", "remat", "zero")
@@ -108,7 +108,7 @@ def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, i
     """Yields axis -> size for every product that is the number of devices; axes that only some models know, only if named."""
     num = target.num_devices
     if not every:
-        from spmdkit.mesh import resolve
+        from spmdkit.mesh.mesh import resolve
 
         yield resolve(config.mesh.sizes(), num, target.num_slices if target.compiler == "tpu" else 1)
         return

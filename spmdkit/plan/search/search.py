@@ -24,13 +24,13 @@ import jax
 
 from spmdkit.config import Config, replace_keys, to_yaml
 from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.launch.process import start
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.search.candidates import Candidate, candidates
 from spmdkit.program.opening import task_of
 from spmdkit.program.program import Program
-from spmdkit.words import format_bytes
 
 MOST_WORKERS = 4
 WORKER_TIMEOUT_S = 900

@@ -11,9 +11,9 @@ from typing import Any
 
 from spmdkit.cluster.cluster import name_processes
 from spmdkit.errors import NonFiniteError
-from spmdkit.program.copies import Copies, Difference
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.program.replica_check import Copies, Difference
 from spmdkit.run.hooks.base import Action, Hook, Replace, Rollback, Stop
-from spmdkit.words import format_bytes
 
 MOST_LEAVES = 4
 """So many leaves are named."""

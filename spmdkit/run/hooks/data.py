@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmdkit.data import access
+from spmdkit.data import row_errors
 from spmdkit.run.hooks.base import Hook
 
 
@@ -17,6 +17,6 @@ def make(config: Any) -> Hook | None:
         for ledger in run.program.ledgers:
             for news in ledger.news():
                 run.events.write("data", step=step, **news)
-                run.message(access.described(news, run.cluster.process_index))
+                run.message(row_errors.described(news, run.cluster.process_index))
 
     return Hook("data", order=42, after_step=tell, after_eval=tell, end=tell)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from spmdkit.names import DRILL_FILE
+from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.run.hooks.base import Hook
 
 AFTER_THE_WATCHDOG = 2000
@@ -17,7 +17,7 @@ def make(config: Any) -> Hook | None:
     path = os.environ.get(DRILL_FILE)
     if not path:
         return None
-    from spmdkit.drill.inside import Inside
+    from spmdkit.faults.injection.inject import Inside
 
     inside = Inside(path)
 

@@ -1,6 +1,6 @@
 """What is done where loss, gradient, metrics or an evaluation are not finite: `on_nonfinite`, for each by choice.
 
-The step itself looks at its loss, its metrics and the gradient, and leaves a code on the devices (`spmdkit.step.guard`); a step that is to be
+The step itself looks at its loss, its metrics and the gradient, and leaves a code on the devices (`spmdkit.step.finite_check`); a step that is to be
 skipped has left everything as it was by then. The codes are read at log steps and before a save, and the host does the rest: it ends the run,
 goes back to a checkpoint and leaves that batch out for good, or tells of what was skipped.
 
@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.errors import NonFiniteError
-from spmdkit.run import culprit
+from spmdkit.run import bad_batch
 from spmdkit.run.hooks.base import Action, Hook, Rollback, Stop
-from spmdkit.step import guard
+from spmdkit.step import finite_check
 
 LOOK_EVERY = 100
 """Steps between looks at the state, at least: one takes about half a millisecond of the host, 5 % of ten steps of 1 ms."""
@@ -149,12 +149,12 @@ class Answers:
 
     def to_step(self, run: Any, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
         """Returns what is to be done about a step whose code is `bits`; `values` are its metrics that are not finite, where they are known."""
-        names = [name for name, bit in guard.KINDS.items() if bits & bit]
+        names = [name for name, bit in finite_check.KINDS.items() if bits & bit]
         policies = {self._policies[name] for name in names}
         bad = ", ".join({"metrics": "a metric", "spike": "the loss"}.get(name, f"the {name}") for name in names)
-        told = "not finite" if bits & ~guard.SPIKE else "a spike"
+        told = "not finite" if bits & ~finite_check.SPIKE else "a spike"
         known = f" ({said(values)})" if values else ""
-        what = f"{told} at step {step}: {bad}{known}, after {culprit.named(run.program, step)}"
+        what = f"{told} at step {step}: {bad}{known}, after {bad_batch.named(run.program, step)}"
         self._dump(run, step)
         if "stop" in policies:
             return self._stop(run, what, self._known(run, bits, "stop"))
@@ -194,7 +194,7 @@ class Answers:
         """Returns whether every process sees the same: not the part of a gradient that only its own devices hold, nor one group's loss."""
         if run.program.groups is not None:
             return False
-        same = [name for name, bit in guard.KINDS.items() if bits & bit and name != "gradient"]
+        same = [name for name, bit in finite_check.KINDS.items() if bits & bit and name != "gradient"]
         return run.program.code.ndim == 0 or any(self._policies[name] == policy for name in same)
 
     def _stop(self, run: Any, what: str, known: bool) -> Stop:
@@ -212,7 +212,7 @@ class Answers:
         if not self._asked.dump or not run.cluster.is_main:
             return
         try:
-            run.message(f"the batch of step {step}: {culprit.dump(run.program, step, self._directory)}")
+            run.message(f"the batch of step {step}: {bad_batch.dump(run.program, step, self._directory)}")
         except OSError as error:
             run.message(f"the batch of step {step} cannot be written to {self._directory}: {error.strerror or error}")
 
@@ -246,6 +246,6 @@ def _look(mesh: Mesh) -> Any:
     """Returns the compiled `state -> bool[]`, the same on every device: whether no leaf holds a NaN or an infinity."""
 
     def finite(state: Any) -> jax.Array:
-        return functools.reduce(jnp.logical_and, map(guard.is_finite, jax.tree.leaves(state)), jnp.array(True))
+        return functools.reduce(jnp.logical_and, map(finite_check.is_finite, jax.tree.leaves(state)), jnp.array(True))
 
     return jax.jit(finite, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,6 +1,6 @@
 """Stops when this machine, or that of any other process, is about to be taken away: `preemption` in a config; watchers/ has who is asked.
 
-All processes agree on a step, save it, and leave with 42. Where this process waits for data that do not come, the notice is handed on as a signal would be (run/watched.py).
+All processes agree on a step, save it, and leave with 42. Where this process waits for data that do not come, the notice is handed on as a signal would be (run/watchdog_callbacks.py).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import signal
 import threading
 from typing import Any
 
-from spmdkit import journal, kinds
 from spmdkit.errors import Preempted
+from spmdkit.faults.preemption_sources.base import Watcher
+from spmdkit.foundation import phase, plugins
 from spmdkit.run.hooks.base import Action, Hook, Stop
-from spmdkit.watchers.base import Watcher
 
 TAKEN_S = 3.0
 """A notice that no step has taken by then is handed on as a signal."""
@@ -22,7 +22,7 @@ def make(config: Any) -> Hook | None:
     """Returns the hook that heeds notices, None where nobody is asked."""
     if not config.preemption:
         return None
-    watchers = [(kinds.split(choice)[0], kinds.make("watchers", choice)) for choice in config.preemption]
+    watchers = [(plugins.split(choice)[0], plugins.make("watchers", choice)) for choice in config.preemption]
     noticed: list[str] = []
     taken, ended = threading.Event(), threading.Event()
 
@@ -56,7 +56,7 @@ def _watch(
             failed = True
             continue
         if why:
-            run.events.write("notice", name=name, why=why, phase=journal.place().phase)
+            run.events.write("notice", name=name, why=why, phase=phase.place().phase)
             noticed.append(why)
             if not taken.wait(TAKEN_S) and not ended.is_set() and run.signals is not None:
                 run.signals.received(signal.SIGUSR1)

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from typing import Any
 
-from spmdkit import journal
+from spmdkit.foundation import phase
 from spmdkit.run.hooks.base import Hook
 
 AFTER_ALL = 1000
@@ -23,10 +23,10 @@ def make(config: Any) -> Hook | None:
 
     def begin(run: Any, step: int, state: Any) -> None:
         seen[:] = step, run.watchdog.clock.now if run.watchdog is not None else 0.0
-        journal.at("data", step + 1)
+        phase.at("data", step + 1)
 
     def before_step(run: Any, step: int, state: Any) -> None:
-        journal.at("step", step)
+        phase.at("step", step)
 
     def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
         if run.is_log_step(step) and step > seen[0] and run.watchdog is not None:
@@ -37,9 +37,9 @@ def make(config: Any) -> Hook | None:
             for line in run.watchdog.take_notices():
                 run.message(line)
                 run.events.write("straggler", step=step, text=line)
-        journal.at("data", step + 1)
+        phase.at("data", step + 1)
 
     def end(run: Any, step: int, state: Any) -> None:
-        journal.at("end", step)
+        phase.at("end", step)
 
     return Hook("watchdog", order=AFTER_ALL, begin=begin, before_step=before_step, after_step=after_step, end=end)

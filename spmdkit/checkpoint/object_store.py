@@ -1,0 +1,164 @@
+"""A folder of a bucket, `gs://bucket/run` or `s3://bucket/run`: of `pathlib.Path` what checkpoints need, by fsspec's gcsfs and s3fs.
+
+A bucket has no folders, no rename and no lock: an object is there whole or not at all, and a folder is what the names of objects begin with. So a step
+is committed by its last object (`place.MARKER`, which orbax writes too), deleted by that one first, and moved by copying. Listings are never kept:
+other processes write there.
+
+Credentials and endpoints are the clients' own: GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, AWS_ENDPOINT_URL ... None of them is read or shown here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from spmdkit.errors import ConfigError, Unreachable
+from spmdkit.foundation import redact
+
+SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
+"""Scheme of a URL -> the package that speaks it."""
+
+
+WRITTEN = "written"
+
+
+@dataclasses.dataclass(frozen=True)
+class Remote:
+    """A folder or an object: `url` without a slash at its end. What cannot be reached, or may not be, is `Unreachable`; what is not there FileNotFoundError."""
+
+    url: str
+
+    def __truediv__(self, name: str | PurePosixPath) -> Remote:
+        return Remote(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def scheme(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
+    def key(self) -> str:
+        """The name without the scheme, as the clients take it: `bucket/run/1`."""
+        return self.url.partition("://")[2]
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Remote:
+        return Remote(self.url.rpartition("/")[0])
+
+    def read_bytes(self) -> bytes:
+        with _told(self, "read"):
+            return bytes(_client(self.scheme).cat_file(self.key))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, content: bytes) -> None:
+        with _told(self, WRITTEN):
+            _client(self.scheme).pipe_file(self.key, content)
+
+    def names(self) -> list[str]:
+        """Returns the names in a folder; none where it is not there."""
+        with _told(self, "listed"), contextlib.suppress(FileNotFoundError):
+            found = _client(self.scheme).ls(self.key, detail=False)
+            return sorted({PurePosixPath(name).name for name in found if name.rstrip("/") != self.key})
+        return []
+
+    def sizes(self) -> dict[str, int]:
+        """Returns `{path below this folder: bytes}` of every object below it."""
+        with _told(self, "listed"), contextlib.suppress(FileNotFoundError):
+            found = _client(self.scheme).find(self.key, detail=True)
+            start = f"{self.key}/"
+            return {
+                name.removeprefix(start): int(one["size"]) for name, one in sorted(found.items()) if name[-1] != "/"
+            }
+        return {}
+
+    def exists(self) -> bool:
+        """Returns whether there is an object of this name, or one below it."""
+        return bool(self.sizes())
+
+    def remove(self, below: list[str]) -> None:
+        """Removes objects below this folder; those that are gone are no error."""
+        with _told(self, "removed"):
+            for name in below:
+                with contextlib.suppress(FileNotFoundError):
+                    _client(self.scheme).rm_file(f"{self.key}/{name}")
+
+    def copy(self, below: list[str], to: Remote) -> None:
+        """Copies objects below this folder to another one, within the storage."""
+        with _told(self, f"copied to {to}"):
+            for name in below:
+                _client(self.scheme).cp_file(f"{self.key}/{name}", f"{to.key}/{name}")
+
+    def upload(self, path: Path) -> None:
+        """Makes this object what a local file holds."""
+        with _told(self, WRITTEN):
+            _client(self.scheme).put_file(str(path), self.key)
+
+    def download(self, path: Path) -> None:
+        """Writes this object into a local file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _told(self, "read"):
+            _client(self.scheme).get_file(self.key, str(path))
+
+
+def _drop_what_is_raised(record: logging.LogRecord) -> bool:
+    """Keeps gcsfs from printing the traceback of a request that has failed for good: it raises it too, and so do we."""
+    return record.filename != "retry.py"
+
+
+@functools.cache
+def _client(scheme: str) -> Any:
+    """Returns the client of a scheme. orbax's own, made by etils from the same package, is told to keep no listings either.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    try:
+        import fsspec
+
+        if scheme == "gs":
+            for name in ("gs", "gcs"):
+                fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+        logging.getLogger("gcsfs").setLevel(logging.ERROR)  # what kind a bucket is, asked at each call, is no news
+        logging.getLogger("gcsfs").addFilter(_drop_what_is_raised)
+        return fsspec.filesystem(scheme, use_listings_cache=False)
+    except ImportError as error:
+        raise ConfigError(
+            f"checkpoints in {scheme}:// need the package {SCHEMES[scheme]}, which is not installed ({error}). "
+            "It is an extra, for who has no shared disk. Run `pip install 'spmdkit[storage]'`."
+        ) from None
+
+
+@contextlib.contextmanager
+def _told(where: Remote, done: str) -> Iterator[None]:
+    """Turns what a client raises (its own classes, those of its transport) into ours, without what the environment keeps secret."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        of_local_file = isinstance(error, OSError) and error.filename is not None
+        if of_local_file or (isinstance(error, FileNotFoundError) and done != WRITTEN):
+            raise
+        raise _unreachable(where, done, error) from None
+
+
+def _unreachable(where: Remote, done: str, error: Exception) -> Unreachable:
+    text = " ".join(redact.in_text(str(error)).split())[:300]
+    return Unreachable(
+        f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all processes reach with credentials of their "
+        f"client ({SCHEMES[where.scheme]}). Check the name, the network and the credentials (`gcloud auth application-default login`, or AWS_PROFILE, "
+        "AWS_ENDPOINT_URL), and start the same command again: what was committed is intact."
+    )

@@ -1,0 +1,121 @@
+"""Which attempt a run's directory belongs to: a lock keeps others out, a fence keeps those out who were in it before.
+
+The lock goes with its process, and with the folder that was locked. A process of an earlier attempt that wakes up, or a run whose folder was
+moved away, would still write. So each attempt has an id; it lies in the folder, and whoever writes looks whether it is still its own:
+before each save and event, and at most ten times a second before a line of metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import files
+
+ATTEMPT_FILE = "attempt.json"
+LOOK_EVERY_S = 0.05
+
+
+@dataclasses.dataclass
+class Fence:
+    """The right of one attempt to write into a run's directory.
+
+    Attributes:
+        directory, attempt: which and whose.
+        seen: the bytes that were its own when they were read last, and the monotonic second of that.
+    """
+
+    directory: Path
+    attempt: str
+    seen: tuple[bytes | None, float] = (None, float("-inf"))
+
+    def is_ours(self) -> bool:
+        """Returns whether no other attempt has taken the directory. Reads one small file, and looks into it where its bytes have changed."""
+        content, before = _content(self.directory), self.seen[0]
+        is_ours = content is not None and content == before
+        if not is_ours:
+            is_ours = _parsed(content).get("attempt", self.attempt) == self.attempt
+        self.seen = (content, time.monotonic()) if is_ours else (None, float("-inf"))
+        return is_ours
+
+    def check(self, every_s: float = 0.0) -> None:
+        """Refuses to write for an attempt that has been followed by another.
+
+        Args:
+            every_s: what was found no longer ago still holds. A process that was stopped meanwhile looks again, however short its steps.
+
+        Raises:
+            ConfigError: another run has the directory, named by its process, host and time.
+        """
+        if time.monotonic() - self.seen[1] >= every_s and not self.is_ours():
+            raise ConfigError(
+                f"{self.directory} belongs to another run by now, of {owner(self.directory)}. "
+                "One run at a time may write to it, so this one ends and writes nothing more. Set run_dir to another folder, or end the other run."
+            )
+
+
+def claim(directory: Path, attempt: str | None = None) -> Fence:
+    """Returns the fence of an attempt, by default a new one, to which the directory belongs from now on. For the process that holds the lock.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    fence = Fence(directory, attempt or secrets.token_hex(8))
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    files.write_json(
+        directory / ATTEMPT_FILE,
+        {"attempt": fence.attempt, "pid": os.getpid(), "host": socket.gethostname(), "since": since},
+    )
+    return fence
+
+
+def wait_to_see(directory: Path, attempt: str, timeout_s: float) -> bool:
+    """Returns whether this process sees in `directory` what process 0 has claimed; a file system of a network may need a moment."""
+    deadline = time.monotonic() + timeout_s
+    while _read(directory).get("attempt") != attempt:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def owner(directory: Path) -> str:
+    """Returns `process 12 on host since ...` of the last attempt."""
+    found = _read(directory)
+    known = {"pid", "host", "since"} <= found.keys()
+    return f"process {found['pid']} on {found['host']} since {found['since']}" if known else "another process"
+
+
+def _read(directory: Path) -> dict[str, str]:
+    return _parsed(_content(directory))
+
+
+MOST_BYTES = 65_536
+
+
+def _content(directory: Path) -> bytes | None:
+    """Returns what lies there. Opened anew each time, since a file system of a network looks for what is new when a file is opened."""
+    try:
+        descriptor = os.open(f"{directory}/{ATTEMPT_FILE}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, MOST_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+
+
+def _parsed(content: bytes | None) -> dict[str, str]:
+    """Returns what was written; nothing where it is gone or no JSON, which is no other run."""
+    try:
+        found = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

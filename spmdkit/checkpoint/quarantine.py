@@ -1,0 +1,75 @@
+"""Checkpoints that are not as they were written: looked at before a run builds on one, and set aside, never deleted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from spmdkit.checkpoint import location
+from spmdkit.checkpoint import record as records
+from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.object_store import Remote
+from spmdkit.errors import CheckpointError, CheckpointWriteError, DamagedError
+from spmdkit.foundation import files
+from spmdkit.foundation.constants import is_step_name
+
+DAMAGED_MARK = ".damaged"
+
+
+def newest_sound(directory: Place, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
+    """Returns (the newest step up to `most` whose record and files are as they were written, what is wrong with the newer ones).
+
+    The bytes of the arrays are not read here: their checksums are looked at as they are restored.
+    """
+    wrong: dict[int, str] = {}
+    for step in reversed(records.committed_steps(directory)):
+        if step in without or (most is not None and step > most):
+            continue
+        try:
+            records.check_files(directory, records.read_record(directory, step))
+        except DamagedError as error:
+            wrong[step] = error.found
+        else:
+            return step, wrong
+    return None, wrong
+
+
+def without_record(directory: Place) -> dict[str, str]:
+    """Returns name -> what is wrong, of what has a step's name and is none: it would stand in the way of that step's save."""
+    why = f"it has no {records.RECORD_FILE}, so it is not whole"
+    return {name: why for name in records.ignored_entries(directory) if is_step_name(name)}
+
+
+def set_aside(directory: Place, name: str) -> str:
+    """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), where nobody takes it for a step; returns the new name.
+
+    Raises:
+        CheckpointWriteError: it cannot be renamed.
+    """
+    taken, number = f"{name}{DAMAGED_MARK}", 1
+    while location.exists(directory / taken):
+        number += 1
+        taken = f"{name}{DAMAGED_MARK}.{number}"
+    if isinstance(directory, Remote):
+        location.move(directory / name, directory / taken)
+        return taken
+    try:
+        os.rename(directory / name, directory / taken)
+        files.sync_folder(directory)
+    except OSError as error:
+        raise CheckpointWriteError(
+            f"{directory / name} is damaged and could not be renamed to {taken} ({records.first_line(error)}). It would be taken for a good "
+            "checkpoint, or stand in the way of one. Rename it by hand and start again."
+        ) from error
+    return taken
+
+
+def none_left(directory: Place, wrong: dict[str, str]) -> CheckpointError:
+    """Returns the error of a directory all of whose checkpoints are damaged; nothing in it was touched."""
+    shown = "".join(f"\n  {name}: {why}" for name, why in list(wrong.items())[:8])
+    more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+    return CheckpointError(
+        f"every checkpoint in {directory} is damaged:{shown}{more}\n"
+        "A run goes on from a checkpoint that is as it was written, and never starts over without a word. Bring one back from a copy, or set "
+        "run_dir to a new folder to start anew."
+    )

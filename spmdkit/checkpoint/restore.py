@@ -1,0 +1,82 @@
+"""Restoring a step: what is asked for is compared with what was saved, the files with the record, and each chunk with its checksum as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from spmdkit.checkpoint import record as records
+from spmdkit.checkpoint import state_dict
+from spmdkit.checkpoint.location import Place
+from spmdkit.errors import CheckpointError
+from spmdkit.foundation.trees import named_leaves
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+
+def restore(
+    checkpointer: ocp.AsyncCheckpointer,
+    directory: Place,
+    step: int,
+    abstract_state: Any,
+    optional: str | tuple[str, ...],
+) -> tuple[Any, dict[str, Any]]:
+    """Returns (state, the caller's record) of a step; see `Checkpoints.restore`."""
+    found = records.read_record(directory, step)
+    table = state_dict.leaf_table(abstract_state)
+    unread = [path for path in found.leaves if path.startswith(optional) and path not in table]
+    _check_fits(directory, found, table, unread)
+    records.check_files(directory, found)
+    asked = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]
+    from spmdkit.checkpoint import orbax_backend
+
+    tree = state_dict.nest({path: leaf for path, leaf in asked if leaf.size})
+    try:
+        loaded = orbax_backend.load(checkpointer, directory / str(step), tree, partial=bool(unread))
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        raise records.damaged(directory, step, records.first_line(records.root_cause(error))) from error
+    arrays = [state_dict.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in asked]
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
+
+
+def _check_fits(directory: Place, found: records.Record, asked: state_dict.LeafTable, unread: Sequence[str]) -> None:
+    saved = {path: leaf for path, leaf in found.leaves.items() if path not in unread}
+    lines = state_dict.differences(saved, asked)
+    if not lines:
+        return
+    shown = "".join(f"\n  {line}" for line in lines[: state_dict.SHOWN_DIFFERENCES])
+    more = (
+        f"\n  and {len(lines) - state_dict.SHOWN_DIFFERENCES} more" if len(lines) > state_dict.SHOWN_DIFFERENCES else ""
+    )
+    raise CheckpointError(
+        f"restoring {directory / str(found.step)} into this task's state: {len(lines)} {'leaf differs' if len(lines) == 1 else 'leaves differ'} "
+        f"(saved {len(found.leaves)}, asked {len(asked)}).{shown}{more}\n"
+        "A checkpoint fits only the model, optimizer and precision that it was saved with; the mesh and the "
+        "placement may change. Go back to the config that wrote it (it is in the checkpoint's record), or set "
+        "run_dir to a new folder to start anew."
+    )
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the abstract leaf with a sharding: this process's first device where none was asked for."""
+    if leaf.sharding is not None:
+        return leaf
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns the array without elements that `leaf` describes."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.split(jax.random.key(0), leaf.shape), leaf.sharding)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index]
+    )

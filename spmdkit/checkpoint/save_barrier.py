@@ -1,0 +1,135 @@
+"""Meetings of the processes of a run about one save: whether it is begun, that all have written, and how it ended.
+
+orbax meets in the background twice a save (all files are written; the step is committed). A process whose own part fails never comes there, and the
+others would wait until `checkpoint.timeout_s`: it gives up the next of these barriers instead, so that all hear of it within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from spmdkit import compat
+from spmdkit.checkpoint.record import first_line
+from spmdkit.errors import CheckpointWriteError
+from spmdkit.foundation import phase
+
+
+class KeyValue(Protocol):
+    """What `Checkpoints` needs of a cluster: processes tell each other what became of a save."""
+
+    def put(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str, timeout_s: float) -> str: ...
+
+
+class Ended(NamedTuple):
+    """How the save in flight ended: why it failed, or an empty text; and whether its step is committed."""
+
+    why: str = ""
+    committed: bool = False
+
+
+class Meeting:
+    """The meetings of one `Checkpoints`; of a single process, or without a cluster, each is over at once.
+
+    Args:
+        timeout_s: how long a save may take to be written by all processes.
+    """
+
+    def __init__(self, cluster: KeyValue | None, num_processes: int, is_main: bool, timeout_s: float):
+        self._cluster = cluster if num_processes > 1 else None
+        self._num, self._is_main, self._timeout_s = num_processes, is_main, timeout_s
+        self._num_begun = self._num_ended = 0
+        self._met, self._is_over = 0, False
+        self.waits = False
+        """Whether this process has done its part for now, and waits for the others in the background."""
+
+    def begin(self, objection: str) -> None:
+        """Begins a save on all processes, or raises process 0's objection on all, so that none waits for the others."""
+        if self._cluster is not None:
+            key = f"checkpoint/objection/{self._num_begun}"
+            if self._is_main:
+                self._cluster.put(key, objection or "none")
+            else:
+                with phase.waiting("a save begins"):
+                    told = self._cluster.get(key, self._timeout_s)
+                objection = "" if told == "none" else told
+        self._num_begun += 1
+        self._met, self._is_over = 0, False
+        if objection:
+            raise CheckpointWriteError(objection)
+
+    def barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Returns when all processes are here; what orbax calls in the background, with a name that is not asked for.
+
+        Raises:
+            RuntimeError: one has given up, or did not come in time.
+        """
+        self._met += 1
+        client: Any = compat.coordination_client()
+        self.waits = True
+        try:
+            client.wait_at_barrier(self._name(self._met), timeout_ms, process_ids=list(range(self._num)))
+        except RuntimeError:
+            self._is_over = True  # for all
+            raise
+        finally:
+            self.waits = False
+
+    def wait(self) -> None:
+        """Returns when all processes are here, in the background.
+
+        Raises:
+            RuntimeError: one has given up, or did not come in time.
+        """
+        if self._cluster is not None:
+            self.barrier(key="", timeout_ms=round(1000 * self._timeout_s))
+
+    def gather(self, mine: str) -> list[str]:
+        """Waits like `wait`; returns on process 0 what processes 1, 2 ... give, on the others nothing. Once a save."""
+        if self._cluster is None:
+            return []
+        key = f"checkpoint/part/{self._num_begun}"
+        if not self._is_main:
+            self._cluster.put(f"{key}/{jax.process_index()}", mine)
+        self.wait()
+        others = range(1, self._num if self._is_main else 1)
+        return [self._cluster.get(f"{key}/{process}", self._timeout_s) for process in others]
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells those who wait in the next barrier, or will, that this process cannot come."""
+        give_up = getattr(compat.coordination_client(), "give_up", None)  # JAX's own client has none: then they wait
+        if self._num > 1 and not self._is_over and give_up is not None:
+            self._is_over = True
+            give_up(self._name(self._met + 1), f"process {jax.process_index()}: {first_line(error)}")
+
+    def _name(self, number: int) -> str:
+        return f"checkpoint/{number}"  # used again by each save: the client counts the visits
+
+    def told_by_all(self, ended: Ended) -> Ended:
+        """Returns on every process how the save ended for all: one that failed has failed everywhere."""
+        if self._cluster is None:
+            return ended
+        key, me = f"checkpoint/ended/{self._num_ended}", jax.process_index()
+        self._num_ended += 1
+        if not self._is_main:
+            self._cluster.put(f"{key}/{me}", json.dumps(ended.why))
+        else:
+            others = [json.loads(self._told(f"{key}/{process}")) for process in range(1, self._num)]
+            whys = sorted(filter(None, [ended.why, *others]), key=_says_less)
+            self._cluster.put(key, json.dumps([(whys or [""])[0], ended.committed]))
+        return Ended(*json.loads(self._told(key)))
+
+    def _told(self, key: str) -> str:
+        """Returns what another process tells once its own save has ended, which may be one time-out later than here."""
+        assert self._cluster is not None
+        with phase.waiting("how a save has ended"):
+            return self._cluster.get(key, 2 * self._timeout_s + 60)
+
+
+def _says_less(why: str) -> bool:
+    """Returns whether these are the words of one who waited for another."""
+    return any(word in why for word in ("Timed out", "DEADLINE", "ABORTED"))

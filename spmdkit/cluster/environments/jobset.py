@@ -1,0 +1,58 @@
+"""Kubernetes JobSet: pods of indexed Jobs, which know their number; how many there are and who is first the manifest has to hand in.
+
+Kubernetes sets JOB_COMPLETION_INDEX in each pod of an indexed Job. JobSet sets no variable: it writes the address of the pod that `spec.coordinator` names, and the
+number of a pod's Job, as annotations of the pod, which a manifest turns into variables (`fieldRef`):
+
+    JOBSET_COORDINATOR    metadata.annotations['jobset.sigs.k8s.io/coordinator']       job-workers-0-0.job
+    JOBSET_JOB_INDEX      metadata.annotations['jobset.sigs.k8s.io/job-index']         0, for several replicas of a Job
+    JOBSET_JOBS           metadata.annotations['jobset.sigs.k8s.io/replicatedjob-replicas']   1
+    JOBSET_PODS           parallelism of one Job, as a number
+
+`spmdkit launch --on kubernetes` writes them. A TPU pod on GKE has its place from GKE: cloud_tpu.py.
+Names: kubernetes-sigs/jobset 08dfbdf (2026-08-18), api/jobset/v1alpha2/jobset_types.go; kubernetes.io/docs/concepts/workloads/controllers/job, "Completion mode".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spmdkit.cluster.environments.base import FIRST_PORT, Answer, Found, Partial, address, whole_number
+from spmdkit.cluster.spec import ClusterSpec, Names
+
+NAMES = Names("JOBSET_PODS", "JOB_COMPLETION_INDEX", "JOBSET_COORDINATOR")
+
+JOBS, JOB = "JOBSET_JOBS", "JOBSET_JOB_INDEX"
+
+REPAIR = (
+    "Pods find each other by name in the JobSet's headless service: kubectl get pods -l jobset.sigs.k8s.io/jobset-name=NAME -o wide; "
+    "kubectl describe pod for one that is Pending."
+)
+
+
+def read(env: Mapping[str, str]) -> Answer:
+    """Returns the place of a pod of a JobSet, or what an indexed Job lacks."""
+    index = whole_number(env, NAMES.process_id)
+    if index is None:
+        return None
+    pods, host = whole_number(env, NAMES.num_processes), env.get(NAMES.coordinator)
+    jobs, job = whole_number(env, JOBS), whole_number(env, JOB)
+    num, process = (pods or 0) * (jobs or 1), index + (job or 0) * (pods or 0)
+    if not pods and not host:
+        return Partial(
+            f"this is pod {index} of an indexed Job of Kubernetes, which says neither how many there are nor who is first",
+            "Let the manifest hand them in: `spmdkit launch --on kubernetes` writes one that does, with JOBSET_PODS and JOBSET_COORDINATOR.",
+            "allocation",
+        )
+    if not pods or not host or index >= pods or process >= num:
+        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, JOBS, JOB))
+        return Partial(
+            f"the variables of a JobSet are no complete place for this pod ({found})",
+            "JOBSET_PODS is the parallelism of one Job, JOBSET_COORDINATOR the annotation that spec.coordinator makes. "
+            "`spmdkit launch --on kubernetes` writes both.",
+            "starter",
+        )
+    spec = ClusterSpec(address(host, FIRST_PORT) if num > 1 else None, num, process, names=NAMES)
+    said = f"{NAMES.num_processes}={pods}, {NAMES.process_id}={index}" + (
+        f", {JOB}={job} of {jobs}" if (jobs or 1) > 1 else ""
+    )
+    return Found(spec, "allocation", NAMES, said=said, repair=REPAIR)

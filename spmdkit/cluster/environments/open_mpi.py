@@ -1,0 +1,77 @@
+"""Open MPI: `mpirun` sets the rank of each process, and where its own daemon is, on whose host process 0 runs unless a host file says otherwise.
+
+Open MPI 4 gives the daemon's addresses (OMPI_MCA_orte_hnp_uri), whose number is the job's, a multiple of 4096; Open MPI 5 gives the name of its host in
+PMIX_NAMESPACE (`prterun-HOST-PID@1`), and jax 0.10.2 does not detect it. Where all processes are on one host they meet on its loopback interface.
+Names: Open MPI 4.1.4 and 5.0.10, 2026-11-23; docs.open-mpi.org, "Environment variables set by mpirun"; jax/_src/clusters/ompi_cluster.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from spmdkit.cluster.environments.base import Answer, Found, Partial, address, port_of, whole_number
+from spmdkit.cluster.spec import ClusterSpec, Names
+
+NAMES = Names("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
+
+ON_THIS_HOST, NAMESPACE = "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"
+DAEMONS, STEP_OF_DAEMONS = "OMPI_MCA_orte_num_nodes", "SLURM_STEP_NUM_TASKS"
+
+JOBS_APART = 1 << 12
+"""Numbers of jobs of Open MPI 4 are multiples of this."""
+
+REPAIR = (
+    "Process 0 is taken to be on the host of mpirun. Where a host file puts it elsewhere, name that host: "
+    "mpirun -x SPMDKIT_COORDINATOR=HOST:PORT ..."
+)
+
+
+def read(env: Mapping[str, str]) -> Answer:
+    """Returns the place of a process of mpirun."""
+    size, rank = whole_number(env, NAMES.num_processes), whole_number(env, NAMES.process_id)
+    if size is None or rank is None:
+        return None
+    met = _meeting(env, size)
+    if rank >= size or (met is None and size > 1):
+        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, NAMESPACE))
+        return Partial(
+            f"mpirun's variables are no complete place for this process ({found})",
+            "Start it with mpirun of Open MPI 4 or 5, or say where process 0 is: mpirun -x SPMDKIT_COORDINATOR=HOST:PORT "
+            "-x SPMDKIT_NUM_PROCESSES=N with SPMDKIT_PROCESS_ID of each.",
+            "starter",
+        )
+    spec = ClusterSpec(met if size > 1 else None, size, rank, names=NAMES)
+    return Found(spec, "starter", NAMES, agents=_daemons(env), repair=REPAIR)
+
+
+def _daemons(env: Mapping[str, str]) -> int | None:
+    """Returns how many daemons mpirun has started: one on each host but its own. In a Slurm job it does so by srun, whose step is then no other starter's."""
+    hosts = whole_number(env, DAEMONS)
+    if hosts is not None:
+        return hosts - 1 if hosts > 1 else None
+    return whole_number(env, STEP_OF_DAEMONS)
+
+
+def _meeting(env: Mapping[str, str], size: int) -> str | None:
+    """Returns `host:port` of process 0, None where the daemon's host is not told."""
+    uri = env.get(NAMES.coordinator, "")
+    daemon = re.match(r"(\d+)\.\d+;", uri)
+    newer = re.fullmatch(r"[^-]+-(.+)-(\d+)@\d+", env.get(NAMESPACE, ""))
+    if daemon is not None:
+        number, host = int(daemon[1]) // JOBS_APART, _first_address(uri)
+    elif newer is not None:
+        number, host = int(newer[2]), newer[1]
+    else:
+        return None
+    local = whole_number(env, ON_THIS_HOST) == size
+    if not host and not local:
+        return None
+    return address("127.0.0.1" if local else host, port_of(number))
+
+
+def _first_address(uri: str) -> str:
+    """Returns the first address of `7.0;tcp://10.0.0.1,10.1.0.1:34911;tcp6://[fd00::2]:45179`, IPv4 before IPv6."""
+    plain, six = re.search(r"tcp://([^,:;]+)", uri), re.search(r"tcp6://\[([^],]+)", uri)
+    found = plain or six
+    return found[1] if found else ""

@@ -1,0 +1,65 @@
+"""Our own variables: what `spmdkit launch` sets, and the whole interface for a starter of one's own.
+
+`SPMDKIT_NUM_PROCESSES`, `SPMDKIT_PROCESS_ID` and `SPMDKIT_COORDINATOR` are a place. The number of processes alone is a demand: whichever other dialect
+is found has to have that many. The others (`SPMDKIT_COORDINATOR` without a number, devices, timeout) change what another dialect says; `environment.py`
+lays them over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spmdkit.cluster.environments.base import Answer, Found, Partial
+from spmdkit.cluster.spec import OURS, ClusterSpec, split_address
+from spmdkit.errors import ConfigError
+
+NAMES = OURS
+
+REPAIR = (
+    f"Each process has another {NAMES.process_id}, and all reach {NAMES.coordinator}. `spmdkit launch -n N -- ...` starts all of them on one "
+    "machine, `spmdkit launch --on ssh -n N -- ...` on several."
+)
+
+
+def read(env: Mapping[str, str]) -> Answer:
+    """Returns the place that our variables name.
+
+    Raises: ConfigError when one of them is malformed, or they contradict each other.
+    """
+    given = {name: env[name] for name in NAMES if env.get(name)}
+    if NAMES.num_processes not in given and NAMES.process_id not in given:
+        return None
+    num_processes = integer(given, NAMES.num_processes, default=1, least=1)
+    process_id = integer(given, NAMES.process_id, default=0, least=0)
+    absent = [name for name in (NAMES.coordinator, NAMES.process_id) if name not in given]
+    if num_processes > 1 and absent:
+        return Partial(
+            f"{NAMES.num_processes}={num_processes} asks for several processes, but {' and '.join(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} not set",
+            f"Each process needs its own number and the address of process 0. Set {NAMES.coordinator}=host:port and "
+            f"{NAMES.process_id}=0..{num_processes - 1}, or use `spmdkit launch -n {num_processes} -- ...` on one machine.",
+            "asked",
+            num_processes,
+        )
+    if process_id >= num_processes:
+        raise ConfigError(
+            f"{NAMES.process_id}={process_id} with {NAMES.num_processes}={num_processes}: the numbers run from 0 to "
+            f"{num_processes - 1}. Set {NAMES.num_processes} to the number of processes that are started."
+        )
+    coordinator = given.get(NAMES.coordinator) if num_processes > 1 else None
+    if coordinator is not None:
+        split_address(coordinator)
+    return Found(ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "asked", NAMES, repair=REPAIR)
+
+
+def integer(given: Mapping[str, str], name: str, *, default: int, least: int) -> int:
+    """Returns the whole number that one of our variables holds.
+
+    Raises: ConfigError when it holds something else.
+    """
+    text = given.get(name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise ConfigError(f"{name}={text!r}: expected a whole number of at least {least}. Set {name}={least} or more.")
+    return int(text)

@@ -1,0 +1,78 @@
+"""TF_CONFIG, TensorFlow's: a list of hosts by role, and which one this is. Chief and workers train together, the evaluator evaluates each new checkpoint.
+
+    {"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 1}}
+
+Process 0 is the chief, or worker 0 where there is none; they meet at its address, where a server of TensorFlow would listen. An evaluator is no part of the cluster
+and is not listed in it. `ps` has no counterpart in one program over all processes (`sync: parameter_server` starts servers of its own).
+Source: tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment variable"; TFConfigClusterResolver.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from spmdkit.cluster.environments.base import Answer, Found, Partial, is_address
+from spmdkit.cluster.spec import ClusterSpec, Names
+
+VARIABLE = "TF_CONFIG"
+NAMES = Names(VARIABLE, VARIABLE, VARIABLE)
+
+TRAINS, FIRST = ("chief", "master", "worker"), ("chief", "master")
+"""Roles that train, in the order of processes; of the first two at most one task."""
+
+EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+REPAIR = f"Every task has the same cluster in {VARIABLE} and its own task, and all are started; process 0 is the chief, or worker 0."
+
+
+def read(env: Mapping[str, str]) -> Answer:
+    """Returns the place of a task of TF_CONFIG."""
+    text = env.get(VARIABLE)
+    if not text:
+        return None
+    task = _task(text)
+    if isinstance(task, str):
+        return Partial(f"{VARIABLE} is set, and {task}", f"It is one JSON object, for example {EXAMPLE}.", "starter")
+    cluster, kind, index = task
+    hosts = [host for role in TRAINS for host in cluster.get(role, [])]
+    if kind == "evaluator":
+        return Found(
+            ClusterSpec(names=NAMES), "allocation", NAMES, said="task evaluator", repair=REPAIR, role="evaluator"
+        )
+    if kind == "ps":
+        return Partial(
+            f"this is task ps {index} of {VARIABLE}, and every process that is started here trains",
+            "Start chief, workers and evaluator alone. The parameters are cut over all devices by mesh: {fsdp: -1}; asynchronous servers are sync: "
+            "{parameter_server: {servers: 1, workers: 2}}, which starts its own.",
+            "starter",
+            len(hosts),
+        )
+    if kind not in cluster or index >= len(cluster[kind]):
+        return Partial(
+            f"this is task {kind} {index} of {VARIABLE}, whose cluster has { ({k: len(v) for k, v in cluster.items()}) }",
+            f"The task is one of the cluster's, counted from 0. For example {EXAMPLE}.",
+            "starter",
+        )
+    process = index + sum(len(cluster.get(role, [])) for role in TRAINS[: TRAINS.index(kind)])
+    if not is_address(hosts[0]):
+        return Partial(f"{hosts[0]!r} of {VARIABLE} is no host:port", f"For example {EXAMPLE}.", "starter")
+    spec = ClusterSpec(hosts[0] if len(hosts) > 1 else None, len(hosts), process, names=NAMES)
+    return Found(spec, "allocation", NAMES, said=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
+
+
+def _task(text: str) -> tuple[dict[str, list[str]], str, int] | str:
+    """Returns (hosts by role, role, index), or what is wrong."""
+    try:
+        given: Any = json.loads(text)
+        cluster, task = given.get("cluster", {}), given.get("task", {})
+        hosts = {
+            str(role): [str(host) for host in named] for role, named in cluster.items() if not isinstance(named, str)
+        }
+        kind, index = str(task.get("type", "worker")), int(task.get("index", 0))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        return f"cannot be read ({type(error).__name__}: {str(error)[:80]})"
+    if index < 0 or not any(hosts.get(role) for role in TRAINS) or any(len(hosts.get(role, ())) > 1 for role in FIRST):
+        return f"its cluster has no tasks that train, or several chiefs: {text[:120]!r}"
+    return hosts, kind, index

@@ -1,0 +1,65 @@
+"""The sum sent as bfloat16, half the bytes of `sum`; what rounding takes away is added to the next step's gradient.
+
+    c_r = g_r / C + e_r,   s_r = round(c_r)       all_to_all, sum on the owner, all_gather       bfloat16 bits as uint16
+
+The exchange, and the one residual for both roundings: `coded`. The residual is one of *means*: a short batch pays in its own coin otherwise
+(7.6e-4 for sums, 3.3e-5 for means, of the sum of 100 gradients with batches of 32 and 4 rows; 2026-11-22).
+
+Use it where the gradient's all-reduce is what a step waits for. Memory: 4 bytes a value on each replica, in the train state.
+Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns, `V / N` rounded up to
+a multiple of 1,024, a device sends `2 (N-1) * 2 p` bytes in a step: `2 (N-1)/N * 2` bytes per value, 0.5 of `sum`, and the filling.
+Source: those of `coded`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit.communication.reducers.base import Reducer
+from spmdkit.communication.reducers.coded import Code, coded
+from spmdkit.errors import ConfigError
+
+
+def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
+    """Returns the reducer.
+
+    Args:
+        error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
+        terms: how many bfloat16 numbers each value is sent as, each the rest of those before it. Three hold all of a float32, with more
+            bytes than `sum`: for proofs.
+
+    Raises:
+        ConfigError: `terms` is not 1, 2 or 3.
+    """
+    if terms not in (1, 2, 3):
+        raise ConfigError(
+            f"bfloat16.terms is {terms!r}. A value is sent as 1, 2 or 3 bfloat16 numbers. Write terms: 1."
+        )
+    code = Code(lambda x: _encode(x, terms), _decode, lambda length: 2 * terms * length)
+    return coded(code, error_feedback, {"terms": 3})
+
+
+def _encode(x: jax.Array, num: int) -> list[jax.Array]:
+    """Returns the bits of `num` terms: the first `x` rounded, each further one what is then left of it.
+
+    Not by `astype` twice, which XLA may take for nothing.
+    """
+    terms = []
+    for _ in range(num):
+        term = lax.reduce_precision(x.astype(jnp.float32), 8, 7)
+        terms.append(lax.bitcast_convert_type(term.astype(jnp.bfloat16), jnp.uint16))
+        x = x - term
+    return terms
+
+
+def _decode(terms: Sequence[jax.Array], length: int) -> jax.Array:
+    return functools.reduce(jnp.add, (_values(x) for x in terms))
+
+
+def _values(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)

@@ -1,0 +1,237 @@
+"""Each matrix of the gradient as a product of two thin ones, found by one step of the power method; what the product lacks is owed.
+
+    C_r[m n] = G_r / C + E_r        this replica's part of the mean, and what it owes
+    P[m r] = orth(sum_r C_r Q)      all_reduce of m r values; Q[n r] spans what the last step's product did
+    R[n r] = sum_r C_r^T P          all_reduce of n r values
+    G = P R^T,   E_r = C_r - P (C_r^T P)^T
+
+A leaf is one matrix, its dims parted where m + n is least (a convolution [height, width, in, out] into height x width x in rows, a projection
+[embed, heads, head] into embed rows). The first dim of a leaf of stacked layers (`stacked`) is a batch of matrices, and it alone: of [layers, heads,
+in, out] each layer is one matrix, heads x in rows or whatever makes its factors smallest. A leaf of one dim, or whose factors have more values than
+it, crosses exactly, in the first all_reduce. What is cut over model axes is compressed part by part: a matrix is what one device holds of it.
+
+Warm start: the subspace of Q comes from the product `P R^T` of the step before, which is kept in the leaf's shape, so that any mesh can go on with
+it; without it Q is drawn anew in each step, the same on all replicas. It is what makes one step of the power method enough.
+
+Use it where matrices are large and the links slow: bytes grow with m + n and not with m n, and all_reduces do not grow with the replicas. Not
+for small models, and not where gradients have no few directions (early steps: `warmup: N`). Under Adam take a higher rank than under momentum
+SGD: what is owed comes late to an optimizer that divides by what it has seen (docs/benchmarks.md: 400 steps of a small GPT, rank 16 for 1 %).
+Memory: 8 bytes a value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums a value (6 without).
+Forward: two all_reduces over the replica axes, one after the other. Backward: none. Wire: `2 (N-1)/N * 4 * (sum over matrices of r (m + n) + the
+values of all other leaves)` bytes for a device and step.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start); the owed part is each replica's own, as in
+algorithm 2. Its compression of ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3, appendix F), is that of the formula above.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import compat
+from spmdkit.communication.reducers.base import (
+    Added,
+    LeafShapes,
+    LeafState,
+    Leaves,
+    Over,
+    Reducer,
+    buffers,
+    flat,
+    split_evenly,
+    unflat,
+)
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import common_dtype
+
+STACKED = (r"(.*/)?(blocks|layers|experts)/(?!\d+/).*",)
+"""Leaves below one of these names and no number: `blocks/query`, and not `blocks/0/query`."""
+
+
+def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKED, least: float = 1.0) -> Reducer:
+    """Returns the reducer.
+
+    Args:
+        rank: columns of the factors, at most those of the matrix.
+        warm_start: False draws Q anew in each step, with half of the memory.
+        stacked: patterns for the whole paths of leaves whose first dim is a batch of matrices.
+        least: how many times the factors' values a leaf has at least; others cross exactly. 0 compresses every matrix: for proofs.
+
+    Raises:
+        ConfigError: an option is none of these.
+    """
+    _check_options(rank, stacked, least)
+
+    def view(path: str, shape: Sequence[int]) -> tuple[int, int, int] | None:
+        """Returns (matrices, m, n) of a leaf that is compressed."""
+        return matrices(shape, rank, any(re.fullmatch(p, path) for p in stacked), least)
+
+    def init(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
+        if not any(matrices(leaf.shape, rank, is_stacked, least) for is_stacked in (False, True)):
+            return {}
+        like = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+        return {"error": like} | ({"product": like} if warm_start else {})
+
+    def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+        out, new = list(leaves), list(states)
+        for group in buffers(leaves):
+            views = {i: v for i in group if (v := view(over.paths[i] if over.paths else "", leaves[i].shape))}
+            for i, leaf, state in _of_group(leaves, states, group, views, over, rank):
+                out[i], new[i] = leaf, state
+        return out, new
+
+    def wire_of(added: Sequence[Added]) -> float:
+        sent = 0.0
+        for leaf in added:
+            found = view(leaf.path, leaf.shape)
+            factors = found[0] * min(rank, *found[1:]) * (found[1] + found[2]) if found else 0
+            sent += 8 * (leaf.num - 1) / leaf.num * factors if found else leaf.summed
+        return sent
+
+    def check(added: Sequence[Added]) -> None:
+        if not any(view(leaf.path, leaf.shape) for leaf in added):
+            largest = max(added, key=lambda leaf: leaf.size)
+            raise ConfigError(
+                f"reducer: powersgd with rank: {rank}: no leaf of the gradient is a matrix with more values than its factors; the largest is "
+                f"{largest.path!r}, {list(largest.shape)} on a device. Write a smaller rank, or reducer: int8."
+            )
+
+    return Reducer(
+        exact=False,
+        apply=apply,
+        wire=lambda values, num: 8 * (num - 1) / num * values,
+        wire_of=wire_of,
+        init=init,
+        carry_over=_carried_over,
+        takes="share",
+        check=check,
+        lossless={"rank": 1 << 20, "least": 0},
+    )
+
+
+def _check_options(rank: object, stacked: object, least: object) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"powersgd.rank is {rank!r}. It is a number of columns, from 1 on. Write rank: 4.")
+    if isinstance(least, bool) or not isinstance(least, int | float) or least < 0:
+        raise ConfigError(f"powersgd.least is {least!r}. It is a number from 0 on. Write least: 1.")
+    if isinstance(stacked, str) or not isinstance(stacked, Sequence):
+        raise ConfigError(f"powersgd.stacked is {stacked!r}. It is a list of patterns. Write stacked: ['blocks/.*'].")
+    for pattern in stacked:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"powersgd.stacked: {pattern!r} is no pattern ({error}). It is a regular expression for the whole path of a leaf."
+            ) from None
+
+
+def matrices(shape: Sequence[int], rank: int, is_stacked: bool, least: float) -> tuple[int, int, int] | None:
+    """Returns (matrices, rows, columns) of a leaf, None of one that crosses exactly."""
+    lead = 1 if is_stacked and len(shape) > 2 else 0
+    of_one = shape[lead:]
+    if len(of_one) < 2 or not math.prod(shape):
+        return None
+    parted = [(math.prod(of_one[:i]), math.prod(of_one[i:])) for i in range(1, len(of_one))]
+    m, n = min(parted, key=sum)
+    return (math.prod(shape[:lead]), m, n) if least * min(rank, m, n) * (m + n) <= m * n else None
+
+
+def _carried_over(state: LeafState, num: int) -> dict[str, jax.Array]:
+    """Returns the state on another number of replicas: what is owed stays owed, the product is the same everywhere."""
+    product = {name: jnp.broadcast_to(x[0], (num, *x.shape[1:])) for name, x in state.items() if name == "product"}
+    return split_evenly({name: x for name, x in state.items() if name != "product"}, num) | product
+
+
+def _of_group(
+    leaves: Leaves,
+    states: list[LeafState],
+    group: Sequence[int],
+    views: dict[int, tuple[int, int, int]],
+    over: Over,
+    rank: int,
+) -> list[tuple[int, jax.Array, LeafState]]:
+    """Returns (index, sum, state) of the leaves of one buffer."""
+    owing = {i: _with_owed(leaves[i], states[i]) for i in group}
+    own = {i: owing[i].astype(jnp.float32).reshape(v) for i, v in views.items()}
+    exact = [i for i in group if i not in views]
+    starts = [_start(states[i].get("product"), v, min(rank, *v[1:]), i, over) for i, v in views.items()]
+    left = [_product("bmn,bnr->bmr", x, q) for x, q in zip(own.values(), starts, strict=True)]
+    summed = _sum([*left, *(owing[i] for i in exact)], over)
+    bases = [orthonormal(p, i) for i, p in enumerate(summed[: len(left)])]
+    right = [_product("bmn,bmr->bnr", x, p) for x, p in zip(own.values(), bases, strict=True)]
+    found: list[tuple[int, jax.Array, LeafState]] = []
+    for i, x, p, mine, r in zip(own, own.values(), bases, right, _sum(right, over), strict=True):
+        shape, total = leaves[i].shape, _product("bmr,bnr->bmn", p, r)
+        state = {"error": (x - _product("bmr,bnr->bmn", p, mine)).reshape(shape)}
+        if "product" in states[i]:
+            state["product"] = total.reshape(shape)
+        found.append((i, total.reshape(shape).astype(leaves[i].dtype), state))
+    for i, total in zip(exact, summed[len(left) :], strict=True):
+        paid = {name: jnp.zeros_like(x) if name == "error" else x for name, x in states[i].items()}
+        found.append((i, total.astype(leaves[i].dtype), paid))
+    return found
+
+
+def _with_owed(leaf: jax.Array, state: LeafState) -> jax.Array:
+    """Returns the leaf and what this replica owes of it, in the wider of the two dtypes."""
+    if "error" not in state:
+        return leaf
+    dtype = common_dtype(leaf.dtype, state["error"].dtype)
+    return leaf.astype(dtype) + state["error"].astype(dtype)
+
+
+def _sum(leaves: Sequence[jax.Array], over: Over) -> Leaves:
+    """Returns the sums of leaves over the replicas: one all_reduce."""
+    return unflat(lax.psum(flat(leaves, 1), over.axes), leaves) if leaves else []
+
+
+def _start(product: jax.Array | None, view: tuple[int, int, int], rank: int, index: int, over: Over) -> jax.Array:
+    """Returns Q, float32[matrices, n, rank], orthonormal and the same on all replicas: the subspace of the last step's product, or one at random.
+
+    Orthonormal also where the product had fewer directions than `rank` (a batch of two rows): those that are missing are then looked for.
+    """
+    num, m, n = view
+    key = over.key() if product is None else jax.random.key(0, impl="threefry2x32")
+    key = jax.random.fold_in(key, index)
+    drawn = jax.random.normal(key, (num, n, rank), jnp.float32)
+    if product is None:
+        return orthonormal(drawn, index)
+    mixed = jax.random.normal(jax.random.fold_in(key, 1), (num, m, rank), jnp.float32)
+    spanned = _product("bmn,bmr->bnr", product.reshape(view), mixed)
+    return orthonormal(jnp.where(jnp.any(product != 0), spanned, drawn), index)
+
+
+def orthonormal(x: jax.Array, index: int) -> jax.Array:
+    """Returns [..., n, rank], orthonormal columns that span those of `x`; one that depends on those before it becomes a random one.
+
+    Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight devices of one
+    process at once, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two cores, 2026-11-23).
+    """
+    spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape, jnp.float32)
+
+    def rest(done: jax.Array, column: jax.Array) -> jax.Array:
+        for _ in range(2):
+            column = column - _product("bnr,br->bn", done, _product("bnr,bn->br", done, column))
+        return column
+
+    def one(i: jax.Array, done: jax.Array) -> jax.Array:
+        column = lax.dynamic_index_in_dim(x, i, 2, keepdims=False)
+        found, size = rest(done, column), jnp.linalg.norm(column, axis=1, keepdims=True)
+        other = rest(done, lax.dynamic_index_in_dim(spare, i, 2, keepdims=False))
+        is_lost = jnp.linalg.norm(found, axis=1, keepdims=True) <= 1e-5 * size
+        column = jnp.where(is_lost, other, found)
+        column = column / jnp.linalg.norm(column, axis=1, keepdims=True)
+        return lax.dynamic_update_index_in_dim(done, column, i, 2)
+
+    nothing = compat.as_varying(jnp.zeros(x.shape, x.dtype), tuple(compat.varying_axes(x)))
+    return lax.fori_loop(0, x.shape[2], one, nothing)
+
+
+def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns a product of float32: with fewer bits (the default of a TPU) what is owed would not be what is left out."""
+    return jnp.einsum(dims, a, b, precision=lax.Precision.HIGHEST)

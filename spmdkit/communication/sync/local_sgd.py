@@ -1,0 +1,40 @@
+"""Groups of replicas train alone; after every `every` steps their parameters become the mean of all groups'.
+
+    w_g <- w_g - update(g_g)        in every step, nothing sent between groups
+    w_g <- mean_h w_h               after `every` steps
+
+Each group keeps its own optimizer state.
+
+Class: equal to synchronous training at `every: 1` for sgd, momentum, Nesterov and decoupled weight decay without clipping, where each group sees
+as many examples; for Adam it is another method, since each group has its own second moments. Otherwise converging.
+
+Use it where the links between groups are slow: between data centers, over Ethernet. Not where they are fast: at the same number of steps
+the loss is higher, the more so the larger `every` is.
+Forward: none between groups. At an agreement: one all-reduce of the parameters over the groups. Wire: `2 (G-1)/G * 4 bytes` per parameter
+and device, every `every` steps.
+Source: Stich, "Local SGD converges fast and communicates little" (2019), algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdkit.communication.sync.base import Mean, Sync
+from spmdkit.errors import ConfigError
+
+
+def make(every: int) -> Sync:
+    """Returns the sync.
+
+    Raises:
+        ConfigError: `every` is no whole number from 1 on.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigError(
+            f"local_sgd.every is {every!r}. It is the number of steps between two means. Write every: 16."
+        )
+
+    def agree(params: Any, kept: Any, mean: Mean) -> tuple[Any, Any]:
+        return mean(params), kept
+
+    return Sync(every=every, agree=agree, view=lambda params, kept, mean: mean(params))

@@ -1,0 +1,83 @@
+"""Each gradient is applied `k` steps late: bounded staleness that is the same in every run.
+
+    g_t = grad L(w_t)                              as in every other step, added over all replicas
+    w_{t+1} = w_t + update(g_{t-k}, w_t)           the first k steps move nothing
+
+What a worker of an asynchronous parameter server does when k updates of others come between its pull and its push, without the chance in it: so
+that asynchronous training can be studied, and repeated bit for bit. The optimizer (clipping included) sees late gradients, one for each of its
+updates; its own decay and momentum act on today's parameters. A step that is skipped moves nothing, the line of waiting gradients included.
+
+Class: equal to synchronous training at `k: 0`, the same program. Otherwise another method, which converges for learning rates that shrink with k:
+`learning_rate * k` bounds how far the parameters move between a gradient and its use.
+Use it to find out what staleness costs a task. Not to be faster: nothing overlaps, every step waits for its own gradient's sum.
+Memory: k gradients in the dtype of the parameters, cut as the optimizer's state is. Wire: that of `every_step`.
+Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (2013), whose bound is met exactly here;
+Zinkevich et al., "Slow learners are fast" (2009), delayed SGD, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmdkit.communication.sync.base import Sync
+from spmdkit.errors import ConfigError
+
+
+class Delayed(NamedTuple):
+    """The state of an optimizer behind a delay line.
+
+    Attributes:
+        optimizer: the state of the optimizer itself.
+        delay_line: k gradients that wait, the newest first.
+        waiting: int32[], how many of them are gradients: 0 before the first step, k from the k-th on.
+    """
+
+    optimizer: Any
+    delay_line: tuple[Any, ...]
+    waiting: jax.Array
+
+
+def make(k: int) -> Sync:
+    """Returns the sync.
+
+    Raises:
+        ConfigError: `k` is no whole number from 0 on.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+        raise ConfigError(f"stale.k is {k!r}. It is the number of steps that a gradient is late. Write k: 2.")
+    return Sync(every=None, optimizer=(lambda tx: late(tx, k)) if k else None, says=f"each gradient {k} steps late")
+
+
+def late(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer behind a line of `k` gradients."""
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Delayed:
+        line = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(k))
+        return Delayed(tx.init(params), line, jnp.zeros((), jnp.int32))
+
+    def update(grads: Any, state: Delayed, params: Any = None, **extra: Any) -> tuple[Any, Delayed]:
+        due = state.delay_line[-1]
+        if "grad" in extra:
+            extra["grad"] = due
+        if "value_fn" in extra:
+            extra["value_fn"] = _refused
+        updates, moved = tx.update(due, state.optimizer, params, **extra)
+        begun = state.waiting == k
+        moved = jax.tree.map(lambda new, old: jnp.where(begun, new, old), moved, state.optimizer)
+        updates = jax.tree.map(lambda u: jnp.where(begun, u, jnp.zeros_like(u)), updates)
+        line = (grads, *state.delay_line[:-1])
+        return updates, Delayed(moved, line, jnp.minimum(state.waiting + 1, k))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refused(params: Any) -> Any:
+    raise ConfigError(
+        "sync: stale with an optimizer that evaluates the loss itself (a line search): it would search along a gradient of older parameters with the "
+        "loss of today's batch. Use an optimizer that takes the gradient alone, or sync: every_step."
+    )

@@ -1,0 +1,261 @@
+"""`Epochs`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
+
+    1. The launcher says who the members of epoch k are (launch/membership_file.py). A thread hears it, ends every wait for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
+    2. The training thread comes out with an error, or sees between two steps that it is called; `takes` says that this is no failure.
+    3. It leaves its backend, says that it is ready, and waits for the address of the next service.
+    4. It joins as the rank that it has now, and the run begins again as after a restart, but from the memory of the processes (peer_memory.py, redistribute.py).
+
+Whatever goes otherwise than this ends the process with an error, and the launcher starts all again from the newest checkpoint: the way that always works.
+Shown on CPU devices (Gloo) alone; on GPU and TPU nothing of this was tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from spmdkit import compat
+from spmdkit.checkpoint import storage_counters
+from spmdkit.cluster import Cluster
+from spmdkit.cluster.join import Epoch
+from spmdkit.cluster.spec import ClusterSpec
+from spmdkit.compat import epochs as compat_epochs
+from spmdkit.elastic.gloo_sockets import Wires
+from spmdkit.elastic.peer_memory import Copier, FromMemory, HostMemory
+from spmdkit.elastic.redistribute import completed, found
+from spmdkit.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    Preempted,
+    RendezvousError,
+    UserCodeError,
+)
+from spmdkit.faults import lost_peer
+from spmdkit.launch.membership_file import Order, Orders, orders_of
+
+LOOK_EVERY_S = 0.02
+CUT_AGAIN_S = 0.2
+"""What was in flight may connect to others when the first cut is done."""
+TOLD_S = 5.0
+"""How long an error that looks like a dead peer waits for the launcher to say who died."""
+ORDER_S = 600.0
+"""How long at most a process waits for the others in between: it is the launcher that decides."""
+LAG = 16
+"""Steps that may be in flight when processes agree on the last step of an epoch."""
+FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted, UserCodeError)
+"""What ends a run whoever has died."""
+
+
+class Called(RendezvousError):
+    """This process is called to the next epoch: no failure."""
+
+
+class Epochs:
+    """The epochs of this process; see the module.
+
+    Attributes:
+        number: of the epoch that it is in, or joins now.
+        memory: the state of the last steps.
+        why: what ended the epoch before, for people.
+    """
+
+    def __init__(self, orders: Orders, every: int):
+        self._orders, self._every = orders, every
+        self.number, self.memory, self.why = orders.born, HostMemory(), ""
+        self._order: Order | None = None  # the next one
+        self._called, self._gone = threading.Event(), threading.Event()
+        self._wires = Wires()
+        self._copier: Copier | None = None
+        self._thread: threading.Thread | None = None
+        self._waits = orders.born > 1  # for an order, before it joins
+
+    # ---- joining -------------------------------------------------------------------------------------------------------
+
+    def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Epoch, tuple[str, ...]]:
+        """Returns (this process's place, what `join` needs of the epoch, `key=value`s of it), once all are there; `warm`: what a standby does before."""
+        self._wires = Wires()
+        if not self._waits:
+            return spec, Epoch(self.number, self._wires.noticed()), ()
+        if self._orders.member < 0:
+            warm()
+        order = self._awaited()
+        self.number, self.why, self._waits = order.number, order.why, False
+        told = dataclasses.replace(
+            spec,
+            coordinator=order.service,
+            service=order.service,
+            num_processes=len(order.members),
+            process_id=order.members.index(self._orders.member),
+            notes=(f"epoch {order.number}: {order.why}",),
+            found_by="",
+        )
+        return told, Epoch(order.number, self._wires.noticed()), order.overrides
+
+    def _awaited(self) -> Order:
+        """Says for which epoch this process is ready, and returns the order of the one that begins."""
+        deadline, ready = time.monotonic() + ORDER_S, 0
+        while time.monotonic() < deadline:
+            order = self._orders.read()
+            if order is not None and self._orders.member < 0:  # a standby: nobody has died yet
+                deadline = time.monotonic() + ORDER_S
+                self._orders.member = order.process_of(self._orders.member)
+            newest = max(self._orders.born, 0 if order is None else order.number)
+            if newest > ready:
+                ready = newest
+                self._orders.say_ready(ready)
+            if order is not None and order.number == ready and order.service:
+                if self._orders.member in order.members:
+                    return order
+                if self._orders.member >= 0:
+                    raise RendezvousError("this process is no member of the next epoch: nobody needs it any more")
+            time.sleep(LOOK_EVERY_S)
+        raise RendezvousError(
+            f"the launcher has not said within {ORDER_S:g} s where to go on. See its output, and start the job again."
+        )
+
+    def joined(self, cluster: Cluster) -> None:
+        """Listens to the launcher from now on. On all processes, right after `join`."""
+        gc.freeze()  # what is there now stays: `leave` collects what the epoch has made, and everybody waits for it (0.2 s a time otherwise)
+        self._called.clear()
+        self._gone.clear()
+        self._order = None
+        client = compat.coordination_client()
+        self._thread = threading.Thread(target=self._listen, args=(client,), name="spmdkit-epochs", daemon=True)
+        self._thread.start()
+        ports = cluster.gather("wires", json.dumps(self._wires.own))
+        self._wires.others = {port for text in ports for port in json.loads(text)}
+
+    def _listen(self, client: Any) -> None:
+        while not self._gone.wait(CUT_AGAIN_S if self._called.is_set() else LOOK_EVERY_S):
+            order = self._orders.read()
+            if order is None or order.number <= self.number:
+                continue
+            self._order = order
+            if not order.planned:
+                if client is not None:
+                    client.is_over = True
+                self._called.set()
+                self._wires.cut()
+
+    # ---- training ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises Called where this process cannot go on with the others."""
+        if self._called.is_set():
+            raise Called("another process died")
+
+    def after_step(self, run: Any, step: int, state: Any) -> None:
+        """Copies the state where that is due, and ends the epoch where all have agreed on it. On all processes, after each step, and before the first.
+
+        Raises:
+            Called: the next epoch begins.
+        """
+        self.check()
+        order = self._order
+        ends = run.cluster.agree(f"epoch/{run.due.epoch}", step, order is not None and order.planned, LAG)
+        if ends or step % self._every == 0 or not self.memory.kept:
+            self.keep(run, step, state)
+        if ends:
+            run.cluster.barrier("the last step of the epoch")  # nobody leaves while another one is still in it
+            deadline = time.monotonic() + TOLD_S
+            while self._order is None and time.monotonic() < deadline:  # another one has asked, and heard it first
+                time.sleep(LOOK_EVERY_S)
+            raise Called("more processes have come")
+
+    def keep(self, run: Any, step: int, state: Any) -> None:
+        """Keeps the state of `step`. On all processes."""
+        if self._copier is None:
+            self._copier = Copier(run.program.mesh, run.cluster.process_index)
+        begun = time.perf_counter()
+        with run.telling.throughput.paused():
+            snapshot = self._copier.take(step, state, run.record(step))
+        if not self.memory.kept:
+            run.events.write(
+                "kept in memory", step=step, bytes=snapshot.num_bytes, seconds=round(time.perf_counter() - begun, 4)
+            )
+        self.memory.put(snapshot)
+
+    def restored(
+        self, cluster: Cluster, program: Any, least: int, restore: Any
+    ) -> tuple[int, Any, dict[str, Any], list[str]] | None:
+        """Returns (step, state, record, lines for the user) from the memory of all processes, None where a checkpoint of step `least` is newer or nothing is there."""
+        if self.number == 1:
+            return None
+        where = found(cluster, self.memory, least)
+        if where is None:
+            self.memory.forget()
+            return None
+        step, holders = where
+        snapshot = completed(cluster, self.memory, step, holders, program.abstract_state)
+        state, record, lines = restore(FromMemory(snapshot), step, program)
+        self.memory.forget()  # what is kept next is of the new mesh
+        return step, state, record, lines
+
+    # ---- leaving -------------------------------------------------------------------------------------------------------
+
+    def takes(self, error: BaseException | None) -> bool:
+        """Returns whether an error is that another process has died, and the next epoch begins. May wait a moment for the launcher to say so."""
+        if isinstance(error, Called):
+            return self._order is not None
+        if not isinstance(error, Exception):
+            return False
+        is_lost = lost_peer(error)  # also what a user's hook was told, who has waited for a metric
+        if isinstance(error, FINAL) and not is_lost:
+            return False
+        return self._called.wait(TOLD_S if is_lost else 0.0)
+
+    def leave(self) -> None:
+        """Gives up the backend. Nothing of the epoch is referred to any more but by this object."""
+        self._copier, self._waits = None, True
+        _clear_caches()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # what a save had not begun yet
+            gc.collect()
+        compat_epochs.leave_backend()
+        self._gone.set()  # now: what was in flight may have begun to connect to others meanwhile
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        storage_counters.reset()
+        gc.collect()
+
+
+def _clear_caches() -> None:
+    """Empties what functions remember: some of it are programs and devices that are gone."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("spmdkit", "orbax"):
+            for each in list(vars(module).values()):
+                clear = getattr(each, "cache_clear", None)
+                if callable(clear):
+                    with suppress(Exception):
+                        clear()
+
+
+def epochs_of(env: Mapping[str, str], options: Any) -> Epochs | None:
+    """Returns the epochs of this process, None where no launcher orders any."""
+    if not options.in_process:
+        return None
+    orders = orders_of(env)
+    return None if orders is None else Epochs(orders, options.peer_every)
+
+
+@contextmanager
+def ending(epochs: Epochs | None, watchdog: Any, signals: Any) -> Iterator[None]:
+    """The body is one epoch; where it ends for the next one, nobody watches it any more, and nothing else holds it."""
+    try:
+        yield
+    except Exception as error:
+        if epochs is not None and epochs.takes(error):
+            if watchdog is not None:
+                watchdog.stop()
+            signals.then = None
+        raise

@@ -1,0 +1,215 @@
+"""`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that one of them may die.
+
+Every `elastic.peer_every` steps each process copies its own shards from the devices; of the leaves of which some shard is on one process alone (ZeRO, fsdp, tensor) each
+device also sends its shard to the same device of another process, by one permutation. A process that dies takes nothing with it that this one has not.
+
+Wire: a shard of these leaves from each device, every `peer_every` steps; nothing where every process holds all (replicas alone).
+Memory of the host: two states of its devices, and as much again of what is sent. Two, since the last one may be whole on some processes only.
+
+Source: the scheme is that of in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023; torchft and Oobleck keep replicas of the whole state instead).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import is_key, named_leaves
+
+KEPT = 2
+AWAY = 2
+"""So many processes further is the other copy, with four and more: the one that comes next after a dead one may have to die too (launch/membership.py, OUT_S)."""
+
+Place = tuple[tuple[int, int], ...]
+"""Where a shard lies in its leaf: (begin, end) of each dim."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What this process holds of one leaf."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    parts: dict[Place, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A state as this process holds it.
+
+    Attributes:
+        record: what a checkpoint holds beside the arrays, as JSON; empty where this process has received all.
+        leaves: by path.
+    """
+
+    step: int
+    record: str
+    leaves: dict[str, Parts]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the host's memory."""
+        return sum(part.nbytes for leaf in self.leaves.values() for part in leaf.parts.values())
+
+
+def place_of(index: Any, shape: tuple[int, ...]) -> Place:
+    """Returns where a tuple of slices lies."""
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+
+
+def size_of(place: Place) -> int:
+    """Returns the number of elements."""
+    return math.prod(end - begin for begin, end in place)
+
+
+def common(one: Place, other: Place) -> Place | None:
+    """Returns where two places overlap, None where they do not."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(begin < end for begin, end in both) else None
+
+
+class HostMemory:
+    """The snapshots of one process; they outlive its backends."""
+
+    def __init__(self) -> None:
+        self.kept: list[Snapshot] = []
+
+    def forget(self) -> None:
+        """Drops all, where training goes back."""
+        self.kept.clear()
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Keeps a snapshot instead of the older ones."""
+        newer = [each for each in self.kept if each.step != snapshot.step]
+        self.kept = [*newer, snapshot][-KEPT:]
+
+
+class Copier:
+    """Copies states of one program to the host; made anew in each epoch.
+
+    Args:
+        mesh: that of the states.
+        process: the number of this one.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh, process: int):
+        self._mesh, self._process = mesh, process
+        self._send: Callable[[list[jax.Array]], list[jax.Array]] | None = None
+        self._alone: list[str] = []
+        devices = list(mesh.devices.flat)
+        self._to = _copied_to(devices)
+        self._from: dict[Any, Any] = {devices[there]: devices[here] for here, there in self._to}
+
+    def take(self, step: int, state: Any, record: Mapping[str, Any]) -> Snapshot:
+        """Returns the state of `step`, as it is on the devices now, on the host. Waits for the device; on all processes.
+
+        Raises:
+            ConfigError: a leaf holds typed keys.
+        """
+        leaves = {path: _on_device(path, leaf) for path, leaf in named_leaves(state)}
+        if self._send is None:
+            self._alone = [path for path, leaf in leaves.items() if _is_alone(leaf)]
+            self._send = self._sender([leaves[path] for path in self._alone])
+        sent = self._send([leaves[path] for path in self._alone]) if self._alone else []
+        kept = {path: _own(leaf) for path, leaf in leaves.items()}
+        for path, leaf in zip(self._alone, sent, strict=True):
+            places = leaves[path].sharding.devices_indices_map(leaf.shape)
+            for shard in leaf.addressable_shards:
+                place = place_of(places[self._from[shard.device]], leaf.shape)
+                kept[path].parts.setdefault(place, np.array(shard.data))
+        return Snapshot(step, json.dumps(record, allow_nan=False), kept)
+
+    def _sender(self, leaves: list[jax.Array]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+        """Returns the program in which each device sends its shards to the same device of another process."""
+        axes = tuple(self._mesh.axis_names)
+        specs = [leaf.sharding.spec for leaf in leaves]  # type: ignore[attr-defined]
+        shift = lambda shards: [lax.ppermute(x, axes, self._to) for x in shards]
+        # Untyped: what arrives on a device is another shard than its place says, and is read as such.
+        return jax.jit(jax.shard_map(shift, mesh=self._mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
+
+
+def _copied_to(devices: list[Any]) -> list[tuple[int, int]]:
+    """Returns (position, position of the same device of the process that holds its copy) for all devices of a mesh, given in its order."""
+    of = dict[int, list[int]]()
+    for position, device in enumerate(devices):
+        of.setdefault(device.process_index, []).append(position)
+    processes = sorted(of)
+    away = AWAY if len(of) > AWAY + 1 else 1
+    after = dict(zip(processes, [*processes[away:], *processes[:away]], strict=True))
+    return [pair for p in processes for pair in zip(of[p], of[after[p]], strict=True)]
+
+
+def _is_alone(leaf: jax.Array) -> bool:
+    """Returns whether some shard of a leaf is on one process only."""
+    holders = dict[Place, set[int]]()
+    places: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
+    for device, index in places.items():
+        holders.setdefault(place_of(index, leaf.shape), set()).add(device.process_index)
+    return any(len(each) == 1 for each in holders.values())
+
+
+def _on_device(path: str, leaf: Any) -> jax.Array:
+    if is_key(leaf):
+        raise ConfigError(
+            f"elastic.in_process keeps the state in the memory of its processes, and '{path}' holds typed keys, which numpy has no form for. Keep "
+            "jax.random.key_data(key) in the state, or set in_process: false."
+        )
+    sharding = leaf.sharding
+    if sharding.memory_kind not in (None, "device"):
+        leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
+    return leaf  # type: ignore[no-any-return]
+
+
+def _own(leaf: jax.Array) -> Parts:
+    """Returns the shards of this process, copied: the memory of the device goes to the next step."""
+    parts: dict[Place, np.ndarray] = {}
+    for shard in leaf.addressable_shards:
+        place = place_of(shard.index, leaf.shape)
+        if place not in parts:
+            parts[place] = np.array(shard.data)
+    return Parts(leaf.shape, np.dtype(leaf.dtype), parts)
+
+
+class FromMemory:
+    """A snapshot in the place of the checkpoints of a directory, for `program.restoring.restored`."""
+
+    def __init__(self, snapshot: Snapshot):
+        self._snapshot = snapshot
+
+    def read_tree(self, step: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns `{path: (shape, dtype name)}`."""
+        return {path: (leaf.shape, str(leaf.dtype)) for path, leaf in self._snapshot.leaves.items()}
+
+    def restore(self, step: int, abstract_state: Any, optional: Any = ()) -> tuple[Any, dict[str, Any]]:
+        """Returns (state, record), each leaf on the sharding that is asked for."""
+        made = [_placed(self._snapshot.leaves[path], asked) for path, asked in named_leaves(abstract_state)]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), made), json.loads(self._snapshot.record)
+
+
+def _placed(leaf: Parts, asked: Any) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, asked.sharding, functools.partial(whole, leaf))
+
+
+def whole(leaf: Parts, index: Any) -> np.ndarray:
+    """Returns what is at a tuple of slices, put together of the parts that overlap with it."""
+    wanted = place_of(index, leaf.shape)
+    if wanted in leaf.parts:
+        return leaf.parts[wanted]
+    out = np.empty([end - begin for begin, end in wanted], leaf.dtype)
+    for place, part in leaf.parts.items():
+        if (both := common(place, wanted)) is not None:
+            out[_within(both, wanted)] = part[_within(both, place)]
+    return out
+
+
+def _within(inner: Place, outer: Place) -> tuple[slice, ...]:
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))

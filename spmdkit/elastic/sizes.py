@@ -1,0 +1,181 @@
+"""How many processes an elastic job is started with again, and with how many microbatches: the same examples of each step in the same order, whatever the number.
+
+The global batch stays. A step of fewer devices takes it in more microbatches, so that no device gets more rows at once than it had with the number that was asked for:
+
+    shards = product of the batch axes;  rows at once = batch_size / (shards * microbatches)
+
+A number that the mesh or the batch cannot be cut into is passed over for the next smaller one. Adding up in another order makes other last bits (1e-5), and the same
+number the same bits. Source: Horovod Elastic and torchelastic's MIN:MAX; those leave the global batch to the user.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from spmdkit.config import Config, load_config
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.constants import BATCH_AXES, fake_devices
+
+ALLOWED = "processes"
+"""A file in the run's directory: how many processes the next start may have, where somebody has written a number into it."""
+
+
+class Size(NamedTuple):
+    """One start: so many processes, and what their command needs besides."""
+
+    processes: int
+    microbatches: int
+
+
+class Elastic:
+    """The sizes that a job may have.
+
+    Args:
+        command: of each process: `train CONFIG key=value ...`.
+        between: `MIN:MAX`.
+        num: processes of the first start.
+        devices_per_process: None: of `devices: cpu:N` the part of one of `num`, otherwise one.
+
+    Attributes:
+        devices_per_process: the same for all sizes.
+        wanted: where processes go on without their dead: processes now -> what `resize` returns of the number in the file `processes`, None unless that is
+            larger.
+        standby: how many processes wait to take a place.
+
+    Raises:
+        ConfigError: see the messages.
+    """
+
+    def __init__(self, command: Sequence[str], between: str, num: int, devices_per_process: int | None = None):
+        self._least, self._most = _range(between, num)
+        if len(command) < 2 or command[0] != "train":
+            raise ConfigError(
+                f"launch --elastic {between}: its command is train, found {' '.join(command[:1]) or 'none'}. Try -- train CONFIG."
+            )
+        config = load_config(Path(command[1]), list(command[2:]))
+        self._batch, self._mesh = config.batch_size, config.mesh.sizes()
+        self._run_dir = config.resolved_run_dir()
+        self.wanted = self._wanted if config.elastic.in_process else None
+        self.standby = config.elastic.standby
+        self._ahead = config.elastic.precompile
+        self._start = _microbatches(config)
+        self.devices_per_process = devices_per_process or _devices(config, num)
+        if -1 not in self._mesh.values() and self._least < self._most:
+            first = next(iter(self._mesh), "data")
+            raise ConfigError(
+                f"{config.where('mesh')}: launch --elastic {between} changes the number of devices, and all axes are fixed ({self._mesh}). One axis takes what there "
+                f"is. Write {first}: -1."
+            )
+        shards = self._shards(num)
+        if shards is None or self._batch % (shards * self._start):
+            raise ConfigError(
+                f"launch -n {num} --elastic {between}: {num * self.devices_per_process} devices do not fit mesh {self._mesh} and batch_size {self._batch}. Both have "
+                "to be divided evenly at the start. Choose another -n, or batch_size."
+            )
+        self._rows = self._batch // (shards * self._start)
+        self.first = Size(num, self._start)
+
+    def ahead(self) -> dict[int, list[str]]:
+        """Returns the numbers of processes to compile for -> what the command is given besides.
+
+        Raises:
+            ConfigError: a number that never comes.
+        """
+        found = {}
+        for processes in self._ahead:
+            microbatches = self._fitting(processes)
+            if microbatches is None or not self._least <= processes <= self._most:
+                raise ConfigError(
+                    f"elastic.precompile: {processes} processes are none that launch --elastic {self._least}:{self._most} would start again: mesh {self._mesh} and batch_size {self._batch} "
+                    "have to be divided evenly. Remove it, or choose another number."
+                )
+            found[processes] = [f"microbatches={microbatches}"]
+        return found
+
+    def after(self, before: int, lost: int) -> Size | None:
+        """Returns the size of the next start, None where no number that is left will do.
+
+        Args:
+            before: processes of the start that has ended.
+            lost: of them that died of their own, as if their machine was gone.
+        """
+        asked = self._allowed()
+        left = min(self._most, max(before - lost, self._least) if asked is None else asked)
+        for processes in range(left, self._least - 1, -1):
+            if (microbatches := self._fitting(processes)) is not None:
+                return Size(processes, microbatches)
+        return None
+
+    def resize(self, before: int, lost: int) -> tuple[int, list[str]] | None:
+        """Returns `after` as the launcher wants it: the number, and what the command is given besides."""
+        size = self.after(before, lost)
+        return None if size is None else (size.processes, [f"microbatches={size.microbatches}"])
+
+    def _wanted(self, now: int) -> tuple[int, list[str]] | None:
+        asked = self._allowed()
+        size = self.after(now, 0) if asked is not None and asked > now else None
+        return (
+            None if size is None or size.processes <= now else (size.processes, [f"microbatches={size.microbatches}"])
+        )
+
+    def _allowed(self) -> int | None:
+        """Returns the number in the file `processes` of the run's directory, None where there is none between MIN and MAX."""
+        try:
+            number = int((self._run_dir / ALLOWED).read_text())
+        except (OSError, ValueError):
+            return None
+        return number if self._least <= number <= self._most else None
+
+    def _shards(self, processes: int) -> int | None:
+        """Returns into how many parts a batch is cut, None where the mesh does not fit."""
+        devices = processes * self.devices_per_process
+        fixed = math.prod(size for size in self._mesh.values() if size != -1)
+        if devices % fixed or (-1 not in self._mesh.values() and devices != fixed):
+            return None
+        sizes = {axis: devices // fixed if size == -1 else size for axis, size in self._mesh.items()}
+        return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+
+    def _fitting(self, processes: int) -> int | None:
+        """Returns the fewest microbatches with which no device gets more rows at once than at the start."""
+        shards = self._shards(processes)
+        if shards is None or self._batch % shards:
+            return None
+        rows = self._batch // shards
+        return next(m for m in range(1, rows + 1) if rows % m == 0 and rows // m <= self._rows)
+
+
+def _range(between: str, num: int) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", between)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ConfigError(
+            f"--elastic {between[:40]}: two numbers of processes, the fewest and the most, from 1 on. Try --elastic 1:{max(num, 1)}."
+        )
+    least, most = int(found[1]), int(found[2])
+    if not least <= num <= most:
+        raise ConfigError(
+            f"launch -n {num} --elastic {between}: the first start has a number between the two. Try -n {most}."
+        )
+    return least, most
+
+
+def _microbatches(config: Config) -> int:
+    if not isinstance(config.microbatches, int):
+        raise ConfigError(
+            f"{config.where('microbatches')}: is {config.microbatches}; launch --elastic counts them itself for each size. Give a number, as 1."
+        )
+    return config.microbatches
+
+
+def _devices(config: Config, num: int) -> int:
+    total = fake_devices(config.devices) if isinstance(config.devices, str) else None
+    if total is None:
+        return len(config.devices) if isinstance(config.devices, list) else 1
+    if total % num:
+        raise ConfigError(
+            f"{config.where('devices')}: cpu:{total} over {num} processes leaves {total % num} over. Try devices: cpu:{num}."
+        )
+    return total // num

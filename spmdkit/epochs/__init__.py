@@ -1,5 +1,0 @@
-"""Epochs: a job that loses or wins processes goes on in the same processes, with the state from their memory."""
-
-from spmdkit.epochs.epochs import Epochs, ending, epochs_of
-
-__all__ = ["Epochs", "ending", "epochs_of"]

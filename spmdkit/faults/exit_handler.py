@@ -1,0 +1,279 @@
+"""The one way out for every exception: a message for people, an error file for the launcher, an exit code, and no hang.
+
+    SpmdkitError     its message, no traceback                                   its own exit code
+    UserCodeError    its message, then the user's own frames and exception           70
+    a peer went away one line (only with several processes; the cause is there)      75
+    a signal before the first step  one line                                         42
+    KeyboardInterrupt  one line                                                     130
+    anything else    the whole traceback: this is a bug in spmdkit                   70
+
+A process that fails, or that is one of several, leaves by `os._exit`: JAX's shutdown barrier in `atexit` would
+otherwise hold it, and through its open sockets all its peers, for up to five minutes (jax 0.10.2).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
+from spmdkit.faults.error_mapping import of_foreign
+from spmdkit.faults.signals import SIGNALS, Asked
+from spmdkit.foundation import files, redact
+from spmdkit.foundation.constants import ERROR_FILE, NAMELESS, PROCESS_ID
+from spmdkit.foundation.formatting import bounded, visible
+
+BUG = "this is a bug in spmdkit"
+
+# How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
+# 0.11.2.
+PEER_LOST = (
+    "gloo",
+    "connection reset by peer",
+    "connection closed by peer",
+    "coordination service",
+    "coordinationservice",
+    "heartbeat timeout",
+)
+
+
+STOPPING = [number for number in SIGNALS if number != signal.SIGINT]
+
+last_words: list[Callable[[int, str], None]] = []
+"""Called with (exit code, message) before a process leaves because of an exception: the watchdog tells the others."""
+
+taken_over = threading.Event()
+"""Set while the watchdog ends the process: what the training thread then meets, peers that leave, is not the cause."""
+TAKEN_OVER_S = 10.0
+NAMED_S = 0.6
+"""How long a process that has lost another waits until the watchdog knows which: its own message could only name a socket."""
+
+_owned = [False]
+
+
+def owns_process() -> bool:
+    """Returns whether this process is a command of ours, and not somebody's program that called us."""
+    return _owned[0]
+
+
+def run_process(main: Callable[[], int | None]) -> int:
+    """Returns what `main` returns when that is 0 in a single process; otherwise reports and leaves the process."""
+    _owned[0] = True
+    _tell_launcher({"running": True})
+    try:
+        code = main() or 0
+    except SystemExit as request:
+        if _of_the_user(request):
+            code = report(_not_an_end(request))
+        elif request.code is None or isinstance(request.code, int):
+            code = request.code or 0
+        else:
+            print(visible(str(request.code)), file=sys.stderr)
+            code = ExitCode.CHECK_FAILED
+        _tell_others(code, "")
+    except BaseException as error:  # noqa: BLE001 - this is the last resort, and it reports all of them
+        code = report(error)
+    finally:
+        _owned[0] = False
+    if code == 0:
+        code = _flushed()
+    if code == 0:
+        _tell_launcher({"running": False})
+    if code != 0 or _one_of_many():
+        leave(code)
+    return code
+
+
+def _flushed() -> int:
+    """Returns the exit code of a command that is done: a full disk behind what it printed is told now, and not by Python after the end."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return report(error)
+    except (ValueError, AttributeError):
+        return 0  # closed, or not there
+    return 0
+
+
+def _of_the_user(request: SystemExit) -> bool:
+    """Returns whether an exit was asked for in code of the user's, or under it: a command ends by returning."""
+    frames = traceback.extract_tb(request.__traceback__)[1:]  # the first is ours that has caught it
+    return any(not _is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
+
+
+def _not_an_end(request: SystemExit) -> UserCodeError:
+    error = UserCodeError(
+        f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with code 0 it would pass for done. Return, or "
+        "raise an error that says what is wrong."
+    )
+    error.__cause__ = request
+    return error
+
+
+def report(error: BaseException) -> int:
+    """Writes the error file and the message for people; returns the exit code."""
+    _nobody_else_ends_us()
+    if taken_over.is_set():
+        time.sleep(TAKEN_OVER_S)
+    code, message = describe(error)
+    if code == ExitCode.PEER_LOST and last_words and taken_over.wait(NAMED_S):
+        time.sleep(TAKEN_OVER_S)  # the watchdog knows by now who it was, and ends this process
+    _say_to_all(code, message, getattr(error, "blamed", ()))
+    return code
+
+
+def _nobody_else_ends_us() -> None:
+    """From here on the process ends by itself: another request to stop must not take its code away."""
+    if _owned[0] and threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _say_to_all(code: int, message: str, blamed: Sequence[int] = ()) -> None:
+    say(code, message, blamed)
+    _tell_others(code, message)
+
+
+def _tell_others(code: int, message: str) -> None:
+    for tell in list(last_words):
+        tell(code, message)
+
+
+def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -> None:
+    """Writes the error file and the message for people.
+
+    Args:
+        blamed: the processes that are at fault, where it is not this one.
+        stacks: shown whole after the message.
+    """
+    message = redact.in_text(message if BUG in message else bounded(message))
+    _write_error_file(code, message, blamed)
+    with suppress(OSError, ValueError):  # nobody reads any more; the error file and the code remain
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        print(visible(message), file=sys.stderr, flush=True)
+        if stacks:
+            print(visible(redact.in_text(stacks)), file=sys.stderr, flush=True)
+
+
+def report_and_leave(error: BaseException) -> NoReturn:
+    """Reports and ends the process, from any thread: the training thread does not come out of what it does."""
+    leave(report(error))
+
+
+def leave_with(code: int, message: str) -> NoReturn:
+    """Ends the process with a message, from any thread."""
+    _say_to_all(code, message)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process now: what was printed is flushed, nothing else runs, no thread is waited for."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed or broken pipe
+    if code == 0:
+        _tell_launcher({"running": False})  # what is left so is done
+    os._exit(code)
+
+
+def describe(error: BaseException) -> tuple[int, str]:
+    """Returns (exit code, text for people) of an exception."""
+    if isinstance(error, Asked):
+        return ExitCode.PREEMPTED, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED, "interrupted"
+    if _one_of_many() and (lost := lost_peer(error)):
+        return RendezvousError.exit_code, (
+            f"lost contact with another process: {lost}\nIt ended or became unreachable, so this one cannot go on; the "
+            f"cause is in that process's own output."
+        )
+    if isinstance(error, UserCodeError) and error.__cause__ is not None:
+        return error.exit_code, f"{error}\n{_users_part(error.__cause__)}".strip()
+    if isinstance(error, SpmdkitError):
+        return error.exit_code, str(error) or type(error).__name__
+    if (foreign := of_foreign(error)) is not None:
+        return foreign
+    whole = "".join(traceback.format_exception(error)).rstrip()
+    return ExitCode.FAILED, f"{whole}\n{BUG}: please report it with the text above"
+
+
+def _one_of_many() -> bool:
+    """Whether this process has joined others. Does not import JAX for commands that had no need of it."""
+    if "jax" not in sys.modules:
+        return False
+    from spmdkit import compat
+
+    return compat.coordination_client() is not None
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """Returns the line that tells of a dead peer, from the exception or one that it was raised from."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, (RuntimeError, ValueError)) and not isinstance(link, SpmdkitError):
+            text = str(link)
+            if any(sign in text.lower() for sign in PEER_LOST):
+                return text.strip().splitlines()[0]
+        link = link.__cause__
+    return None
+
+
+def _users_part(error: BaseException) -> str:
+    """Returns the user's exception without the frames of JAX, spmdkit, Python and installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_runtime(frame.filename)]
+    lines = traceback.format_list(own or frames[-3:])
+    shown = traceback.TracebackException(type(error), error, None)
+    notes = getattr(error, "__notes__", ())
+    shown.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]
+    return "".join([*lines, *shown.format_exception_only()]).rstrip()
+
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+
+
+def _is_runtime(filename: str) -> bool:
+    if filename.startswith("<frozen "):
+        return True
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts):
+        return True
+    return any(Path(filename).is_relative_to(folder) for folder in (_STDLIB, files.PACKAGE))
+
+
+def _write_error_file(code: int, message: str, blamed: Sequence[int]) -> None:
+    """Tells the launcher what ended this process."""
+    _tell_launcher({"exit_code": code, "message": message, "blamed": list(blamed)})
+
+
+def _tell_launcher(record: dict[str, Any]) -> None:
+    """Writes a record for the launcher, which has set the variable. Whole or not at all.
+
+    While a command runs, the record says so: a process that leaves with code 0 then (`os._exit`) has not done its work.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    process = os.environ.get(PROCESS_ID, "0")
+    record = {"process": int(process) if process.isdecimal() else 0, **record}
+    try:
+        text = json.dumps({**record, "time": time.time()})
+        if path.startswith(NAMELESS):
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            files.replace(path, text.encode(), mode=0o600)
+    except OSError as error:
+        print(f"could not write {path}: {error}", file=sys.stderr)

@@ -1,0 +1,231 @@
+"""What one process can tell of all from their beats: who is silent, who holds up the others, who is slow. Pure, with the time handed in.
+
+A beat is a line that each process writes every second: where its training thread stands, since when, and how long it may. Times in it are of
+its own clock without pauses, so that no clock is compared with another.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from spmdkit.foundation.phase import EVALUATION, READING, WAITING
+
+STEP = "step"
+QUIET_S = 3.0
+"""Without a beat for so long, a process is the first that is suspected of a hang."""
+OWN_SHARE = 0.25
+"""A straggler spends this much more of the wall time in a phase of its own than the median of the others does."""
+BEFORE_TRAINING = ("begin", "import", "compile", "restore", "init", "end")
+
+DOES = {
+    "begin": "starting",
+    "import": "importing the task and building its program",
+    "compile": "compiling",
+    "restore": "restoring",
+    "init": "making the state",
+    "data": "reading data",
+    STEP: "in the step",
+    "evaluation": "evaluating",
+    "save": "saving",
+    "printing": "printing",
+    "end": "ending",
+}
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a process says of itself.
+
+    Attributes:
+        for_s: seconds in the phase, without pauses.
+        limit_s: how many it may be there; None: as long as others let it wait.
+        spent: phase -> seconds so far.
+    """
+
+    phase: str
+    detail: str
+    step: int
+    for_s: float
+    limit_s: float | None
+    spent: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def works(self) -> bool:
+        """Whether it is on its own there, and does not wait for others."""
+        return self.phase not in (STEP, WAITING)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it is there for longer than it may."""
+        return self.limit_s is not None and self.for_s > self.limit_s
+
+    @property
+    def does(self) -> str:
+        """`reading data`, `in the hook 'mine'`, `waiting at 'committed'`."""
+        if self.phase == WAITING:
+            return f"waiting for others at '{self.detail}'"
+        return DOES.get(self.phase, f"in the {self.phase}") + (f" ({self.detail})" if self.detail else "")
+
+
+def to_text(beat: Beat) -> str:
+    """Returns a beat as it is written."""
+    return json.dumps(asdict(beat))
+
+
+def from_text(text: str) -> Beat:
+    """Returns the beat of `to_text`."""
+    return Beat(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many seconds a phase may take; see `Watchdog` in config/sections.py."""
+
+    step_s: float | None
+    import_s: float
+    compile_s: float
+    restore_s: float
+    save_s: float
+    evaluation_s: float
+
+    def of(self, phase: str, step_s: float | None) -> float | None:
+        """Returns the limit of a phase, where a step takes `step_s`; None before that is known.
+
+        Steps in flight are waited for together: 16 of them, and room.
+        """
+        if phase in ("data", STEP):
+            if self.step_s is not None:
+                return self.step_s
+            if step_s is None:
+                return FIRST_DATA_S if phase == "data" else self.compile_s
+            return max(LEAST_STEP_S, STEPS * step_s)
+        named = {"begin": self.import_s, "import": self.import_s, "compile": self.compile_s, "init": self.compile_s}
+        named |= {"restore": self.restore_s, "save": self.save_s, "end": self.save_s, WAITING: None}  # type: ignore[dict-item]
+        return named.get(phase, self.evaluation_s)
+
+
+LEAST_STEP_S = 60.0
+FIRST_DATA_S = 300.0
+STEPS = 40
+
+
+def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
+    """Returns the processes that hold up the job, none while it may still go on.
+
+    Who works on his own for longer than he may holds up the others, whatever they do; in an evaluation that is who reads. In the step all wait for
+    all: there the job hangs when everybody is overdue, and first comes who gives no sign of life, then who has come less far.
+    """
+    reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
+    over = [
+        p
+        for p, b in beats.items()
+        if b.works and b.overdue and not (reads and b.phase == EVALUATION and p not in reads)
+    ]
+    if over:
+        return tuple(sorted(over))
+    in_step = {p: b for p, b in beats.items() if b.phase == STEP}
+    if not in_step or any(b.works for b in beats.values()) or not all(b.overdue for b in in_step.values()):
+        return ()
+    if suspects := sorted(set(quiet) & set(beats)):
+        return tuple(suspects)
+    least = min(b.step for b in in_step.values())
+    return tuple(sorted(p for p, b in in_step.items() if b.step == least))
+
+
+def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
+    """Returns who has given no sign of life for `limit_s`, or never came in twice that time; `seen`: when each beat was new, where the store answers."""
+    never = [p for p in others if p not in seen and now > 2 * limit_s]
+    return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
+
+
+def stand(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
+    """Returns who stands where: `p3 has been reading data for 41 s at step 812; p0, p1, p2 wait in the step`."""
+    blamed = list(blamed)
+    said = []
+    for does in dict.fromkeys((beats[p].does, beats[p].step) for p in blamed if p in beats):
+        those = [p for p in blamed if p in beats and (beats[p].does, beats[p].step) == does]
+        have = "has" if len(those) == 1 else "have"
+        longest = max(beats[p].for_s for p in those)
+        said.append(f"{_names(those)} {have} been {does[0]} for {longest:.0f} s at step {does[1]}")
+    others = {p: b for p, b in beats.items() if p not in blamed}
+    for waits in dict.fromkeys(_waits(b) for b in others.values()):
+        those = [p for p, b in others.items() if _waits(b) == waits]
+        said.append(f"{_names(those)} {waits[len(those) > 1]}")
+    return "; ".join(said)
+
+
+def _waits(beat: Beat) -> tuple[str, str]:
+    """Returns what one, and what several of the others do."""
+    if beat.phase == STEP:
+        return "waits in the step", "wait in the step"
+    if beat.phase == WAITING:
+        return f"waits at '{beat.detail}'", f"wait at '{beat.detail}'"
+    return f"is {beat.does}", f"are {beat.does}"
+
+
+def _names(processes: Iterable[int]) -> str:
+    return ", ".join(f"p{p}" for p in sorted(processes))
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A process that the others wait for, again and again: `phase` takes `share` of its time, and `usual` of the others'."""
+
+    process: int
+    phase: str
+    share: float
+    usual: float
+
+
+def straggler(
+    before: Mapping[int, Mapping[str, float]], after: Mapping[int, Mapping[str, float]], wall_s: float
+) -> Straggler | None:
+    """Returns who kept the others waiting in the last `wall_s` seconds, from the spread of the times of their phases, or None.
+
+    Where all are slow alike, nobody is a straggler.
+    """
+    worst: Straggler | None = None
+    both = sorted(set(before) & set(after))
+    for phase in {phase for p in both for phase in after[p]} - {STEP, WAITING, *BEFORE_TRAINING}:
+        share = {p: (after[p].get(phase, 0.0) - before[p].get(phase, 0.0)) / wall_s for p in both}
+        for p in both if len(both) > 1 else ():
+            usual = statistics.median(share[q] for q in both if q != p)
+            if share[p] - usual > max(OWN_SHARE, 0.0 if worst is None else worst.share - worst.usual):
+                worst = Straggler(p, phase, min(share[p], 1.0), usual)
+    return worst
+
+
+def straggler_text(found: Straggler) -> str:
+    """Returns the line about a straggler."""
+    does = DOES.get(found.phase, f"the {found.phase}")
+    return (
+        f"process {found.process} holds up the others: {does} takes {found.share:.0%} of its time, and {found.usual:.0%} of theirs. Steps are as "
+        "slow as the slowest process."
+    )
+
+
+WINDOW_S = 10.0
+
+
+class Stragglers:
+    """Looks at windows of time, and names who held up the others in two of them in turn."""
+
+    def __init__(self, window_s: float = WINDOW_S):
+        self._window_s = window_s
+        self._begun: tuple[float, Mapping[int, Mapping[str, float]]] | None = None
+        self._suspect: tuple[int, str] | None = None
+
+    def look(self, now: float, spent: Mapping[int, Mapping[str, float]]) -> list[str]:
+        """Returns the lines to be said at `now`; `spent`: seconds of each process in each phase so far."""
+        if self._begun is None:
+            self._begun = now, spent
+        if now - self._begun[0] < self._window_s:
+            return []
+        found = straggler(self._begun[1], spent, now - self._begun[0])
+        again = found is not None and (found.process, found.phase) == self._suspect
+        self._suspect = None if found is None or again else (found.process, found.phase)  # said again after two more
+        self._begun = now, spent
+        return [straggler_text(found)] if found is not None and again else []

@@ -1,0 +1,64 @@
+"""What a process and the launcher on its machine tell each other: that Python runs in it, which the launcher cannot see otherwise; and who is dead."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from spmdkit.faults.heartbeat import Beat
+from spmdkit.foundation.constants import BEAT_FILE, DEATHS_FILE
+
+BEAT_BYTES = 512
+"""What is written, one over the other."""
+MOST_BYTES = 1 << 16
+
+
+class Launcher:
+    """The file in which the launcher reads, and the one in which it writes; see launch/supervisor.py."""
+
+    def __init__(self, descriptor: int, deaths: int | None = None):
+        self._descriptor: int | None = descriptor
+        self._deaths = deaths
+        self._said = 0
+
+    def dead(self) -> dict[int, dict[str, Any]]:
+        """Returns who is dead: process -> `exit` and `said`, as a process that leaves says it itself (faults/watchdog.py)."""
+        if self._deaths is None:
+            return {}
+        with suppress(OSError, ValueError):  # half written: the rest is there the next time
+            return {int(process): said for process, said in json.loads(os.pread(self._deaths, MOST_BYTES, 0)).items()}
+        return {}
+
+    def say(self, beat: Beat, interpreter_s: float | None) -> None:
+        """Says that Python runs, where training stands, and for how long no Python may run."""
+        if self._descriptor is None:
+            return
+        self._said += 1
+        said = {"number": self._said, "phase": beat.phase, "does": beat.does, "step": beat.step}
+        said |= {"interpreter_s": interpreter_s}
+        with suppress(OSError):
+            os.pwrite(self._descriptor, json.dumps(said).ljust(BEAT_BYTES).encode(), 0)
+
+    def close(self) -> None:
+        """Says nothing more, and that this is meant. May be called twice."""
+        self.say(Beat("end", "", 0, 0.0, None), interpreter_s=None)
+        opened, self._descriptor, self._deaths = (self._descriptor, self._deaths), None, None
+        for descriptor in opened:
+            if descriptor is not None:
+                with suppress(OSError):
+                    os.close(descriptor)
+
+
+def launcher_of(env: Mapping[str, str]) -> Launcher | None:
+    """Returns the launcher that has set its variable, or None."""
+    try:
+        beats = os.open(env[BEAT_FILE], os.O_WRONLY | os.O_CLOEXEC)
+    except (KeyError, OSError):
+        return None
+    deaths = None
+    with suppress(KeyError, OSError):
+        deaths = os.open(env[DEATHS_FILE], os.O_RDONLY | os.O_CLOEXEC)
+    return Launcher(beats, deaths)

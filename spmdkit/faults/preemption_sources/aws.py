@@ -1,0 +1,47 @@
+"""AWS's instance metadata: a spot machine that will be interrupted, two minutes ahead.
+
+Version 2 alone: a token first (`PUT /latest/api/token`), then `spot/instance-action`, which is 404 until there is a notice `{"action": "terminate", "time": ...}`.
+Source: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "Spot Instance interruption notices", "Use IMDSv2".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from urllib.error import HTTPError
+
+from spmdkit.faults.preemption_sources.base import Watcher, address, ask
+
+TOKEN_S = 21600
+
+
+def make(every_s: float = 5.0) -> Watcher:
+    """Returns the watcher of this machine; AWS_EC2_METADATA_SERVICE_ENDPOINT names another server, as AWS's own tools read it."""
+    token: dict[str, float] = {}  # the one that is used -> until when
+
+    def headers(base: str) -> dict[str, str]:
+        if time.monotonic() > max(token.values(), default=0.0):
+            asked = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            text = ask(f"{base}/latest/api/token", asked, "PUT") or ""
+            token.clear()
+            token[text] = time.monotonic() + TOKEN_S / 2
+        return {"X-aws-ec2-metadata-token": next(iter(token))}
+
+    def notice() -> str:
+        base = address("169.254.169.254", "AWS_EC2_METADATA_SERVICE_ENDPOINT")
+        try:
+            answer = ask(f"{base}/latest/meta-data/spot/instance-action", headers(base))
+        except HTTPError as error:
+            if error.code == 401:  # the token is not known any more: another one the next time
+                token.clear()
+            raise
+        if answer is None:
+            return ""
+        action = json.loads(answer)
+        return (
+            f"AWS will {action['action']} this machine at {action['time']}"
+            if action["action"] in ("terminate", "stop", "hibernate")
+            else ""
+        )
+
+    return Watcher(notice, every_s)

@@ -1,0 +1,30 @@
+"""A file that somebody makes or touches: an agent of the scheduler, a colleague, a cron job. `preemption: [{file: {path: /run/preempt}}]`.
+
+One that was last changed before this process began is an old notice, so that the next start is not stopped by it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from spmdkit.errors import ConfigError
+from spmdkit.faults.preemption_sources.base import Watcher
+
+
+def make(path: str, every_s: float = 1.0) -> Watcher:
+    """Returns the watcher of a file; a relative path is in the folder in which the command was given."""
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"file.path is {path!r}. It is the path of a file that will be made or touched. Write {{file: {{path: /run/preempt}}}}."
+        )
+    file, begun = Path(path).absolute(), time.time()
+
+    def notice() -> str:
+        try:
+            changed = file.stat().st_mtime
+        except FileNotFoundError:
+            return ""
+        return f"the file {file}" if changed >= begun else ""
+
+    return Watcher(notice, every_s)

@@ -1,0 +1,119 @@
+"""Names that several parts of spmdkit share, each written once: mesh axes, logical axes, `cpu:N`, our environment variables, keys of metrics.jsonl."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+AXES = ("replica", "data", "pipeline", "fsdp", "expert", "context", "tensor")
+"""All mesh axes, the slowest links first: neighbours along `tensor` are the closest devices."""
+
+REPLICA_AXES = ("replica", "data")
+MODEL_AXES = tuple(axis for axis in AXES if axis not in REPLICA_AXES)
+BATCH_AXES = ("replica", "data", "fsdp", "expert")
+"""The axes over which the examples of a batch are cut, in row order."""
+
+LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "embed": ("fsdp",),
+    "mlp": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "vocab": ("tensor",),
+    "expert": ("expert",),
+    "layers": ("pipeline",),
+    "sequence": ("context",),
+    "norm_sequence": ("context", "tensor"),
+}
+"""Logical dim name -> mesh axes, before `layout.axes` is added."""
+
+MAX_FAKE_DEVICES = 4096
+
+
+def fake_devices(text: str) -> int | None:
+    """Returns N of `cpu:N`, a number of fake devices of this CPU from 1 to MAX_FAKE_DEVICES; None for anything else."""
+    kind, _, count = text.partition(":")
+    if kind != "cpu" or not count.isascii() or not count.isdigit() or len(count) > 9:
+        return None
+    return int(count) if 1 <= int(count) <= MAX_FAKE_DEVICES else None
+
+
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+def is_step_name(name: str) -> bool:
+    """Returns whether a folder of this name would be a step, or another number that we gave."""
+    return _STEP.fullmatch(name) is not None
+
+
+COORDINATOR = "SPMDKIT_COORDINATOR"
+NUM_PROCESSES = "SPMDKIT_NUM_PROCESSES"
+PROCESS_ID = "SPMDKIT_PROCESS_ID"
+DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
+RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
+SERVICE = "SPMDKIT_SERVICE"
+"""The address of JAX's coordination service where a launcher holds it, which also keeps the port of COORDINATOR free."""
+
+ERROR_FILE = "SPMDKIT_ERROR_FILE"
+"""Names the file into which a process that fails writes its message, for the launcher that set the variable."""
+
+BEAT_FILE = "SPMDKIT_BEAT_FILE"
+"""Names the file in which a process says several times a second that Python runs in it, for the launcher that set the variable."""
+
+DEATHS_FILE = "SPMDKIT_DEATHS_FILE"
+"""Names the file in which the launcher says which processes are dead, and how they ended."""
+
+STEP_FILE = "SPMDKIT_STEP_FILE"
+"""Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set the variable."""
+
+ORDER_FILE = "SPMDKIT_ORDER_FILE"
+"""Names the file in which the launcher says who the processes of the next epoch are (launch/membership_file.py)."""
+
+READY_FILE = "SPMDKIT_READY_FILE"
+"""Names the file in which a process says for which epoch it is ready."""
+
+MEMBER, BORN = "SPMDKIT_MEMBER", "SPMDKIT_BORN"
+"""The number that the launcher gave to a process, and that of the epoch for which it was started."""
+
+COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
+"""off: no compile cache; otherwise the folder of it, where the config names none."""
+
+COMPILE_ONLY = "SPMDKIT_COMPILE_ONLY"
+"""Lets `train` end when its step is compiled: set by a launcher that fills the compile cache for another number of processes (launch/precompile.py)."""
+
+DRILL_FILE = "SPMDKIT_DRILL_FILE"
+"""Names the file in which a drill orders a fault of one process, and the process says when it came."""
+
+NAMELESS = "/dev/fd/"
+"""Begins the name of a file that has none on the disk and was handed down open."""
+
+OUR_VARIABLES = frozenset(
+    {
+        COORDINATOR,
+        NUM_PROCESSES,
+        PROCESS_ID,
+        DEVICES_PER_PROCESS,
+        RENDEZVOUS_TIMEOUT_S,
+        SERVICE,
+        DEATHS_FILE,
+        ERROR_FILE,
+        BEAT_FILE,
+        STEP_FILE,
+        ORDER_FILE,
+        READY_FILE,
+        MEMBER,
+        BORN,
+        COMPILE_CACHE,
+        COMPILE_ONLY,
+        DRILL_FILE,
+        "SPMDKIT_ALLOCATOR",
+        "SPMDKIT_RATES",
+    }
+)
+"""All variables that spmdkit reads."""
+
+MEASURED = ("examples_per_s", "step_time_s", "input_wait_s")
+"""What a clock gives to each line of metrics.jsonl."""
+
+RESERVED_METRICS = ("step", "split", *MEASURED)
+"""Keys of metrics.jsonl that no metric of a task may have."""

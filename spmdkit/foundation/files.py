@@ -1,0 +1,158 @@
+"""Files that are there whole or not at all: written beside their place, forced to the disk, renamed over it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.errors import CheckpointWriteError, ConfigError
+
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+"""The folder of spmdkit itself, to tell its own frames in a traceback from the user's."""
+
+
+_PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
+
+FILE_MODE, FOLDER_MODE = 0o640, 0o750
+"""The most rights that a file or folder of a run has."""
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a path beside `path`, for a file or a folder; what is there at the end takes its place. After an exception nothing is left.
+
+    A file replaces one that is there. Readers see the old or the new.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield beside
+        tighten(beside)
+        os.replace(beside, path)
+    finally:
+        _remove(beside)
+
+
+def remove_unfinished(folder: Path, besides: tuple[str, ...]) -> None:
+    """Removes what writers that were killed have left beside their files in a folder, which the caller alone writes; `besides`: files that others write there too."""
+    for path in folder.glob(".*.partial"):
+        found = _PARTIAL.fullmatch(path.name)
+        if found is not None and found["name"] not in besides:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def tighten(path: Path) -> None:
+    """Takes all rights from others, and those to write from the group, of a file or of a folder and what is in it. Links are not followed."""
+    for parent, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            _chmod(os.path.join(parent, name))
+    _chmod(path)
+
+
+def below(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields (path, path below `folder`) of every file in it. Texts: a new name in a `Path` costs a place in CPython's table of interned strings.
+
+    The names of a save are new each time. Up to Python 3.11 they fill the table until it is made anew, twice as large; 3.12 never frees one.
+    """
+    top = os.fspath(folder)
+    for parent, _, names in os.walk(top):
+        for name in names:
+            path = os.path.join(parent, name)
+            yield path, os.path.relpath(path, top)
+
+
+def _chmod(path: str | Path) -> None:
+    with contextlib.suppress(OSError):  # of another owner, or gone
+        found = os.lstat(path)
+        most = FOLDER_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE
+        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+            mode = stat.S_IMODE(found.st_mode)
+            if mode & ~most:
+                os.chmod(path, mode & most)
+
+
+def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE) -> None:
+    """Replaces `path` by `content`, which is on the disk when this returns. Raises OSError where that cannot be."""
+    with whole(path) as beside:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    sync_folder(Path(path).parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the names in `folder` to the disk: a rename survives a loss of power only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(content: bytes) -> str:
+    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays have `checksum.py`, and the checksums of checkpoint/orbax_backend.py."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replaces `path` by `text` (UTF-8). Raises ConfigError where it cannot be written."""
+    try:
+        replace(path, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise not_writable(Path(path), error) from error
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Replaces `path` by `value` as indented strict JSON. Raises ConfigError where it cannot be written."""
+    write_text(path, json.dumps(strict_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def strict_json(value: Any) -> Any:
+    """Returns `value` with non-finite floats as the strings "NaN", "Infinity", "-Infinity", scalar arrays as numbers, paths as strings."""
+    if type(value) is int or type(value) is str or (type(value) is float and math.isfinite(value)):
+        return value  # most of them are
+    if isinstance(value, Mapping):
+        return {str(k): strict_json(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(v) for v in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of numpy or JAX
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def not_writable(path: Path, error: OSError) -> ConfigError:
+    """Returns the error of a run's file that cannot be written."""
+    return ConfigError(
+        f"{path}: cannot be written: {error.strerror or error} (error {error.errno})."
+        " A run needs a folder that it can write and space for its files; what was written before is intact."
+        " Free space or fix the permissions, or set run_dir to another folder, and start the same command again."
+    )
+
+
+def not_written(path: Path, error: OSError) -> CheckpointWriteError:
+    """Returns the error of a run's file that was written until now, and cannot be any more: the disk is full or has gone."""
+    return CheckpointWriteError(str(not_writable(path, error)))

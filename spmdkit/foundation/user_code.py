@@ -1,0 +1,325 @@
+"""The user's own code: finding what a config names, and calling it so that what goes wrong is said as theirs, with their own line.
+
+A config may name only what says that it is meant for this: `task: os:system` must not run a command. So what is called has to be
+declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.synchronization`, `@sk.sink`) in the very module that is named, or be an object of that kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import jax
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
+from spmdkit.foundation.formatting import nearest
+
+T = TypeVar("T")
+
+KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "sink": "log.sinks"}
+"""What can be declared -> the key of a config that names it."""
+DECORATORS = {kind: kind for kind in KEYS} | {
+    "sync": "synchronization"
+}  # spmdkit.communication.sync is the folder of syncs
+"""What can be declared -> its decorator in `spmdkit`."""
+
+_MARK = "__spmdkit_declared__"
+_LOADED_AS = "spmdkit_task_"
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
+_REFUSING = {
+    "jax": "JAX",
+    "jaxlib": "JAX",
+    "numpy": "numpy",
+    "opt_einsum": "einsum",
+    "flax": "flax",
+    "equinox": "equinox",
+    "optax": "optax",
+    "einops": "einops",
+}
+"""Libraries that a model is written with: what they raise says that shapes, dtypes or names do not fit together."""
+
+_LONGEST_CAUSE = 500
+
+
+def call_user(fn: Callable[[], T], what: str) -> T:
+    """Returns `fn()`, while it runs or traces the user's function called `what`.
+
+    Raises:
+        ConfigError: JAX, or a library of models, refused what the function does (shapes, dtypes, branches on values), or
+            spmdkit did (`sk.mean` of something else).
+        UserCodeError: the function itself raised; `__cause__` has its frames.
+    """
+    try:
+        with compat.whole_tracebacks():
+            return fn()
+    except ConfigError as error:
+        frame = user_frame(error)
+        if frame is None:
+            raise
+        raise ConfigError(f"{error}{_shown(frame)}") from error
+    except SpmdkitError:
+        raise
+    except (Exception, SystemExit, GeneratorExit) as error:
+        frame = user_frame(error)
+        where = f" at {frame.filename}:{frame.lineno}" if frame else ""
+        who = _refused_by(error) if frame else None
+        if frame is None or who is None:
+            raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}") from error
+        if who == "spmdkit":
+            raise ConfigError(f"{what}: {shortened(error)}{_shown(frame)}") from error
+        raise ConfigError(
+            f"{what} cannot be traced: {who} raised {type(error).__name__}: {shortened(error)}{_shown(frame)}\n{_repair(error, what)}"
+        ) from error
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    return f"\n  {frame.filename}:{frame.lineno}: {frame.line}".rstrip(": ")
+
+
+def shortened(error: BaseException) -> str:
+    """Returns the first paragraph of an exception's text, without JAX's notes about its own files and types."""
+    first, *more = re.sub(r"\{V:[^}]*\}", "", str(error)).strip().split("\n\n")
+    text = f"{first}\n{more[0]}" if more and first.endswith(":") else first
+    lines = [
+        line for line in text.splitlines() if not line.startswith(("The error occurred while tracing", "See https:"))
+    ]
+    text = "\n".join(lines) or "it gave no reason"
+    return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]} ..."
+
+
+def _refused_by(error: BaseException) -> str | None:
+    """Returns the library whose frame raised, or None where it was the user's own code."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    if last.startswith(_PACKAGE):
+        return "spmdkit"
+    found = _PACKAGED.search(last)
+    return _REFUSING.get(found[1]) if found else None
+
+
+def _repair(error: BaseException, what: str) -> str:
+    if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        return (
+            f"While {what} is compiled its arrays have shapes and no values. Use jnp.where or jax.lax.cond for `if`, and jnp for "
+            "np, float() and int()."
+        )
+    parts = (
+        "The shapes and dtypes in it" if what == "init" else "The parameters, the data and what is computed from them"
+    )
+    return f"{parts} have to fit together. Fix that line."
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Returns the innermost frame that belongs neither to spmdkit nor to an installed package."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    return frames[-1] if frames else None
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith((_PACKAGE, _STDLIB, "<")) or _PACKAGED.search(filename) is not None
+
+
+# ---- what a config names ---------------------------------------------------------------------------------------------
+
+
+def declared(kind: str) -> Callable[[T], T]:
+    """Returns the decorator that declares a function as a `kind`: a config can name it, in the module that declares it."""
+
+    def declare(fn: T) -> T:
+        module = sys._getframe(1).f_globals.get("__name__", "")
+        try:
+            assert callable(fn)
+            setattr(fn, _MARK, (kind, module))
+        except (AssertionError, AttributeError, TypeError):
+            raise ConfigError(
+                f"@sk.{DECORATORS[kind]} is given {_described(fn)}. It declares a function of yours. Write it above `def make(...):`."
+            ) from None
+        return fn
+
+    declare.__name__ = DECORATORS[kind]
+    return declare
+
+
+task, hook, reducer, synchronization, sink = map(declared, KEYS)
+
+
+def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:
+    """Returns what `text` names: a function declared as `kind`, or an object of type `instance`. Calls nothing.
+
+    Args:
+        text: `path/to/file.py:name`, the path from `folder`, or `package.module:name`.
+
+    Raises:
+        ConfigError: no such file, module or name; the import raised; what is found is not declared, or not there.
+    """
+    target, _, name = text.rpartition(":")
+    key, module = KEYS.get(kind, kind), _import(target, kind, folder)
+    known = {n: v for n, v in vars(module).items() if _is_declared(v, kind, module) or _is_instance(v, instance)}
+    if not hasattr(module, name):
+        others = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        defines = f" It defines: {', '.join(list(known or others)[:12])}." if known or others else ""
+        raise ConfigError(f"{key}: {target} has no '{name}'.{nearest(name, known or others)}{defines}")
+    found = getattr(module, name)
+    if _is_instance(found, instance) or _is_declared(found, kind, module):
+        return found
+    (found_kind, owner), decorator = _mark(found), f"@sk.{DECORATORS.get(kind, kind)}"
+    rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
+    what = f"is {_described(found)}" + (
+        f" declared in {owner} with @sk.{DECORATORS[found_kind or kind]}" if owner else ""
+    )
+    if found_kind == kind:
+        repair = f"Name it where it is declared: {owner}:{name}"
+    elif target.endswith(".py") and getattr(found, "__module__", None) == module.__name__ and callable(found):
+        repair = f"Write {decorator} above its definition"
+    else:
+        repair = f"Name one{_such_as(known)}" if known else f"Write one, in a file of yours: my_{kind}.py:{kind}"
+    raise ConfigError(f"{key}: {text} {what}. A config names what its module declares: {rule}. {repair}.")
+
+
+def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:
+    """Returns what an entry of a config names, as `module:name` or `{module:name: options}`: a `returns`, or what a function makes of the options.
+
+    Raises:
+        ConfigError: it is not found, not declared, no `returns`, or does not take the options.
+    """
+    text, options = (asked, {}) if isinstance(asked, str) else next(iter(asked.items()))
+    key = KEYS.get(kind, kind)
+    found = find(text, kind, folder, returns)
+    if not isinstance(found, returns):
+        return call_declared(found, text, kind, options or {}, returns, f"{key}: {text}")
+    if options:
+        raise ConfigError(
+            f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function under "
+            f"@sk.{DECORATORS.get(kind, kind)}. "
+            "Write one that takes them, or leave them out."
+        )
+    return found
+
+
+def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], returns: type[T], options_key: str) -> T:
+    """Returns `fn(**options)`, a `returns`. `text` names `fn`; `options_key`: the config's word for the options.
+
+    Raises:
+        ConfigError: the options do not fit, the function raised, or it returned something else.
+    """
+    signature = inspect.signature(fn)
+    known = list(signature.parameters)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        if unknown := [name for name in options if name not in known]:
+            hint = nearest(unknown[0], known) or f" It takes: {', '.join(known) or 'nothing'}."
+        else:
+            hint = f" Give {options_key}: {{{', '.join(f'{name}: ...' for name in known)}}}."
+        raise ConfigError(
+            f"{options_key} {dict(options)} do not fit {text}{signature}: {error}. They are its keyword arguments.{hint}"
+        ) from None
+    try:
+        made = fn(**options)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _not_to_its_end(kind, f"{text}(...)", error) from error
+    if not isinstance(made, returns):
+        raise ConfigError(
+            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(made).__name__}. It must return a spmdkit.{returns.__name__}. "
+            f"Write return sk.{returns.__name__}(...) at its end."
+        )
+    return made
+
+
+def _mark(found: Any) -> tuple[str | None, str | None]:
+    """Returns (kind, module) of a declared function. That of a class does not go to the classes that inherit from it."""
+    return getattr(found, "__dict__", {}).get(_MARK, (None, None))
+
+
+def _is_declared(found: Any, kind: str, module: ModuleType) -> bool:
+    return _mark(found) == (kind, module.__name__)
+
+
+def _is_instance(found: Any, instance: type | None) -> bool:
+    return instance is not None and isinstance(found, instance)
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, type):
+        return f"the class {_home(found)}.{found.__name__}"
+    if callable(found):
+        return f"a function{f' of {module}' if (module := _home(found)) else ''}"
+    return type(found).__name__
+
+
+def _home(found: Any) -> str:
+    return str(getattr(found, "__module__", None) or "").removeprefix(_LOADED_AS)
+
+
+def _such_as(names: Iterable[str]) -> str:
+    return f", such as {', '.join(list(names)[:6])}"
+
+
+def _import(target: str, kind: str, folder: Path) -> ModuleType:
+    key = KEYS.get(kind, kind)
+    if not target.endswith(".py"):
+        try:
+            return importlib.import_module(target)
+        except ModuleNotFoundError as error:
+            if error.name and (target == error.name or target.startswith(error.name + ".")):
+                raise ConfigError(
+                    f"{key}: module '{target}' was not found. It must be importable, or a path that ends in .py. "
+                    f"Try {target.replace('.', '/')}.py:NAME."
+                ) from None
+            raise ConfigError(_raised(kind, f"importing {target}", error)) from error
+        except (Exception, SystemExit) as error:
+            raise _not_to_its_end(kind, f"importing {target}", error) from error
+    path = (folder / target).resolve()
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"{key}: file {path} does not exist. Paths are relative to the config's folder.{nearest(path.name, siblings)}"
+        )
+    name = _LOADED_AS + path.stem
+    before = sys.modules.get(name)
+    if kind != "task" and before is not None and before.__file__ == str(path):
+        return before  # a hook beside the task: the file runs once, and its data are there once
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _not_to_its_end(kind, f"importing {path}", error) from error
+    return module
+
+
+def _not_to_its_end(kind: str, what: str, error: BaseException) -> SpmdkitError:
+    """Returns the error of a module or a task that did not run to its end: what asks the whole process to leave is 70 wherever it stands."""
+    said = _raised(kind, what, error)
+    return UserCodeError(said) if isinstance(error, SystemExit) else ConfigError(said)
+
+
+def _raised(kind: str, what: str, error: BaseException) -> str:
+    text, where = shortened(error).replace("Task.__init__()", "Task(...)"), ""
+    if isinstance(error, SyntaxError) and error.filename:
+        text, where = error.msg, f" at {error.filename}:{error.lineno}"
+    elif (frame := user_frame(error)) is not None:
+        where = f" at {frame.filename}:{frame.lineno}"
+    key = KEYS.get(kind, kind)
+    return f"{key}: {what} raised {type(error).__name__}{where}: {text}. It must run to its end. Fix that line."

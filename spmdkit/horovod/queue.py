@@ -1,0 +1,150 @@
+"""What a rank has asked of a process set and not got yet: `Handle` and `Queue`. Operations run in the rounds of negotiation.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from spmdkit.horovod.collectives import Wire
+from spmdkit.horovod.negotiation import JOIN, Blackboard, HorovodInternalError, Rounds, decide
+
+
+class Handle:
+    """One asynchronous operation: its result, later. For `poll` and `synchronize`.
+
+    Args:
+        want: what the other ranks are told of it.
+        arrays: what this rank gives.
+    """
+
+    def __init__(self, queue: Queue, want: dict[str, Any], arrays: list[jax.Array], error: Exception | None = None):
+        self.queue, self.want, self.arrays = queue, want, arrays
+        self._own_error = error
+        self.error: Exception | None = None
+        self.result: Any = None
+        self.is_done = self._is_of_one = False
+
+    def of_one(self) -> Handle:
+        """Returns this handle, whose result is the one array of its group."""
+        self._is_of_one = True
+        return self
+
+    def finish(self, result: Any) -> None:
+        """Keeps the result; the arrays that were given are let go."""
+        self.result, self.arrays, self.is_done = result[0] if self._is_of_one else result, [], True
+
+    def fail(self, why: str) -> None:
+        """Keeps the error: this rank's own mistake as it is, otherwise what was told to all."""
+        self.error, self.arrays, self.is_done = self._own_error or HorovodInternalError(why), [], True
+
+
+class Queue:
+    """What was asked of one process set, in order, and the rounds in which it is done."""
+
+    def __init__(self, board: Blackboard, number: int, ranks: Sequence[int]):
+        self.ranks, self.rank = list(ranks), board.rank
+        self._rounds, self._wire = Rounds(board, number, ranks), Wire(ranks, board.rank)
+        self._asked: dict[str, Handle] = {}
+        self._num_rounds = self._num_unnamed = 0
+        self._joined: dict[int, int] = {}
+
+    def ask(
+        self,
+        want: dict[str, Any],
+        arrays: Sequence[jax.Array] = (),
+        name: str | None = None,
+        error: Exception | None = None,
+    ) -> Handle:
+        """Returns the handle of an operation that runs in a round to come.
+
+        `error`: what is wrong with the call on this rank; it is raised here, and told to the others, which would wait.
+        Raises: ValueError where an operation of this name is under way.
+        """
+        if name is None:
+            name = f"noname.{self._num_unnamed}"
+            self._num_unnamed += 1
+        if name in self._asked:
+            raise ValueError(
+                f"Requested to {want['op']} an array with the same name as another that is being processed: {name!r}. "
+                f"A name is used again after its result was taken. Call hvd.synchronize first, or use another name."
+            )
+        fault = {} if error is None else {"fault": str(error)}
+        handle = Handle(self, {"name": name, **want, **fault}, list(arrays), error)
+        self._asked[name] = handle
+        return handle
+
+    def wait(self, handle: Handle) -> Any:
+        """Returns the result of an operation, taking part in rounds until it has run. Raises HorovodInternalError where it cannot."""
+        while not handle.is_done:
+            self.step()
+        if handle.error is not None:
+            raise handle.error
+        return handle.result
+
+    def join(self) -> int:
+        """Serves the others with zeros until all have joined; returns the rank that joined last, the highest of those that did in one round."""
+        return int(self.wait(self.ask({"op": JOIN}, name=JOIN)))
+
+    def fail(self, why: str) -> None:
+        """Gives up all that was asked."""
+        for handle in self._asked.values():
+            handle.fail(why)
+        self._asked.clear()
+
+    def step(self) -> None:
+        """One exchange, and what it decides."""
+        wants = [handle.want | {"unnamed": self._num_unnamed} for handle in self._asked.values()]
+        try:
+            table = self._rounds.exchange(wants)
+        except HorovodInternalError as error:
+            return self.fail(str(error))
+        self._num_rounds += 1
+        decision = decide(table)
+        for name, why in decision.errors.items():
+            if name in self._asked:
+                self._asked.pop(name).fail(why)
+        for name, said in decision.run:
+            self._run(self._asked.pop(name, None), said)
+        for rank in decision.joined:
+            self._joined.setdefault(rank, self._num_rounds)
+        if decision.stuck is not None or len(decision.joined) == len(self.ranks):
+            # Unnamed calls are counted alike again: ranks may have made different numbers of them.
+            self._num_unnamed = max(want["unnamed"] for asked in table.values() for want in asked)
+        if len(decision.joined) == len(self.ranks):
+            self._asked.pop(JOIN).finish(max(self._joined, key=lambda rank: (self._joined[rank], rank)))
+            self._joined = {}
+        elif decision.stuck is not None:
+            joined = self._asked.pop(JOIN, None)
+            self.fail(decision.stuck)
+            if joined is not None:
+                self._asked[JOIN] = joined  # it goes on serving those that catch the error
+
+    def _run(self, handle: Handle | None, said: dict[int, dict[str, Any] | None]) -> None:
+        """Runs an operation; a rank that has joined takes part without a handle."""
+        try:
+            result = self._wire.run(None if handle is None else handle.arrays, said)
+        except (RuntimeError, ValueError) as error:  # of XLA: a peer that went away in the middle
+            if handle is not None:
+                handle.fail(f"{handle.want['op']} {handle.want['name']!r} failed on rank {self.rank}: {error}")
+        else:
+            if handle is not None:
+                handle.finish(result)
+
+
+def synchronize(handle: Handle) -> Any:
+    """Returns the result of an asynchronous operation when it is there. Raises HorovodInternalError where it failed."""
+    result = handle.queue.wait(handle)
+    try:
+        return jax.block_until_ready(result)
+    except RuntimeError as error:
+        raise HorovodInternalError(f"{handle.want['op']} {handle.want['name']!r} failed: {error}") from error
+
+
+def poll(handle: Handle) -> bool:
+    """Returns whether the result is there. It takes part in a round, so it waits until the other ranks wait for something too."""
+    if not handle.is_done:
+        handle.queue.step()
+    leaves = jax.tree.leaves(handle.result)
+    return handle.is_done and all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))

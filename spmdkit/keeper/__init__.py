@@ -1,5 +1,0 @@
-"""The process that holds JAX's coordination service, beside the processes of a job."""
-
-from spmdkit.keeper.keeper import HEARTBEAT_S, SHUTDOWN_S, Keeper, reserve_port
-
-__all__ = ["HEARTBEAT_S", "SHUTDOWN_S", "Keeper", "reserve_port"]

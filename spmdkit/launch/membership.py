@@ -1,0 +1,345 @@
+"""`Succession`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what they do, and where they meet again.
+
+    a member dies       -> order k: who the members of epoch k are; newcomers are started for it
+    all say ready k     -> a coordination service of its own for epoch k, and its address
+
+What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without epochs, and `--max-restarts` starts it again; so does an epoch in
+which not all come within `READY_S`, or the third one in a row after which no step was done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from spmdkit.cluster.service import Keeper, reserve_port
+from spmdkit.foundation.constants import BORN, MEMBER, NUM_PROCESSES, ORDER_FILE, PROCESS_ID, READY_FILE
+from spmdkit.foundation.run_status import step_of
+from spmdkit.launch.membership_file import Order, ready_of
+from spmdkit.launch.precompile import Precompile
+from spmdkit.launch.process import busy_ns, send, start
+from spmdkit.launch.root_cause import ended_by, lost
+from spmdkit.launch.standby import Standbys
+from spmdkit.launch.supervisor import Child, Note
+
+READY_S = 120.0
+"""How long processes may take to come out of what they do, and newcomers to import."""
+OUT_S = 4.0
+"""How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its connections are closed (compat.epochs.reduce_one_by_one says how that
+comes, and has made it rare), is killed, and counts as another dead one."""
+IDLE_S, BUSY_SHARE = 0.8, 0.01
+"""Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for good, and is killed at once."""
+STUCK = ("step", "data", "waiting")
+"""Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
+MOST_IDLE = 3
+LOOK_EVERY_S = 1.0
+"""Between two looks at whether more processes are wanted."""
+LEAST = 2
+
+Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
+"""(processes before, lost) -> (processes of the next epoch, `key=value` for their config), None where no number will do."""
+Wanted = Callable[[int], "tuple[int, list[str]] | None"]
+"""Processes now -> the same of more processes, None where nobody asks for them."""
+
+
+class Succession:
+    """The epochs of one attempt.
+
+    Args:
+        resize, wanted: how many are to go on after a death; and how many there are to be now, None where nobody asks for more.
+        newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
+        keeper: of the first epoch.
+        standby: how many processes wait to take the place of a dead one.
+        precompile: what compiles ahead for other sizes.
+
+    Attributes:
+        running: the process of each rank in the epoch that has begun last.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        resize: Resize,
+        wanted: Wanted,
+        newcomer: Callable[[int, Mapping[str, str], list[int], list[str]], Child],
+        keeper: Keeper,
+        standby: int = 0,
+        precompile: Precompile | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._resize, self._wanted, self._newcomer, self._clock = resize, wanted, newcomer, clock
+        self._note, self._order = Note(), Order(1, tuple(range(num)), service="given by the environment")
+        self._note.write(self._order.text())
+        self._ready: dict[int, Note] = {}
+        self._children: dict[int, Child] = {}
+        self._keepers, self._holders = [keeper], list[socket.socket]()
+        self._since: float | None = None  # all are waited for
+        self._coming: Order | None = None  # newcomers are started for it, and everybody trains
+        self._dismissed: set[int] = set()
+        self._killed: list[Child] = []
+        self._busy: dict[int, tuple[float, int]] = {}  # process -> (since when it may be idle, `busy_ns` then)
+        self._refused = 0
+        self._looked, self._best, self._idle = clock(), -1, 0
+        self.running = tuple(range(num))
+        self._precompile = precompile
+        self._standbys, self._left_at = Standbys(standby, self._start_standby), -1
+        self.gave_up = ""
+
+    # ---- what a process is given ---------------------------------------------------------------------------------------
+
+    def given(self, process: int, born: int = 1) -> tuple[Mapping[str, str], list[int]]:
+        """Returns variables and open descriptors of one process."""
+        if process in self._ready:
+            self._ready[process].close()
+        ready = self._ready[process] = Note()
+        told = {ORDER_FILE: self._note.path, READY_FILE: ready.path, MEMBER: str(process), BORN: str(born)}
+        return told, [self._note.descriptor, ready.descriptor]
+
+    def take(self, child: Child) -> Child:
+        """Takes note of a started process."""
+        self._children[child.process] = child
+        return child
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who is in the newest epoch, in the order of their ranks."""
+        return self._order.members
+
+    # ---- deaths --------------------------------------------------------------------------------------------------------
+
+    def goes_on(self, child: Child) -> bool:
+        """Returns whether the others go on without a process that has ended; tells them."""
+        assert child.exit is not None
+        if self._standbys.has_ended(child):
+            return True
+        if child.process in self._dismissed:
+            self._dismissed.discard(child.process)
+            return True
+        if self._coming is not None and child.process in self._coming.members[len(self._order.members) :]:
+            self._say(
+                f"process {child.process}, which was to join, has ended; {len(self._order.members)} go on as before"
+            )
+            self._refused = len(self._coming.members)  # asked for again when the number changes
+            self._dismiss(self._coming)
+            return True
+        if self.gave_up or not lost([child.exit]) or child.process not in self._order.members:
+            return False
+        living = [p for p in self._order.members if self._children[p].exit is None]
+        size = self._resize(len(self._order.members), 1)
+        if len(living) < LEAST - 1 or size is None or size[0] < LEAST or self._stands_still():
+            return False
+        if self._coming is not None:
+            self._dismiss(self._coming)
+        self._begin(living, child.process, size, f"process {child.process}: {ended_by(child.exit)}")
+        return True
+
+    def _begin(self, living: list[int], dead: int, size: tuple[int, list[str]], why: str) -> None:
+        processes, overrides = size
+        members = [p for p in self._order.members if p in living]
+        for process in members[processes:]:
+            self._send_home(process)
+        members = members[:processes]
+        free = [p for p in (dead, *range(processes + len(self._children))) if p not in members]
+        more = list(dict.fromkeys(free))[: processes - len(members)]
+        if more and more[0] == dead:  # its place, and with it its rank
+            members.insert(min(self._order.members.index(dead), len(members)), more.pop(0))
+            started = [dead]
+        else:
+            started = []
+        members, started = [*members, *more], [*started, *more]
+        self._standbys.lost(dead)
+        self._busy.clear()
+        taken = [process for process in started if self._adopt(process)]
+        adopted = tuple(self._standbys.adopted.items())
+        self._order = Order(
+            self._order.number + 1, tuple(members), overrides=tuple(overrides), why=why, adopted=adopted
+        )
+        self._note.write(self._order.text())
+        self._since = self._clock()
+        places = f"; a standby takes the place of process {' and '.join(map(str, taken))}" if taken else ""
+        self._say(
+            f"{why}; {len(living)} go on in this start, as {len(members)} processes (epoch {self._order.number}){places}"
+        )
+        self._prepare(processes)
+        for process in started:
+            if process not in taken:
+                self._start(process, self._order)
+
+    def _stands_still(self) -> bool:
+        """Returns whether epochs come and go and no step is done."""
+        newest = max((step for step in self._steps(self._children) if step is not None), default=-1)
+        self._left_at = max(self._left_at, newest)
+        self._idle = 0 if newest > self._best else self._idle + 1
+        self._best = max(self._best, newest)
+        return self._idle >= MOST_IDLE
+
+    def _steps(self, processes: Iterable[int]) -> list[int | None]:
+        """Returns the step that each has begun last, None before the first."""
+        return [step_of(self._children[process].step.read()) for process in processes]
+
+    # ---- every turn of the launcher ------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Does what is due; returns False where all have to be started anew."""
+        now = self._clock()
+        if any(self._is_done(p) for p in self._order.members):
+            self._standbys.end()
+            self._end_compiling()
+            if self._coming is not None:
+                self._dismiss(self._coming)
+        if self._since is not None:
+            gone = [p for p in self._order.members if self._children[p].exit is not None]
+            if gone or now - self._since > READY_S:
+                self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {READY_S:g} s"
+                self._say(f"epoch {self._order.number} is given up: {self.gave_up}")
+                self._since = None
+                return False
+            if all(self._is_ready(p, self._order.number) for p in self._order.members):
+                self._go()
+            else:
+                self._end_stuck(now, is_late=now - self._since > OUT_S)
+        elif self._coming is not None:
+            new = self._coming.members[len(self._order.members) :]
+            if all(self._is_ready(p, self._coming.number) for p in new):
+                self._order, self._coming, self._since = self._coming, None, now
+                self._note.write(self._order.text())
+        elif now - self._looked > LOOK_EVERY_S:
+            self._looked = now
+            if all(step is not None and step > self._left_at for step in self._steps(self._order.members)):
+                self._standbys.fill()  # not before: it takes a core that all wait for
+                if self._precompile is not None:
+                    self._precompile.turn()
+            self._grow()
+        return True
+
+    def _end_stuck(self, now: float, is_late: bool) -> None:
+        """Kills who does not come out of the step of the epoch before."""
+        for process in self._order.members:
+            child = self._children[process]
+            phase = str((child.said or {}).get("phase", ""))
+            waits = phase in STUCK or phase.startswith("hook")
+            if not waits or child in self._killed or self._is_ready(process, self._order.number):
+                continue
+            if is_late or (phase != "data" and self._is_idle(child, now)):
+                why = f"within {OUT_S:g} s" if is_late else "and does nothing any more"
+                self._say(f"process {process} does not come out of its step {why}, and is killed")
+                self._killed.append(child)
+                send(child.popen.pid, signal.SIGKILL)
+
+    def _is_idle(self, child: Child, now: float) -> bool:
+        """Returns whether a process has used hardly any of a core for `IDLE_S`."""
+        busy = busy_ns(child.popen.pid)
+        if busy is None:
+            return False
+        since, before = self._busy.setdefault(child.process, (now, busy))
+        if busy - before > BUSY_SHARE * IDLE_S * 1e9:
+            self._busy[child.process] = (now, busy)
+            return False
+        return now - since >= IDLE_S
+
+    def _is_done(self, process: int) -> bool:
+        return self._children[process].exit is not None
+
+    def _is_ready(self, process: int, number: int) -> bool:
+        return ready_of(self._ready[process].read()) >= number
+
+    def _prepare(self, num: int) -> None:
+        """Starts the process of the next service while the others leave: importing takes it a moment."""
+        for keeper in self._keepers[1:]:
+            if keeper.ended() is not None:
+                self._keepers.remove(keeper)
+                keeper.kill()
+        self._keepers.append(Keeper(num, -1, start))
+
+    def _go(self) -> None:
+        """Tells all members where they meet."""
+        holder, port = reserve_port()
+        self._holders.append(holder)
+        if len(self._holders) > 2:
+            self._holders.pop(0).close()
+        service, self.running = f"127.0.0.1:{port}", self._order.members
+        self._keepers[-1].listen(service)
+        self._order = dataclasses.replace(self._order, service=service)
+        self._note.write(self._order.text())
+        self._since = None
+        for keeper in self._keepers[:-1]:
+            keeper.shutdown()  # it stays until nobody is connected to it
+
+    def _grow(self) -> None:
+        """Starts newcomers where more processes are wanted; the others train until those can join."""
+        now = len(self._order.members)
+        size = self._wanted(now)
+        if size is None or size[0] <= now or size[0] == self._refused:
+            self._refused = 0 if size is None else self._refused
+            return
+        free = [p for p in range(size[0] + len(self._children)) if p not in self._order.members]
+        more = free[: size[0] - now]
+        self._coming = Order(
+            self._order.number + 1,
+            (*self._order.members, *more),
+            planned=True,
+            overrides=tuple(size[1]),
+            why=f"{size[0]} processes are wanted",
+        )
+        self._say(
+            f"{size[0]} processes are wanted instead of {now}: {len(more)} more are started, and join as soon as they can"
+        )
+        self._prepare(size[0])
+        for process in more:
+            self._start(process, self._coming)
+
+    def _start(self, process: int, order: Order) -> None:
+        variables, descriptors = self.given(process, order.number)
+        place = {NUM_PROCESSES: str(len(order.members)), PROCESS_ID: str(order.members.index(process))}
+        variables = {**variables, **place}  # as its environment says it; the order that it waits for decides
+        self.take(self._newcomer(process, variables, descriptors, list(order.overrides)))
+
+    def _start_standby(self, number: int) -> Child:
+        variables, descriptors = self.given(number, self._order.number + 1)
+        return self._newcomer(number, {**variables, PROCESS_ID: "0"}, descriptors, [])
+
+    def _adopt(self, process: int) -> bool:
+        """Returns whether a standby has taken the place of a process."""
+        found = self._standbys.adopt(process)
+        if found is not None:
+            number, child = found
+            if process in self._ready:
+                self._ready[process].close()
+            self._ready[process] = self._ready.pop(number)
+            self.take(child)
+        return found is not None
+
+    def _dismiss(self, order: Order) -> None:
+        for process in order.members[len(self._order.members) :]:
+            if self._children[process].exit is None:
+                self._send_home(process)
+        self._coming = None
+
+    def _send_home(self, process: int) -> None:
+        """Ends a process that nobody needs."""
+        child = self._children[process]
+        child.told_to_end = True
+        self._dismissed.add(child.process)
+        send(child.popen.pid, signal.SIGKILL)
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def _end_compiling(self) -> None:
+        if self._precompile is not None:
+            self._precompile.end()
+
+    def close(self) -> None:
+        """Ends what is left."""
+        self._end_compiling()
+        for keeper in self._keepers[1:]:
+            keeper.kill()
+        for note in (self._note, *self._ready.values()):
+            note.close()
+        for holder in self._holders:
+            holder.close()

@@ -1,0 +1,295 @@
+"""Policies over running processes: when the rest must end after one has failed, stopped, or the user asked to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from spmdkit.errors import ExitCode
+from spmdkit.foundation.clock import RunningClock
+from spmdkit.foundation.constants import NAMELESS
+from spmdkit.foundation.run_status import step_of
+from spmdkit.launch.output import Output
+from spmdkit.launch.process import exit_status, is_stopped, send
+from spmdkit.launch.root_cause import Exit, ended_by
+
+POLL_S = 0.05
+# After the first failure the others get this long to write down their own errors, and then this long to go.
+COLLECT_S = 0.5
+FAILED_GRACE_S = 0.3
+# Without a beat for so long (they come five times a second) a process that the others call silent is so for us too.
+QUIET_S = 2.0
+# A process whose interpreter is held is asked for its stacks and gets so long to write them.
+STACKS_S = 0.5
+
+
+class Note:
+    """A file without a name in which a process says something to the launcher, which hands it down open: nothing is left on the disk."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process that writes into it
+        self.descriptor = self._file.fileno()
+        self.path = f"{NAMELESS}{self.descriptor}"  # as the process sees it
+
+    def read(self) -> bytes:
+        """Returns what stands there now."""
+        return os.pread(self.descriptor, MOST_NOTE_BYTES, 0)
+
+    def write(self, text: str) -> None:
+        """Lets this stand there: it begins with no less than what stood there before."""
+        os.pwrite(self.descriptor, text.encode(), 0)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._file.close()
+
+
+MOST_NOTE_BYTES = 1 << 20
+
+
+@dataclass
+class Child:
+    """One started process, the leader of a session: its number in the cluster, what it tells, how it ended.
+
+    Attributes:
+        errors, beats, step: what ended it, that Python runs in it, the step that it dispatched last.
+        beat, said: its last beat: where it stands, and for how long no Python may run in it.
+        heard: when that came, by the launcher's running clock.
+        held: what the launcher says of it, when its interpreter is held.
+        mourned: it is dead, and the others go on without it (membership.py).
+        in_waiting: it is a standby (standby.py), and nobody's place is taken by it yet; `process` is below 0.
+    """
+
+    process: int
+    popen: subprocess.Popen[bytes]
+    errors: Note
+    beats: Note
+    step: Note
+    output: Output | None = None
+    exit: Exit | None = None
+    told_to_end: bool = False
+    beat: bytes = b""
+    said: Mapping[str, Any] | None = None
+    heard: float = 0.0
+    held: str | None = None
+    mourned: bool = False
+
+    @property
+    def in_waiting(self) -> bool:
+        return self.process < 0
+
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+"""What asks all processes to save and stop; SIGUSR1 is Slurm's notice."""
+
+
+@contextmanager
+def queued_signals() -> Iterator[deque[int]]:
+    """Signals that ask to stop are collected for the supervisor instead of ending the launcher; what is ignored stays so (`nohup`)."""
+    received: deque[int] = deque()
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    taken = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, receive) for number in taken}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Supervisor:
+    """Waits for all children, and decides when the rest of them must end."""
+
+    def __init__(
+        self,
+        children: Sequence[Child],  # one list; newcomers may be added to it
+        signals: deque[int],
+        grace_s: float,
+        deaths: Note | None = None,
+        each_turn: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self._children, self._signals, self._grace_s = children, signals, grace_s
+        self._deaths, self.each_turn = deaths, each_turn
+        self.goes_on: Callable[[Child], bool] = lambda child: False  # whether the others do, without a dead one
+        self.members: Callable[[], Sequence[int]] = lambda: range(len(children))  # the process of each rank
+        self._dead: dict[int, dict[str, Any]] = {}
+        self._clock, self._sleep = clock, sleep
+        self._asked: int | None = None
+        self._term_at = self._kill_at = float("inf")
+        self._num_exits = 0
+        self._running = RunningClock(clock)
+
+    def run(self) -> int | None:
+        """Returns when every child is dead: the first signal that the launcher received, or None."""
+        while any(child.exit is None for child in self._children):
+            self.each_turn()
+            self._take_signals()
+            self._take_beats()
+            self._take_exits()
+            now = self._clock()
+            if now >= self._kill_at:
+                self._send_all(signal.SIGKILL)
+            elif now >= self._term_at:
+                self._term_at = float("inf")
+                self._send_all(signal.SIGTERM)
+            self._sleep(POLL_S)
+        return self._asked
+
+    def _take_signals(self) -> None:
+        while self._signals:
+            number = self._signals.popleft()
+            if self._asked is not None:
+                self._kill_at = self._clock()
+                continue
+            self._asked = number
+            self._kill_at = min(self._kill_at, self._clock() + self._grace_s)
+            for child in self._children:
+                if child.exit is None:
+                    send(child.popen.pid, number)
+
+    def _take_beats(self) -> None:
+        """Ends a process in which no Python has run for longer than may be, though it is not stopped."""
+        now = self._running.tick()
+        for child in self._children:
+            beat = child.beats.read()
+            if beat != child.beat:
+                child.heard, child.beat = now, beat
+                with suppress(ValueError):  # half written: the next one comes in a moment
+                    child.said = json.loads(beat)
+            elif child.said is not None and now - child.heard > (child.said["interpreter_s"] or float("inf")):
+                self._end_held(child)
+
+    def _end_held(self, child: Child) -> None:
+        """Asks a process whose interpreter is held for its stacks, which its C handler writes, and kills it."""
+        if child.exit is not None or child.held is not None or child.said is None or is_stopped(child.popen.pid):
+            return
+        silent_s = self._running.now - child.heard
+        child.held = (
+            f"process {child.process} runs no Python since {silent_s:.0f} s: code in C holds the interpreter. It was {child.said['does']} at step "
+            f"{child.said['step']}; its stacks are above. Code that takes long in C has to release the interpreter; a longer limit is "
+            "watchdog.interpreter_s."
+        )
+        send(child.popen.pid, signal.SIGQUIT)
+        self._sleep(STACKS_S)
+        send(child.popen.pid, signal.SIGKILL)
+
+    def _take_exits(self) -> None:
+        for child in list(self._children):
+            if child.exit is not None:
+                continue
+            status = exit_status(child.popen.pid)
+            if status is None:
+                continue
+            told = _told(child.errors, self.members())
+            if child.held is not None:
+                judged = int(ExitCode.HANG)
+                child.exit = Exit(child.process, status, self._num_exits, message=child.held, judged=judged)
+            else:
+                if status == 0 and (left := _left_at_work(child)):
+                    status, told = int(ExitCode.FAILED), {"message": left, "time": time.time()}
+                child.exit = Exit(child.process, status, self._num_exits, child.told_to_end, **told)
+            self._num_exits += 1
+            child.mourned = self._asked is None and self._kill_at == float("inf") and self.goes_on(child)
+            if child.mourned:
+                end_group(child)
+                continue
+            self._tell_of(child.exit)
+            self._limit_the_others(child.exit)
+            if child.exit.code == ExitCode.PEER_LOST:
+                for other in (c for c in self._children if c.process in child.exit.blamed and c.exit is None):
+                    if self._running.now - other.heard > QUIET_S:  # the others miss it, and so do we
+                        self._end_held(other)
+                        other.told_to_end = True
+                        send(other.popen.pid, signal.SIGKILL)  # a stopped one can take nothing else
+
+    def _tell_of(self, exit: Exit) -> None:
+        """Tells the others at once that a process is dead, and how it ended: they cannot go on, and end with that as their reason."""
+        if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
+            return
+        said = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
+        members = list(self.members())
+        rank = members.index(exit.process) if exit.process in members else exit.process
+        self._dead[rank] = {"exit": exit.code, "said": said}
+        self._deaths.write(json.dumps(self._dead))
+
+    def _limit_the_others(self, exit: Exit) -> None:
+        """A stop that all agreed on leaves time to save; after a failure nobody can finish anything."""
+        now = self._clock()
+        stopping = exit.code == ExitCode.PREEMPTED or (
+            self._asked is not None and exit.code in [128 + number for number in STOPPING]
+        )
+        if stopping:
+            self._kill_at = min(self._kill_at, now + self._grace_s)
+        elif exit.code != 0:
+            self._term_at = min(self._term_at, now + COLLECT_S)
+            self._kill_at = min(self._kill_at, now + COLLECT_S + FAILED_GRACE_S)
+
+    def end_all(self) -> None:
+        """Lets all that are left be killed."""
+        self._kill_at = self._clock()
+
+    def _send_all(self, number: signal.Signals) -> None:
+        for child in self._children:
+            if child.exit is None:
+                child.told_to_end = True
+                send(child.popen.pid, number)
+
+
+def end_group(child: Child) -> None:
+    """Kills what a dead process has left of its group, and reaps it."""
+    send(child.popen.pid, signal.SIGKILL)
+    child.popen.wait()
+
+
+def end(children: Sequence[Child]) -> None:
+    """Kills what is left of every group, reaps, and lets the output run out."""
+    for child in children:
+        if not child.mourned:  # whose number may be another's by now
+            send(child.popen.pid, signal.SIGKILL)
+    for child in children:
+        child.popen.wait()
+    for child in children:
+        if child.output is not None:
+            child.output.run_out()
+        for note in (child.errors, child.beats, child.step):
+            note.close()
+
+
+def _left_at_work(child: Child) -> str:
+    """Returns what to say of a process that left with code 0 while its own record says that it runs, or an empty string."""
+    try:
+        if not json.loads(child.errors.read()).get("running"):
+            return ""
+    except (ValueError, AttributeError):
+        return ""  # no command of ours, or one that has not begun
+    step = step_of(child.step.read())
+    return (
+        f"process {child.process} left with exit code 0 {'before its first step' if step is None else f'at step {step}'}, and its work was not done. "
+        "A command of spmdkit returns when it is. Look for os._exit in the task and in what it imports, and raise an error there."
+    )
+
+
+def _told(errors: Note, members: Sequence[int]) -> dict[str, Any]:
+    """Returns what the process wrote before it left: its message, when, and whose fault it is, of whom it knows the ranks."""
+    try:
+        record = json.loads(errors.read())
+        ranks = [int(rank) for rank in record.get("blamed", ())]
+        blamed = tuple(members[rank] if rank < len(members) else rank for rank in ranks)
+        return {"message": str(record["message"]), "time": float(record.get("time", 0.0)), "blamed": blamed}
+    except (ValueError, KeyError, TypeError):
+        return {}

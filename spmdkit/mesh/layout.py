@@ -1,0 +1,299 @@
+"""The layout: where every leaf of the train state lives, and why. A table that can be printed.
+
+A leaf's placement comes from the first of these that speaks about it:
+  1. a rule of the config, 2. a rule of the task, 3. metadata that linen or nnx put on it,
+  4. `fsdp: auto`, the largest dim that the fsdp axis divides, from a size on; 5. a copy on every device.
+
+ZeRO stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5) say
+what the fsdp axis cuts: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+
+    stage 3: W[D_fsdp, F]  all_gather before use, forward and backward; reduce_scatter of the gradient
+    stage 2: W[D, F]       reduce_scatter of the gradient, all_gather of the new parameters
+    stage 1: W[D, F]       all_reduce of the gradient, all_gather of the new parameters
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.constants import LOGICAL_AXES
+from spmdkit.foundation.formatting import format_bytes, nearest
+from spmdkit.foundation.trees import leaf_bytes, named_leaves, path_name
+from spmdkit.mesh.mesh import AXES, canonical
+
+Dim = str | Sequence[str] | None
+Rule = tuple[str, Sequence[Dim]]
+
+
+@dataclass(frozen=True)
+class LeafPlacement:
+    """Where one leaf lives. `spec` is canonical; `reason` says which rule, metadata or tactic put it there."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    memory_kind: str
+    reason: str
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """Returns the JAX sharding of this leaf on `mesh`."""
+        return NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes that cut the leaf."""
+        return frozenset(a for d in self.spec for a in ((d,) if isinstance(d, str) else d or ()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Global bytes of the leaf."""
+        return leaf_bytes(self)
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """The parts of the config that decide placements (`layout`, `placement`)."""
+
+    config_rules: tuple[Rule, ...] = ()
+    task_rules: tuple[Rule, ...] = ()
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: logical_axes({}))
+    fsdp: str = "auto"
+    min_shard_bytes: int = 2**14
+    replicate_above_bytes: int = 2**27
+
+
+def logical_axes(own: Mapping[str, Dim]) -> dict[str, tuple[str, ...]]:
+    """Returns name of a dim -> mesh axes: the mesh axes under their own names, the defaults, then the config's own."""
+    table = {axis: (axis,) for axis in AXES} | dict(LOGICAL_AXES)
+    return table | {n: (v,) if isinstance(v, str) else tuple(v or ()) for n, v in own.items()}
+
+
+def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> list[LeafPlacement]:
+    """Returns the placement of every parameter as ZeRO 3 cuts it, in flattening order.
+
+    Args:
+        params: abstract parameters (`jax.ShapeDtypeStruct` leaves), possibly boxed with linen or nnx metadata.
+        sizes: size of every mesh axis.
+
+    Raises:
+        ConfigError: a rule that matches nothing, a leaf that two rules of one table claim, an indivisible dim, an unknown
+            name, a mesh axis used twice on a leaf, or a large leaf that nobody asked to replicate.
+    """
+    leaves = named_leaves(params)
+    table = options.axes
+    by_config = _match(options.config_rules, leaves, "layout.rules")
+    by_task = _match(options.task_rules, leaves, "the task's rules")
+    metadata = model_annotations(params)
+    placements = []
+    for path, leaf in leaves:
+        if path in by_config:
+            dims, reason = by_config[path][1], f"rule '{by_config[path][0]}'"
+        elif path in by_task:
+            dims, reason = by_task[path][1], f"task rule '{by_task[path][0]}'"
+        elif path in metadata:
+            dims, reason = metadata[path], "metadata of the model"
+        else:
+            spec, reason = _automatic(leaf, options, sizes)
+            if reason.startswith("copy"):
+                _refuse_large_copy(path, leaf, options, sizes, reason)
+            placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
+            continue
+        spec = _spec_of(path, leaf, dims, table, sizes, reason)
+        placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
+    return placements
+
+
+def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str) -> dict[str, Rule]:
+    claimed: dict[str, Rule] = {}
+    for pattern, dims in rules:
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{where}: pattern '{pattern}' is no regular expression ({error}). Fix it.") from error
+        paths = [path for path, _ in leaves if compiled.fullmatch(path)]
+        if not paths:
+            known = [path for path, _ in leaves]
+            close = (
+                nearest(pattern, known) or f" The parameters are: {', '.join(known[:6])}{', ...' * (len(known) > 6)}."
+            )
+            raise ConfigError(
+                f"{where}: pattern '{pattern}' matches none of the {len(known)} parameters. A pattern has to match a whole path.{close}"
+            )
+        for path in paths:
+            if path in claimed:
+                raise ConfigError(
+                    f"{where}: parameter '{path}' is claimed by '{claimed[path][0]}' and by '{pattern}'. "
+                    "One rule for a parameter. Make one of the patterns narrower."
+                )
+            claimed[path] = (pattern, dims)
+    return claimed
+
+
+def _spec_of(
+    path: str,
+    leaf: Any,
+    dims: Sequence[Dim],
+    table: Mapping[str, tuple[str, ...]],
+    sizes: Mapping[str, int],
+    reason: str,
+) -> PartitionSpec:
+    if len(dims) != len(leaf.shape):
+        raise ConfigError(
+            f"layout: {reason} names {len(dims)} dims {list(dims)} for parameter '{path}' of shape {tuple(leaf.shape)}. "
+            f"One name (or null) for each of the {len(leaf.shape)} dims."
+        )
+    spec: list[tuple[str, ...] | None] = []
+    owner: dict[str, int] = {}
+    for i, (dim, length) in enumerate(zip(dims, leaf.shape, strict=True)):
+        axes: list[str] = []
+        for name in (dim,) if isinstance(dim, str) else dim or ():
+            if name not in table:
+                raise ConfigError(
+                    f"layout: {reason} cuts dim {i} of '{path}' by '{name}', which is no mesh axis and no logical axis. "
+                    f"Known: {', '.join(sorted(table))}.{nearest(name, table)} New names go into layout.axes."
+                )
+            axes += [a for a in table[name] if sizes[a] > 1]
+        for axis in axes:
+            if axis in owner:
+                raise ConfigError(
+                    f"layout: {reason} uses mesh axis '{axis}' twice on '{path}' (dims {owner[axis]} and {i}). "
+                    "An axis can cut one dim of a leaf. Set one of the two dims to null."
+                )
+            owner[axis] = i
+        parts = _product(sizes, axes)
+        if length % parts:
+            raise ConfigError(
+                f"layout: {reason} cuts dim {i} of '{path}' (length {length}) over {' x '.join(axes)} = {parts}: {length} is not "
+                f"divisible by {parts}. Try length {(length // parts + 1) * parts}, or null for this dim."
+            )
+        spec.append(tuple(axes) or None)
+    return canonical(spec, sizes)
+
+
+def _automatic(leaf: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> tuple[PartitionSpec, str]:
+    size, num_bytes = sizes["fsdp"], leaf_bytes(leaf)
+    if size == 1:
+        return PartitionSpec(), "no fsdp axis"
+    if options.fsdp != "auto":
+        return PartitionSpec(), "copy: layout.fsdp is off"
+    if num_bytes < options.min_shard_bytes:
+        return PartitionSpec(), f"small: {format_bytes(num_bytes)} is below layout.min_shard_bytes"
+    divisible = [i for i, length in enumerate(leaf.shape) if length % size == 0 and length]
+    if not divisible:
+        return PartitionSpec(), f"copy: no dim of {tuple(leaf.shape)} is divisible by fsdp({size})"
+    best = max(divisible, key=lambda i: leaf.shape[i])
+    spec = canonical([("fsdp",) if i == best else None for i in range(len(leaf.shape))], sizes)
+    return spec, f"fsdp auto: dim {best} is the largest divisible"
+
+
+def _refuse_large_copy(path: str, leaf: Any, options: LayoutOptions, sizes: Mapping[str, int], reason: str) -> None:
+    if leaf_bytes(leaf) > options.replicate_above_bytes:
+        nulls = ", ".join(["null"] * len(leaf.shape))
+        raise ConfigError(
+            f"layout: parameter '{path}' ({format_bytes(leaf_bytes(leaf))}, shape {tuple(leaf.shape)}) would be copied to all "
+            f"{sizes['fsdp']} fsdp devices ({reason}). A copy above layout.replicate_above_bytes "
+            f"({format_bytes(options.replicate_above_bytes)}) has to be asked for. Add the rule ['{path}', [{nulls}]], or one that cuts it."
+        )
+
+
+def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns `spec` with the fsdp axis taken out: the whole leaf on each fsdp device."""
+    dims = [tuple(a for a in ((d,) if isinstance(d, str) else d or ()) if a != "fsdp") for d in spec]
+    return canonical([d or None for d in dims], sizes)
+
+
+def follow(
+    tree: Any, params: Sequence[LeafPlacement], options: LayoutOptions, sizes: Mapping[str, int], memory_kind: str
+):
+    """Returns the placements of a tree that holds copies of the parameters (optimizer state, moving averages).
+
+    A leaf whose path ends with a parameter's path and has its shape lives as that parameter does under ZeRO 3; any other
+    leaf (counters, factored moments) is placed by `fsdp: auto` from its own shape.
+    """
+    by_path = {p.path: p for p in params}
+    result = []
+    for path, leaf in named_leaves(tree):
+        twin = _twin(path, tuple(leaf.shape), by_path)
+        if twin is not None:
+            spec, reason = twin.spec, f"as parameter '{twin.path}'" if twin.path else "as the parameter"
+        else:
+            spec, reason = _automatic(leaf, options, sizes)
+        kind = memory_kind if len(leaf.shape) else "device"
+        result.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, kind, reason))
+    return result
+
+
+def _twin(path: str, shape: tuple[int, ...], by_path: Mapping[str, LeafPlacement]) -> LeafPlacement | None:
+    parts = path.split("/")
+    for start in range(len(parts) + 1):
+        candidate = by_path.get("/".join(parts[start:]))
+        if candidate is not None and candidate.shape == shape:
+            return candidate
+    return None
+
+
+def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
+    """Returns path -> dim names for the leaves whose model carries them (`nn.with_partitioning`, `nnx.with_partitioning`)."""
+    found: dict[str, Sequence[Dim]] = {}
+    boxed = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: _names_of(x) is not None)[0]
+    for path, box in boxed:
+        names = _names_of(box)
+        if names is not None:
+            for inner, _ in jax.tree_util.tree_flatten_with_path(box)[0]:
+                found[path_name((*path, *inner))] = tuple(names)
+    return found
+
+
+def _names_of(x: Any) -> Sequence[Dim] | None:
+    """Returns the dim names of a linen `Partitioned` box or an nnx `Variable`, without importing flax."""
+    if hasattr(x, "get_partition_spec") and isinstance(getattr(x, "names", None), tuple):
+        return x.names
+    if hasattr(x, "get_metadata"):
+        metadata = x.get_metadata()
+        for key in ("sharding_names", "out_sharding", "sharding"):
+            names = metadata.get(key) if isinstance(metadata, Mapping) else None
+            if isinstance(names, (tuple, PartitionSpec)) and any(n is not None for n in names):
+                return tuple(names)
+    return None
+
+
+def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int]) -> None:
+    """Refuses a mesh axis that cuts no parameter: its devices would repeat each other's work.
+
+    The `context` axis cuts activations only; whether the model does so is known once it is traced.
+
+    Raises:
+        ConfigError: a model axis larger than one, other than those that also cut the batch, is in no placement.
+    """
+    used = {a for p in placements for a in p.axes}
+    for axis in ("tensor", "pipeline"):
+        if sizes[axis] > 1 and axis not in used:
+            raise ConfigError(
+                f"mesh.{axis} is {sizes[axis]}, but no parameter is cut over {axis}: {sizes[axis]} devices would repeat each other's work. "
+                f"Name it in layout.rules (e.g. a dim 'mlp' or '{axis}'), or use data: {sizes[axis]}."
+            )
+
+
+def _product(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
+    result = 1
+    for axis in axes:
+        result *= sizes[axis]
+    return result
+
+
+def table(placements: Sequence[LeafPlacement]) -> str:
+    """Returns the placements as text: path, dtype and shape, spec, memory, and the reason."""
+    rows = [
+        (p.path, f"{p.dtype}[{','.join(map(str, p.shape))}]", f"P{tuple(p.spec)}", p.memory_kind, p.reason)
+        for p in placements
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in rows)

@@ -1,0 +1,129 @@
+"""The device mesh: which axes exist, how large each is, and which device stands where.
+
+Replica axes (`replica` between hosts or slices, `data`) cut the work: each replica computes the gradient of its own
+examples and a reducer adds them. Model axes (`fsdp`, `expert`, `context`, `tensor`, `pipeline`) cut the arrays: the XLA
+partitioner follows the layout. Every mesh carries all axes, those of size one too, so that their names are always
+bound and one program text serves every mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.constants import AXES as AXES
+from spmdkit.foundation.constants import BATCH_AXES as BATCH_AXES
+from spmdkit.foundation.constants import MODEL_AXES as MODEL_AXES
+from spmdkit.foundation.constants import REPLICA_AXES as REPLICA_AXES
+
+
+def resolve(asked: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
+    """Returns the size of every axis in `AXES`; one -1 in `asked` takes what the others leave of `num_devices`.
+
+    An empty `asked` is one device, the debugging default. Where devices are in several slices and `replica` is not asked for, it is their number if
+    the other sizes leave room for that: slices are joined by the slowest links, and this is the axis for those.
+
+    Raises:
+        ConfigError: the product of the sizes is not the number of devices.
+    """
+    sizes = {axis: asked.get(axis, 1) for axis in AXES}
+    if not asked:
+        return sizes
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    room = num_devices % (fixed * num_slices) == 0 if -1 in sizes.values() else fixed * num_slices == num_devices
+    if num_slices > 1 and "replica" not in asked and room:
+        return resolve({**asked, "replica": num_slices}, num_devices)
+    named = " x ".join(f"{axis}({size})" for axis, size in asked.items())
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ConfigError(f"mesh asks {named}: two axes are -1. One -1 at most can fill. Give one of them a number.")
+    if open_axes:
+        if num_devices % fixed:
+            raise ConfigError(
+                f"mesh asks {named}, found {num_devices} devices: {fixed} does not divide {num_devices}. "
+                f"The axis that is -1 takes what the others leave. {_repair(asked, fixed, num_devices)}"
+            )
+        sizes[open_axes[0]] = num_devices // fixed
+    elif fixed != num_devices:
+        raise ConfigError(
+            f"mesh needs {named} = {fixed} devices, found {num_devices}. "
+            f"The product must equal the device count. {_repair(asked, fixed, num_devices)}"
+        )
+    return sizes
+
+
+def _repair(asked: Mapping[str, int], fixed: int, num_devices: int) -> str:
+    """Returns the smallest change of one axis that makes the product fit."""
+    for axis, size in sorted(asked.items(), key=lambda item: -item[1]):
+        if size == -1:
+            continue
+        rest = fixed // size
+        if num_devices % rest == 0 and num_devices // rest != size and -1 not in asked.values():
+            return f"Try {axis}: {num_devices // rest}, or {axis}: -1 to fill."
+        fits = [s for s in range(1, size) if num_devices % (rest * s) == 0]
+        if fits and -1 in asked.values():
+            return f"Try {axis}: {fits[-1]}."
+    return "Try data: -1 alone, which uses all of them."
+
+
+def slices(devices: Sequence[jax.Device]) -> int:
+    """Returns in how many TPU slices devices are; 1 for all others. (Devices of a GPU have the index of their host or NVLink domain there.)"""
+    if not devices or devices[0].platform != "tpu":
+        return 1
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """Returns the mesh of `sizes` over the first devices, laid out by the machine's own links where JAX knows them."""
+    shape = tuple(sizes[axis] for axis in AXES)
+    used = list(devices)[: math.prod(shape)]
+    return compat.auto_mesh(_arrange(shape, used), AXES)
+
+
+def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+    if devices[0].platform != "tpu" or len(devices) == 1:
+        return np.array(devices).reshape(shape)
+    from jax.experimental import mesh_utils
+
+    num_slices = slices(devices)
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    for i, size in enumerate(shape):
+        if size % num_slices == 0:
+            outer = tuple(num_slices if j == i else 1 for j in range(len(shape)))
+            inner = tuple(s // o for s, o in zip(shape, outer, strict=True))
+            return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    raise ConfigError(
+        f"mesh {dict(zip(AXES, shape, strict=True))} on {num_slices} slices: no axis is divisible by {num_slices}. "
+        f"One axis has to cross the slices. Try replica: {num_slices}."
+    )
+
+
+def canonical(spec: Sequence[str | tuple[str, ...] | None], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns the one spelling of a spec: axes of size one dropped, no trailing None, no tuple of one.
+
+    Two spellings of the same sharding are two entries of JAX's cache, and the second step would compile again.
+    """
+    dims: list[str | tuple[str, ...] | None] = []
+    for dim in spec:
+        axes = tuple(a for a in ((dim,) if isinstance(dim, str) else dim or ()) if sizes[a] > 1)
+        dims.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    while dims and dims[-1] is None:
+        dims.pop()
+    return PartitionSpec(*dims)
+
+
+def count(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
+    """Returns the number of positions along `axes` together."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """Returns `data 4 x fsdp 2`, or `one device`."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"

@@ -1,0 +1,225 @@
+"""A line chart as inline SVG: no script, no font, no file from elsewhere. Colors are CSS variables of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from spmdkit.foundation.formatting import format_value
+
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40  # margins around the plot, in the SVG's own units
+LOG_RATIO = 50.0  # a positive series that spans more than this is drawn on a log scale
+MAX_POINTS = 800  # about one per unit of width: more cannot be seen
+SMOOTH_FROM = 80  # records from which a mean line is drawn over the raw one
+
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: `name` for the legend, `points` (step, value) in order of steps, `style` train or eval."""
+
+    name: str
+    points: Sequence[Point]
+    style: str = "train"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values to coordinates: `low` to `start`, `high` to `end`, linearly or by logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        share = ((math.log10(value) if self.log else value) - low) / (high - low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Returns round values between `low` and `high`."""
+        return _log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
+
+
+def line_chart(series: Sequence[Series], label: str, width: int = 880, height: int = 340) -> str:
+    """Returns an `<svg>` of the series over steps, or a sentence where no value is finite.
+
+    Values that are not finite leave a gap and a mark on the step axis. The y axis is logarithmic when all values are
+    positive and span more than `LOG_RATIO`; the label says so.
+    """
+    finite = [(step, value) for s in series for step, value in s.points if math.isfinite(value)]
+    if not finite:
+        return f'<p class="none">No finite value of {escape(label)} was recorded.</p>'
+    steps = [step for s in series for step, _ in s.points]
+    values = [value for _, value in finite]
+    log = min(values) > 0 and max(values) / min(values) > LOG_RATIO
+    x = Scale(*_spread(min(steps), max(steps), share=0), LEFT, width - RIGHT)
+    low, high = (min(values) / 1.15, max(values) * 1.15) if log else _spread(min(values), max(values), share=0.06)
+    y = Scale(low, high, height - BOTTOM, TOP, log)
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)} over steps">',
+        *_axes(x, y, label + (" (log scale)" if log else ""), width, height),
+    ]
+    for s in series:
+        parts += _line(s, x, y)
+        parts += [
+            f'<line class="bad" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{height - BOTTOM}"'
+            f' y2="{height - BOTTOM - 10}">'
+            f"<title>{escape(s.name)} at step {step}: {value}</title></line>"
+            for step, value in s.points
+            if not math.isfinite(value)
+        ][:MAX_POINTS]
+    return "\n".join([*parts, "</svg>"])
+
+
+def legend(series: Sequence[Series]) -> str:
+    """Returns the legend as HTML, so that it wraps with the page."""
+    items = [f'<span class="key {s.style}">{escape(s.name)}</span>' for s in series if s.points]
+    window = max((_window(s.points) for s in series if s.style == "train"), default=1)
+    if window > 1:
+        items.append(f'<span class="note">bold: mean of {window} records</span>')
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
+def linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Returns about `count` multiples of 1, 2 or 5 times a power of ten between `low` and `high`."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, math.ceil(len(decades) / 8))
+    multiples = (1, 2, 5) if len(decades) <= 3 else (1,)
+    ticks = [m * 10.0**d for d in decades if d % every == 0 for m in multiples]
+    return [t for t in ticks if low <= t <= high]
+
+
+def _spread(low: float, high: float, share: float) -> tuple[float, float]:
+    """Returns the range a little wider, and never empty."""
+    if high == low:
+        margin = abs(low) * 0.1 or 1.0
+        return low - margin, high + margin
+    return low - (high - low) * share, high + (high - low) * share
+
+
+def _axes(x: Scale, y: Scale, label: str, width: int, height: int) -> list[str]:
+    bottom = height - BOTTOM
+    parts = []
+    for tick in y.ticks():
+        at = y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{_tick(tick, y)}</text>')
+    for tick in x.ticks():
+        if tick != round(tick):
+            continue
+        at = x(tick)
+        parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{_tick(tick, x)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    middle = (TOP + bottom) / 2
+    parts.append(
+        f'<text class="label" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{height - 5}" text-anchor="middle">step</text>'
+    )
+    parts.append(
+        f'<text class="label" x="13" y="{middle:.0f}" text-anchor="middle"'
+        f' transform="rotate(-90 13 {middle:.0f})">{escape(label)}</text>'
+    )
+    return parts
+
+
+def _tick(value: float, scale: Scale) -> str:
+    """Returns a tick's text with as many digits as the distance to its neighbour needs."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6 or abs(value) < 1e-3:
+        return f"{value:.6g}" if scale.log else f"{value:.2e}" if value != round(value) else _thousands(value)
+    if scale.log:
+        return f"{value:g}"
+    ticks = scale.ticks()
+    distance = ticks[1] - ticks[0] if len(ticks) > 1 else abs(value)
+    digits = max(0, -math.floor(math.log10(distance) + 1e-9))
+    return f"{value:.{min(digits, 6)}f}" if digits else _thousands(value)
+
+
+def _thousands(value: float) -> str:
+    return f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+def _line(series: Series, x: Scale, y: Scale) -> list[str]:
+    finite = [(step, value) for step, value in series.points if math.isfinite(value)]
+    if series.style == "eval" or len(finite) <= 2:
+        dots = [
+            f'<circle class="{series.style}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.5">'
+            f"<title>{escape(series.name)} at step {step}: {format_value(value)}</title></circle>"
+            for step, value in thin(finite, MAX_POINTS // 4)
+        ]
+        return [*_paths(series.points, x, y, series.style), *dots]
+    window = _window(series.points)
+    if window == 1:
+        return _paths(series.points, x, y, series.style)
+    return [
+        *_paths(series.points, x, y, f"{series.style} raw"),
+        *_paths(_means(series.points, window), x, y, series.style),
+    ]
+
+
+def _paths(points: Sequence[Point], x: Scale, y: Scale, style: str) -> list[str]:
+    """Returns one polyline for each stretch without a gap."""
+    stretches: list[list[Point]] = [[]]
+    for step, value in thin(points, MAX_POINTS):
+        if math.isfinite(value):
+            stretches[-1].append((step, value))
+        elif stretches[-1]:
+            stretches.append([])
+    return [
+        f'<polyline class="{style}" points="{" ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in stretch)}"/>'
+        for stretch in stretches
+        if len(stretch) > 1
+    ]
+
+
+def thin(points: Sequence[Point], count: int) -> list[Point]:
+    """Returns at most about `count` points: of each bin the lowest and the highest, so that no spike is lost."""
+    if len(points) <= count:
+        return list(points)
+    size = math.ceil(2 * len(points) / count)
+    kept: list[Point] = []
+    for i in range(0, len(points), size):
+        group = points[i : i + size]
+        bad = next((p for p in group if not math.isfinite(p[1])), None)
+        chosen = {min(group, key=_value), max(group, key=_value)} if bad is None else {bad}
+        kept += sorted(chosen)
+    return kept
+
+
+def _value(point: Point) -> float:
+    return point[1]
+
+
+def _window(points: Sequence[Point]) -> int:
+    return len(points) // 80 * 2 + 1 if len(points) >= SMOOTH_FROM else 1
+
+
+def _means(points: Sequence[Point], window: int) -> list[Point]:
+    """Returns means over `window` values around each, fewer at the ends. Gaps stay gaps."""
+    sums, counts = [0.0], [0]
+    for _, value in points:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    means = []
+    for i, (step, value) in enumerate(points):
+        low, high = max(0, i - window // 2), min(len(points), i + window // 2 + 1)
+        mean = (sums[high] - sums[low]) / max(1, counts[high] - counts[low])
+        means.append((step, mean if math.isfinite(value) else value))
+    return means

@@ -1,0 +1,319 @@
+"""`report.html`: a run on one page: curves, evaluations, throughput, config, environment, events.
+
+Made from the files of the run directory alone, so it can be made again at any time, also of a run that is still going
+or was killed. Nothing is loaded from elsewhere and nothing is executed; every text from the files is escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.files import write_text
+from spmdkit.foundation.formatting import format_duration, format_rate, format_seconds, format_value
+from spmdkit.foundation.run_status import unfinished
+from spmdkit.metrics.events import parse_time
+from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines
+from spmdkit.metrics.report.chart import Series, legend, line_chart
+from spmdkit.metrics.report.communication import communication_section
+from spmdkit.metrics.report.page import cards, fact_table, page, section, table
+from spmdkit.metrics.report.run_plan import plan_section
+
+MAX_SMALL_CHARTS = 12
+MAX_EVENTS = 300
+LARGEST = 1e150
+TONES = {
+    "stopped": "good",
+    "finished": "good",
+    "fault": "bad",
+    "left": "bad",
+    "preempted": "bad",
+    "started": "open",
+    "restored": "open",
+}
+
+Record = Mapping[str, Any]
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Writes `report.html` into a run's directory and returns its path.
+
+    Files other than `metrics.jsonl` may be missing or damaged; their section then says so.
+    Raises ConfigError when `run_dir` holds no `metrics.jsonl`, or cannot be written.
+    """
+    folder = Path(run_dir)
+    if not (folder / "metrics.jsonl").is_file():
+        found = f"{len(list(folder.iterdir()))} other entries" if folder.is_dir() else "no such folder"
+        raise ConfigError(
+            f"report of {folder}: no metrics.jsonl there, found {found}."
+            " A report is made from a run's directory, which `spmdkit train` writes."
+            " Pass the run_dir of the config that was trained (by default runs/<config name> beside it)."
+        )
+    name = folder.resolve().name
+    records = [r for r in read_lines(folder / "metrics.jsonl") if _is_step(r.get("step"))]
+    events = read_lines(folder / "events.jsonl")
+    left = unfinished(folder)
+    if left is not None and not left.alive:
+        events.append({"event": "left", "process": 0, "step": left.step, "why": left.told()})
+    path = folder / "report.html"
+    write_text(
+        path,
+        page(
+            f"{name} - spmdkit",
+            report_body(
+                name,
+                records,
+                events,
+                _config(folder),
+                _environment(folder),
+                _json_object(folder / "plan.json"),
+                _json_object(folder / "communication" / "communication.json"),
+            ),
+        ),
+    )
+    return path
+
+
+def report_body(
+    name: str,
+    records: Sequence[Record],
+    events: Sequence[Record],
+    config: str | None,
+    environment: Record | None,
+    plan: Record | None = None,
+    communication: Record | None = None,
+) -> str:
+    """Returns the HTML of all sections, from what the run's files hold."""
+    train = [r for r in records if "split" not in r]
+    evaluations = [r for r in records if "split" in r]
+    body = [
+        _heading(name, records, events),
+        _summary(train, evaluations, events),
+        section("Loss", _chart("loss", train, evaluations, width=920, height=340)),
+        _evaluations(evaluations),
+        _other_metrics(train, evaluations),
+        _throughput(train),
+        plan_section(plan, _finite(train, "step_time_s")) if plan else "",
+        communication_section(communication),
+        section("Config", f"<pre>{escape(config)}</pre>" if config else _none("No config.yaml was found.")),
+        section("Environment", _environment_table(environment)),
+        section("Events", _timeline(events)),
+        "<footer>Made by spmdkit from the files of the run directory.</footer>",
+    ]
+    return "\n".join(part for part in body if part)
+
+
+def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> str:
+    told = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" says nothing about how it ended
+    last, done = str(told.get("event", "")), told.get("code") in (None, 0)
+    if last == "left":
+        last = f"left at step {told.get('step')}"
+    tone = "bad" if last.startswith("left") or (TONES.get(last) == "good" and not done) else TONES.get(last, "open")
+    last = "finished" if last == "stopped" and done else last
+    pill = f'<span class="pill {tone}">{escape(last)}</span>' if last else ""
+    times = [t for t in (parse_time(e.get("time")) for e in events) if t is not None]
+    facts = [f"{max((r['step'] for r in records), default=0)} steps"]
+    if times:
+        facts.append(f"begun {escape(_clock_text(min(times)))} UTC")
+        facts.append(f"{format_duration(max(times) - min(times))} from the first event to the last")
+    if told.get("event") == "left" and told.get("why"):
+        facts.append(escape(str(told["why"])))
+    return f'<header><h1>{escape(name)}</h1>{pill}</header>\n<p class="lead">{" &middot; ".join(facts)}</p>'
+
+
+def _summary(train: Sequence[Record], evaluations: Sequence[Record], events: Sequence[Record]) -> str:
+    losses = _points(train, "loss")
+    eval_losses = [(s, v) for s, v in _points(evaluations, "loss") if math.isfinite(v)]
+    best = min(eval_losses, key=lambda point: point[1], default=None)
+    rates = _finite(train, "examples_per_s")
+    restarts = sum(e.get("event") == "restored" for e in events if e.get("process", 0) == 0)
+    return cards(
+        [
+            ("final training loss", format_value(losses[-1][1]) if losses else ""),
+            ("final evaluation loss", format_value(eval_losses[-1][1]) if eval_losses else ""),
+            (f"best evaluation loss, step {best[0]}" if best else "", format_value(best[1]) if best else ""),
+            ("examples/s, median", format_rate(statistics.median(rates)) if rates else ""),
+            ("times resumed", str(restarts) if restarts else ""),
+        ]
+    )
+
+
+def _chart(key: str, train: Sequence[Record], evaluations: Sequence[Record], width: int, height: int) -> str:
+    splits = sorted({str(r["split"]) for r in evaluations})
+    series = [Series("train", _points(train, key))]
+    series += [Series(s, _points([r for r in evaluations if str(r["split"]) == s], key), "eval") for s in splits]
+    series = [s for s in series if s.points]
+    return legend(series) + line_chart(series, key, width, height)
+
+
+def _evaluations(evaluations: Sequence[Record]) -> str:
+    if not evaluations:
+        return section("Evaluations", _none("No evaluation was recorded."))
+    names = [n for n in FIRST_KEYS if any(n in r for r in evaluations)]
+    names += sorted({k for r in evaluations for k in r} - set(FIRST_KEYS))
+    losses = _finite(evaluations, "loss")
+    best = min(losses, default=None)
+    rows = []
+    for record in evaluations:
+        style = ' class="best"' if best is not None and record.get("loss") == best else ""
+        cells = "".join(f"<td{_align(n)}>{escape(_cell(record.get(n, '')))}</td>" for n in names)
+        rows.append(f"<tr{style}>{cells}</tr>")
+    note = '<p class="note after">Highlighted: the lowest evaluation loss.</p>' if best is not None else ""
+    return section("Evaluations", table([(n, _align(n)) for n in names], rows) + note)
+
+
+def _align(name: str) -> str:
+    return "" if name == "split" else ' class="number"'
+
+
+def _other_metrics(train: Sequence[Record], evaluations: Sequence[Record]) -> str:
+    every = [*train, *evaluations]
+    names = sorted({k for r in every for k, v in r.items() if _number(v) is not None} - {*FIRST_KEYS, *LAST_KEYS})
+    if not names:
+        return ""
+    charts = [
+        f"<div><h3>{escape(n)}</h3>{_chart(n, train, evaluations, 440, 230)}</div>" for n in names[:MAX_SMALL_CHARTS]
+    ]
+    hidden = len(names) - len(charts)
+    note = f'<p class="note after">{hidden} more in metrics.jsonl.</p>' if hidden else ""
+    return section("Other metrics", f'<div class="small">{"".join(charts)}</div>{note}')
+
+
+def _throughput(train: Sequence[Record]) -> str:
+    rates, times = _finite(train, "examples_per_s"), _finite(train, "step_time_s")
+    if not rates and not times:
+        return section("Throughput", _none("No throughput was recorded."))
+    waits = [
+        w / t
+        for w, t in ((_number(r.get("input_wait_s")), _number(r.get("step_time_s"))) for r in train)
+        if w is not None and t and math.isfinite(w / t)
+    ]
+    facts = [
+        ("examples/s", _quartiles(rates, format_rate)),
+        ("time of a step", _quartiles(times, format_seconds)),
+        ("input wait", f"{min(1.0, statistics.fmean(waits)):.1%} of the time of a step" if waits else ""),
+    ]
+    chart = (
+        line_chart([Series("examples/s", _points(train, "examples_per_s"))], "examples/s", 920, 220) if rates else ""
+    )
+    note = '<p class="note after">Compilation, evaluation and saving are left out.</p>'
+    return section("Throughput", fact_table(facts) + chart + note)
+
+
+def _quartiles(values: Sequence[float], shown: Any) -> str:
+    if len(values) < 4:
+        return shown(statistics.median(values)) if values else ""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{shown(middle)} median, {shown(low)} to {shown(high)} in the middle half of {len(values)} records"
+
+
+def _environment_table(environment: Record | None) -> str:
+    if environment is None:
+        return _none("No environment.json was found.")
+    facts: list[tuple[str, Any]] = []
+    for key, value in environment.items():
+        if key == "devices" and isinstance(value, list):
+            value = ", ".join(_device(d) for d in value)
+        elif key == "git" and isinstance(value, dict):
+            value = f"{value.get('commit')}{', with uncommitted changes' if value.get('dirty') else ''}"
+        elif key == "versions" and isinstance(value, dict):
+            value = ", ".join(f"{name} {version}" for name, version in value.items() if version)
+        if isinstance(value, dict):
+            facts += [(str(name), v) for name, v in value.items()]
+        else:
+            facts.append((key.replace("_", " "), value))
+    return fact_table(facts)
+
+
+def _device(device: Any) -> str:
+    if not isinstance(device, dict):
+        return str(device)
+    kind, platform = device.get("kind", "?"), device.get("platform", "?")
+    return f"{device.get('count', '?')} x {kind}" + ("" if kind == platform else f" ({platform})")
+
+
+def _timeline(events: Sequence[Record]) -> str:
+    if not events:
+        return _none("No events.jsonl was found, or it is empty.")
+    first = next((t for t in (parse_time(e.get("time")) for e in events) if t is not None), None)
+    shown = events[-MAX_EVENTS:]
+    rows = []
+    for event in shown:
+        at = parse_time(event.get("time"))
+        since = f"+{format_duration(at - first)}" if at is not None and first is not None else ""
+        details = ", ".join(f"{k}: {_cell(v)}" for k, v in event.items() if k not in ("event", "time", "process"))
+        name = str(event.get("event", "?"))
+        rows.append(
+            f'<tr><td class="keep">{escape(_clock_text(at) if at is not None else str(event.get("time", "")))}</td>'
+            f'<td class="keep">{escape(since)}</td><td>{escape(str(event.get("process", "")))}</td>'
+            f'<td class="keep"><span class="dot {TONES.get(name, "")}"></span>{escape(name)}</td>'
+            f"<td>{escape(details)}</td></tr>"
+        )
+    hidden = len(events) - len(shown)
+    note = f'<p class="note after">The last {len(shown)} of {len(events)} events.</p>' if hidden else ""
+    head = [(name, "") for name in ("time (UTC)", "since start", "process", "event", "details")]
+    return table(head, rows) + note
+
+
+def _config(folder: Path) -> str | None:
+    try:
+        return (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _environment(folder: Path) -> Record | None:
+    return _json_object(folder / "environment.json")
+
+
+def _json_object(path: Path) -> Record | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _points(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
+    found = ((r["step"], _number(r.get(key))) for r in records)
+    return sorted(((step, value) for step, value in found if value is not None), key=lambda point: point[0])
+
+
+def _finite(records: Sequence[Record], key: str) -> list[float]:
+    return [value for _, value in _points(records, key) if math.isfinite(value)]
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number of the file as a float, None for what is none. Magnitudes no chart can hold become inf or 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if abs(value) > LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return float(value) if abs(value) > 1 / LARGEST or value != value else 0.0
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return format_value(value) if isinstance(value, float) else str(value)
+
+
+def _clock_text(seconds: float) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _none(text: str) -> str:
+    return f'<p class="none">{escape(text)}</p>'

@@ -1,5 +1,0 @@
-"""Configs of other projects, read setting by setting."""
-
-from spmdkit.migrate.command import migrate
-
-__all__ = ["migrate"]

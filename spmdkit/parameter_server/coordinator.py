@@ -1,0 +1,259 @@
+"""The chief: gives servers their state, starts workers, replaces what dies, and puts what servers hold together. It computes nothing.
+
+A worker that dies is started again in a new incarnation; the others do not notice. When a server dies, all servers go back to the last checkpoint
+under a new epoch: so the state is one that training has been in, and a push is applied to the new state at most once.
+
+The role is TensorFlow 1's chief: it initialises or restores, and saves; workers save nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from spmdkit import errors
+from spmdkit.parameter_server.completed_batches import dealt
+from spmdkit.parameter_server.partition import Arrays, joined, shard, to_arrays
+from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Transport, Unavailable, ask
+from spmdkit.step.state import TrainState
+
+IN_A_ROW = 3
+"""So many lives of one worker without a gradient end the run: the cause is none that goes away."""
+
+
+class Happened(NamedTuple):
+    """Something of which the run's events tell."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass
+class Seen:
+    """What the chief knows of the first server.
+
+    Attributes:
+        applied: the fewest updates of a server.
+        records: applied pushes since the last look.
+        histogram: staleness -> applied pushes.
+        dropped: outcome -> pushes.
+        progress: worker -> applied pushes.
+        happened: since the last look.
+        went_back_to: the updates of the checkpoint to which all servers went back, or None.
+    """
+
+    applied: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+    histogram: dict[int, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    progress: dict[int, int] = field(default_factory=dict)
+    happened: list[Happened] = field(default_factory=list)
+    went_back_to: int | None = None
+
+
+class Chief:
+    """The servers and workers of one run.
+
+    Args:
+        owned: path of a leaf -> its server.
+        servers, workers: how many.
+        load: returns (state on the host, table of each server of whoever saved it, or None) to begin with, and to go back to.
+        optimizer: of the servers.
+        give_up: whether to wait no longer for a server that is away.
+        life: incarnation in which workers begin, later than all that the tables know.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        optimizer: Any,
+        owned: Mapping[str, int],
+        servers: int,
+        workers: int,
+        load: Callable[[], tuple[TrainState, list[dict[str, Any]] | None]],
+        give_up: Callable[[], bool] = lambda: False,
+        life: int = 0,
+    ):
+        self._transport, self._optimizer, self._owned, self._load = transport, optimizer, owned, load
+        self.endpoints: list[Endpoint] = [transport.server(number) for number in range(servers)]
+        self._incarnations = dict.fromkeys(range(workers), life)
+        self._running: dict[int, Running] = {}
+        self._without_push = dict.fromkeys(range(workers), 0)
+        self._progress_at_start = dict.fromkeys(range(workers), 0)
+        self._epoch, self._cursor = 0, 0
+        self._away: set[int] = set()
+        self._told: set[int] = set()  # workers of whose place an event tells
+        self._places: dict[int, str] = {}  # server -> where it was seen last
+        self._progress: dict[int, int] = {}
+        self._first: Any = None
+        self._give_up = give_up
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def install(self) -> int:
+        """Gives every server its part of the state to begin with, under a new epoch; returns the number of updates that are in it."""
+        state, tables = self._load()
+        self._first, self._epoch, self._cursor = state, self._epoch + 1, 0
+        num = len(self.endpoints)
+        tables = [{"applied": int(state.step)}] * num if tables is None else dealt(tables, self._owned, num)
+        for number, endpoint in enumerate(self.endpoints):
+            arrays = parts_of(state, self._optimizer, self._owned, number)
+            self._ask(endpoint, "install", self._epoch, arrays, tables[number], self._incarnations)
+        return int(state.step)
+
+    def snapshot(self) -> tuple[TrainState, list[dict[str, Any]]] | None:
+        """Returns (the whole state on the host, the table of each server); None where a server has just died."""
+        found = [self._ask(endpoint, "snapshot") for endpoint in self.endpoints]
+        if any(answer is None or answer[0] != self._epoch for answer in found):
+            return None
+        arrays, tables = [parts for _, parts, _ in found], [table for _, _, table in found]
+        like = self._first
+        whole = lambda name: joined(getattr(like, name), [parts[name] for parts in arrays])
+        state = like.replace(
+            step=np.int32(min(table["applied"] for table in tables)),
+            params=whole("params"),
+            opt_state=whole("opt_state"),
+            ema=None if like.ema is None else whole("ema"),
+            model_state=None if like.model_state is None else joined(like.model_state, [arrays[0]["model_state"]]),
+        )
+        return state, tables
+
+    def _ask(self, endpoint: Endpoint, method: str, *args: Any) -> Any:
+        return ask(endpoint, method, *args, give_up=self._give_up)
+
+    # ---- workers and servers that come and go ------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that there are to be."""
+        return len(self._incarnations)
+
+    def start(self) -> list[Happened]:
+        """Starts the workers."""
+        return [self._start(number) for number in self._incarnations]
+
+    def wait_for_workers(self, longest_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Returns once all workers are ready to compute, after `longest_s` at the latest, or when one has ended: nobody begins far ahead of the others."""
+        end = time.monotonic() + longest_s
+        while time.monotonic() < end and not self._give_up():
+            here = self._ask(self.endpoints[0], "status", sys.maxsize)["here"]
+            if len(here) == len(self._running) or any(running.ended() for running in self._running.values()):
+                return
+            sleep(0.05)
+
+    def _start(self, number: int) -> Happened:
+        incarnation = self._incarnations[number]
+        self._running[number] = self._transport.worker(number, incarnation, self.endpoints)
+        self._progress_at_start[number] = self._progress.get(number, 0)
+        self._told.discard(number)
+        return Happened("worker started", {"worker": number, "incarnation": incarnation})
+
+    def join(self) -> Happened:
+        """Starts one worker more."""
+        number = len(self._incarnations)
+        self._incarnations[number], self._without_push[number] = max(self._incarnations.values()), 0
+        self._admit(number)
+        return self._start(number)
+
+    def _admit(self, number: int) -> None:
+        """Tells all servers of a worker's new life; a batch with which the old one has reached the first server alone is given out again."""
+        life = number, self._incarnations[number], len(self._incarnations)
+        last, *others = [self._ask(endpoint, "admit", *life) for endpoint in self.endpoints]
+        if last is not None and any(other != last for other in others):
+            self._ask(self.endpoints[0], "give_again", last)
+
+    def watch(self) -> Seen:
+        """Returns what is new, and replaces what has died.
+
+        Raises:
+            SpmdkitError: a worker has failed by an error that it would meet again, or dies again and again.
+        """
+        seen = Seen()
+        if not self._servers_are_there(seen):
+            return seen
+        for number, running in list(self._running.items()):
+            if number not in self._told and (where := running.where):
+                self._told.add(number)
+                fields = {"worker": number, "incarnation": self._incarnations[number], "where": where}
+                seen.happened.append(Happened("worker runs", fields))
+            if (ended := running.ended()) is not None and ended.how != "done":
+                self._replace(number, ended, seen)
+        return seen
+
+    def _servers_are_there(self, seen: Seen) -> bool:
+        """Asks all servers where they stand; gives them their state again where one has lost it. Returns whether they all have one."""
+        found = []
+        for number, endpoint in enumerate(self.endpoints):
+            try:
+                found.append(endpoint.ask("status", self._cursor if number == 0 else sys.maxsize)())
+            except Unavailable as error:
+                self._lost(number, str(error), seen)
+                return False
+        for number, status in enumerate(found):
+            if (where := status.get("where", "")) and self._places.get(number) != where:
+                self._places[number] = where
+                seen.happened.append(Happened("server runs", {"server": number, "where": where}))
+            if not status["installed"] or status["epoch"] != self._epoch:
+                self._lost(number, "it has come back without a state", seen)
+        if self._away:
+            back = self.install()
+            seen.happened.append(
+                Happened("servers restored", {"servers": sorted(self._away), "step": back, "epoch": self._epoch})
+            )
+            seen.went_back_to = back
+            self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # what they have done since is lost
+            self._away.clear()
+            return False
+        first = found[0]
+        self._cursor, self._progress = first["cursor"], first["progress"]
+        seen.applied = min(status["applied"] for status in found)
+        seen.records, seen.histogram = first["records"], first["histogram"]
+        seen.dropped, seen.progress = first["dropped"], first["progress"]
+        return True
+
+    def _lost(self, number: int, why: str, seen: Seen) -> None:
+        if number not in self._away:
+            self._away.add(number)
+            seen.happened.append(Happened("server lost", {"server": number, "why": why[:300]}))
+
+    def _replace(self, number: int, ended: Ending, seen: Seen) -> None:
+        if ended.how == "failed":
+            raise getattr(errors, ended.kind, errors.UserCodeError)(ended.text)
+        idle = self._progress.get(number, 0) <= self._progress_at_start[number]
+        self._without_push[number] = self._without_push[number] + 1 if idle else 0
+        lost = {"worker": number, "incarnation": self._incarnations[number], "why": ended.text[:300]}
+        seen.happened.append(Happened("worker lost", lost))
+        if self._without_push[number] >= IN_A_ROW:
+            raise errors.RendezvousError(
+                f"worker {number} has died {IN_A_ROW} times in a row before a gradient of it was applied{': ' * bool(ended.text)}{ended.text[:500]}. "
+                "What ends it does not go away by itself. Look at its output, and start the same command again to go on."
+            )
+        self._incarnations[number] += 1
+        self._admit(number)
+        seen.happened.append(self._start(number))
+
+    def close(self) -> None:
+        """Ends everything."""
+        self._transport.close()
+
+
+def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server: int) -> dict[str, Arrays | None]:
+    """Returns what a server is given of a whole state, on the host."""
+    whole = jax.device_get(to_arrays(state.opt_state))
+    abstract = jax.eval_shape(lambda: state.params)
+    kept = to_arrays(jax.eval_shape(optimizer.init, shard(abstract, owned, server)))
+    own = lambda tree: {p: np.asarray(x) for p, x in to_arrays(tree).items() if owned[p] == server}
+    return {
+        "params": own(state.params),
+        "opt_state": {path: np.asarray(whole[path]) for path in kept},
+        "ema": None if state.ema is None else own(state.ema),
+        "model_state": jax.device_get(to_arrays(state.model_state))
+        if server == 0 and state.model_state is not None
+        else None,
+    }

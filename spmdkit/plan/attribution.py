@@ -1,0 +1,209 @@
+"""Which strategy asked for a collective.
+
+Told from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op; `spmdkit.step.trace_context`), the arrays (do they
+come from the parameters, are they all scalars), and the axes with the op. What nothing explains is `other`.
+
+| cause              | rule                                                                                                     |
+| ------------------ | -------------------------------------------------------------------------------------------------------- |
+| metrics            | an all_reduce of scalars: losses, counts, norms                                                          |
+| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or in the scope of the reducers |
+| gradient scatter   | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass                       |
+| parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter                            |
+| update gather      | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2                               |
+| context ring       | collective_permute over context; or in the scope of ring attention                                       |
+| context exchange   | all_to_all or all_gather over context; or in the scope of attention by all_to_all                        |
+| expert dispatch    | any over expert of what is no parameter; or in the scope of the mixture of experts                       |
+| pipeline transfer  | any over pipeline of what is no parameter; or in the scope of the pipeline                               |
+| tensor activation  | any over tensor of what is no parameter; or in the scope of a pair of products or of the vocabulary      |
+| activation         | any other over model axes in the forward or backward pass                                                |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spmdkit.plan.hlo.collectives import FoundCollective
+from spmdkit.plan.hlo.loops import Visit
+from spmdkit.plan.hlo.text import Instruction, Module
+from spmdkit.step import trace_context
+
+if TYPE_CHECKING:
+    from spmdkit.program.program import Program
+
+CAUSES = (
+    "gradient reduction",
+    "agreement of groups",
+    "gradient scatter",
+    "parameter gather",
+    "update gather",
+    "context ring",
+    "context exchange",
+    "expert dispatch",
+    "pipeline transfer",
+    "tensor activation",
+    "activation",
+    "metrics",
+    "other",
+)
+
+_OF_OPS = {
+    trace_context.RING: ("context", "context ring"),
+    trace_context.ALL_TO_ALL: ("context", "context exchange"),
+    trace_context.MOE: ("expert", "expert dispatch"),
+    trace_context.PIPELINE: ("pipeline", "pipeline transfer"),
+    trace_context.TENSOR: ("tensor", "tensor activation"),
+    trace_context.VOCAB: ("tensor", "tensor activation"),
+}
+"""The scope of an op -> the axis that the op is about, cause."""
+
+_SCOPE = re.compile(r"spmdkit/\w+")
+_JOINED = re.compile(r"(?:^|/)\(")
+
+
+class Leaf(NamedTuple):
+    """A parameter as one device sees it: `sizes` are the numbers of elements with and without its fsdp cut."""
+
+    path: str
+    sizes: frozenset[int]
+
+
+def leaves_of(program: Program) -> tuple[Leaf, ...]:
+    """Returns the parameters of a program; of a leaf that stacks layers, one layer's part counts too."""
+    found = []
+    for p in program.layout:
+        if not p.path.startswith("params"):
+            continue
+        axes = [a for dim in p.spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
+        parts = math.prod(program.sizes[a] for a in axes if a != "fsdp")
+        full = math.prod(p.shape)
+        fsdp = program.sizes["fsdp"]
+        sizes = {full // parts, full // (parts * fsdp), full, full // fsdp}
+        layers = {n // p.shape[0] for n in sizes if len(p.shape) > 1 and p.shape[0]}
+        found.append(Leaf(p.path, frozenset((sizes | layers) - {0})))
+    return tuple(found)
+
+
+def cause_of(module: Module, found: FoundCollective, visit: Visit, leaves: Sequence[Leaf]) -> str:
+    """Returns one of `CAUSES`."""
+    axes, op, name = set(found.spans), found.stands_for or found.op, found.op_name
+    if op == "all_reduce" and all(shape.size == 1 for shape in found.shapes):
+        return "metrics"
+    scopes = _SCOPE.findall(first_path(name))[::-1]  # the innermost first
+    backward = "transpose(" in name
+    forward = "jvp(" in name and not backward
+    if trace_context.SYNC in scopes[:1]:
+        return "agreement of groups"
+    if trace_context.REDUCE in scopes[:1]:
+        return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
+    like_parameters = _like_parameters(found, leaves)
+    if op == "all_reduce" and like_parameters and (not forward or "pipeline" in axes):  # 1f1b goes backward by hand
+        return "gradient reduction"
+    for axis, cause in (_OF_OPS[s] for s in scopes if s in _OF_OPS):
+        if axis in axes:
+            return cause
+    if (op == "all_gather" or forward) and from_parameter(module, visit):
+        return "parameter gather"
+    if op == "all_gather" and not forward and not backward and like_parameters:
+        return "update gather"
+    if op == "reduce_scatter" and "tensor" not in axes and (like_parameters or (backward and axes == {"fsdp"})):
+        return "gradient scatter"
+    if op == "all_gather" and like_parameters and axes <= {"fsdp"}:
+        return "parameter gather"
+    return _by_axes(axes, op, forward or backward)
+
+
+def first_path(name: str) -> str:
+    """Returns the first path in the name of an operation. XLA writes those that it has put together as `jit(f)/a/(b/add:c/mul)`."""
+    found = _JOINED.search(name)
+    if found is None:
+        return name
+    before, depth, end = name[: found.end() - 1], 0, found.end()
+    while end < len(name) and (depth or name[end] not in ":)"):
+        depth += {"(": 1, ")": -1}.get(name[end], 0)
+        end += 1
+    return first_path(before + name[found.end() : end])
+
+
+def _by_axes(axes: set[str], op: str, in_loss: bool) -> str:
+    if "pipeline" in axes:
+        return "pipeline transfer"
+    if "expert" in axes:
+        return "expert dispatch"
+    if "context" in axes and op != "all_reduce":
+        return "context ring" if op == "collective_permute" else "context exchange"
+    if "tensor" in axes:
+        return "tensor activation"
+    if in_loss and axes & {"fsdp", "context"}:
+        return "activation"
+    return "other"
+
+
+def _like_parameters(found: FoundCollective, leaves: Sequence[Leaf]) -> bool:
+    """Returns whether most of the bytes are arrays with as many elements as a parameter (or a layer's part of one)."""
+    known = {size for leaf in leaves for size in leaf.sizes}
+    factor = found.group_size if found.op == "all_gather" else 1
+    like = sum(s.bytes for s in found.shapes if s.size * factor in known or s.size in known)
+    return 2 * like > sum(s.bytes for s in found.shapes)
+
+
+def from_parameter(module: Module, visit: Visit) -> bool:
+    """Returns whether what a collective sends is a parameter of the state, moved or cast but not computed with."""
+    origin = origin_of(module, visit)
+    return origin is not None and ".params" in origin.split("[")[0]
+
+
+_MOVES = {
+    "copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose", "dynamic-slice", "slice",
+    "get-tuple-element", "opt-barrier", "broadcast", "dynamic-update-slice", "pad",
+}  # fmt: skip
+
+
+def origin_of(module: Module, visit: Visit, steps: int = 80) -> str | None:
+    """Returns the name of the program's argument (`state.params['w']`) that a collective's largest operand is, moved or cast
+    but not computed with; None where it is computed.
+    """
+    i, site, index = visit.instruction, visit.site, None
+    first = True
+    while steps:
+        steps -= 1
+        computation = module.computations[i.computation]
+        if i.opcode == "parameter":
+            if site is None:
+                return i.op_name
+            caller, site = site.caller, site.outer
+            number = int(i.text) if caller.opcode in ("fusion", "call", "async-start") else 0
+            source = module.computations[caller.computation].operand(caller, number)
+        elif i.opcode == "tuple" and index is not None:
+            source, index = computation.operand(i, index), None
+        elif i.opcode == "while":
+            source = computation.operand(i)
+        elif i.opcode == "get-tuple-element":
+            index = int(i.attribute("index") or 0)
+            source = computation.operand(i)
+        elif first or i.opcode in _MOVES or (i.opcode == "fusion" and _only_moves(module, i)):
+            source = _largest(computation, i)
+        else:
+            return None
+        first = False
+        if source is None:
+            return None
+        i = source
+    return None
+
+
+def _largest(computation: Any, i: Instruction) -> Instruction | None:
+    operands = [computation.by_name[n] for n in i.operands if n in computation.by_name]
+    useful = [o for o in operands if o.opcode not in ("constant", "broadcast")] or operands
+    return max(useful, key=lambda o: o.bytes, default=None)
+
+
+def _only_moves(module: Module, i: Instruction) -> bool:
+    names = i.called.get("calls", ())
+    allowed = _MOVES | {"parameter", "constant", "tuple", "compare", "select", "add", "iota", "and", "clamp"}
+    return bool(names) and all(
+        j.opcode in allowed and (j.opcode not in ("add", "select", "compare", "clamp") or j.bytes <= 8)
+        for j in module.computations[names[0]].instructions
+    )

@@ -1,0 +1,38 @@
+"""`all-reduce-for-gather`: the compiler sends an all_reduce where the strategy asked for the cheaper half of it.
+
+An all_gather of shards, written as an all_reduce of zeros around each shard, sends twice the bytes; so does a reduce_scatter
+of which each device keeps one part. Measured with the TPU compiler (jax 0.10.2, v5p): a group over the whole torus is sent so,
+a group over a part of it is not. XLA's CPU compiler knows no other way for some; a plan for CPU says nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import CompiledStep
+
+
+def find(subject: CompiledStep) -> Iterator[Finding]:
+    """Yields one finding for each op and axes, with the bytes of all such operations together."""
+    first = next(iter(subject.program.mesh.devices.flat))
+    if first.platform == "cpu" or subject.program.zero == 1:  # ZeRO 1 asks for the whole sum
+        return
+    together: dict[tuple[str, tuple[str, ...]], list] = {}
+    for c in subject.bill.rows:
+        if c.stands_for is not None and c.op == "all_reduce":
+            together.setdefault((c.stands_for, c.axes), []).append(c)
+    for (meant, axes), rows in together.items():
+        sent = sum(c.bytes_at_least for c in rows)
+        if sent < max(2**20, subject.bill.bytes_at_least // 10):
+            continue
+        largest = max(rows, key=lambda c: c.bytes_at_least)
+        yield Finding(
+            "warning",
+            "all-reduce-for-gather",
+            f"the compiler sends {sum(c.count for c in rows)} all_reduce over {' x '.join(axes)} where a {meant} would do: "
+            f"{format_bytes(sent)} instead of {format_bytes(sent / 2)} a step",
+            largest.source,
+            f"Let {axes[-1]} span a part of the torus: half of it, and the rest as data or replica; or try more examples per device.",
+        )

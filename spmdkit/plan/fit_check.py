@@ -1,0 +1,244 @@
+"""What `train` asks before it begins: does it fit? And the plan of its step, written beside the run.
+
+Whether a step fits is what the compiler says (`Program.step_bytes`) and nothing else. The rest of the plan is for people: a thread of
+process 0 reads the text of the compiled step while the run goes on, and writes `plan.json` and `plan.html`; whatever it raises is one
+line and an event, never the end of a run. Only a `budget` makes a run wait for its plan, since it asks what the step costs.
+
+A refusal on one process is one on all: each tells process 0, which tells all.
+
+What a plan is made of is imported where one is made: 28 modules, 0.06 s of the processor that the first step need not wait for (2026-11-23).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from spmdkit.cluster import Cluster
+from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.foundation.files import write_json
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.plan.machine.target import Target, target_of
+from spmdkit.program.memory import memory_limit
+from spmdkit.program.program import Program
+
+if TYPE_CHECKING:
+    from spmdkit.plan.document import Document
+
+MOST_WAIT_S = 60.0
+"""How long the end of a run waits for its plan."""
+GIVE_WAY_S = 0.0002
+"""How long the run waits for the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7 ms, with this 0.9 ms
+(jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
+
+
+def common_limit(cluster: Cluster) -> int | None:
+    """Returns the bytes of one device that a program may use on every process: the smallest that one of them knows, or None."""
+    own = memory_limit(cluster.devices)
+    if cluster.num_processes == 1:
+        return own
+    found = [json.loads(text) for text in _everybodys(cluster, "memory limit", json.dumps(own))]
+    return min((limit for limit in found if limit is not None), default=None)
+
+
+def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> None:
+    """Refuses a state that is larger than a device, before any of its arrays is made.
+
+    Raises:
+        ConfigError: exit code 78, on every process.
+    """
+
+    def refusal() -> str:
+        state = program.held.state_bytes
+        if limit_bytes is None or state <= limit_bytes:
+            return ""
+        return (
+            f"the train state needs {format_bytes(state)} of each device, {_name(cluster)} has {format_bytes(limit_bytes)}. Parameters and "
+            "optimizer state have to fit before a step can. Cut them over more devices (mesh.fsdp, mesh.tensor), or set placement: "
+            "{optimizer: host}. spmdkit plan says what is largest."
+        )
+
+    if said := _common(cluster, "state", refusal):
+        raise ConfigError(said)
+
+
+def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes: int | None) -> None:
+    """Compiles the step, and refuses what does not fit or exceeds the budget.
+
+    Raises:
+        ConfigError: exit code 78, on every process; with the nearest change that fits where there is one process.
+    """
+
+    def refusal() -> str:
+        needed = program.step_bytes
+        if needed.fits(limit_bytes):
+            return ""
+        least = "more than " * bool(needed.refused) + format_bytes(needed.peak_bytes)
+        has = "less" if limit_bytes is None else format_bytes(limit_bytes)
+        return (
+            f"train does not begin: a step needs {least} of each device, {_name(cluster)} has {has}. A step has to fit."
+        )
+
+    if said := _common(cluster, "memory", refusal):
+        nearest = nearest_that_fits(program, limit_bytes) if cluster.num_processes == 1 else None
+        hint = f"Try {nearest}." if nearest else "spmdkit plan CONFIG shows the plan, --search looks for one."
+        raise _not_allowed(f"{said} {hint}")
+    if program.config.budget is None:
+        return
+    over_budget = lambda: _over_budget(program, cluster, directory) if cluster.is_main else ""
+    if said := _common(cluster, "budget", over_budget):
+        raise _not_allowed(said)
+
+
+def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:
+    """Returns the smallest change of the config whose compiled step fits, as overrides, or None among the first `most`."""
+    from spmdkit.plan.search.variants import smaller_steps
+
+    for changes in smaller_steps(program.config, program.batch_shards)[:most]:
+        try:
+            needed = program.with_step(changes).step_bytes
+        except (ConfigError, jax.errors.JaxRuntimeError):
+            continue
+        if needed.fits(limit_bytes):
+            text = ", ".join(f"{key}: {value}" for key, value in changes.items())
+            return f"{text} ({format_bytes(needed.peak_bytes)})"
+    return None
+
+
+def _over_budget(program: Program, cluster: Cluster, directory: Path) -> str:
+    """Writes the plan, and returns in what it exceeds the budget.
+
+    Raises:
+        ConfigError: the step cannot be read.
+    """
+    from spmdkit.plan.document import NotAllowed, refuse
+
+    try:
+        document = _write_plan(program, cluster, directory)
+    except Exception as error:
+        raise ConfigError(
+            f"the compiled step could not be read ({type(error).__name__}: {error}), and budget asks what it costs. Remove budget, "
+            "and report this with the config."
+        ) from error
+    try:
+        refuse(document, "train does not begin")
+    except NotAllowed as error:
+        return f"{error} A step has to keep to its budget. spmdkit plan CONFIG shows the plan, --search looks for one."
+    return ""
+
+
+def _not_allowed(text: str) -> ConfigError:
+    from spmdkit.plan.document import NotAllowed
+
+    return NotAllowed(text)
+
+
+def _name(cluster: Cluster) -> str:
+    return target_of(cluster.devices).chip.name
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def plan_beside(
+    program: Program, cluster: Cluster, directory: Path, say: Callable[[str], None], note: Callable[..., None]
+) -> Callable[[], None]:
+    """Begins to write the plan of a compiled step beside its run, and returns a function that waits for it, for a bounded time.
+
+    Args:
+        say: takes the one line that is said where it fails.
+        note: takes the event, `note("plan failed", error=...)`.
+    """
+    if not cluster.is_main or program.config.budget is not None:  # with a budget it is written already
+        return lambda: None
+
+    def write() -> None:
+        before = sys.getswitchinterval()
+        try:
+            sys.setswitchinterval(min(before, GIVE_WAY_S))
+            _write_plan(program, cluster, directory)
+        except BaseException as error:  # noqa: BLE001 - a thread that nobody waits for; the run needs no plan
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            with contextlib.suppress(Exception):
+                note("plan failed", error=text)
+                say(f"note: the plan of this run could not be written ({text}); the run goes on without it")
+        finally:
+            sys.setswitchinterval(before)
+
+    thread = threading.Thread(target=write, name="spmdkit plan", daemon=True)
+    thread.start()
+    return lambda: thread.join(MOST_WAIT_S)
+
+
+def plan_program(program: Program, target: Target, call_s: float) -> Document:
+    """Returns the plan of a compiled step; see `spmdkit.plan.document`."""
+    from spmdkit.plan import document
+
+    return document.plan_program(program, target, call_s)
+
+
+def _write_plan(program: Program, cluster: Cluster, directory: Path) -> Document:
+    """Returns the plan, written as `plan.json` and `plan.html`."""
+    from spmdkit.metrics.report.plan import write_page
+    from spmdkit.plan.machine.calibrate import with_measured
+
+    target, call_s = with_measured(target_of(cluster.devices))
+    document = plan_program(program, target, call_s)
+    write_json(directory / "plan.json", document)
+    write_page(document, directory / "plan.html")
+    return document
+
+
+# ---- together ----------------------------------------------------------------------------------------------------------
+
+
+def _common(cluster: Cluster, what: str, refusal: Callable[[], str]) -> str:
+    """Returns what `refusal` says on the first process that refuses, the same on every process; empty where none does.
+
+    Raises:
+        RendezvousError: it raised on another process. There the exception goes on its way.
+    """
+    if cluster.num_processes == 1:
+        return refusal()
+    try:
+        own = {"refused": refusal()}
+    except BaseException as error:
+        failed = {
+            "failed": f"process {cluster.process_index} failed at the check of its {what} ({type(error).__name__})"
+        }
+        _publish(cluster, what, [json.dumps(failed)])
+        raise
+    answers: list[dict[str, str]] = [json.loads(text) for text in _everybodys(cluster, what, json.dumps(own))]
+    if why := next((answer["failed"] for answer in answers if "failed" in answer), None):
+        raise RendezvousError(f"{why}. All processes begin together. See its own output, and start all again.")
+    said = next((answer["refused"] for answer in answers if answer["refused"]), "")
+    if said:  # process 0 holds what the others still have to read
+        with contextlib.suppress(RendezvousError):
+            cluster.barrier(f"{what} refused", timeout_s=30.0)
+    return said
+
+
+def _everybodys(cluster: Cluster, what: str, own: str) -> list[str]:
+    """Returns the answers of all processes, on every process. Process 0 collects them: each other process asks once."""
+    if cluster.is_main:
+        answers = [own] + [cluster.get(f"{what} of {process}") for process in range(1, cluster.num_processes)]
+        _publish(cluster, what, answers)
+        return answers
+    _publish(cluster, what, [own])
+    found: Any = json.loads(cluster.get(f"{what} of all"))
+    return list(found)
+
+
+def _publish(cluster: Cluster, what: str, answers: list[str]) -> None:
+    """Process 0 tells all what it knows; another process tells process 0 its own answer."""
+    if cluster.is_main:
+        cluster.put(f"{what} of all", json.dumps(answers))
+    else:
+        cluster.put(f"{what} of {cluster.process_index}", answers[0])

@@ -1,0 +1,114 @@
+"""Reading a step's jaxpr: its equations under the paths that XLA shows for them, the user's line, what depends on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from spmdkit import compat
+from spmdkit.foundation.jaxprs import equations_within, inner
+from spmdkit.plan.hlo.source import line_of
+from spmdkit.plan.hlo.text import Frame
+
+_INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map": "shard_map", "cond": "cond"}
+
+
+def paths(jaxpr: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yields (op_name without the operation's own, equation) for a jaxpr that was traced from a function called `name`."""
+
+    def enter(eqn: Any, prefix: str) -> tuple[str, str]:
+        stack = str(eqn.source_info.name_stack)
+        path = f"{prefix}/{stack}" if stack else prefix
+        primitive = eqn.primitive.name
+        inside = f"jit({eqn.params['name']})" if primitive in ("jit", "pjit") else _INSIDE.get(primitive)
+        return path, f"{path}/{inside}" if inside else path
+
+    for eqn, path in equations_within(jaxpr, f"jit({name})", enter):
+        yield path, eqn
+
+
+def scan_lengths(jaxpr: Any, name: str) -> dict[str, int]:
+    """Returns op_name -> length of the scans of a jaxpr: the last resort for a trip count.
+
+    A path that several loops share with different lengths, or with a loop of no fixed length, is left out.
+    """
+    lengths: dict[str, set[int | None]] = {}
+    for path, eqn in paths(jaxpr, name):
+        if eqn.primitive.name in ("scan", "while"):
+            lengths.setdefault(f"{path}/while", set()).add(eqn.params.get("length"))
+    return {path: n.pop() for path, n in lengths.items() if len(n) == 1 and None not in n}  # type: ignore[misc]
+
+
+def lines_of(jaxpr: Any, name: str, op_name: str) -> list[str]:
+    """Returns the user's lines of the equations that XLA shows as `op_name`."""
+    found = [line(eqn) for path, eqn in paths(jaxpr, name) if f"{path}/{eqn.primitive.name}" == op_name]
+    return [at for at in dict.fromkeys(found) if at is not None]
+
+
+def line(eqn: Any) -> str | None:
+    """Returns `file.py:12` of the user's line that made an equation."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return None
+    frames = tuple(Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames)
+    return line_of(tuple(f for f in frames if "/jax/_src/" not in f.file))
+
+
+def first_use(jaxpr: Any, var: Any) -> str | None:
+    """Returns the line of the first equation that computes with a variable, inside of calls too."""
+    for eqn in jaxpr.eqns:
+        if not any(x is var for x in eqn.invars):
+            continue
+        for body in inner(eqn):
+            position = next(n for n, x in enumerate(eqn.invars) if x is var)
+            offset = len(eqn.invars) - len(body.invars)
+            if 0 <= position - offset < len(body.invars):
+                found = first_use(body, body.invars[position - offset])
+                if found is not None:
+                    return found
+        return line(eqn)
+    return None
+
+
+def depending(jaxpr: Any, inputs: Sequence[bool]) -> Iterator[tuple[Any, Any]]:
+    """Yields (equation, output) for every output outside of `shard_map` that depends on the marked inputs."""
+    yield from _depending(jaxpr, inputs)[1]
+
+
+def _depending(jaxpr: Any, inputs: Sequence[bool]) -> tuple[list[bool], list[tuple[Any, Any]]]:
+    marked = {id(v) for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+    found: list[tuple[Any, Any]] = []
+    for eqn in jaxpr.eqns:
+        marks = [id(x) in marked for x in eqn.invars]
+        if not any(marks):
+            continue
+        outs = [True] * len(eqn.outvars)
+        if eqn.primitive.name != "shard_map":
+            for body in inner(eqn):
+                offset = len(eqn.invars) - len(body.invars)
+                given = marks[offset:] if offset >= 0 else [True] * len(body.invars)
+                if eqn.primitive.name in ("scan", "while"):
+                    given = _through_carry(eqn, body, given)
+                results, below = _depending(body, given)
+                found += below
+                if len(results) == len(outs) and eqn.primitive.name not in ("while", "cond"):
+                    outs = results
+        for out, mark in zip(eqn.outvars, outs, strict=True):
+            if mark:
+                marked.add(id(out))
+                found.append((eqn, out))
+    return [id(v) in marked for v in jaxpr.outvars], found
+
+
+def _through_carry(eqn: Any, body: Any, given: list[bool]) -> list[bool]:
+    """Returns the marks of a loop body's inputs once what its carry picks up is in them."""
+    if eqn.primitive.name == "while":
+        return [True] * len(body.invars) if any(given) else given
+    first, length = compat.carried_inputs(eqn)
+    for _ in range(length + 1):
+        results, _ = _depending(body, given)
+        carried = [a or b for a, b in zip(given[first : first + length], results[:length], strict=True)]
+        if carried == given[first : first + length]:
+            break
+        given = [*given[:first], *carried, *given[first + length :]]
+    return given

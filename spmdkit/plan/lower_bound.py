@@ -1,0 +1,63 @@
+"""`least_bytes`: what a device sends in a step by the formulas of data parallelism and ZeRO, over the replica and fsdp axes.
+
+With P the parameter bytes of one device when fsdp is gathered, in the dtype of computation, and G those of its gradient, in
+the dtype of reduction (ZeRO 3: in that of computation where that is smaller, since the gather's transpose scatters it):
+
+| axes                   | what                                                         | bytes sent by a device                 |
+| ---------------------- | ------------------------------------------------------------ | -------------------------------------- |
+| replica x data, r long | one all_reduce of what fsdp leaves of the gradient           | 2 (r-1)/r * G / f                      |
+| fsdp, f long, ZeRO 3   | gather forward, gather backward, scatter the gradient        | 2 (f-1)/f * P + (f-1)/f * G            |
+| fsdp, ZeRO 2           | scatter the gradient, gather the new parameters              | (f-1)/f * (G + S)                      |
+| fsdp, ZeRO 1           | add up the gradient, gather the new parameters               | (f-1)/f * (2 G + S)                    |
+
+S: the parameters as they are stored. Leaves that fsdp does not cut count as copies: their gradient is added up over fsdp too. With more
+microbatches than one, ZeRO 3 gathers in each, unless there is memory to keep what was gathered; the table says one. A program
+may send less: `sk.embed` moves vectors instead of its table, and what is not recomputed is gathered once.
+Model axes other than fsdp are left out: what they need is the model's own affair.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from spmdkit.communication.reducers.base import Added, value_bytes
+from spmdkit.mesh.mesh import REPLICA_AXES, count
+from spmdkit.program.memory import shard_bytes
+from spmdkit.program.program import Program
+
+
+def least_bytes(program: Program) -> dict[str, int]:
+    """Returns axes -> bytes that one device sends in a step by the formulas, for the replica axes and for fsdp."""
+    config = program.config
+    sizes = program.sizes if program.groups is None else program.groups.inner(program.sizes)
+    replicas, f = count(sizes, REPLICA_AXES), sizes["fsdp"]
+    of_replicas, by_reducer = {a: sizes[a] for a in REPLICA_AXES if sizes[a] > 1}, list[Added]()
+    compute = jnp.dtype(config.precision.compute).itemsize
+    reduce = jnp.dtype(config.precision.reduce).itemsize
+    found = {"replica x data": 0.0, "fsdp": 0.0}
+    for leaf in program.layout:
+        if not leaf.path.startswith("params"):
+            continue
+        stored = shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh))
+        axes = {a for dim in leaf.spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
+        is_cut = "fsdp" in axes
+        elements = stored / leaf.dtype.itemsize * (f if is_cut else 1)
+        p, g, s = elements * compute, elements * reduce, elements * leaf.dtype.itemsize
+        values = elements / (f if is_cut or config.layout.zero == 2 else 1)
+        if replicas > 1 and not program.reducer.is_sum:
+            part = leaf.sharding(program.mesh).shard_shape(leaf.shape)
+            shape = part if math.prod(part) == round(values) else (round(values),)
+            by_reducer.append(
+                Added(leaf.path, shape, of_replicas, (), value_bytes=value_bytes(config.precision.reduce))
+            )
+        else:
+            found["replica x data"] += 2 * (replicas - 1) / replicas * values * reduce
+        share = (f - 1) / f
+        if config.layout.zero == 3:
+            found["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g
+        else:
+            found["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
+    found["replica x data"] += program.reducer.sent(by_reducer)
+    return {name: round(num) for name, num in found.items() if num}

@@ -1,0 +1,227 @@
+"""The persistent compile cache: what XLA has compiled is kept on this machine's disk, so that a restart compiles nothing again.
+
+JAX has such a cache (`jax_compilation_cache_dir`) and leaves it off. On by default it has to be private, since what is read from it is run; whole, since runs are killed; and right on a machine of
+another kind, since a home directory is shared. So `train` and `eval` give JAX a store of their own, while they run:
+
+- a folder that only its owner can enter (0700), below ~/.cache/spmdkit/compile; one that belongs to somebody else, or that others can write, is not used, and a note says so;
+- in it one folder for each *kind of machine*: jaxlib's version and size, Python's word size, the CPU's model and features, the number of cores (XLA:CPU cuts loops by it, so the
+  bits of a sum depend on it). XLA:CPU checks features as it loads, and then goes on: SIGILL (openxla/xla#44565, uwplasma/vmex#142);
+- an entry is written beside its place and renamed, with a digest in front; one that was torn or changed is removed, and compiled again. (JAX 0.10.2 writes in place, and never replaces an entry that it cannot read.)
+- every process writes, where JAX lets process 0 alone: on CPU each process has keys of its own, and hosts have disks of their own;
+- source lines are part of the key, since plans and findings name them;
+- the least recently used entries go when the folder is larger than `max_bytes`.
+
+The rest of the key is JAX's: the program, the compiler's options, XLA_FLAGS, devices and their arrangement. Programs with host callbacks are not kept (JAX's rule). `plan` and `verify` compile always: what the
+compiler warns of is said only when it compiles. Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py, compiler.py (0.10.2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
+import secrets
+import stat
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.compat import cache as compat_cache
+from spmdkit.foundation.constants import COMPILE_CACHE
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+SUFFIX = ".executable"
+_DIGEST_BYTES = 32
+JAX_SETTINGS = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+"""Variables of JAX's own by which somebody has decided already."""
+
+
+class Executables:
+    """Compiled programs by key, in one folder; what JAX asks of a cache, and what it asked for.
+
+    Attributes:
+        found, missed: names of the programs that were asked for and were there, and were not.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int):
+        self._path = self.folder = folder
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self.found: list[str] = []
+        self.missed: list[str] = []
+
+    def get(self, key: str) -> bytes | None:
+        """Returns what was kept under a key; None where it is not there, or not as it was written."""
+        path = self._file(key)
+        value = None
+        with contextlib.suppress(OSError):
+            content = path.read_bytes()
+            if content[:_DIGEST_BYTES] == _digest(key, content[_DIGEST_BYTES:]):
+                value = content[_DIGEST_BYTES:]
+                os.utime(path)  # used now, for whoever makes room
+            else:
+                path.unlink(missing_ok=True)
+        (self.missed if value is None else self.found).append(_program(key))
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps a value, unless the disk takes none: a cache is no reason to fail."""
+        path = self._file(key)
+        beside = path.with_name(f".{secrets.token_hex(8)}.partial")
+        with self._lock, contextlib.suppress(OSError):
+            try:
+                descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(_digest(key, value))
+                    file.write(value)
+                os.replace(beside, path)
+            finally:
+                beside.unlink(missing_ok=True)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Removes the entries that were used longest ago, until the rest is no larger than may be; and what killed processes have left half written."""
+        entries = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):  # another process makes room too
+                found = path.stat()
+                if path.suffix in (SUFFIX, ".partial") and stat.S_ISREG(found.st_mode):
+                    entries.append((found.st_mtime, found.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self._max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}{SUFFIX}"
+
+
+def _program(key: str) -> str:
+    """Returns the name of the program that a key of JAX's begins with: `train_step` of `jit_train_step-6936e5...`."""
+    return key.rpartition("-")[0].removeprefix("jit_")[:80]
+
+
+def _digest(key: str, value: bytes) -> bytes:
+    return hashlib.blake2b(value, key=hashlib.blake2b(key.encode()).digest()[:64], digest_size=_DIGEST_BYTES).digest()
+
+
+def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """Returns (the folder for this kind of machine, what to say of it); the folder is None where there is no cache, and the text says why.
+
+    Args:
+        folder: the parent that the config names; None: the environment's, or below the user's cache.
+    """
+    given = environ.get(COMPILE_CACHE, "")
+    if given in ("0", "off"):
+        return None, f"off ({COMPILE_CACHE}={given})"
+    if decided := [name for name in JAX_SETTINGS if environ.get(name)]:
+        return None, f"JAX's own, as {decided[0]} says"
+    parent = Path(folder or given or _users(environ))
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+        if why := _not_private(parent):
+            return None, f"off: {parent} {why}. Make it private (chmod 700), or name another in compile_cache.directory"
+        own = parent / machine()
+        own.mkdir(exist_ok=True, mode=FOLDER_MODE)
+        if why := _not_private(own):
+            return None, f"off: {own} {why}. Remove it"
+    except (OSError, RuntimeError, ValueError) as error:
+        return None, f"off: {parent} cannot be made ({error}). Name another folder in compile_cache.directory"
+    return own, str(own)
+
+
+def _users(environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "spmdkit" / "compile"
+
+
+def _not_private(folder: Path) -> str:
+    """Returns why what is in a folder cannot be trusted, or an empty text. Who may write there runs code here."""
+    found = folder.lstat()
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        return "is no folder of its own"
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        return f"belongs to user {found.st_uid}"
+    if found.st_mode & 0o077:
+        return f"is open to others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def machine() -> str:
+    """Returns a short name of everything here, beside the program, on which compiled code depends."""
+    facts = [
+        *(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")),
+        _size_of_jaxlib(),
+        f"{sys.platform} {platform.machine()} {sys.maxsize}",
+        _cpu(),
+        f"{os.cpu_count()} cores, {os.environ.get('NPROC', '')} threads",
+    ]
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=10).hexdigest()
+
+
+def _size_of_jaxlib() -> str:
+    """Returns the sizes of jaxlib's libraries: a version that was built again is another compiler."""
+    import jaxlib
+
+    folder = Path(jaxlib.__file__).parent
+    return ",".join(str(path.stat().st_size) for path in sorted(folder.glob("*.so*")))
+
+
+def _cpu() -> str:
+    """Returns the model and features of the CPU; without /proc what Python knows of it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        told = dict(line.partition(":")[::2] for line in lines)
+        wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
+        return "; ".join(value for name, value in told.items() if name.strip() in wanted)
+    return platform.processor()
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The cache of a run.
+
+    Attributes:
+        store: what keeps the programs; None where there is no cache.
+        said: where it is, or why there is none.
+        is_refused: there should be one, and its folder cannot be used.
+    """
+
+    store: Executables | None
+    said: str
+    is_refused: bool = False
+
+    def programs(self) -> dict[str, Any]:
+        """Returns the fields of an event: which programs came from the cache, and which were compiled, until now."""
+        if self.store is None:
+            return {"cache": self.said}
+        return {"cache": self.said, "from_cache": list(self.store.found), "compiled": list(self.store.missed)}
+
+
+@contextlib.contextmanager
+def kept(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Programs]:
+    """While the body runs, JAX keeps what it compiles.
+
+    Args:
+        options: `compile_cache` of a config; None: nothing is kept.
+        base: the config's folder, from which a relative directory counts.
+    """
+    if options is None:
+        yield Programs(None, "off: compile_cache is null")
+        return
+    folder, said = place(base / options.directory if options.directory else None, environ)
+    if folder is not None and compat_cache.has_compilation_cache():
+        folder, said = None, "JAX's own, as its settings say"
+    if folder is None:
+        yield Programs(None, said, is_refused=said.startswith("off: "))
+        return
+    store = Executables(folder, options.max_bytes)
+    with compat_cache.compilation_cache(store, str(folder), options.min_s):
+        yield Programs(store, said)

@@ -1,0 +1,217 @@
+"""The groups that a config asks for on a mesh, and where their copies of the train state live."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit.communication.reducers.base import Reducer, stateless
+from spmdkit.communication.sync.base import Sync
+from spmdkit.config import Config, parameter_server
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins, user_code
+from spmdkit.foundation.trees import first_difference
+from spmdkit.mesh.layout import LayoutOptions, LeafPlacement, follow
+from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.program.init_state import make_optimizer
+from spmdkit.program.reducer import reducer_named
+from spmdkit.program.state_layout import StateLayout, laid_out
+from spmdkit.program.task import Task
+from spmdkit.step import trace_context
+from spmdkit.step.groups.groups import GROUPED, Groups, agreement, mean, stacked
+from spmdkit.step.state import TrainState
+
+
+def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
+    """Returns the groups that the config's `sync` asks for, or None where replicas agree in every step.
+
+    Raises:
+        ConfigError: there is only one group, or something else in the config needs all replicas in every step.
+    """
+    sync = sync_of(config)
+    if sync.every is None:
+        return None
+    name = plugins.split(config.sync)[0]
+    axis = "replica" if sizes["replica"] > 1 else "data"
+    if sizes[axis] == 1:
+        raise ConfigError(
+            f"sync: {name} has no effect on the mesh {describe_mesh(sizes)}: there is one group of replicas, which has nobody to agree with. Groups lie "
+            "along replica, or data where replica is one. Try mesh: {replica: 2, ...}, or sync: every_step."
+        )
+    if per_replica:
+        raise ConfigError(
+            f"sync: {name} with view='replica': there the user's own sums cross all replicas in every step. Use the global view "
+            "(sk.value_and_grad), or sync: every_step."
+        )
+    if config.model_state != "global":
+        raise ConfigError(
+            f"sync: {name} with model_state: {config.model_state}: each group has a model state of its own already. Use model_state: global."
+        )
+    if config.checkpoint is not None and (steps := config.checkpoint.every_steps) is not None and steps % sync.every:
+        near = max(sync.every, steps // sync.every * sync.every)
+        raise ConfigError(
+            f"checkpoint.every_steps is {steps}, and groups agree every {sync.every} steps ({name}). A checkpoint stands at the end of a round, so "
+            f"that it can be restored onto another number of groups. Try checkpoint: {{every_steps: {near}}}."
+        )
+    in_place = "start" if sync.start else "overlap" if any(turn.beside for turn in sync.turns) else ""
+    if in_place and plugins.without_common("reducers", config.reducer)[1].get("warmup"):
+        raise ConfigError(
+            f"sync: {name} with {in_place}, and a reducer with warmup: both take the place of steps. Set warmup: 0, or leave out {in_place}."
+        )
+    return Groups((axis,), sizes[axis], sync, _outer_reducer(sync, config, name))
+
+
+def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
+    """Returns the reducer by which a sync has groups agree; one with error feedback without it, unless that is asked for.
+
+    Raises:
+        ConfigError: there is no such reducer, or it keeps something from one agreement to the next, or tells something.
+    """
+    asked = sync.reducer
+    if asked is None:
+        return None
+    made = reducer_named(asked, config.folder)
+    if (
+        made.init is not stateless
+        and not plugins.is_own(asked)
+        and "error_feedback" in plugins.options("reducers", asked)
+    ):
+        reducer, options = plugins.split(asked)
+        if "error_feedback" not in options:
+            made = reducer_named({reducer: options | {"error_feedback": False}}, config.folder)
+    if made.init is not stateless or made.warmup:
+        what = "warms up" if made.warmup else "keeps something from one sum to the next"
+        raise ConfigError(
+            f"sync: {name}: its reducer {plugins.split(asked)[0]} {what}, and outer gradients are added without a memory. Use a reducer without a state, for "
+            f"example sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
+        )
+    if made.apply_and_tell is not None:
+        raise ConfigError(
+            f"sync: {name}: its reducer {plugins.split(asked)[0]} tells of each step what it has sent, and between groups nobody hears it. It is for gradients. "
+            f"Write it as the config's reducer, and sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
+        )
+    return made
+
+
+def sync_of(config: Config) -> Sync:
+    """Returns the sync that a config names: one of the package, or a user's own.
+
+    Raises:
+        ConfigError: there is none of that name, it is not declared, or the options are not its.
+    """
+    parameter_server.refuse(config)
+    if plugins.is_own(config.sync):
+        return user_code.named(config.sync, "sync", config.folder, Sync)
+    made: Sync = plugins.make("sync", config.sync)
+    return made
+
+
+def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer of a config and its task, as the config's sync has it: by itself, or behind a delay line.
+
+    Raises:
+        ConfigError: see `make_optimizer`.
+    """
+    optimizer, sync = make_optimizer(config, task), sync_of(config)
+    if sync.optimizer is None:
+        return optimizer
+    made = optax.with_extra_args_support(sync.optimizer(optimizer))
+
+    def update(*args: Any, **extra: Any) -> Any:
+        trace_context.current().noticed.called("optimizer")
+        return made.update(*args, **extra)
+
+    return optax.GradientTransformationExtraArgs(made.init, update)
+
+
+def check_agreement(groups: Groups, params: Any, name: str) -> Any:
+    """Returns what the sync keeps, abstract, after its functions were traced on `params`, one copy.
+
+    Raises:
+        ConfigError: what it agrees on or shows is not one copy of the parameters, or it does not keep what it began with.
+        UserCodeError: a function of it raised.
+    """
+    sync, what = groups.sync, f"sync {name}"
+    view = sync.view
+    assert view is not None
+    of_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups.num, *x.shape), x.dtype), params)
+    traced = lambda function, fn, *args: user_code.call_user(lambda: jax.eval_shape(fn, *args), f"{what}: {function}")
+    kept = traced("init", sync.init, params)
+    shown = traced("view", lambda params, kept: view(params, kept, mean), of_all, kept)
+    rule = "agree returns (one copy of the parameters, what is kept) and view one copy, as mean(params) is"
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)  # dtypes are cast
+    rows = [("view: the parameters", shapes(params), shapes(shown))]
+    for turn in range(len(sync.turns)):
+        call = agreement(sync, turn)
+        agreed = traced("agree", lambda params, kept, call=call: call(params, kept, mean), of_all, kept)
+        if not (isinstance(agreed, tuple) and len(agreed) == 2):
+            raise ConfigError(
+                f"{what}: agree returned {type(agreed).__name__}. {rule}. Write return new, kept at its end."
+            )
+        given = shapes(agreed[0])
+        if sync.schedule:  # a leaf may stay, or be mixed: [groups, ...]
+            given = jax.tree.map(functools.partial(_one_of, groups.num), given, params)
+        rows += [("agree: the parameters", shapes(params), given), ("agree: what is kept", kept, agreed[1])]
+    for function, expected, found in rows:
+        if difference := first_difference(expected, found):
+            raise ConfigError(f"{what}: {function}: {difference}. {rule}. Keep the shapes as they are.")
+    return kept
+
+
+def _one_of(num: int, x: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns one copy of a leaf of `num` groups; any other as it is."""
+    return jax.ShapeDtypeStruct(like.shape, x.dtype) if x.shape == (num, *like.shape) else x
+
+
+def check_reducer(groups: Groups, config: Config) -> None:
+    """Refuses a reducer that keeps something while groups train alone: what becomes of it when they agree is not defined.
+
+    Raises:
+        ConfigError: always.
+    """
+    name, _ = plugins.split(config.reducer)
+    axis = groups.axes[0]
+    forgets = plugins.has_option("reducers", config.reducer, "error_feedback")
+    without = f", {{{name}: {{error_feedback: false}}}}," if forgets else ""
+    raise ConfigError(
+        f"reducer: {name} keeps something from step to step, and sync: {plugins.split(config.sync)[0]} lets the groups along {axis} train alone. Inside a "
+        f"group only a reducer without a state can add. Use reducer: sum{without} or sync: every_step."
+    )
+
+
+def place(
+    groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int], name: str
+) -> tuple[TrainState, StateLayout]:
+    """Returns (the abstract train state of all groups, where its leaves live) from the layout of one copy.
+
+    Args:
+        name: of the sync, as messages call it.
+    """
+    sync_keeps = check_agreement(groups, params, name)
+    abstract = jax.eval_shape(functools.partial(stacked, groups), placed.abstract)
+    axes: Any = groups.axes[0] if len(groups.axes) == 1 else groups.axes
+    table = []
+    for leaf in placed.table:
+        if leaf.path.split("/")[0] in GROUPED:
+            shape, spec = (groups.num, *leaf.shape), PartitionSpec(axes, *leaf.spec)
+            leaf = dataclasses.replace(leaf, shape=shape, spec=spec)
+        table.append(leaf)
+    own = [
+        dataclasses.replace(leaf, path=leaf.path.partition("/")[2])
+        for leaf in placed.table
+        if leaf.path.split("/")[0] == "params"
+    ]
+    kept = follow(sync_keeps, own, LayoutOptions(), sizes, "device")
+    table += [_under_sync(leaf) for leaf in kept]
+    return abstract, laid_out(table, abstract, mesh, placed.placements)
+
+
+def _under_sync(leaf: LeafPlacement) -> LeafPlacement:
+    return dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync")

@@ -1,0 +1,197 @@
+"""What a task brings to the train state, before any array is made: its variables, checked and traced, and its optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmdkit.config import Config, choose_optimizer
+from spmdkit.data.dtypes import narrow
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import nearest
+from spmdkit.foundation.trees import canonical_dtype, common_dtype, named_leaves, path_name
+from spmdkit.foundation.user_code import call_user
+from spmdkit.program.task import Task
+from spmdkit.step import trace_context
+from spmdkit.step.gradient import is_cast
+from spmdkit.step.state import Variables
+
+
+def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
+    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters, model state; notes).
+
+    Raises:
+        ConfigError: `init` returns no arrays, or some that cannot be trained or kept.
+    """
+    made: dict[str, Any] = {}  # path -> the dtype that init gave, which JAX without 64-bit types may halve
+
+    def init(key: jax.Array) -> Variables:
+        out = task.init(key)
+        variables = out if isinstance(out, Variables) else Variables(out, None)
+        for path, leaf in named_leaves(variables):
+            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+                raise ConfigError(
+                    f"init returned {type(leaf).__name__} at '{path}'. Every leaf of the parameters is an array. "
+                    "Use jnp.asarray for numbers, and keep what is no array out of the pytree."
+                )
+            made[path] = leaf.dtype
+        return jax.tree.map_with_path(lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables)
+
+    def init_as_stored(key: jax.Array) -> Variables:
+        variables = init(key)
+        return variables._replace(params=jax.tree.map(lambda x: x.astype(config.precision.params), variables.params))
+
+    shapes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
+    if not jax.tree.leaves(shapes.params):
+        raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
+    for path, _ in named_leaves(shapes.params):
+        _check_parameter(path, made[f"params/{path}" if path else "params"])
+    for path, leaf in named_leaves(shapes.state):
+        if leaf.dtype == jax.dtypes.float0:
+            raise ConfigError(
+                f"init returned model state '{path}' as float0, which is what JAX gives for the gradient of an integer: it holds nothing, and "
+                "cannot be saved. Leave it out."
+            )
+    stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
+    return init_as_stored, stored.params, stored.state, _cast_notes(made, stored, config)
+
+
+def _narrowed(path: str, leaf: Any) -> Any:
+    """Returns a leaf of `init` in the dtype that JAX holds, where it is an array of numpy's.
+
+    Raises:
+        ConfigError: an integer does not fit.
+    """
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
+        return leaf
+    return narrow(f"'{path}' that init returned", np.asarray(leaf), canonical_dtype(leaf.dtype))
+
+
+def _check_parameter(path: str, dtype: Any) -> None:
+    """Raises ConfigError for a parameter that no optimizer can move."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        name = path.rpartition("/")[2]
+        raise ConfigError(
+            f"init returned parameter '{path}' as {dtype}. Parameters are real: Adam and others square the gradient, and precision casts "
+            f"by real dtypes. Keep two real leaves, {{'re': {name}.real, 'im': {name}.imag}}, and write jax.lax.complex({name}['re'], {name}['im']) "
+            "in the loss."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            f"init returned parameter '{path}' as {dtype}. Parameters are floating point, since they have a gradient. "
+            "Return other arrays as model state: sk.Variables(params, state)."
+        )
+
+
+def _cast_notes(made: dict[str, Any], stored: Variables, config: Config) -> list[str]:
+    """Returns notes about the leaves that are kept in another dtype than `init` gave them (`made`, by path)."""
+    params: dict[str, list[str]] = {}
+    state: dict[str, list[str]] = {}
+    for path, leaf in named_leaves(stored):
+        which, _, name = path.partition("/")
+        if leaf.dtype != made[path]:
+            (params if which == "params" else state).setdefault(str(made[path]), []).append(name)
+    notes = []
+    if params:
+        notes.append(
+            f"these parameters are kept in {config.precision.params} (precision.params), and were made in another dtype by init: {_some(params)}."
+        )
+    if state:
+        notes.append(
+            f"this model state is kept in 32 bits, half of what init made, since JAX has no more unless JAX_ENABLE_X64=1 is set: {_some(state)}."
+        )
+    return notes
+
+
+def _some(by_dtype: dict[str, list[str]]) -> str:
+    """Returns the first four paths of each dtype, and how many more there are."""
+    return "; ".join(
+        f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''} ({dtype})"
+        for dtype, paths in by_dtype.items()
+    )
+
+
+def check_precision(config: Config) -> None:
+    """Raises ConfigError where the config asks for 64 bits and JAX has none."""
+    wide = [name for name, dtype in config.precision if dtype == "float64"]
+    if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in float32. "
+            "Set the environment variable JAX_ENABLE_X64=1, or use float32."
+        )
+
+
+def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
+    """Returns a note about the arrays of a batch that are rounded before the loss sees them, unless `precision.inputs` is set.
+
+    Args:
+        batches: abstract examples of training and of the evaluation.
+
+    Raises:
+        ConfigError: a pattern of `precision.inputs` matches no floating point array of a batch.
+    """
+    asked, compute = config.precision.inputs, config.precision.compute
+    floats = {p: x for b in batches for p, x in named_leaves(b) if jnp.issubdtype(x.dtype, jnp.floating)}
+    for pattern in asked if isinstance(asked, list) else ():
+        if not any(is_cast([pattern], path) for path in floats):
+            raise ConfigError(
+                f"precision.inputs: pattern '{pattern}' matches none of the {len(floats)} floating point arrays of a batch: "
+                f"{', '.join(sorted(floats)) or 'there is none'}. A pattern has to match a whole path.{nearest(pattern, floats)} "
+                "Fix it, or remove it."
+            )
+    rounded = sorted(path or "(the whole)" for path, x in floats.items() if common_dtype(x.dtype, compute) != compute)
+    if asked is not None or compute == config.precision.params == "float32" or not rounded:
+        return []
+    note = (
+        f"these arrays of a batch are rounded to {compute} before the loss sees them (precision.compute): {', '.join(rounded)}. "
+        "Targets may need more. Set precision.inputs: given to hand all over as they are, [patterns of paths] to cast only those, "
+        "or compute if this is meant."
+    )
+    return [note]
+
+
+def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
+    """Returns the config's optimizer, otherwise the task's, behind the clipping of the true global norm.
+
+    Raises:
+        ConfigError: neither has one, or a learning rate has nowhere to go.
+    """
+    optimizer = call_user(
+        lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
+    )
+    inner = _with_any_extra(optimizer)
+    if config.clip_norm is None:
+        return inner
+    clip = optax.clip_by_global_norm(config.clip_norm)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        trace_context.current().noticed.called("optimizer")
+        clipped, _ = clip.update(
+            grads, clip.init(params), params
+        )  # which has no state: the optimizer's stays as its author knows it
+        return inner.update(clipped, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _with_any_extra(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that may be given anything beside a gradient, and takes of it what it knows.
+
+    optax asks that of every one that takes more than a gradient; `optax.contrib.sam` (0.2.8) takes `grad_fn` and nothing else.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+    parameters = inspect.signature(inner.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return inner
+    known = {p.name for p in parameters}
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return inner.update(grads, state, params, **{name: x for name, x in extra.items() if name in known})
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -1,0 +1,25 @@
+"""The reducer that a config names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.communication.reducers.base import Reducer
+from spmdkit.foundation import plugins, user_code
+
+
+def reducer_named(choice: str | Mapping[str, Any], folder: Path) -> Reducer:
+    """Returns the reducer that a choice names: one of the package, or a user's own, in a file below `folder`.
+
+    Raises:
+        ConfigError: there is none of that name, it is not declared, or the options are not its.
+    """
+    if plugins.is_own(choice):
+        choice, common = plugins.without_common("reducers", choice)
+        own = user_code.named(choice, "reducer", folder, Reducer)
+        return dataclasses.replace(own, **common)
+    made: Reducer = plugins.make("reducers", choice)
+    return made

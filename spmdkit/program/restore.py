@@ -1,0 +1,195 @@
+"""Restoring what is kept once for each replica or group of replicas, where their number, the reducer or the sync has changed.
+
+Everything else in a train state has one shape on every mesh; `Checkpoints.restore` puts it on the new one. The reducer's state is
+[replicas, *leaf]: what is missing begins at zero, what is left over is dropped with one line, and another number of replicas is the
+reducer's `carry_over`, leaf by leaf. With groups, parameters and all that follows them are [groups, *leaf]: groups of another number begin
+with the mean of those that were saved; what their sync keeps, one copy for all (an outer optimizer), goes on. Gradients that wait in a delay
+line (`sync: stale`) are dropped where another number of them is to wait.
+
+While a leaf of another number is read, each device holds the copies of all old replicas or groups of its part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit.checkpoint import Checkpoints, nest
+from spmdkit.communication.sync.stale import Delayed
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.program.program import Program
+from spmdkit.step.groups import groups
+from spmdkit.step.state import TrainState
+
+FIELD, LINE = "reducer/", "opt_state/delay_line/"
+OPTIONAL = (FIELD, "sync/", LINE, "opt_state/waiting")
+"""What begins the paths of leaves that another run may not ask for."""
+
+
+def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
+    """Returns (state, the record of the checkpoint, lines for the user) of a saved step on the program's mesh.
+
+    Raises:
+        CheckpointError: see `Checkpoints.restore`.
+    """
+    table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
+    num, asked = _saved_groups(program, table), None if program.groups is None else program.groups.num
+    late, wanted = _saved_late(table), _late(program)
+    kept, begins = _sync_kept(program, table)
+    abstract = program.abstract_state if num == asked else _of_groups(program, num)
+    abstract = abstract.replace(sync=program.abstract_state.sync if kept else None)
+    if late != wanted:
+        abstract = abstract.replace(opt_state=_without_line(abstract.opt_state, late > 0))
+    state, record, lines = _with_reducer(checkpoints, step, program, abstract, table)
+    dropped = any(path.startswith("sync/") for path in table) and not kept
+    if num != asked:
+        lines.append(
+            f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, here are {asked or 'none'}: "
+            + ("all go on from their mean" if num else "each begins with the same parameters")
+        )
+    if late != wanted:
+        waited = f"{late} gradients that waited in step {step} are dropped" if late else f"in step {step} none waited"
+        lines.append(f"note: gradients are {wanted} steps late here: {waited}, and for {wanted} steps nothing moves")
+    if (begins and num) or dropped:
+        said = [f"what the sync of step {step} kept is dropped"] * dropped + ["this one's begins anew"] * begins
+        lines.append(f"note: {', and '.join(said)}")
+    if num == asked and late == wanted and not begins:
+        return state, record, lines
+
+    def run(state: TrainState) -> TrainState:
+        saved = state.sync
+        if late != wanted and late:
+            state = state.replace(opt_state=state.opt_state.optimizer)
+        if num != asked:
+            state = groups.regrouped(state, num is not None, program.groups, program.said_of_state)
+        elif begins and program.groups is not None:
+            state = state.replace(sync=program.groups.sync.init(groups.mean(state.params)))
+        if kept:
+            state = state.replace(sync=saved)
+        if late != wanted and wanted:
+            zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), program.abstract_state.opt_state)
+            state = state.replace(opt_state=zeros._replace(optimizer=state.opt_state))
+        return state
+
+    return jax.jit(run, out_shardings=program.state_sharding)(state), record, lines
+
+
+def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[bool, bool]:
+    """Returns (whether a checkpoint holds what the program's sync keeps, whether that begins anew); a sync may keep nothing."""
+    asked = {path: leaf.shape for path, leaf in named_leaves(program.abstract_state) if path.startswith("sync/")}
+    held = all(saved.get(path) == shape for path, shape in asked.items())
+    return bool(asked) and held, bool(asked) and not held
+
+
+def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns by how many steps the gradients of a checkpoint are late (`sync: stale`)."""
+    found = {path.removeprefix(LINE).split("/")[0] for path in saved if path.startswith(LINE)}
+    return len(found)
+
+
+def _late(program: Program) -> int:
+    held = program.abstract_state.opt_state
+    return len(held.delay_line) if isinstance(held, Delayed) else 0
+
+
+def _without_line(opt_state: Any, delayed: bool) -> Any:
+    """Returns the abstract state of the optimizer, of which the gradients that wait are not read, as it was saved: behind a delay line or not."""
+    alone = opt_state.optimizer if isinstance(opt_state, Delayed) else opt_state
+    return Delayed(alone, (), None) if delayed else alone  # type: ignore[arg-type]
+
+
+def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Returns the number of groups whose parameters a checkpoint holds, None where it holds one copy."""
+    lead = 0 if program.groups is None else 1
+    for path, leaf in named_leaves(program.abstract_state.params):
+        shape = saved.get(f"params/{path}" if path else "params")
+        if shape and shape[1:] == leaf.shape[lead:]:
+            return shape[0]
+    return None
+
+
+def _of_groups(program: Program, num: int | None) -> TrainState:
+    """Returns the abstract state of `num` groups, each leaf cut as the program's is but for the groups' axes."""
+    lead = 0 if program.groups is None else 1
+
+    def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        placed: Any = x.sharding
+        shape, spec = x.shape[lead:], placed.spec[lead:]
+        if num is not None:
+            shape, spec = (num, *shape), (None, *spec)
+        sharding = NamedSharding(placed.mesh, PartitionSpec(*spec), memory_kind=placed.memory_kind)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    state = program.abstract_state
+    fields = {name: jax.tree.map(leaf, getattr(state, name)) for name in groups.GROUPED}
+    return state.replace(**fields, sync=None)
+
+
+def _with_reducer(
+    checkpoints: Checkpoints, step: int, program: Program, abstract: TrainState, table: Mapping[str, tuple[int, ...]]
+) -> tuple[TrainState, dict[str, Any], list[str]]:
+    """Returns what `restored` does, where all but the reducer's state is saved as it is asked for."""
+    saved = {path: shape for path, shape in table.items() if path.startswith(FIELD)}
+    asked = {path: leaf for path, leaf in named_leaves(abstract) if path.startswith(FIELD)}
+    found = {
+        path: _as_saved(leaf, saved[path])
+        for path, leaf in asked.items()
+        if path in saved and saved[path][1:] == leaf.shape[1:]
+    }
+    read = nest({path.removeprefix(FIELD): leaf for path, leaf in found.items()})
+    state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=OPTIONAL)
+    old = dict(zip([path for path, _ in named_leaves(read)], jax.tree.leaves(state.reducer), strict=True))
+    made = _on_this_mesh(program, asked, {FIELD + path: x for path, x in old.items()})
+    kept = jax.tree.unflatten(jax.tree.structure(abstract.reducer), list(made.values()))
+    return state.replace(reducer=kept), record, _lines(step, saved, asked, found)
+
+
+def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns what to read for a leaf that was saved as `shape`: the copies of all replicas on every new one, cut as the leaf is."""
+    if shape == leaf.shape:
+        return leaf
+    placed: Any = leaf.sharding
+    whole = NamedSharding(placed.mesh, PartitionSpec(None, *placed.spec[1:]), memory_kind=placed.memory_kind)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=whole)
+
+
+def _on_this_mesh(
+    program: Program, asked: Mapping[str, jax.ShapeDtypeStruct], old: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns path -> array for every leaf that is asked for; those of one leaf of the gradient are carried over together."""
+    by_leaf: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    for path, x in asked.items():
+        leaf, _, name = path.rpartition("/")
+        by_leaf.setdefault(leaf, {})[name] = x
+    made: dict[str, jax.Array] = {}
+    for leaf, wanted in by_leaf.items():
+        num = next(iter(wanted.values())).shape[0]
+        have = {name: old[f"{leaf}/{name}"] for name in wanted if f"{leaf}/{name}" in old}
+
+        def carry(have: Any, wanted: Any = wanted, num: int = num) -> Any:
+            zeros = {name: jax.numpy.zeros(x.shape, x.dtype) for name, x in wanted.items()}
+            same = not have or all(have[name].shape == wanted[name].shape for name in have)
+            return zeros | dict(have if same else program.reducer.carry_over(have, num))
+
+        placed = {name: x.sharding for name, x in wanted.items()}
+        made |= {f"{leaf}/{name}": x for name, x in jax.jit(carry, out_shardings=placed)(have).items()}
+    return {path: made[path] for path in asked}
+
+
+def _lines(
+    step: int, saved: Mapping[str, Any], asked: Mapping[str, jax.ShapeDtypeStruct], found: Mapping[str, Any]
+) -> list[str]:
+    lines = []
+    if missing := sum(path not in found for path in asked):
+        lines.append(
+            f"note: of the reducer's state {missing} of {len(asked)} arrays are not in step {step} and begin at zero"
+        )
+    if dropped := sum(path not in found for path in saved):
+        lines.append(
+            f"note: {dropped} arrays of the reducer's state in step {step} are dropped: on this mesh and with this reducer nothing "
+            "keeps them, and what they owed is lost"
+        )
+    return lines

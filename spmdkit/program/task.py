@@ -1,0 +1,164 @@
+"""`Task`: the user's functions and data, and nothing about parallelism. Loading one from `file.py:name`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import optax
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import user_code
+from spmdkit.foundation.formatting import nearest
+from spmdkit.step.model_state.agreement import KINDS
+
+
+@runtime_checkable
+class HookLike(Protocol):
+    """What the step needs of a `sk.Hook`, which is defined with the loop, above."""
+
+    name: str
+    order: int
+    in_step: Callable[[Any, Any, Any], tuple[Any, Any]] | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what. Every function is pure.
+
+    Attributes:
+        init: `init(key) -> params`, or `-> sk.Variables(params, state)` for a model with mutable state.
+        loss_fn: `loss_fn(params, batch, key) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`; with model state
+            `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. Sees one replica's examples.
+        optimizer: an optax transformation, or a function of the learning rate (a number or schedule) that returns one;
+            then the config's `learning_rate` is passed in.
+        train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, or a grain MapDataset.
+        eval_data: the same; evaluated whole, any size.
+        eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`; default:
+            `loss_fn` with `key=None`.
+        train_step: `train_step(state, batch) -> (state, metrics)`, instead of the default step around `loss_fn`.
+        view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
+        rules: layout rules of the model, as in `layout.rules` of a config.
+        agree: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica adds), `max`, or
+            `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it is asked for. See `spmdkit.step.model_state.agreement`.
+        hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see `spmdkit/run/hooks/base.py`.
+        unit: what one example is called in messages.
+    """
+
+    init: Callable[..., Any]
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: optax.GradientTransformation | Callable[..., optax.GradientTransformation] | None = None
+    train_data: Any = None
+    eval_data: Any = None
+    eval_fn: Callable[..., Any] | None = None
+    train_step: Callable[..., Any] | None = None
+    view: Literal["global", "replica"] = "global"
+    rules: Sequence[tuple[str, Sequence[Any]]] = ()
+    agree: Mapping[str, str] = field(default_factory=dict)
+    hooks: Sequence[Any] = ()
+    unit: str = "examples"
+
+    def __post_init__(self) -> None:
+        for name in ("init", "loss_fn", "eval_fn", "train_step"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(
+                    f"Task.{name} is {type(value).__name__}. It must be a function. Pass the function itself."
+                )
+        if self.loss_fn is None and self.train_step is None:
+            raise ConfigError(
+                "Task has neither loss_fn nor train_step. One of them says what is trained. Give loss_fn."
+            )
+        if self.view not in ("global", "replica"):
+            raise ConfigError(f"Task.view is {self.view!r}. Valid: 'global', 'replica'.")
+        if self.view == "replica" and self.train_step is None:
+            raise ConfigError(
+                "Task.view is 'replica', but there is no train_step. The view is the dialect of train_step."
+            )
+        for name, args in (("init", ("key",)), ("train_step", ("state", "batch"))):
+            check_arity(name, getattr(self, name), args)
+        for rule in self.rules:
+            pair = isinstance(rule, tuple | list) and len(rule) == 2
+            if not pair or not isinstance(rule[0], str) or not isinstance(rule[1], tuple | list):
+                raise ConfigError(
+                    f"Task.rules holds {rule!r}. A rule is a pair (path pattern, a name or None for each dim). "
+                    "Write for example ('blocks/.*/kernel', ('embed', 'mlp'))."
+                )
+        for hook in self.hooks:
+            if not isinstance(hook, HookLike):
+                raise ConfigError(
+                    f"Task.hooks holds {type(hook).__name__}. A hook says what is due around a step. Write hooks=[sk.Hook('mine', ...)]."
+                )
+        for pattern, kind in self.agree.items():
+            if kind not in KINDS:
+                raise ConfigError(
+                    f"Task.agree says {kind!r} for '{pattern}'. Valid: {', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example "
+                    "{'seen': 'sum'}."
+                )
+
+    def check_functions(self, stateful: bool) -> None:
+        """Checks how many arguments `loss_fn` and `eval_fn` take.
+
+        Raises:
+            ConfigError: another number than this kind of model needs.
+        """
+        state = ("state",) if stateful else ()
+        check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
+        check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))
+
+
+def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...]) -> None:
+    """Checks that `fn` can be called with the positional arguments `args`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if fn is None:
+        return
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args)
+    except TypeError:
+        raise ConfigError(
+            f"{name} is defined as {name}{signature}, and is called as {name}({', '.join(args)}). "
+            f"It takes {len(args)} positional argument{'s' * (len(args) != 1)}. Write def {name}({', '.join(args)})."
+        ) from None
+
+
+def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
+    """Returns the hooks that a config names, each as `module:name` or `{module:name: options}`: a hook, or a function that makes one.
+
+    Raises:
+        ConfigError: it is not found, not declared, or no hook.
+    """
+    return [user_code.named(entry, "hook", folder, HookLike) for entry in asked]  # type: ignore[type-abstract]
+
+
+def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:
+    """Returns the `Task` that `target:name` names.
+
+    Args:
+        target: `path/to/file.py` relative to `folder`, or `package.module`.
+        name: a `Task`, or a function under `@sk.task` that returns one.
+        folder: the config's own folder.
+        args: keyword arguments of the function (`task_args`).
+
+    Raises:
+        ConfigError: no such file, module or name; it is not declared; the import raised; the function refused its arguments.
+    """
+    text = f"{target}:{name}"
+    found = user_code.find(text, "task", folder, Task)
+    if not isinstance(found, Task):
+        return user_code.call_declared(found, text, "task", args, Task, "task_args")
+    if args:
+        raise ConfigError(
+            f"task_args {sorted(args)} have no effect: {text} is a Task, not a function that returns one. "
+            f"Write `def {name}({', '.join(sorted(args))}): return Task(...)` under @sk.task, or remove task_args."
+        )
+    return found

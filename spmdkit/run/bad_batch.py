@@ -1,0 +1,67 @@
+"""The batch that made a step not finite: its number, its rows, those that hold a NaN or an infinity themselves; and as a file to look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit.data import HostBatch
+from spmdkit.foundation import files
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.program.program import Program
+
+MOST_ROWS = 8
+"""So many rows are named one by one."""
+
+
+def named(program: Program, step: int) -> str:
+    """Returns `batch 12 (16 rows of train_data: 3, 17, 20 ...; row 17 is not finite itself)`. Reads rows only of arrays in memory."""
+    indices, mask = program.schedule.batch(step)
+    rows = [int(i) for i in indices[mask]]
+    text = f"batch {program.schedule.number(step)} ({len(rows)} rows of {program.schedule.what}: {_listed(rows)}"
+    if program.feed.in_memory and (bad := not_finite_rows(program.feed.read(step))):
+        found = [int(indices[i]) for i in bad]
+        text += (
+            f"; row{'s' * (len(found) > 1)} {_listed(found)} {'are' if len(found) > 1 else 'is'} not finite in the data"
+        )
+    return f"{text})"
+
+
+def _listed(rows: Sequence[int]) -> str:
+    """Returns the first rows; all of them where they are one range."""
+    if len(rows) > 2 and list(rows) == list(range(rows[0], rows[-1] + 1)):
+        return f"{rows[0]} to {rows[-1]}"
+    return ", ".join(map(str, rows[:MOST_ROWS])) + (" ..." if len(rows) > MOST_ROWS else "")
+
+
+def not_finite_rows(batch: HostBatch) -> list[int]:
+    """Returns the places in a batch, padding apart, of rows that hold a NaN or an infinity."""
+    leaves = [x for x in jax.tree.leaves(batch.examples) if np.issubdtype(x.dtype, np.inexact)]
+    bad = [~np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in leaves]
+    if not bad:
+        return []
+    found = np.logical_or.reduce(bad) & (True if batch.mask is None else batch.mask)
+    return [int(i) for i in np.flatnonzero(found)]
+
+
+def dump(program: Program, step: int, folder: Path) -> Path:
+    """Writes the whole batch of a step to `folder/<step>.npz`, with `rows`, its indices in the data, and `mask`; returns the path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    indices, mask = program.schedule.batch(step)
+    arrays: dict[str, Any] = {
+        f"examples/{path}" if path else "examples": x for path, x in named_leaves(program.feed.read(step).examples)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{step}.npz"
+    secret = lambda name, flags: os.open(name, flags, 0o640)
+    with files.whole(path) as beside, open(beside, "xb", opener=secret) as file:
+        np.savez(file, rows=indices, mask=mask, **arrays)
+    return path

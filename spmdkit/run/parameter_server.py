@@ -1,0 +1,347 @@
+"""Training by a parameter server: this process is the chief. It initialises or restores, watches, writes, evaluates and saves; workers compute.
+
+What a step is to other runs, an applied update is here. Records, evaluations and checkpoints come at the first look after they are due, so their
+steps need not be multiples. A checkpoint is that of a synchronous run, with the servers' tables in its record: either can go on from it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config, replace_keys
+from spmdkit.config.parameter_server import is_chosen, options
+from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, Preempted, RendezvousError
+from spmdkit.foundation import phase
+from spmdkit.foundation.trees import tree_bytes
+from spmdkit.parameter_server.coordinator import Chief, Seen
+from spmdkit.parameter_server.gradient import synchronous
+from spmdkit.parameter_server.roles import Roles
+from spmdkit.parameter_server.threads import Threads
+from spmdkit.parameter_server.transport import Transport, Unavailable
+from spmdkit.program.program import Program
+from spmdkit.program.task import Task
+from spmdkit.run import rollback
+from spmdkit.run.actions import evaluate, save
+from spmdkit.run.hooks.base import Stop
+from spmdkit.run.hooks.finite import not_finite, said
+from spmdkit.run.run import Run
+from spmdkit.step.state import TrainState
+
+LOOK_S = 0.05
+WORKERS_S = 60.0
+"""How long the beginning waits for workers that are not there yet: on a cluster they may wait for a machine."""
+RECORD = "parameter_server"
+"""Under which name the servers' tables are in a checkpoint's record."""
+JOIN = "workers"
+"""A file of the run's directory: how many workers there are to be, so that others join."""
+
+
+def one_step(config: Config) -> Config:
+    """Returns the config of the program that a run evaluates and saves by: without servers."""
+    return synchronous(config) if is_chosen(config) else config
+
+
+def settled(config: Config, program: Program) -> Config:
+    """Returns the config with what the program has chosen for `auto`."""
+    if not is_chosen(config):
+        return program.config
+    chosen = program.config
+    return replace_keys(config, {"microbatches": chosen.microbatches, "remat": chosen.model_dump()["remat"]})
+
+
+def opened(config: Config, cluster: Cluster, program: Program, task: Task | None) -> Roles | None:
+    """Returns what servers and workers are made of, None where the config asks for none.
+
+    Args:
+        task: that was handed to `train` instead of the config's.
+
+    Raises:
+        ConfigError: the task cannot be trained so, Ray is not there, or several processes were started.
+    """
+    if not is_chosen(config):
+        return None
+    if options(config).transport == "ray":
+        from spmdkit.parameter_server.actors import imported
+
+        if importlib.util.find_spec("ray") is None:
+            imported()  # says how to install it
+        if task is not None:
+            raise ConfigError(
+                "sync: parameter_server on Ray, and train was given a task: servers and workers are other processes, which find the task by the "
+                "config. Name it there (task: file.py:name), or use transport: threads."
+            )
+    if cluster.num_processes > 1:
+        raise ConfigError(
+            f"sync: parameter_server in {cluster.num_processes} processes: it starts its servers and workers itself. Start one process, without launch: "
+            "spmdkit train CONFIG."
+        )
+    return Roles(settled(config, program), program.task)
+
+
+def run_servers(run: Run, state: TrainState, roles: Roles) -> tuple[TrainState, Stop | None]:
+    """Returns the state after the last update, or when the run is asked to stop, and what stopped it; as `run_steps` of a synchronous run."""
+    asked = options(run.config)
+    transport = _transport(run, roles)
+    if run.signals is not None:
+        run.signals.again()  # Ray has just taken SIGTERM
+    try:
+        return _Watch(run, state, transport, roles, asked.servers, asked.workers).until_the_end()
+    except Unavailable as error:
+        raise RendezvousError(
+            f"the run was asked to stop while a server was away ({error}), so what it held is lost. {run.newest()} Start the same command again."
+        ) from error
+    finally:
+        transport.close()
+
+
+def _transport(run: Run, roles: Roles) -> Transport:
+    if roles.asked.transport == "threads":
+        devices = run.cluster.devices
+        return Threads(
+            lambda number: roles.server(number, donate=False),
+            lambda number, incarnation, endpoints, stopped: roles.worker(
+                number, incarnation, endpoints, devices, stopped
+            ),
+        )
+    from spmdkit.parameter_server.actors import Actors
+
+    asked = roles.asked
+    return Actors(
+        run.config,
+        run.directory,
+        asked.address,
+        asked.servers + asked.workers,
+        tree_bytes(run.program.abstract_state.params),
+    )
+
+
+class _Watch:
+    """The chief's loop over one run."""
+
+    def __init__(self, run: Run, state: TrainState, transport: Transport, roles: Roles, servers: int, workers: int):
+        self.run, self._state, self._servers, self._turn = run, state, servers, roles.turn
+        self._tables = saved_tables(run)
+        lives = [life for table in self._tables or () for _, life, *_ in table.get("seen", ())]
+        self.chief = Chief(
+            transport,
+            roles.optimizer,
+            roles.owned,
+            servers,
+            workers,
+            self._load,
+            self._gives_up,
+            max(lives, default=-1) + 1,
+        )
+        self._began = False
+        self._since = self._logged = (time.monotonic(), run.step)
+        self._window: list[dict[str, Any]] = []
+        self._evaluated = run.step
+        self._skipped: tuple[int, int, int] | None = None  # applied updates, pushes skipped until the last, and by now
+
+    def _gives_up(self) -> bool:
+        return self.run.signals is not None and self.run.signals.requested is not None
+
+    def _load(self) -> tuple[TrainState, list[dict[str, Any]] | None]:
+        """Returns what servers begin with; when it is asked for again, what was saved last."""
+        run = self.run
+        if self._began:
+            with phase.during("restore"):
+                self._state = rollback.go_back(run, None, 0)
+            self._tables = saved_tables(run)
+            self._window, self._logged, self._evaluated = [], (time.monotonic(), run.step), run.step
+        self._began = True
+        return self._state, self._tables
+
+    def until_the_end(self) -> tuple[TrainState, Stop | None]:
+        run, chief = self.run, self.chief
+        of_worker = {axis: size for axis, size in run.program.sizes.items() if size > 1}
+        counts = {"servers": self._servers, "workers": chief.num_workers, "worker_mesh": of_worker}
+        run.events.write("roles", step=run.step, chief=run.cluster.process_index, **counts)
+        with phase.during("servers"):
+            self._tell(chief.start())
+            chief.wait_for_workers(WORKERS_S)
+            chief.install()
+        while True:
+            if self._gives_up():
+                return self._stopped(Stop(Preempted.exit_code))
+            seen = chief.watch()
+            self._tell(seen.happened)
+            self._note(seen)
+            self._check_skipped(seen)
+            self._join()
+            if seen.went_back_to is None and seen.applied >= run.config.steps:
+                return self._stopped(None)
+            if seen.went_back_to is None:
+                self._due(seen)
+            time.sleep(LOOK_S)
+
+    def _join(self) -> None:
+        """Starts as many workers more as the file asks for."""
+        try:
+            asked = int((self.run.directory / JOIN).read_text())
+        except (OSError, ValueError):
+            return
+        while self.chief.num_workers < asked:
+            self._tell([self.chief.join()])
+
+    def _tell(self, happened: Any) -> None:
+        for event, fields in happened:
+            self.run.events.write(event, **{"step": self.run.step, **fields})
+            if "lost" in event or "restored" in event:
+                self.run.message(
+                    f"{event}: " + ", ".join(f"{name} {value}" for name, value in fields.items() if value != "")
+                )
+
+    def _note(self, seen: Seen) -> None:
+        """Takes note of applied updates."""
+        run = self.run
+        self._window += seen.records
+        if seen.went_back_to is None and seen.applied > run.step:
+            run.dispatched(seen.applied, {}, 0.0)
+            phase.at("step", seen.applied)
+            run.telling.progress.advance(seen.applied)
+
+    def _check_skipped(self, seen: Seen) -> None:
+        """Tells of pushes that were skipped (`on_nonfinite`).
+
+        Raises:
+            NonFiniteError: `on_nonfinite.most` since the last update: nothing is applied any more.
+        """
+        run, most, skipped = self.run, self.run.config.on_nonfinite.most, seen.dropped.get("skipped", 0)
+        before, self._skipped = self._skipped, None
+        if seen.went_back_to is not None or seen.applied < run.step:
+            return  # servers are away, or have just come back with other counts
+        if before is None or seen.applied != before[0]:
+            self._skipped = seen.applied, skipped, skipped
+        else:
+            self._skipped = (*before[:2], skipped)
+        if before is not None and (more := skipped - before[2]) > 0:
+            run.message(f"left out: {more} push{'es' * (more > 1)} not finite, by update {seen.applied}")
+            run.events.write("skipped", step=seen.applied, pushes=more)
+        if (num := skipped - self._skipped[1]) >= most:
+            raise NonFiniteError(
+                f"{num} pushes in a row were left out after update {seen.applied}: loss, gradient or a metric is not finite in each "
+                f"(on_nonfinite.most: {most}). {run.newest()} Lower the learning rate, set clip_norm, or look at the data."
+            )
+
+    def _stopped(self, stop: Stop | None) -> tuple[TrainState, Stop | None]:
+        """Returns the state at the end, evaluated and saved."""
+        run = self.run
+        while (found := self.chief.snapshot()) is None:
+            self._tell(self.chief.watch().happened)
+            time.sleep(LOOK_S)
+        state = self._placed(*found)
+        self._log(self.chief.watch())
+        if stop is None:
+            self._evaluate(state)
+        with self._turn:
+            save(run, run.step, state)
+        phase.at("end", run.step)
+        return state, stop
+
+    def _evaluate(self, state: TrainState) -> None:
+        """Evaluates. Raises NonFiniteError where that is not finite, unless `on_nonfinite.evaluation` lets it be."""
+        run = self.run
+        with self._turn:
+            evaluate(run, run.step, state)
+        if isinstance(turn := run.due.more().turn, Stop):
+            raise NonFiniteError(turn.why)
+
+    def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
+        """Returns a snapshot on the devices of this process; its tables go into the record of what is saved of it."""
+        self.run.kept_beside = {RECORD: {"servers": tables}}
+        placed = jax.device_put(state, self.run.program.state_sharding)
+        self.run.step = int(state.step)
+        return placed
+
+    # ---- what is due -------------------------------------------------------------------------------------------------
+
+    def _due(self, seen: Seen) -> None:
+        run, config = self.run, self.run.config
+        crossed = lambda every, last: every is not None and seen.applied // every > last // every
+        if crossed(config.log.every_steps, self._logged[1]) or (self._logged[1] == 0 and self._window):
+            self._log(seen)
+        saves = config.checkpoint
+        late = (
+            saves is not None
+            and saves.every_seconds is not None
+            and run.clock() - run.saved_at_time >= saves.every_seconds
+        )
+        is_save = saves is not None and (
+            crossed(saves.every_steps, run.saved_at_step) or (late and seen.applied > run.saved_at_step)
+        )
+        is_eval = run.program.has_eval and crossed(config.eval.every_steps, self._evaluated)
+        if not (is_save or is_eval) or (found := self.chief.snapshot()) is None:
+            return
+        state = self._placed(*found)
+        if is_eval:
+            self._evaluated = run.step
+            self._evaluate(state)
+        if is_save:
+            with self._turn:
+                save(run, run.step, state)
+
+    def _log(self, seen: Seen) -> None:
+        """Writes what was applied since the last record: means over pushes, and how the workers do."""
+        run, (before_s, before) = self.run, self._logged
+        records, self._window = [*self._window, *seen.records], []
+        now = time.monotonic()
+        if not records:
+            return
+        step, elapsed_s = max(record["step"] for record in records), now - before_s
+        self._logged = now, step
+        run.note_commits()
+        progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(seen.progress.items())}
+        progress["pushes_dropped"] = float(sum(seen.dropped.values()))
+        rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)
+        if bad := not_finite(values):  # applied all the same: on_nonfinite is continue
+            run.message(f"step {step}: {said(bad)}")
+        run.write({"step": step, **values, **rate, **progress})
+        counts = [seen.histogram.get(i, 0) for i in range(max(seen.histogram, default=0) + 1)]
+        run.write({"step": step, "staleness_counts": counts}, kind="histogram")
+
+
+def means(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the mean over pushes of each metric, weighed by the count of the loss, and of their staleness."""
+    total = sum(record["weight"] for record in records) or 1.0
+    mean = lambda value: sum(value(record) * record["weight"] for record in records) / total
+    names = records[-1].get("metrics", {})
+    found = {"loss": mean(lambda record: record["loss"])}
+    found |= {name: mean(lambda record, name=name: record["metrics"][name]) for name in names}
+    staleness = [record["staleness"] for record in records]
+    return found | {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
+
+
+def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_size: int) -> dict[str, float]:
+    """Returns pushes, examples and seconds of an update, and the pushes of each worker, of an interval."""
+    if elapsed_s <= 0 or updates <= 0:
+        return {}
+    of_worker: dict[int, int] = {}
+    for record in records:
+        of_worker[record["worker"]] = of_worker.get(record["worker"], 0) + 1
+    return {
+        "examples_per_s": len(records) * batch_size / elapsed_s,
+        "step_time_s": elapsed_s / updates,
+        "pushes_per_s": len(records) / elapsed_s,
+        **{f"worker_{worker}_pushes_per_s": num / elapsed_s for worker, num in sorted(of_worker.items())},
+    }
+
+
+def saved_tables(run: Run) -> list[dict[str, Any]] | None:
+    """Returns the table of each server that saved the checkpoint at which the run stands; None where it has none, or was saved by a synchronous run."""
+    if run.checkpoints is None or not run.step or run.step not in run.checkpoints.steps():
+        return None
+    found: Mapping[str, Any] = run.checkpoints.read_record(run.step).get(RECORD) or {}
+    tables: list[dict[str, Any]] | None = found.get("servers")
+    if any("parts" not in table for table in tables or ()):
+        raise CheckpointError(
+            f"step {run.step} was saved by the parameter server of an earlier spmdkit, whose record does not say which leaf has taken which batch. "
+            "Train on without sync.parameter_server until a step is saved, and come back then, or start in another run_dir."
+        )
+    return tables

@@ -1,0 +1,218 @@
+"""What has changed between two starts of a run: settings, the text of the project, the data, versions and variables, as one table.
+
+A checkpoint's record holds what the run was when it was saved. What is other now is said, and written to events.jsonl. What makes it another
+run, whose examples would be others, is refused unless it is allowed by name (`train --allow KEY`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from spmdkit.config import Config
+from spmdkit.data import PerProcess, Schedule, open_source
+from spmdkit.data.fingerprint import fingerprint, structure
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import nearest
+from spmdkit.metrics.environment import numeric_variables, package_versions
+from spmdkit.program import source_digest
+from spmdkit.program.task import Task
+from spmdkit.run.recovery import skipped_batches
+
+ANOTHER_RUN = ("task", "seed", "batch_size", "data.shuffle", "data.remainder", "train_data")
+"""What a run keeps for life: with another one, the examples of a step would be others."""
+NOT_COMPARED = ("run_dir",)
+SHOWN = 60
+"""Characters of a value in the table."""
+
+
+class Change(NamedTuple):
+    """One thing that is other than when the run was saved, as a person reads it."""
+
+    key: str
+    before: str
+    now: str
+
+
+def described(config: Config, task: Task) -> dict[str, Any]:
+    """Returns what a checkpoint's record holds of a run, beside its config: digests of text and data, versions, variables."""
+    data = {
+        name: _data(getattr(task, name), name, config.data.retries)
+        for name in ("train_data", "eval_data")
+        if getattr(task, name) is not None
+    }
+    package = source_digest.digest(json.dumps(source_digest.package_digests()))
+    return {
+        "text": source_digest.digests(config) | {"spmdkit's own files": package},
+        "data": data,
+        "versions": {"python": platform.python_version()} | package_versions(),
+        "variables": numeric_variables(os.environ),
+    }
+
+
+def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
+    """Returns what tells the data from others, as JSON: rows that are read one by one each by itself, since one of them may fail."""
+    if isinstance(given, PerProcess) and given.lengths:  # the same on all processes, whose rows are others
+        example = structure(open_source(given, name))
+        return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}
+    found = fingerprint(open_source(given, name), retries)
+    digest = hashlib.sha256(json.dumps(found.rows, sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "examples": found.examples,
+        "example": found.example,
+        "rows": {"all": digest} if found.in_memory else found.rows,
+    }
+
+
+def _data_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    """Yields the data sets that are others: another length or structure, or other contents of a row that could be read both times."""
+    for name in sorted({*old, *new}):
+        was, now = old.get(name), new.get(name)
+        if was is None or now is None:
+            yield Change(name, "not there" if was is None else _told(was), "not there" if now is None else _told(now))
+            continue
+        rows = [row for row in now["rows"] if row in was["rows"] and was["rows"][row] != now["rows"][row]]
+        if rows or any(was[key] != now[key] for key in ("examples", "example")):
+            other = f" with other contents{'' if rows == ['all'] else f' of {rows[0]}'}" if rows else ""
+            yield Change(name, _told(was), f"{_told(now)}{other}")
+
+
+def _told(data: Mapping[str, Any]) -> str:
+    return f"{data['examples']} of {data['example']}"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Returns what is other in two records of a run: `config` (text of a YAML) and `described`. What one of them lacks is not compared."""
+    found = list[Change]()
+    if "config" in before:
+        old, new = (dict(_settings(record["config"])) for record in (before, now))
+        found += [
+            Change(key, _shown(old.get(key)), _shown(new.get(key)))
+            for key in [*old, *(key for key in new if key not in old)]
+            if old.get(key) != new.get(key) and key not in NOT_COMPARED
+        ]
+    was: Any = before.get("described")
+    if not isinstance(was, dict):
+        return found
+    found += _data_changes(was.get("data", {}), now["described"]["data"])
+    for kind, word in (("text", "text "), ("versions", ""), ("variables", "")):
+        old, new = was.get(kind, {}), now["described"][kind]
+        name = (lambda key: f"version of {key}") if kind == "versions" else str
+        found += [
+            Change(name(key), _there(old.get(key), word), _there(new.get(key), word))
+            for key in sorted({*old, *new})
+            if old.get(key) != new.get(key)
+        ]
+    return found
+
+
+def _settings(text: str) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of every setting; the task by the names of its file and function, wherever they are."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return
+    for key, value in _flat("", values if isinstance(values, dict) else {}):
+        yield key, ":".join(Path(part).name for part in str(value).rsplit(":", 1)) if key == "task" else value
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{path}.{key}" if path else str(key), inner)
+    elif value != {}:
+        yield path, value
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _there(value: str | None, word: str) -> str:
+    return "not there" if value is None else f"{word}{value[:8] if word else value}"
+
+
+def table(found: Sequence[Change]) -> str:
+    """Returns a line for each change."""
+    wide = max(len(change.key) for change in found)
+    return "\n".join(f"  {c.key:{wide}}  {_cut(c.before)} -> {_cut(c.now)}" for c in found)
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[: SHOWN // 2]} ... {line[-SHOWN // 2 + 5 :]}"
+
+
+def check_allowed(allow: Sequence[str]) -> None:
+    """Refuses a key that `--allow` does not know.
+
+    Raises:
+        ConfigError: see above.
+    """
+    for key in allow:
+        if key not in ANOTHER_RUN:
+            raise ConfigError(
+                f"--allow {key}: no such key. It names what may change although it makes a run another one: {', '.join(ANOTHER_RUN)}; anything "
+                f"else may change anyway.{nearest(key, ANOTHER_RUN)}"
+            )
+
+
+def check(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    step: int,
+    schedule: Schedule,
+    directory: Path,
+    allow: Sequence[str] = (),
+) -> list[Change]:
+    """Returns what has changed since `step` was saved, by its record and what a record would hold now.
+
+    Raises:
+        ConfigError: it is another run, and that is not allowed.
+    """
+    found = changes(before, now)
+    another = {change.key for change in found if change.key in ANOTHER_RUN}
+    why = refusal(found, allow, directory, step)
+    if another <= {"train_data"} - set(allow):  # what is to blame is said by the batch
+        why = other_examples(before.get("next_batch"), skipped_batches.as_saved(schedule, before), step) or why
+    if why is not None:
+        raise ConfigError(why)
+    return found
+
+
+def refusal(found: Sequence[Change], allow: Sequence[str], directory: Path, step: int) -> str | None:
+    """Returns why a run does not go on as what it is now, or None."""
+    another = [change for change in found if change.key in ANOTHER_RUN and change.key not in allow]
+    if not another:
+        return None
+    first, flags = another[0], " ".join(f"--allow {change.key}" for change in another)
+    more = (
+        f" Also changed: {', '.join(f'{c.key} ({c.before} -> {c.now})' for c in another[1:])}." if another[1:] else ""
+    )
+    return (
+        f"{directory} holds a run with {first.key}: {first.before}, saved at step {step}; now {first.key} is {first.now}.{more} A run keeps "
+        f"{', '.join(ANOTHER_RUN)}, or its examples would be others. Set {first.key} back, or give the new run a run_dir of its own. If it is "
+        f"meant: {flags}."
+    )
+
+
+def other_examples(digest: str | None, schedule: Schedule, step: int) -> str | None:
+    """Returns why a run does not go on whose next batch would be of other examples, or None.
+
+    Args:
+        digest: of the batch after `step`, as it was when `step` was saved.
+    """
+    if digest is None or digest == schedule.digest(step + 1):
+        return None
+    return (
+        f"train_data is not what it was: batch {step + 1} has other examples than when step {step} was saved "
+        f"({schedule.num_examples} examples now). Bring the data back, or give the new run a run_dir of its own. If it is meant: "
+        "--allow train_data."
+    )

@@ -1,0 +1,109 @@
+"""`skipped_batches.json`: the batches that a run has left out for good. Every checkpoint's record has them too, but a way back is followed by none.
+
+What counts is the config's `data.skip_batches`, the record of the checkpoint that is restored, and this file, together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdkit import data
+from spmdkit.cluster import Cluster
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import files
+from spmdkit.program.program import Program
+
+NAME = "skipped_batches.json"
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def write(directory: Path, cluster: Cluster, skipped: Ranges) -> None:
+    """Writes the batches (first, last) that are left out, on process 0. They are on the disk when this returns."""
+    if cluster.is_main:
+        files.write_json(directory / NAME, {"skipped_batches": [list(pair) for pair in skipped]})
+
+
+def read(directory: Path) -> Ranges:
+    """Returns what `write` wrote, () where there is no such file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return tuple((int(a), int(b)) for a, b in json.loads((directory / NAME).read_text())["skipped_batches"])
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"{directory / NAME} cannot be read ({type(error).__name__}: {error}). It holds the batches that this run has left out for good, and "
+            "without it examples would be others. Bring it back, or delete it where no batch was left out."
+        ) from None
+
+
+def read_for_all(directory: Path, cluster: Cluster) -> Ranges:
+    """Returns on every process what process 0 reads: hosts without a shared disk have directories of their own. Raises as `read`."""
+    mine = read(directory) if cluster.is_main else ()
+    return tuple((a, b) for a, b in json.loads(cluster.gather("skipped batches", json.dumps(mine))[0]))
+
+
+def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]) -> None:
+    """Leaves out of a program's schedule what was left out when `step` was saved, and what is to be after it.
+
+    Args:
+        on_disk: what `read_for_all` gave.
+
+    Raises:
+        ConfigError: the config names what was trained on already.
+    """
+    saved = saved_in(record)
+    check(program.schedule, step, saved, data.merged(program.config.data.left_out()))
+    program.skip_batches(ahead(program.schedule, step, saved, on_disk))
+
+
+def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequence[int]) -> list[int]:
+    """Leaves out of a program's schedule `count` batches after `step` and those of these numbers; returns the numbers of both.
+
+    Args:
+        before: what was left out until the run went back, which stays so.
+    """
+    program.skip_batches([*before, *program.schedule.skipped])
+    more = [*(n for n, _ in program.schedule.numbers(step + 1, count)), *numbers]
+    program.skip_batches([*program.schedule.skipped, *((n, n) for n in more)])
+    return more
+
+
+def as_saved(schedule: data.Schedule, record: Mapping[str, Any]) -> data.Schedule:
+    """Returns the schedule as it was when a checkpoint was saved."""
+    return dataclasses.replace(schedule, skipped=saved_in(record))
+
+
+def saved_in(record: Mapping[str, Any]) -> Ranges:
+    """Returns what the record of a checkpoint says was left out until then."""
+    return data.merged((int(first), int(last)) for first, last in record.get("skipped_batches", []))
+
+
+def ahead(schedule: data.Schedule, step: int, saved: Ranges, asked: Ranges) -> Ranges:
+    """Returns what is left out after `step`: what was when it was saved, and of what is asked for the batches that are still to come."""
+    last = dataclasses.replace(schedule, skipped=saved).number(step)
+    return data.merged([*saved, *((max(a, last + 1), b) for a, b in asked if b > last)])
+
+
+def check(schedule: data.Schedule, step: int, saved: Ranges, asked: Ranges) -> None:
+    """Refuses a config whose `data.skip_batches` names what was trained on already.
+
+    Raises:
+        ConfigError: with the first such batch.
+    """
+    last = dataclasses.replace(schedule, skipped=saved).number(step)
+    left_out = {n for a, b in saved for n in range(a, min(b, last) + 1)}
+    late = next((n for a, b in asked for n in range(a, min(b, last) + 1) if n not in left_out), None)
+    if late is not None:
+        raise ConfigError(
+            f"data.skip_batches names batch {late}, and step {step} of this run was saved after it had trained on that. What is left out is "
+            f"still to come. Name batches from {last + 1} on, or give the new run a run_dir of its own."
+        )

@@ -1,0 +1,82 @@
+"""What a run tells while it trains: records to its sinks, and to a person on the terminal of process 0."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from spmdkit import metrics
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config, to_yaml
+from spmdkit.foundation import files, phase, redact
+from spmdkit.metrics import sinks
+
+
+class Telling:
+    """Sinks, progress and pace of a run, from `open` on.
+
+    Attributes:
+        environment: versions, devices and what else `environment.json` holds.
+        progress: what a person sees; nothing but on process 0.
+        throughput: the pace of the steps.
+        sinks: what records are written to; none but on process 0.
+    """
+
+    progress: metrics.Progress
+    throughput: metrics.Throughput
+
+    def __init__(self, config: Config, cluster: Cluster, clock: Callable[[], float]):
+        self._config, self._is_main, self._clock = config, cluster.is_main, clock
+        asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
+        self._chosen = sinks.chosen(asked, config.folder)  # on every process: a mistake must not end one of many alone
+        self.sinks = sinks.Sinks(self.message)
+        self.environment = metrics.environment(
+            folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes
+        )
+
+    def open(self, run: Any, step: int, stack: ExitStack) -> None:
+        """Opens the records of `run` behind `step`; they are closed with `stack`."""
+        config = self._config
+        mode = config.log.progress if self._is_main else "off"
+        self.progress = metrics.Progress(config.steps, step + 1, mode, examples_unit=run.program.task.unit)
+        stack.callback(self.progress.close)
+        self.throughput = metrics.Throughput(config.batch_size, self._clock)
+        if not self._is_main:
+            return
+        files.write_text(run.directory / "config.yaml", to_yaml(config, absolute_paths=True, hide_secrets=True))
+        files.write_json(run.directory / "environment.json", self.environment)
+        stack.callback(self.sinks.close)
+        for sink in self._chosen:
+            self.sinks.add(sink.name, functools.partial(sink.open, run, sink.options, step))
+
+    def message(self, text: str) -> None:
+        """Shows a line on the terminal of process 0."""
+        with phase.during("printing"):  # a reader may have stopped (a pager, Ctrl-S), which is no hang
+            self.progress.message(redact.in_text(text))
+
+    def write(self, record: Mapping[str, Any], kind: str) -> None:
+        """Writes a record `{"step", ...}` of host values; arrays among scalars are one of their own, of the kind `histogram`. On process 0."""
+        if kind != "scalars":
+            self.sinks.write(record, kind)
+            return
+        arrays = {
+            name: np.asarray(x).tolist()
+            for name, x in record.items()
+            if not isinstance(x, float | int | str) and np.ndim(x)
+        }
+        scalars = {name: x for name, x in record.items() if name not in arrays}  # a copy, for the thread
+        self.sinks.write(scalars)
+        with phase.during("printing"):
+            self.progress.write(scalars)
+        if arrays:
+            self.sinks.write({name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram")
+
+    def close(self) -> None:
+        """Ends sinks and progress, on process 0, so that what they hold is written."""
+        if self._is_main:
+            self.sinks.close()
+            self.progress.close()

@@ -1,0 +1,62 @@
+"""A run that goes back: to an earlier checkpoint, or to its beginning, with batches left out for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spmdkit.errors import UserCodeError
+from spmdkit.run.recovery import restore, skipped_batches
+from spmdkit.run.startup import bucket
+from spmdkit.step.state import TrainState
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
+
+
+def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
+    """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
+
+    Everything that training writes goes back with it: checkpoints, sinks, the schedule, the hooks' own state.
+
+    Raises:
+        UserCodeError: the checkpoints of that time are not kept any more.
+    """
+    left, before = run.step, run.program.schedule.skipped
+    epoch = run.due.went_back()
+    if run.epochs is not None:
+        run.epochs.memory.forget()
+    run.forget_numbers()
+    target, found = 0, None
+    if run.checkpoints is not None and run.saves is not None:
+        run.saves.settle()
+        found = restore.newest_good(run.cluster, run.checkpoints, run.program, f" {epoch}", to_step)
+        target = found.step if found else 0
+        newest = restore.latest_for_all(run.cluster, run.checkpoints, f" of all {epoch}")
+        if not target and newest is not None and to_step != 0:
+            raise UserCodeError(
+                f"a hook goes back to step {to_step}, and the checkpoints that are kept are newer, up to step {newest}. Going back needs one of "
+                f"that step or before. Raise checkpoint.keep ({run.config.checkpoint.keep if run.config.checkpoint else 0}), or go back "
+                "less far; sk.Rollback(0) starts anew."
+            )
+        restore.set_aside(run, found.wrong if found else {}, (), target)
+        run.cluster.barrier("before going back")
+        run.checkpoints.forget_after(target)
+        run.cluster.barrier("went back")
+    if found is not None:
+        state = found.state
+        run.take(found)
+    else:
+        state = run.program.init()
+        run.due.restore(run.hooks_at_start)
+        run.step = run.saved_at_step = 0
+    more = skipped_batches.add(run.program, target, before, skip_batches, batches)
+    skipped_batches.write(run.directory, run.cluster, run.program.schedule.skipped)
+    bucket.keep_skipped(run.config, run.cluster, run.directory)
+    if run.cluster.is_main:
+        run.telling.sinks.rewind(target)
+    run.events.write("rolled back", step=target, from_step=left, skipped_batches=more)
+    told = f", {len(more)} batch{'es' * (len(more) > 1)} left out for good" if more else ""
+    run.message(f"back to step {target}, from step {left}{told}")
+    run.telling.throughput.start()
+    return state

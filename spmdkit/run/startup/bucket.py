@@ -1,0 +1,108 @@
+"""A run whose checkpoints are in a bucket: the bucket's folder is this attempt's by a lease, and the metrics come back from there on a new disk.
+
+Each host has a run directory of its own, which nobody else need see. Process 0's holds the records; that of another process its events and logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from spmdkit.checkpoint import Lease, Remote, location, ownership
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config
+from spmdkit.foundation import files
+from spmdkit.foundation.formatting import visible
+from spmdkit.metrics import read_lines
+from spmdkit.run.recovery import skipped_batches
+
+RECORDS = ("metrics.jsonl", "counts.jsonl")
+STAGE = "staging"
+"""Folder in the run directory for steps on their way to a bucket."""
+
+
+def checkpoints_of(config: Config) -> location.Place:
+    """Returns where the checkpoints of a config's run are."""
+    asked = config.checkpoint.directory if config.checkpoint is not None else None
+    return location.of(asked) if asked is not None else config.resolved_run_dir() / "checkpoints"
+
+
+def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
+    """Returns whether what this run writes to is still its own; the bucket's folder is leased until `stack` is closed.
+
+    Raises:
+        ConfigError: on every process, where another run has the folder.
+        Unreachable: on every process, where the bucket cannot be used.
+    """
+    directory = checkpoints_of(config)
+    if not isinstance(directory, Remote):
+        return local.is_ours
+    say = lambda line: None if config.log.progress == "off" else print(visible(line), file=sys.stderr, flush=True)
+    leases = list[Lease]()
+
+    def lease() -> dict[str, str]:
+        if cluster.is_main:
+            leases.append(stack.enter_context(Lease(directory, local.attempt, say=say)))
+        return {}
+
+    if cluster.num_processes == 1:
+        lease()
+    else:
+        cluster.same_everywhere("the checkpoints' folder", lease)
+    return lambda: local.is_ours() and all(one.is_ours() for one in leases)
+
+
+def bring_records(config: Config, run_dir: Path) -> list[str]:
+    """Fetches the records that were copied beside the checkpoints, where they go further than those on this disk; returns lines for the user.
+
+    What is here is kept under another name. For process 0, before anything is written.
+    """
+    directory, lines = checkpoints_of(config), []
+    if not isinstance(directory, Remote):
+        return []
+    for name in RECORDS:
+        path = run_dir / name
+        there = run_dir / f".{name}.fetched"
+        with contextlib.suppress(FileNotFoundError):
+            (directory / location.KEPT_BESIDE / name).download(there)
+            if _last_step(there) > _last_step(path):
+                if path.exists():
+                    path.rename(path.with_suffix(f".before-{_last_step(path)}.jsonl"))
+                there.rename(path)
+                lines.append(f"note: {name} up to step {_last_step(path)} was fetched from {directory}")
+        there.unlink(missing_ok=True)
+    return lines
+
+
+def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
+    """Fetches, on process 0, which batches the run has left out for good, where its disk does not know."""
+    directory, path = checkpoints_of(config), run_dir / skipped_batches.NAME
+    if isinstance(directory, Remote) and cluster.is_main and not path.exists():
+        with contextlib.suppress(FileNotFoundError):
+            files.replace(path, (directory / location.KEPT_BESIDE / skipped_batches.NAME).read_bytes())
+
+
+def keep_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
+    """Copies that file into the bucket, on process 0, as soon as it is written: no save comes between."""
+    directory = checkpoints_of(config)
+    if isinstance(directory, Remote) and cluster.is_main:
+        (directory / location.KEPT_BESIDE / skipped_batches.NAME).write_bytes(
+            (run_dir / skipped_batches.NAME).read_bytes()
+        )
+
+
+def _last_step(path: Path) -> int:
+    return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
+
+
+def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:
+    """Returns what `Checkpoints` is told of a bucket. Processes of one host have one run_dir and a stage each; what one with more processes has left goes."""
+    for left in (run_dir / STAGE).glob("p*"):
+        if left.name[1:].isdecimal() and int(left.name[1:]) >= cluster.num_processes:
+            shutil.rmtree(left, ignore_errors=True)
+    return {"stage": run_dir / STAGE / f"p{cluster.process_index:03d}", "beside": [run_dir / name for name in RECORDS]}

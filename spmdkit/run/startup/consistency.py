@@ -1,0 +1,150 @@
+"""What all processes agree on before the first step: they start from the same, read the same data, run the same program on the same numbers.
+
+    same_start      config, text of the task and of what it imports, spmdkit, versions, variables     right after the join
+    same_data       length, structure and a sample of rows of both data sets                          before anything is traced
+    same_program    mesh, form, the lowered step and init, those of evaluation, warm-up and groups    before anything is compiled
+    same_state      a checksum of each leaf after init or restore                                     before the first step
+
+Each is one comparison (cluster/comparison.py): a difference is 78 on every process, with whose and what. With one process nothing is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config, to_yaml
+from spmdkit.data import PerProcess, Source, open_source
+from spmdkit.data.fingerprint import Fingerprint, fingerprint
+from spmdkit.foundation.checksum import checksums
+from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.metrics.environment import numeric_variables, package_versions
+from spmdkit.program import source_digest
+from spmdkit.program.program import Program
+from spmdkit.program.task import Task
+from spmdkit.step.state import TrainState
+
+DATA = ("train_data", "eval_data")
+OWN_DATA = (
+    "Every process reads its rows of one global batch, so data[i] has to be the same example everywhere. Give all processes the same data, or "
+    "declare data that each has of its own: Task(train_data=sk.per_process(source))."
+)
+PHASES = {
+    "warmup": "program of a step while the reducer warms up",
+    "start": "program of a step before groups train alone",
+    "agreement": "program in which groups agree",
+}
+START_S = 60.0
+"""How long processes wait for each other right after they have joined."""
+
+
+def same_start(cluster: Cluster, config: Config) -> None:
+    """Checks what processes start from, before the task is imported."""
+    cluster.same_everywhere("what a run starts from", lambda: start_facts(config), START_S)
+
+
+def start_facts(config: Config) -> dict[str, str]:
+    """Returns `{what: text}` of what decides the numbers of a run before any of its code runs."""
+    versions = {f"version of {name}": str(version) for name, version in package_versions().items()}
+    variables = numeric_variables(os.environ)
+    package = {f"spmdkit/{name}": digest for name, digest in source_digest.package_digests().items()}
+    facts = {"config": f"{to_yaml(config, hide_secrets=True)}\n", "version of python": platform.python_version()}
+    return facts | versions | variables | source_digest.texts(config) | package
+
+
+def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
+    """Returns the task that `make` gives, its data the same on all processes, or told to be others with the lengths of all.
+
+    Arrays in memory are opened, once for all who read them.
+
+    Args:
+        retries: how often a row that raises is read again.
+    """
+    if cluster.num_processes == 1:
+        return make()
+    made = list[Task]()
+    prints = dict[str, Fingerprint]()
+
+    def structure() -> dict[str, str]:
+        task = make()
+        opened = {name: open_source(x, name) for name in DATA if (x := getattr(task, name)) is not None}
+        made.append(dataclasses.replace(task, **{name: _opened(getattr(task, name), x) for name, x in opened.items()}))
+        prints.update({name: fingerprint(x, retries) for name, x in opened.items()})
+        kinds = {
+            name: "of each process" if name in own(task) else str(found.examples) for name, found in prints.items()
+        }
+        return {f"{name}: examples": kind for name, kind in kinds.items()} | {
+            f"{name}: an example": found.example for name, found in prints.items()
+        }
+
+    cluster.same_everywhere("data", structure, repair=OWN_DATA)
+    task = made[-1]
+    own_lengths = {name: prints[name].examples for name in own(task)}
+    shared = {name: found.rows for name, found in prints.items() if name not in own_lengths}
+    mine = {f"{name}: {row}": digest for name, rows in shared.items() for row, digest in rows.items()}
+    told = [json.loads(text) for text in cluster.gather("rows", json.dumps([list(mine), own_lengths]))]
+    readable = [set(rows) for rows, _ in told]
+    rows = lambda: {row: mine[row] for row in mine if all(row in each for each in readable)}
+    cluster.same_everywhere("data", rows, repair=OWN_DATA)
+    lengths = {name: tuple(lengths[name] for _, lengths in told) for name in own_lengths}
+    return dataclasses.replace(
+        task, **{name: dataclasses.replace(getattr(task, name), lengths=of_all) for name, of_all in lengths.items()}
+    )
+
+
+def own(task: Task) -> list[str]:
+    """Returns which data of a task each process has of its own."""
+    return [name for name in DATA if isinstance(getattr(task, name), PerProcess)]
+
+
+def _opened(given: Any, source: Source) -> Any:
+    """Returns the data as a task holds them: what is read example by example is opened again, with the retries of the config."""
+    if isinstance(given, PerProcess):
+        return dataclasses.replace(given, source=_opened(given.source, source))
+    return source if source.in_memory else given
+
+
+def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
+    """Returns the program that `make` gives, the same on all processes."""
+    if cluster.num_processes == 1:
+        return make()
+    made = list[Program]()
+
+    def facts() -> dict[str, str]:
+        made.append(make())
+        return program_facts(made[0])
+
+    cluster.same_everywhere("the program", facts)
+    return made[0]
+
+
+def program_facts(program: Program) -> dict[str, str]:
+    """Returns `{what: text}` of what is compiled, now or later in the run."""
+    later = dict[str, jax.stages.Lowered]()
+    if program.has_eval:
+        later["program of an evaluation"] = program.evaluator.lowered
+    for phase in program.phases:
+        later[PHASES.get(phase.name, f"program in which groups agree ({phase.name})")] = phase.lowered
+    return {
+        "config with auto chosen": f"{to_yaml(program.config, hide_secrets=True)}\n",
+        "mesh": describe_mesh(program.sizes),
+        "form": program.form,
+        "init": program.lowered_init.as_text(),
+        "program of a step": program.lowered.as_text(),
+    } | {name: lowered.as_text() for name, lowered in later.items()}
+
+
+def same_state(cluster: Cluster, step: int, state: TrainState) -> None:
+    """Checks that the state begins with the same bits wherever it is kept more than once."""
+
+    def facts() -> dict[str, str]:
+        return {"step": str(step)} | {path: f"{number:016x}" for path, number in checksums(state).items()}
+
+    cluster.same_everywhere("the state before the first step", facts)

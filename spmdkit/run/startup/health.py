@@ -1,0 +1,33 @@
+"""`preflight: true`: before a start, all devices compute the same products; a run is not trusted to one that computes other bits."""
+
+from __future__ import annotations
+
+import sys
+
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config
+from spmdkit.errors import DeviceError
+from spmdkit.foundation.formatting import visible
+from spmdkit.run.startup.health_checks import burn_all
+
+BURN_S = 3.0
+
+
+def devices_are_well(cluster: Cluster, config: Config) -> str | None:
+    """Returns what was found, where the config asks for it; slow devices are said, and no error.
+
+    Raises:
+        DeviceError: on every process, where one computes other bits, named with its process and host.
+    """
+    if not config.preflight:
+        return None
+    said, verdict = burn_all(cluster, BURN_S)
+    if verdict.wrong:
+        raise DeviceError(
+            f"preflight: {'; '.join(verdict.wrong)}. All devices were given the same products, and a run trusts each with a part of its numbers. Leave that "
+            "host or device out, and look longer with spmdkit doctor --burn 5m."
+        )
+    if cluster.is_main and config.log.progress != "off":
+        for line in (f"preflight: {said}", *(f"note: {line}" for line in verdict.slow)):
+            print(visible(line), file=sys.stderr, flush=True)
+    return said

@@ -1,0 +1,27 @@
+"""Whether devices and hosts are well, before a run is trusted to them: `spmdkit doctor`, and `preflight: true` of a config.
+
+burn_in.py   the same products on every device, their bits and their rates
+bandwidth.py  what each link between neighbours moves, and collectives over each axis
+hosts.py     what the hosts tell and see of each other: versions, addresses, ports, clocks, the run's directory
+all_processes.py  all of that on all processes
+outliers.py  which device, link or host is the odd one
+"""
+
+from spmdkit.run.startup.health_checks.all_processes import burn_all
+from spmdkit.run.startup.health_checks.bandwidth import bandwidths, links
+from spmdkit.run.startup.health_checks.burn_in import burn
+from spmdkit.run.startup.health_checks.hosts import meet, same_versions, write_test
+from spmdkit.run.startup.health_checks.outliers import Verdict, judge_burn, judge_hosts
+
+__all__ = [
+    "Verdict",
+    "bandwidths",
+    "burn",
+    "burn_all",
+    "judge_burn",
+    "judge_hosts",
+    "links",
+    "meet",
+    "same_versions",
+    "write_test",
+]

@@ -1,0 +1,26 @@
+"""All devices of all processes at once: what they did is gathered, and judged alike everywhere."""
+
+from __future__ import annotations
+
+import json
+
+from spmdkit.cluster import Cluster
+from spmdkit.run.startup.health_checks.bandwidth import links
+from spmdkit.run.startup.health_checks.burn_in import burn
+from spmdkit.run.startup.health_checks.outliers import Verdict, judge_burn
+
+
+def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
+    """Returns (what to say, the odd devices and links), the same on all processes, after all devices have computed the same products."""
+    mine_links = links(cluster.devices, cluster.process_index)
+    mine = {"devices": burn(cluster.devices, cluster.process_index, seconds), "links": mine_links}
+    told = [json.loads(x) for x in cluster.gather("burn", json.dumps(mine), seconds + 120)]
+    devices = [one for of_process in told for one in of_process["devices"]]
+    moved = [one for of_process in told for one in of_process["links"]]
+    chains = sum(one["chains"] for one in devices)
+    rates = sorted(one["gflops"] for one in devices)
+    speeds = sorted(one["gb_per_s"] for one in moved)
+    verdict = judge_burn(devices, moved)
+    said = f"{chains} chains of products on {len(devices)} devices, {'DIFFERENT bits' if verdict.wrong else 'the same bits'}"
+    said += f", {rates[0]:.3g} to {rates[-1]:.3g} GFLOP/s"
+    return said + (f", links {speeds[0]:.3g} to {speeds[-1]:.3g} GB/s" if speeds else ""), verdict

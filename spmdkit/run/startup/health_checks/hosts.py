@@ -1,0 +1,139 @@
+"""What the processes of a cluster tell and see of each other, before a collective would hang on it.
+
+Each listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one connects there: collectives
+between hosts need exactly that, on ports of their own. The answer is the time there, from which the difference of two clocks follows (Cristian, 1989).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from spmdkit.checkpoint import Remote, prepare_run_dir
+from spmdkit.checkpoint.location import Place
+from spmdkit.cluster import Cluster
+from spmdkit.errors import ConfigError, Unreachable
+from spmdkit.metrics.environment import package_versions
+
+CONNECT_S = 3.0
+GATHER_S = 120.0
+"""How long processes wait for each other: each tries all others, one after the other."""
+ASKED = 3
+"""How often each clock is asked; the quickest answer counts."""
+
+
+def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
+    """Returns for each process host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead of process 0's)."""
+    mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises, "unreached": {}, "clock_s": None}  # fmt: skip
+    if cluster.num_processes == 1:
+        return [mine | {"clock_s": 0.0}]
+    with _answering(mine["address"]) as port:
+        places = [
+            json.loads(x) for x in cluster.gather("doctor address", json.dumps([mine["address"], port]), GATHER_S)
+        ]
+        for process, (other, its_port) in enumerate(places):
+            if process == cluster.process_index:
+                continue
+            try:
+                ahead = [_ask(other, its_port) for _ in range(ASKED)]
+            except (OSError, ValueError) as error:
+                mine["unreached"][str(process)] = str(error) or type(error).__name__
+                continue
+            if process == 0:
+                mine["clock_s"] = -min(ahead)[1]
+        if cluster.is_main:
+            mine["clock_s"] = 0.0
+        return [json.loads(x) for x in cluster.gather("doctor met", json.dumps(mine), GATHER_S)]
+
+
+@contextlib.contextmanager
+def _answering(address: str) -> Any:
+    """Yields the port on which this process says what time it is; 0 where it cannot listen."""
+    try:
+        server = socket.create_server((address, 0))
+    except OSError:  # the name resolves to an address that is none of this host's
+        yield 0
+        return
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(repr(time.time()).encode())
+
+    threading.Thread(target=answer, name="doctor", daemon=True).start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+def _ask(address: str, port: int) -> tuple[float, float]:
+    """Returns (seconds that an answer took, seconds that the other clock is ahead)."""
+    if not port:
+        raise OSError("it cannot listen there: the address is none of its own")
+    begun, sent = time.perf_counter(), time.time()
+    with socket.create_connection((address, port), CONNECT_S) as connection:
+        connection.settimeout(CONNECT_S)
+        told = float(connection.recv(64))
+    took = time.perf_counter() - begun
+    return took, told - (sent + took / 2)
+
+
+def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
+    """Returns (the versions of this process, where other processes have others)."""
+    mine = {"python": platform.python_version()} | {name: x for name, x in package_versions().items() if x}
+    told = [json.loads(x) for x in cluster.gather("doctor versions", json.dumps(mine), GATHER_S)]
+    wrong = [
+        f"process {process} has {name} {theirs.get(name, 'not at all')}, process 0 {told[0].get(name, 'not at all')}"
+        for process, theirs in enumerate(told)
+        for name in sorted(set(told[0]) | set(theirs))
+        if theirs.get(name) != told[0].get(name)
+    ]
+    return mine, wrong
+
+
+def write_test(cluster: Cluster, run_dir: Path, checkpoints: Place) -> tuple[str, list[str]]:
+    """Returns (what to say of the run's directory and checkpoints, what is wrong): written by every process, and looked for by all."""
+    name = f".doctor-{cluster.process_index}-{secrets.token_hex(4)}"
+    mine, path = {"file": name, "error": ""}, run_dir / name
+    remote = checkpoints / name if isinstance(checkpoints, Remote) else None
+    try:
+        prepare_run_dir(run_dir)
+        path.write_bytes(b"spmdkit")
+        if remote is not None:
+            remote.write_bytes(b"spmdkit")
+            assert remote.read_bytes() == b"spmdkit"
+    except (ConfigError, Unreachable, OSError) as error:
+        mine["error"] = str(error)
+    try:
+        told = [json.loads(x) for x in cluster.gather("doctor files", json.dumps(mine), GATHER_S)]
+        seen = [process for process, one in enumerate(told) if os.path.exists(run_dir / one["file"])]
+        views = [json.loads(x) for x in cluster.gather("doctor views", json.dumps(seen), GATHER_S)]
+    finally:
+        with contextlib.suppress(OSError, Unreachable):
+            path.unlink(missing_ok=True)
+            if remote is not None:
+                remote.parent.remove([name])
+    wrong = [f"process {process} cannot write: {one['error']}" for process, one in enumerate(told) if one["error"]]
+    shared = all(view == list(range(cluster.num_processes)) for view in views)
+    if not shared and not wrong and not isinstance(checkpoints, Remote):
+        wrong.append(
+            f"{run_dir} is not one folder for all processes: they do not see each other's files. Set run_dir to a folder of a shared disk, or "
+            "checkpoint.directory to one of a bucket"
+        )
+    where = f"{run_dir}" + (f", checkpoints in {checkpoints}" if isinstance(checkpoints, Remote) else "")
+    return f"{'cannot be used' if wrong else 'written by all'}: {where}", wrong

@@ -1,0 +1,109 @@
+"""Which device, link or host is the odd one among its equals. Pure: what was measured goes in, words come out."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SLOW_DEVICE, SLOW_LINK = 0.7, 0.5
+"""Share of the median below which a device, or a link, is called slow. Links between hosts and inside of one are not compared."""
+MOST_CLOCK_S = 1.0
+"""Seconds that clocks of two hosts may differ: times in events.jsonl, and leases of tokens, go by them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`wrong`: must not be trusted with a run. `slow`: costs time, and no number."""
+
+    wrong: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Verdict) -> Verdict:
+        return Verdict(self.wrong + other.wrong, self.slow + other.slow)
+
+
+def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Returns the odd ones by bits (within one kind of device), by rate, and by their links; arguments as burn_in.py and bandwidth.py give them, of all processes."""
+    verdict = Verdict()
+    kinds = collections.defaultdict(list)
+    for one in devices:
+        kinds[one["kind"]].append(one)
+    for of_kind in kinds.values():
+        verdict += _by_bits(of_kind)
+        timed = [one for one in of_kind if not _shares_cores(one, devices)]
+        median = statistics.median(one["gflops"] for one in timed) if timed else 0.0
+        for one in timed:
+            if one["gflops"] < SLOW_DEVICE * median:
+                verdict.slow.append(f"{_name(one)} is slow: {one['gflops']:.3g} GFLOP/s, the median is {median:.3g}")
+    return verdict + _by_links(devices, links)
+
+
+def _shares_cores(device: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a device is one of several that are the same CPU: who is slow there is chance."""
+    return device["platform"] == "cpu" and sum(one["host"] == device["host"] for one in devices) > 1
+
+
+def _by_bits(devices: Sequence[Mapping[str, Any]]) -> Verdict:
+    wrong = [
+        f"{_name(one)} computes other bits from time to time: {len(one['digests'])} results of the same product"
+        for one in devices
+        if len(one["digests"]) > 1
+    ]
+    steady = [one for one in devices if len(one["digests"]) == 1]
+    ranked = collections.Counter(one["digests"][0] for one in steady).most_common()
+    if len(ranked) < 2:
+        return Verdict(wrong)
+    if ranked[0][1] == ranked[1][1]:
+        who = "; ".join(_name(one) for one in steady)
+        return Verdict([*wrong, f"devices of one kind compute different bits, and none is outvoted: {who}"])
+    wrong += [
+        f"{_name(one)} computes other bits than the {ranked[0][1]} others of its kind: {one['digests'][0]} and not {ranked[0][0]}"
+        for one in steady
+        if one["digests"][0] != ranked[0][0]
+    ]
+    return Verdict(wrong)
+
+
+def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
+    by_index = {one["device"]: one for one in devices}
+    kinds = collections.defaultdict(list)
+    for link in links:
+        begin, end = by_index[link["from"]], by_index[link["to"]]
+        inside = begin["host"] == end["host"]
+        if not (inside and _shares_cores(begin, devices)):
+            kinds[inside].append(link)
+    slow = []
+    for of_kind in kinds.values():
+        median = statistics.median(link["gb_per_s"] for link in of_kind)
+        for link in of_kind:
+            if link["gb_per_s"] < SLOW_LINK * median:
+                ends = f"{_name(by_index[link['from']])} and {_name(by_index[link['to']])}"
+                slow.append(f"the link between {ends} is slow: {link['gb_per_s']:.3g} GB/s, the median is {median:.3g}")
+    return Verdict(slow=slow)
+
+
+def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Returns who cannot reach whom, who would be reached nowhere, and whose clock is off; `met` as hosts.py `meet` gives it."""
+    verdict = Verdict()
+    num_hosts = len({one["host"] for one in met})
+    for me, one in enumerate(met):
+        who = f"process {me} on {one['host']}"
+        if num_hosts > 1 and one["address"].startswith("127."):
+            verdict.wrong.append(
+                f"{who} would advertise {one['address']} to Gloo: its own name means that in its hosts file, and no other host reaches it. "
+                "Set cluster: {interface: eth0}, with the interface of its network, or let the name resolve to the address there"
+            )
+        for peer, error in one["unreached"].items():
+            verdict.wrong.append(
+                f"{who} does not reach process {peer} on {met[int(peer)]['host']} at {met[int(peer)]['address']}: {error}"
+            )
+        if abs(one["clock_s"] or 0.0) > MOST_CLOCK_S:
+            verdict.wrong.append(f"the clock of {who} is {one['clock_s']:+.1f} s off that of process 0")
+    return verdict
+
+
+def _name(device: Mapping[str, Any]) -> str:
+    return f"device {device['device']} (process {device['process']} on {device['host']})"

@@ -1,0 +1,78 @@
+"""Taking a run's directory: locked by process 0, claimed for this attempt, and the same folder for all processes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from spmdkit.checkpoint import RunLock
+from spmdkit.checkpoint.ownership import LOOK_EVERY_S, Fence, claim, wait_to_see
+from spmdkit.cluster import Cluster
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import files
+
+WRITTEN_BY_OTHERS = ("report.html",)
+"""What `spmdkit report` writes beside a run that lives."""
+SEEN_WITHIN_S = 5.0
+"""How long another process may need to see a file that process 0 has written: NFS keeps what it knows of a folder for seconds."""
+
+
+def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: bool = True) -> Fence:
+    """Returns the fence of the directory, which is locked until `stack` is closed.
+
+    Args:
+        shared: all processes have to see one folder. Otherwise each that does not see process 0's takes its own.
+
+    Raises:
+        ConfigError: another run holds it; it cannot be written; or processes see different folders under its name, said on each of them.
+    """
+    claimed = list[Fence]()
+
+    def lock() -> dict[str, str]:
+        if cluster.is_main:
+            stack.enter_context(RunLock(directory))
+            claimed.append(claim(directory))
+            files.remove_unfinished(directory, besides=WRITTEN_BY_OTHERS)
+        return {}
+
+    if cluster.num_processes == 1:
+        lock()
+        return claimed[0]
+    cluster.same_everywhere("the run directory", lock)
+    if cluster.is_main:
+        cluster.put("attempt", claimed[0].attempt)
+    fence = Fence(directory, cluster.get("attempt"))
+
+    def seen() -> dict[str, str]:
+        if not shared:
+            _take_own(directory, fence.attempt, stack)
+            return {}
+        if wait_to_see(directory, fence.attempt, SEEN_WITHIN_S):
+            return {"attempt.json": fence.attempt}
+        return {"attempt.json": f"not to be seen in {directory} of {socket.gethostname()}"}
+
+    cluster.same_everywhere("the run directory", seen, repair=SHARED)
+    return fence
+
+
+def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
+    """Returns when the folder is of this attempt: process 0's, seen from here too, or one of this host's own, locked and claimed now.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not wait_to_see(directory, attempt, 0):
+        try:
+            stack.enter_context(RunLock(directory))
+        except ConfigError:  # held by process 0, whose claim comes to be seen, or by another run
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_EVERY_S)
+        else:
+            claim(directory, attempt)
+
+
+SHARED = "A run has one directory, on a disk that all hosts share. Set run_dir to a folder of such a disk, or checkpoint.directory to one of a bucket."

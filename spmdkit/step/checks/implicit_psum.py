@@ -1,0 +1,158 @@
+"""Where JAX's types have added up a derivative over devices: sums that the typed trace of a function has, and the untyped one has not.
+
+Inside `shard_map` with `check_vma` a value that is the same along an axis is cast where it meets one that differs, and the transpose of
+that cast is a sum over the axis. For a parameter and a loss over all devices' examples that is right. A derivative *inside* the function
+with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum, without a word, and with it the other devices' derivatives. Traced
+without the types (`check_vma=False`) the function has its own sums only.
+
+Such sums stand where the untyped trace has none, but not every sum that does is one. Without types the transpose of a user's own sum is
+a sum at the same place. With them it is a cast, and what it adds up is added where the sum's result met values that differ (a batch
+norm's statistics where the examples are divided by them). So what becomes of a sum decides: passed on to a cast at the place of a sum of the
+function's own it is half of that sum's transpose; what leaves the backward pass in any other way has got a derivative of other devices.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Var
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import jaxprs
+from spmdkit.step import trace_context
+from spmdkit.step.model_state.dependence import Depends, Walk
+
+_CASTS = frozenset(["pvary", "pcast"])
+
+
+def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
+    """Returns the source line of the first sum over any of `axes` that only the types have put there, or None.
+
+    Args:
+        typed: the trace of a function in a `shard_map` with `check_vma`.
+        untyped: that of the same function without.
+    """
+    known = collections.Counter(_sums(untyped.jaxpr, axes))
+    found = list(_sums(typed.jaxpr, axes))
+    known.subtract(found)
+    more = [line for line in dict.fromkeys(found) if known[line] < 0]
+    leaving = _leaving(typed, more, axes, set(_sums(untyped.jaxpr, axes))) if more else set()
+    return next((line for line in more if line in leaving), None)
+
+
+def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
+    """Refuses a function that JAX's types change: `what` is its name.
+
+    Raises:
+        ConfigError: it takes a derivative with respect to a value that is the same along one of `axes`.
+    """
+    if (line := summed_by_types(typed, untyped, axes)) is not None:
+        raise ConfigError(
+            f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX adds such a derivative "
+            "up over those devices, so each would get that of all devices' examples. Differentiate with respect to something of the "
+            "shard's own: `x * 0` instead of a constant or `jnp.zeros(...)`, `jax.lax.pcast(w, axes, to='varying')` instead of `w`."
+        )
+
+
+def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[Any], typed: bool) -> ClosedJaxpr:
+    """Returns the trace of `fn` on the shards of arrays of these shapes, with types or without; of its results nothing is asked."""
+
+    def probe(*shards: jax.Array) -> jax.Array:
+        fn(*shards)
+        return jnp.zeros(())
+
+    mapped = jax.shard_map(probe, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=typed)
+    with compat.outside_of_spmd_vmaps():
+        return jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes))
+
+
+def takes_derivative(closed: ClosedJaxpr) -> bool:
+    """Returns whether anything in a trace is the transpose of something: only there do the types add up."""
+    return any(map(_is_backward, jaxprs.equations(closed)))
+
+
+def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
+    """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of reducers, which are no
+    derivatives, and of which there are fewer without types: the sum of a constant is a constant there."""
+    for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
+        if _adds_over(eqn, axes) and not is_reducers:
+            yield from [line] * len(eqn.invars)
+
+
+def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
+    """Returns those of `lines` at which a backward pass adds up over `axes` what leaves it other than through a cast at one of the lines `own`."""
+    walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
+    out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
+    left = walk.left[0]
+    for depends in out:
+        left |= depends.all
+    return {line for i, line in enumerate(lines) if left >> i & 1}
+
+
+@dataclass(frozen=True)
+class _Backward(Walk):
+    """Follows the sums of backward passes, a bit for each of `lines`, until they pass a cast at a line of `own`.
+
+    `left`: of one number, the bits of what was used outside of a backward pass, or never.
+    """
+
+    lines: tuple[str, ...]
+    over: frozenset[str]
+    own: frozenset[str]
+    left: list[int] = field(default_factory=lambda: [0])
+    around: list[tuple[bool, str]] = field(default_factory=lambda: [(False, "")])
+
+    def run(self, jaxpr: Any, given: Sequence[Depends]) -> list[Depends]:
+        used = {var for eqn in jaxpr.eqns for var in eqn.invars if isinstance(var, Var)}
+        used |= {var for var in jaxpr.outvars if isinstance(var, Var)}
+        self.used.append(used)
+        try:
+            return super().run(jaxpr, given)
+        finally:
+            self.used.pop()
+
+    used: list[set[Any]] = field(default_factory=list)
+
+    def results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+        backward, line = self.around[-1]
+        backward, line = backward or _is_backward(eqn), compat.source_line(eqn) or line
+        if not backward:
+            self._leave(given)
+        if backward and eqn.primitive.name in _CASTS and line in self.own:
+            return [Depends()] * len(eqn.outvars)
+        self.around.append((backward, line))
+        try:
+            found = super().results(eqn, given)
+        finally:
+            self.around.pop()
+        if backward and line in self.lines and _adds_over(eqn, self.over):
+            found = [Depends(0, depends.all | 1 << self.lines.index(line)) for depends in found]
+        self._leave(depends for var, depends in zip(eqn.outvars, found, strict=True) if var not in self.used[-1])
+        return found
+
+    def _leave(self, given: Iterable[Depends]) -> None:
+        for depends in given:
+            self.left[0] |= depends.all
+
+
+def _is_backward(eqn: Any) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def _adds_over(eqn: Any, axes: Collection[str]) -> bool:
+    return eqn.primitive.name.startswith("psum") and bool(set(eqn.params.get("axes", ())) & set(axes))
+
+
+def _place(eqn: Any, around: tuple[str, bool]) -> tuple[tuple[str, bool], tuple[str, bool]]:
+    """Returns an equation's line (inside of a function that JAX has jitted, that of the call where there is no other) and whether it is a
+    reducer's, for itself and for what is around those inside of it."""
+    line, is_reducers = around
+    here = (compat.source_line(eqn) or line, is_reducers or trace_context.REDUCE in str(eqn.source_info.name_stack))
+    return here, here

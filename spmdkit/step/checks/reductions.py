@@ -1,0 +1,56 @@
+"""The per-replica dialect: the whole step runs inside `shard_map`, and the user writes the reductions.
+
+It is the dialect of TensorFlow's `strategy.run`, Horovod and pmap. In it, parameters are the replica's own copy (typed
+varying), so `jax.grad` gives the replica's own gradient; `sk.pmean` makes one of all; what leaves as the new state must be
+provably mirrored. Two mistakes give gradients that are N times too large without an error in plain JAX, and are errors
+here: reducing what is already reduced, and not reducing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax.extend
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import jaxprs
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step.replica_collectives import reduced_twice
+
+
+def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] = REPLICA_AXES) -> None:
+    """Refuses a `lax.psum` or `lax.pmean` over something that is already the same on every replica.
+
+    JAX casts such an operand to varying and multiplies by N without a word: the pattern `pvary` followed by `psum`. A
+    constant, as in `lax.psum(1, axis)` to count replicas, is fine.
+
+    Args:
+        axes: the replica axes larger than one; over the others a sum changes nothing.
+
+    Raises:
+        ConfigError: the pattern occurs, with the user's source line.
+    """
+    for body in _bodies(jaxpr):
+        depends: set[Any] = set(body.invars)
+        cast: set[Any] = set()
+        for eqn in body.eqns:
+            inputs = [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
+            if any(v in depends for v in inputs):
+                depends.update(eqn.outvars)
+            casts = eqn.primitive.name in ("pvary", "pcast") and set(axes) & set(eqn.params["axes"])
+            if casts and inputs and inputs[0] in depends:
+                cast.update(eqn.outvars)
+            reduces = eqn.primitive.name in ("psum_invariant", "psum", "psum2")
+            if reduces and set(axes) & set(eqn.params["axes"]) and any(v in cast for v in inputs):
+                raise ConfigError(reduced_twice("lax.psum or lax.pmean", f"the operand at {compat.source_line(eqn)}"))
+
+
+def _bodies(jaxpr: Any) -> Iterator[Any]:
+    """Yields the bodies of the shard_maps in a jaxpr, and every jaxpr inside them."""
+    is_map = lambda eqn: eqn.primitive.name == "shard_map"
+    for eqn in jaxprs.equations(jaxpr, into=lambda eqn: not is_map(eqn)):
+        if is_map(eqn):
+            for body in jaxprs.inner(eqn):
+                yield from jaxprs.bodies(body)

@@ -1,0 +1,181 @@
+"""The guard of a step: whether its loss, its gradient and its metrics are finite, as a code for each device, and what a step that is not leaves.
+
+    code    0, or the sum of what is not finite, LOSS, GRADIENT, METRICS, and of SPIKE, a loss above the limit that the host has set
+    stop    each device looks at its own part of the gradient, and the host joins the codes where it reads them: nothing is sent
+    skip    the code is joined in the step, and a step that is not finite leaves everything but its number as it was
+    rollback  joined too: every process knows at which step to go back
+
+The gradient is what the optimizer is given, in the cut in which it updates (`state.apply_gradients`). A step that calls it inside of a loop,
+branch or `jit` of its own, or never, is looked at by its new parameters, where a gradient that is not finite ends.
+
+Wire: nothing, or one all-reduce of a scalar over all devices. Reads the gradient once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from spmdkit import compat
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step import trace_context
+from spmdkit.step.metrics.base import is_metric
+from spmdkit.step.state import TrainState
+
+LOSS, GRADIENT, METRICS, SPIKE = 1, 2, 4, 8
+KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
+"""What is looked at, as the config calls it -> its bit in a code."""
+
+
+def guarded(
+    context: trace_context.Context,
+    old: TrainState,
+    new: TrainState,
+    metrics: Mapping[str, Any],
+    gradients: Sequence[Any] | None,
+    limit: jax.Array | None = None,
+) -> tuple[TrainState, jax.Array | None]:
+    """Returns (the state that the step leaves, its code): int32[]; where it is not joined and devices hold parts of the gradient, int32[parts].
+
+    Args:
+        gradients: what the optimizer was given, a tree for each call; None: look at the new parameters.
+        limit: above which a loss is a spike.
+    """
+    code = code_of(context, new.params, metrics, gradients, limit)
+    if code is not None and skips(context):
+        with jax.named_scope(trace_context.GUARD):
+            skip = is_skipped(context, code)
+            kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
+        new = kept.replace(step=new.step, rng=new.rng)  # of all groups, and the same for ever
+    return new, code
+
+
+def skips(context: trace_context.Context) -> bool:
+    """Returns whether a step may have to leave everything as it was."""
+    return context.chosen.guard is not None and bool(context.chosen.guard.skips)
+
+
+def is_skipped(context: trace_context.Context, code: jax.Array) -> jax.Array:
+    """Returns bool[], whether a step of this code leaves everything as it was."""
+    assert context.chosen.guard is not None
+    return code & context.chosen.guard.skips != 0
+
+
+def code_of(
+    context: trace_context.Context,
+    params: Any,
+    metrics: Mapping[str, Any],
+    gradients: Sequence[Any] | None,
+    limit: jax.Array | None = None,
+) -> jax.Array | None:
+    """Returns the code of a step, as `guarded`; None where nobody looks."""
+    asked = context.chosen.guard
+    if asked is None:
+        return None
+    with jax.named_scope(trace_context.GUARD):
+        code = jnp.int32(_of_metrics(asked, metrics))
+        if limit is not None and "loss" in metrics:
+            loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
+            code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
+        if asked.looks & GRADIENT:
+            code = _with_gradients(context, code, [params] if gradients is None else gradients)
+    return code
+
+
+def _of_metrics(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]) -> Any:
+    """Returns the bits of the loss and the other metrics, which are the same on every device."""
+    code: Any = 0
+    for name, metric in metrics.items():
+        bit = asked.looks & (LOSS if name == "loss" else METRICS)
+        value = metric.value if is_metric(metric) else metric
+        if bit and jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+            code = code | jnp.where(jnp.isfinite(value).all(), 0, bit)
+    return code
+
+
+def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
+    """Returns the code with the gradient's bit: of this device's parts, or joined over all devices."""
+    asked, placements = context.chosen.guard, context.cuts.placements
+    assert asked is not None
+    leaves, mesh = jax.tree.leaves(list(gradients)), context.cuts.mesh
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    every = tuple(
+        a for a in (context.cuts.mesh.axis_names if context.cuts.mesh is not None else ()) if context.cuts.size(a) > 1
+    )
+    if context.inside or not every:
+        # What other axes cut is not to be taken apart here: the partitioner would send it.
+        is_whole = all(a in REPLICA_AXES for a in every)
+        bad = _any_bad(leaves, platform if is_whole else None)
+        # Of a gradient that is the same everywhere only axes of size one are left to add over, and nothing is sent.
+        axes = REPLICA_AXES if asked.joins else tuple(compat.varying_axes(bad))
+        return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
+    whole = [PartitionSpec()] * len(leaves)
+    is_cut = context.cuts.form != "manual" and placements is not None
+    specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if is_cut and placements else whole
+    cutting = {a for spec in specs for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
+    axes = every if asked.joins else tuple(a for a in every if a in cutting)
+
+    def of_device(leaves: Sequence[jax.Array], code: jax.Array) -> jax.Array:
+        bad = _any_bad(leaves, platform)
+        bad = compat.as_varying(bad, axes)
+        if asked.joins:
+            return code | GRADIENT * lax.pmax(bad, axes)
+        code = code | GRADIENT * bad
+        return code[None] if axes else code
+
+    out = PartitionSpec(axes) if axes and not asked.joins else PartitionSpec()
+    mapped = jax.shard_map(of_device, mesh=context.cuts.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
+    return mapped(leaves, code)
+
+
+def _any_bad(leaves: Sequence[jax.Array], platform: str | None) -> jax.Array:
+    finite = (is_finite(x, platform) for x in leaves)
+    return jnp.logical_not(functools.reduce(jnp.logical_and, finite, jnp.array(True))).astype(jnp.int32)
+
+
+AT_ONCE = 8
+"""Parts of numbers that are joined in one loop; of more LLVM makes no loop of vectors."""
+
+MOST_PARTS = 31
+"""Parts of what is joined already: more than 15, so that XLA does not put both into one loop."""
+
+WINDOW = 32
+"""XLA's CPU backend reduces a dim above this by windows, element by element."""
+
+FEW = 1 << 11
+"""So many elements that are joined once are reduced as they are: a program of many small leaves stays small."""
+
+
+def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
+    """Returns bool[], whether an array holds no NaN and no infinity. Reads it once.
+
+    Args:
+        platform: of the devices that have it, or a part of it, as a whole; None where it may be cut. On `cpu` numbers are joined, part with part,
+            until little is left to reduce. Beside an optimizer (gradient of 6.4 MiB, a step of 10 ms on two devices, jaxlib 0.10.2, 2026-11-25)
+            this takes 0.4 % of the step, the first join alone 1.7 %. The largest magnitude would not do: there a maximum over floats is a
+            kernel that loses a NaN on its way.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
+        return jnp.array(True)
+    if platform != "cpu" or x.size <= WINDOW:
+        return jnp.isfinite(x).all()
+    joined = functools.reduce(jnp.logical_and, map(jnp.isfinite, _parts(x, AT_ONCE)))
+    while joined.size > FEW and max(joined.shape) > WINDOW:
+        joined = functools.reduce(jnp.logical_and, _parts(joined, MOST_PARTS))
+    return joined.all()
+
+
+def _parts(x: jax.Array, most: int) -> list[jax.Array]:
+    """Returns at most so many parts of equal size along the first long dim; the last may begin within the one before it, which a join does not mind."""
+    axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
+    size = x.shape[axis]
+    each = -(-size // most)
+    starts = [min(start, size - each) for start in range(0, size, each)]
+    return [lax.slice_in_dim(x, start, start + each, axis=axis) for start in starts]

@@ -1,0 +1,109 @@
+"""The step of groups of replicas that train alone: along the sync's axes nothing is sent.
+
+| mesh of one group | how                                                        |
+| ----------------- | ---------------------------------------------------------- |
+| one device        | `shard_map`, untyped (nothing leaves as the same on all)   |
+| anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
+
+Metrics leave as those of each group, [groups, ...]; a small program of its own merges them where they are read (`groups.added`). A step that is
+not finite is left out by its own group alone: the others' copies do not know of it.
+
+Wire: nothing over the sync's axes; over the others that of the step of one group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit.step import trace_context
+from spmdkit.step.finite_check import guarded
+from spmdkit.step.gradient import whole_rows
+from spmdkit.step.groups.groups import GROUPED, Groups
+from spmdkit.step.metrics.base import Metric, is_metric
+from spmdkit.step.metrics.mean import Mean
+from spmdkit.step.reducer_io import Carried
+from spmdkit.step.state import FIELDS, TrainState
+from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked, owned
+
+
+def group_step(
+    train_step: StepFn, context: trace_context.Context, groups: Groups, to_device: Callable[[Any], Any]
+) -> Callable[[TrainState, Batch], Stepped]:
+    """Returns the function to compile.
+
+    Args:
+        context: of one group: size one along the sync's axes.
+        to_device: brings host-placed leaves in.
+    """
+
+    def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric], Any]:
+        carried = Carried(())
+        own = dataclasses.replace(context, mask=mask, group=(index, groups.num), carried=carried)
+        rows = whole_rows(own, examples, mask, state.key)
+        with trace_context.tracing(own), trace_context.over(rows):
+            new_state, metrics = checked(state, train_step(state, examples))
+            new_state, metrics = owned(state, new_state, own), {**metrics, **carried.told}
+            num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
+            new_state, code = guarded(own, state, new_state, metrics, carried.seen)
+            return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code
+
+    alone = all(size == 1 for size in context.cuts.sizes.values())
+    spread = _by_device if alone else _by_vmap
+
+    def whole_step(state: TrainState, batch: Batch) -> Stepped:
+        state = to_device(state)
+        new, metrics, code = spread(one, context, groups, state.replace(sync=None), batch)
+        return new.replace(sync=state.sync), metrics, code
+
+    whole_step.__name__ = COMPILED_NAME
+    return whole_step
+
+
+def _part(metric: Any, num: jax.Array) -> Metric:
+    """Returns a group's metric as arrays that merge; a plain number of a group counts as often as the group has examples."""
+    if not is_metric(metric):
+        return Mean(jnp.asarray(metric, jnp.float32) * num, num)
+    own: Metric = jax.tree.map(jnp.asarray, metric)
+    return own
+
+
+def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
+    """Returns a state that says for each field how it is spread: `own` for those of each group."""
+    return state.replace(**{name: own if name in GROUPED else shared for name in FIELDS})
+
+
+def _by_device(one: Any, context: trace_context.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
+    own, whole = PartitionSpec(groups.axes), PartitionSpec()
+
+    def body(state: TrainState, examples: Any, mask: Any) -> Any:
+        mine = state.replace(**{f: jax.tree.map(lambda x: x[0], getattr(state, f)) for f in GROUPED})
+        new, metrics, code = one(mine, examples, mask, lax.axis_index(groups.axes))
+        stack = lambda tree: jax.tree.map(lambda x: x[None], tree)
+        return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics), stack(code)
+
+    states = _fields(state, own, whole)
+    mapped = jax.shard_map(
+        body, mesh=context.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
+    )  # untyped: see forms._manual
+    return mapped(state, batch.examples, batch.mask)
+
+
+def _by_vmap(one: Any, context: trace_context.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
+    assert context.cuts.mesh is not None
+    inner = tuple(a for a in ("replica", *context.cuts.data_axes, *context.cuts.inner_axes) if context.cuts.size(a) > 1)
+    rows = NamedSharding(context.cuts.mesh, PartitionSpec(groups.axes, inner or None))
+
+    def by_group(x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)
+
+    examples, mask = jax.tree.map(by_group, (batch.examples, batch.mask))
+    states = _fields(state, 0, None)
+    mapped = jax.vmap(one, in_axes=(states, 0, 0, 0), out_axes=(states, 0, 0), spmd_axis_name=groups.axes)
+    return mapped(state, examples, mask, jnp.arange(groups.num, dtype=jnp.int32))

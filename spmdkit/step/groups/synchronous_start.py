@@ -1,0 +1,57 @@
+"""The step of all replicas at once, on a train state that holds one copy for each group: synchronous training before groups train alone.
+
+    one copy of equal ones -> the step of the whole mesh -> its state for each group
+
+Each device takes what it holds of its own group's copy for the whole, and gives the new state back in the same way: no byte is moved. That the
+copies are equal is not looked at here. They are the same at the start and after each such step, whose results are the same everywhere.
+
+Wire: that of the step of the whole mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit.step.groups.groups import GROUPED, Groups
+from spmdkit.step.state import TrainState
+from spmdkit.step.step import Batch, Stepped
+
+
+def together_step(
+    whole: Callable[[TrainState, Batch], Stepped], groups: Groups, single: TrainState, code: Any
+) -> Callable[[TrainState, Batch], Stepped]:
+    """Returns the function to compile.
+
+    Args:
+        whole: the step of the whole mesh; it takes and gives a state of one copy, on the devices.
+        single: that state, abstract, with its shardings.
+        code: what the guard of a step of groups gives, abstract, or None.
+    """
+    fields = {name: getattr(single, name) for name in GROUPED}
+    mesh = jax.tree.leaves(single.params)[0].sharding.mesh
+    one = jax.tree.map(lambda x: x.sharding.spec, fields)
+    each = jax.tree.map(lambda x: PartitionSpec(groups.axes, *x.sharding.spec), fields)
+    over = functools.partial(
+        jax.shard_map, mesh=mesh, check_vma=False
+    )  # copies are equal by their bits, not by their types
+    taken = over(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(each,), out_specs=one)
+    given = over(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(one,), out_specs=each)
+
+    def train_step(state: TrainState, batch: Batch) -> Stepped:
+        held = taken({name: getattr(state, name) for name in GROUPED})
+        new, metrics, found = whole(state.replace(**held, sync=None), batch)
+        kept = groups.sync.init(new.params)  # what groups agree on last, before they train alone
+        new = new.replace(**given({name: getattr(new, name) for name in GROUPED}), sync=kept)
+        if found is not None and code is not None:
+            cut = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))
+            found = lax.with_sharding_constraint(jnp.broadcast_to(found, code.shape), NamedSharding(mesh, cut))
+        return new, metrics, found
+
+    return train_step

@@ -1,0 +1,321 @@
+"""The three ways to run one function on every replica and add what comes out: plain, mapped, manual. One mathematics.
+
+| form   | mesh                   | replicas                                     | the rest of the mesh             |
+| ------ | ---------------------- | -------------------------------------------- | -------------------------------- |
+| manual | only replica axes > 1  | `shard_map`, untyped                         | nothing                          |
+| mapped | replica and model axes | `vmap(spmd_axis_name=)`, then a fully manual | the partitioner, from the layout |
+|        |                        | `shard_map` around the reducer alone         |                                  |
+| plain  | no replica axis        | none                                         | the partitioner, from the layout |
+
+Two measured reasons for this shape (jax 0.10.2): differentiating with respect to anything that is the same on all replicas inside
+a typed `shard_map` already sums over the axis, silently, so the manual form is untyped (`check_vma=False`); a `shard_map` that is manual
+over some axes only aborts the process when a gather meets a sharded operand, so the mapped form never uses one.
+
+That what leaves the manual form is the same on all replicas is no matter of types then: sums and model state leave through one
+reduction (tests count them), and `verify` compares the replicas' bits.
+
+Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 count `fsdp` among them; ZeRO 2 sends a reduce_scatter there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdkit import compat
+from spmdkit.communication.reducers.base import inner_axes, shard_dim
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step import reduction, trace_context
+from spmdkit.step.accumulator import Sums
+from spmdkit.step.model_state import agreement
+from spmdkit.step.reduction import Call
+
+Local = Callable[..., Any]
+
+
+def map_replicas(
+    context: trace_context.Context,
+    local: Local,
+    params: Any,
+    state: Any,
+    batch: Any,
+    kinds: agreement.Kinds,
+    call: Call | None,
+) -> Any:
+    """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask) -> (Sums, state)`.
+
+    Gradients are trees like the parameters, and leave in the gradient's placement; divided already where the reducer takes no sums.
+
+    Args:
+        kinds: how replicas agree on each leaf of the model state.
+        call: of `sk.value_and_grad`; None in an evaluation.
+    """
+    if context.inside:
+        return _inside_replica(context, local, params, state, batch, kinds, call)
+    run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[context.cuts.form]
+    groups, old = context.cuts.state_groups, state
+    if groups is not None:
+        state = jax.tree.map(lambda x: jnp.repeat(x, context.cuts.num_replicas // groups, axis=0), state)
+    sums, new_state, kept = run(context, local, params, state, batch, kinds, call)
+    if groups is not None and new_state is not None:
+        new_state = agreement.by_group(kinds, old, new_state, groups)
+    return sums, new_state, kept
+
+
+def _plain(
+    context: trace_context.Context,
+    local: Local,
+    params: Any,
+    state: Any,
+    batch: Any,
+    _: agreement.Kinds,
+    call: Call | None,
+) -> Any:
+    if context.cuts.state_groups is not None:
+        state = jax.tree.map(lambda x: x[0], state)
+    sums, new_state = local(0, params, state, batch, context.mask)
+    if context.cuts.state_groups is not None:
+        new_state = jax.tree.map(lambda x: x[None], new_state)
+    return sums, new_state, None if call is None else call.kept
+
+
+def _inside_replica(
+    context: trace_context.Context,
+    local: Local,
+    params: Any,
+    state: Any,
+    batch: Any,
+    kinds: agreement.Kinds,
+    call: Call | None,
+) -> Any:
+    """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one reduction."""
+    index = lax.axis_index(REPLICA_AXES)
+    own_params, own_state, batch, mask = as_local(context, (params, state, batch, context.mask))
+    sums, new_state = local(index, own_params, own_state, batch, mask)
+    if context.cuts.state_groups is not None:
+        sums, _, kept = reduction.reduced(context, as_local(context, sums), {}, REPLICA_AXES, call)
+        return sums, new_state, kept
+    added, largest = agreement.crossing(kinds, own_state, new_state, index == 0)
+    sums, added = as_local(context, (sums, added))
+    sums, added, kept = reduction.reduced(context, sums, added, REPLICA_AXES, call)
+    with jax.named_scope(trace_context.REDUCE):
+        largest = lax.pmax(as_local(context, largest), REPLICA_AXES) if largest else largest
+    return sums, agreement.agreed(kinds, state, new_state, added, largest, context.cuts.size(*REPLICA_AXES)), kept
+
+
+def _manual(
+    context: trace_context.Context,
+    local: Local,
+    params: Any,
+    state: Any,
+    batch: Any,
+    kinds: agreement.Kinds,
+    call: Call | None,
+) -> Any:
+    own_state = context.cuts.state_groups is not None
+    rows = PartitionSpec(_non_trivial(context, REPLICA_AXES))
+
+    def body(params: Any, state: Any, batch: Any, mask: Any, kept: Any) -> Any:
+        inner = dataclasses.replace(context, mask=mask)
+        if own_state:
+            state = jax.tree.map(lambda x: x[0], state)
+        own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
+        sums, new_state, kept = _inside_replica(inner, local, params, state, batch, kinds, own)
+        if own_state:
+            new_state = jax.tree.map(lambda x: x[None], new_state)
+        return sums, new_state, jax.tree.map(lambda x: x[None], kept)
+
+    states = rows if own_state else PartitionSpec()
+    kept_specs = rows if call is None else whole_kept_specs(context, call.kept)
+    run = jax.shard_map(
+        body,
+        mesh=context.cuts.mesh,
+        in_specs=(PartitionSpec(), states, rows, rows, kept_specs),
+        out_specs=(PartitionSpec(), states, kept_specs),
+        # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters, and of every
+        # constant with respect to which the loss itself differentiates. Here a replica differentiates for itself.
+        check_vma=False,
+    )
+    return run(params, state, batch, context.mask, None if call is None else call.kept)
+
+
+def _mapped(
+    context: trace_context.Context,
+    local: Local,
+    params: Any,
+    state: Any,
+    batch: Any,
+    kinds: agreement.Kinds,
+    call: Call | None,
+) -> Any:
+    compat.map_gathers_over_several_axes()
+    num_replica, num_data = context.cuts.size("replica"), context.cuts.size(*context.cuts.data_axes)
+    own_state = context.cuts.state_groups is not None
+
+    def by_replica(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_replica, num_data, -1, *x.shape[1:])
+        return constrain(context, x, ("replica",), context.cuts.data_axes, context.cuts.inner_axes)
+
+    rows, mask = jax.tree.map(by_replica, (batch, context.mask))
+    states = jax.tree.map(lambda x: x.reshape(num_replica, num_data, *x.shape[1:]), state) if own_state else state
+
+    def one(state: Any, rows: Any, mask: Any) -> Any:
+        index = lax.axis_index("replica") * num_data + lax.axis_index("data")
+        return local(index, params, state, rows, mask)
+
+    in_axes = (0 if own_state else None, 0, 0)
+    # The axes of a `vmap` around all of this, over groups of replicas, are named there, and have size one here. Else all are named: without
+    # a name of size one the TPU's partitioner sends all_reduces in place of reduce_scatters (libtpu 0.0.42, `hsdp` on v5e).
+    alone = context.group[1] == 1
+    names = [
+        tuple(a for a in axes if alone or context.cuts.size(a) > 1) or None
+        for axes in (context.cuts.data_axes, ("replica",))
+    ]
+    over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=names[0])
+    stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
+    sums, new_state = stacked
+    if own_state:
+        new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)
+        sums, _, kept = _reduce_stacked(context, sums, {}, call)
+        return sums, new_state, kept
+    first = jnp.arange(num_replica * num_data).reshape(num_replica, num_data) == 0
+    added, largest = agreement.crossing(kinds, state, new_state, first)
+    sums, added, kept = _reduce_stacked(context, sums, added, call)
+    largest = {path: x.max((0, 1)) for path, x in largest.items()}
+    return sums, agreement.agreed(kinds, state, new_state, added, largest, num_replica * num_data), kept
+
+
+def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call: Call | None) -> Any:
+    """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual `shard_map`."""
+    axes = tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1)
+    if not axes:
+        sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
+        return sums, added, None if call is None else call.kept
+    before, after = _specs(context, sums, added, "compute"), _specs(context, sums, added, "gradient")
+    stack = (_axes_or_none(context, ("replica",)), _axes_or_none(context, context.cuts.data_axes))
+    dims = None
+    if call is not None and "fsdp" in axes and before != after:
+        dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
+    if not context.gives_sums:
+        after = (dataclasses.replace(after[0], count_gradient=None), after[1])
+    if call is not None:  # a prefix of the metrics: a reducer may tell more
+        after = (dataclasses.replace(after[0], metrics=PartitionSpec()), after[1])
+    kept = None if call is None else call.kept
+    kept_specs = None if kept is None else _kept_specs(context, after[0].gradient, kept)
+
+    def body(tree: Any, kept: Any) -> Any:
+        sums, added = jax.tree.map(lambda x: x[0, 0], tree)
+        own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
+        sums, added, kept = reduction.reduced(context, sums, added, axes, own, dims)
+        return (sums, added), jax.tree.map(lambda x: x[None], kept)
+
+    run = jax.shard_map(
+        body,
+        mesh=context.cuts.mesh,
+        in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before), kept_specs),
+        out_specs=(after, kept_specs),
+    )
+    (sums, added), kept = run((sums, added), kept)
+    return sums, added, kept
+
+
+def _kept_specs(context: trace_context.Context, gradient: Any, kept: Any) -> Any:
+    """Returns the specs of a reducer's state: the replicas of each leaf first, then as its gradient is cut."""
+    specs = jax.tree.leaves(gradient)
+    structure: Any = jax.tree.structure(gradient)
+    of_leaf = [
+        jax.tree.map(lambda x, spec=spec: kept_spec(context, spec, x.shape[1:]), state)  # type: ignore[misc]
+        for spec, state in zip(specs, structure.flatten_up_to(kept), strict=True)
+    ]
+    return jax.tree.unflatten(structure, of_leaf)
+
+
+def whole_kept_specs(context: trace_context.Context, kept: Any) -> Any:
+    """Returns the specs of a reducer's state where no gradient is cut: of one that goes by shards leaf by leaf, otherwise one for all."""
+    if not context.chosen.reducer.by_shard:
+        return PartitionSpec(_non_trivial(context, REPLICA_AXES))
+    return jax.tree.map(lambda x: kept_spec(context, PartitionSpec(), x.shape[1:]), kept)
+
+
+def kept_spec(context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns the spec of the state that a reducer has for a leaf whose gradient is cut as `gradient`."""
+    axes = replica_axes_of(context, gradient)
+    if (dim := shard_dim_of(context, gradient, shape)) is None:
+        return PartitionSpec(axes or None, *gradient)
+    dims = [(of,) if isinstance(of, str) else of or () for of in (*gradient, *[None] * (len(shape) - len(gradient)))]
+    dims[dim] = (*dims[dim], *inner_axes(axes))
+    return PartitionSpec(("replica",), *(of if len(of) > 1 else of[0] if of else None for of in dims))
+
+
+def shard_dim_of(context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> int | None:
+    """Returns the dim along which the state of a leaf is cut over the inner replica axes, None where it is not."""
+    inner = inner_axes(replica_axes_of(context, gradient))
+    if not context.chosen.reducer.by_shard or not inner:
+        return None
+    return shard_dim(part_shape(context, gradient, shape), context.cuts.size(*inner))
+
+
+def part_shape(context: trace_context.Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of one device's part of an array that is cut as `spec`."""
+    dims = [(of,) if isinstance(of, str) else of or () for of in (*spec, *[None] * (len(shape) - len(spec)))]
+    return tuple(n // context.cuts.size(*axes) for n, axes in zip(shape, dims, strict=True))
+
+
+def replica_axes_of(context: trace_context.Context, gradient: PartitionSpec) -> tuple[str, ...]:
+    """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its gradient."""
+    cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
+    return tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1 and a not in cut)
+
+
+def _specs(context: trace_context.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
+    """Returns the spec of each leaf of (sums, added): gradients in their placement, everything else whole."""
+    whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
+    if sums.gradient is None:
+        return whole, added
+    assert context.cuts.placements is not None
+    specs = getattr(context.cuts.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
+    of_count = None if sums.count_gradient is None else specs
+    return dataclasses.replace(whole, gradient=specs, count_gradient=of_count), added
+
+
+def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
+    """Returns the dim that `after` cuts over fsdp and `before` does not, or -1."""
+    for dim, axes in enumerate(after):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        if "fsdp" in names:
+            return -1 if dim < len(before) and before[dim] == axes else dim
+    return -1
+
+
+# ---- placing and typing -----------------------------------------------------------------------------------------------
+
+
+def constrain(context: trace_context.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
+    if (
+        context.cuts.form == "manual"
+        or context.cuts.mesh is None
+        or not any(context.cuts.size(*axes) > 1 for axes in dims)
+    ):
+        return x
+    spec = PartitionSpec(*(_axes_or_none(context, axes) for axes in dims))
+    return lax.with_sharding_constraint(x, NamedSharding(context.cuts.mesh, spec))
+
+
+def as_local(context: trace_context.Context, tree: Any) -> Any:
+    """Types a tree as one replica's own in a per-replica step; elsewhere there is nothing to type."""
+    return compat.as_varying(tree, REPLICA_AXES) if context.inside else tree
+
+
+def _axes_or_none(context: trace_context.Context, axes: tuple[str, ...]) -> Any:
+    axes = tuple(a for a in axes if context.cuts.size(a) > 1)
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _non_trivial(context: trace_context.Context, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(a for a in axes if context.cuts.size(a) > 1) or axes

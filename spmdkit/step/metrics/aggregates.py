@@ -1,0 +1,184 @@
+"""`sk.sum`, `sk.max`, `sk.counts`, and `sk.finish` of any of them: metrics besides the mean. None is ever a loss.
+
+Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.counts` one of its integers; a sum goes with the means.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from spmdkit.errors import ConfigError
+from spmdkit.step.metrics.base import Metric, is_metric, merged
+from spmdkit.step.metrics.mean import broadcast, in_float, included_in
+from spmdkit.step.metrics.user_metric import Own, taken
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sum(Metric):
+    """A total, float32[] (float64 where the values are)."""
+
+    total: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        return self.total
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Max(Metric):
+    """The largest of values, float32[] (float64 where they are); minus infinity where there was none, NaN where one of them is.
+
+    NaN is told apart by `broken`, above zero where there was one: XLA's all-reduce of a maximum loses it (CPU, jaxlib 0.10.2).
+    """
+
+    crosses: ClassVar[Literal["added", "largest"]] = "largest"
+    largest: jax.Array
+    broken: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        return jnp.where(self.broken > 0, jnp.nan, self.largest)
+
+    def merge(self, other: Max) -> Max:
+        return Max(jnp.maximum(self.largest, other.largest), jnp.maximum(self.broken, other.broken))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Counts(Metric):
+    """How often each index occurs, int32[*shape]; float32 (or float64) with weights."""
+
+    counts: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        return self.counts
+
+    def merge(self, other: Counts) -> Counts:
+        return Counts(self.counts + other.counts)
+
+
+class _Finish:
+    """The function of a `Finished`. All are equal: a loss makes it anew in every trace, and the structure of its metrics must not change by that."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Finish)
+
+    def __hash__(self) -> int:
+        return hash(_Finish)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=("finish",))
+@dataclass(frozen=True)
+class Finished(Metric):
+    """A function of what metrics, or arrays that add, come to over everything."""
+
+    crosses: ClassVar[Literal["by part"]] = "by part"
+    parts: tuple[Any, ...]
+    finish: _Finish
+
+    @property
+    def value(self) -> Any:
+        """What the function gives: a number, or an array."""
+        return self.finish.fn(*map(_given, self.parts))
+
+    def merge(self, other: Finished) -> Finished:
+        return Finished(merged(self.parts, other.parts), self.finish)
+
+
+def _given(part: Any) -> Any:
+    """Returns what the function is given for a part: the value of a metric, and anything else as it was handed over."""
+    return part.part if isinstance(part, Own) else part.value if is_metric(part) else part
+
+
+def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
+    """Returns the metric `fn(*parts)`, computed once, of what the parts come to over all rows, microbatches, replicas and batches.
+
+    Perplexity is `sk.finish(jnp.exp, sk.mean(losses))`, accuracy by class `sk.finish(lambda c: jnp.diag(c) / c.sum(1), sk.counts((labels,
+    predictions), (10, 10)))`.
+
+    Args:
+        fn: of the parts' values, to a number or an array. JAX or numpy.
+        parts: metrics, instances of a class with `merge` and `compute` (clu's; user_metric.py), which merge by that, or pytrees of arrays that
+            add up (those of nnx's metrics: totals and counts). Both are made by the caller, who leaves padding rows out (`sk.example_mask()`).
+
+    Raises:
+        ConfigError: there is no part, or one does not merge.
+    """
+    if not parts or not jax.tree.leaves(parts):
+        raise ConfigError(
+            "sk.finish got a function and nothing that adds up. A metric is finished from parts that do. Write sk.finish(jnp.exp, sk.mean(losses))."
+        )
+    own = [taken(part, "a part of sk.finish") for part in parts]
+    return Finished(tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own), _Finish(fn))
+
+
+def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
+    """Returns the sum of `values` over this replica's examples, as a part that adds. Padding and `where` as in `sk.mean`."""
+    values = in_float(values)
+    included = included_in("sk.sum", values, where)
+    return Sum(values.sum() if included is None else jnp.where(included, values, 0).sum())
+
+
+def max(values: ArrayLike, where: ArrayLike | None = None) -> Max:
+    """Returns the largest of `values` over this replica's examples. Padding and `where` as in `sk.mean`."""
+    values = in_float(values)
+    included = included_in("sk.max", values, where)
+    values = values if included is None else jnp.where(included, values, -jnp.inf)
+    is_nan = jnp.isnan(values)
+    return Max(jnp.where(is_nan, -jnp.inf, values).max(initial=-jnp.inf), is_nan.astype(values.dtype).max(initial=0))
+
+
+def counts(
+    indices: ArrayLike | Sequence[ArrayLike],
+    shape: int | Sequence[int],
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+) -> Counts:
+    """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
+
+    `sk.counts(labels, 10)` is [10], `sk.counts((labels, predictions), (10, 10))` is [10, 10]. An index outside of the shape is not counted.
+    Whole up to 2**31 - 1 for each index, over a whole evaluation.
+
+    Args:
+        indices: integers of any shape, or a tuple of them of the same shape: one for each dim. Padding and `where` as in `sk.mean`.
+        shape: of the counts.
+        weights: float, broadcasts from the left to the indices: what each counts for.
+
+    Raises:
+        ConfigError: indices are no integers, or not one array for each dim.
+    """
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    parts = [jnp.asarray(x) for x in (indices if isinstance(indices, tuple | list) else (indices,))]
+    if len(parts) != len(dims) or any(x.shape != parts[0].shape for x in parts):
+        raise ConfigError(
+            f"sk.counts: indices of shapes {[x.shape for x in parts]} for counts of shape {dims}. It takes one array of indices for each dim, all of "
+            "one shape. Write sk.counts(labels, 10), or sk.counts((labels, predictions), (10, 10))."
+        )
+    if wrong := [str(x.dtype) for x in parts if not jnp.issubdtype(x.dtype, jnp.integer)]:
+        raise ConfigError(
+            f"sk.counts: indices of dtype {wrong[0]}. An index is an integer. Round first: jnp.floor(x).astype(jnp.int32)."
+        )
+    padded = included_in("sk.counts", parts[0], where)
+    included = jnp.ones(parts[0].shape, bool) if padded is None else padded
+    for x, length in zip(parts, dims, strict=True):
+        included = included & (x >= 0) & (x < length)
+    one = jnp.ones((), jnp.int32) if weights is None else in_float(weights)
+    counted = jnp.where(included, broadcast("sk.counts: weights", one, parts[0]), jnp.zeros((), one.dtype))
+    places = tuple(jnp.clip(x, 0, length - 1) for x, length in zip(parts, dims, strict=True))
+    return Counts(jnp.zeros(dims, one.dtype).at[places].add(counted))

@@ -1,0 +1,322 @@
+"""`sk.mean`: a mean that stays a pair (sum, count) until everything has been added, and is divided once.
+
+    mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replicas r, microbatches m, examples i)
+
+A mean of means is wrong as soon as the counts differ; a pair is right for a short last batch, uneven token counts,
+microbatches, replicas, hosts and the steps of an evaluation alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import common_dtype
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step import rng, trace_context
+from spmdkit.step.metrics.base import Metric
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean(Metric):
+    """A weighted mean as the pair (sum, count), both float32 scalars (float64 where the values are).
+
+    `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
+    on any number of replicas and microbatches. `mean + other` is a `Means`, the sum of the two, each with its own count;
+    `.merge` pools two parts of the same mean.
+
+    A count that follows from shapes alone is a numpy number, so that whoever adds it over replicas can multiply instead.
+
+    With weights, `count` is their sum, and `num` the number of elements: weights that cancel are no empty mean.
+    """
+
+    sum: jax.Array
+    count: jax.Array | np.floating
+    num: jax.Array | np.floating | None = None
+
+    @property
+    def divisor(self) -> jax.Array:
+        """What `sum` is divided by: the count, and one where nothing was counted."""
+        return jnp.where((self.count if self.num is None else self.num) == 0, 1, self.count)
+
+    @property
+    def value(self) -> jax.Array:
+        """The mean as a scalar; zero where nothing was counted. Weights that add up to zero give what `0 / 0` or `x / 0` gives."""
+        return self.sum / self.divisor
+
+    def merge(self, other: Mean) -> Mean:
+        """Returns the mean over both parts' elements."""
+        own, others = (mean.count if mean.num is None else mean.num for mean in (self, other))
+        num = None if self.num is None and other.num is None else own + others
+        return Mean(self.sum + other.sum, self.count + other.count, num)
+
+    @overload
+    def __add__(self, other: Mean | Means) -> Means: ...
+    @overload
+    def __add__(self, other: ArrayLike) -> Mean: ...
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, Mean | Means):
+            return Means((self,)) + other
+        return self._with_sum(self.sum + _scalar(other) * self.count)
+
+    __radd__ = __add__
+
+    @overload
+    def __sub__(self, other: Mean | Means) -> Means: ...
+    @overload
+    def __sub__(self, other: ArrayLike) -> Mean: ...
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other)
+
+    def __rsub__(self, other: ArrayLike) -> Mean:
+        return -self + other
+
+    def __mul__(self, factor: ArrayLike) -> Mean:
+        return self._with_sum(self.sum * _scalar(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: ArrayLike) -> Mean:
+        return self._with_sum(self.sum / _scalar(divisor))
+
+    def __neg__(self) -> Mean:
+        return self._with_sum(-self.sum)
+
+    def _with_sum(self, total: jax.Array) -> Mean:
+        return dataclasses.replace(self, sum=total)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Means(Metric):
+    """A sum of means, each with a count of its own: `sk.mean(a) + 0.5 * sk.mean(b)`; detection, MLM with NSP, auxiliary losses.
+
+    Exact as a loss: each sum is divided by its own count over the whole batch, before its gradient is taken.
+
+    Wire: as a loss one more small all-reduce, of the counts, before the gradient; none where they follow from shapes alone. With
+    microbatches the counts of all are computed first (the rest of that pass is not, unless counts depend on the parameters).
+    """
+
+    parts: tuple[Mean, ...]
+
+    @property
+    def value(self) -> jax.Array:
+        """The sum of the means as a scalar."""
+        return functools.reduce(jnp.add, [part.value for part in self.parts])
+
+    def merge(self, other: Means) -> Means:
+        """Returns the sum of the means over both parts' elements."""
+        return Means(tuple(own.merge(part) for own, part in zip(self.parts, other.parts, strict=True)))
+
+    def __add__(self, other: Mean | Means | ArrayLike) -> Means:
+        if isinstance(other, Mean | Means):
+            return Means(self.parts + (other.parts if isinstance(other, Means) else (other,)))
+        return Means((self.parts[0] + other, *self.parts[1:]))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Mean | Means | ArrayLike) -> Means:
+        return self + (-other)  # type: ignore[operator]
+
+    def __rsub__(self, other: ArrayLike) -> Means:
+        return -self + other
+
+    def __mul__(self, factor: ArrayLike) -> Means:
+        return Means(tuple(part * factor for part in self.parts))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: ArrayLike) -> Means:
+        return Means(tuple(part / divisor for part in self.parts))
+
+    def __neg__(self) -> Means:
+        return Means(tuple(-part for part in self.parts))
+
+
+def _scalar(x: ArrayLike) -> jax.Array:
+    if isinstance(x, Metric) or jnp.ndim(x) != 0:
+        found = "another metric" if isinstance(x, Metric) else f"an array of shape {jnp.shape(x)}"
+        raise TypeError(
+            f"a sk.mean is one number and combines with scalars only, found {found}. Put it inside the sk.mean(...)."
+        )
+    x = jnp.asarray(x)
+    return x.astype(common_dtype(x.dtype, jnp.float32))
+
+
+def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike | None = None) -> Mean:
+    """Returns the weighted mean of `values` over this replica's examples, as a pair that adds.
+
+    Rows that are padding (a short last batch, an evaluation set that no batch size divides) do not count: where the
+    program has padded, the first dim of `values` must be the examples.
+
+    Args:
+        values: any shape; summed in float32, or in float64 where they are.
+        where: bool, broadcasts to `values` from the left (one per example, or one per element); False leaves out.
+        weights: float, broadcasts likewise; the count is their sum.
+
+    Raises:
+        ConfigError: `values` has no example dim while some rows are padding.
+    """
+    if isinstance(values, Mean):
+        raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it as it is, or give sk.mean the values.")
+    values = in_float(values)
+    included = included_in("sk.mean", values, where)
+    counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
+    counted = broadcast("sk.mean: weights", counted, values)
+    if included is not None:
+        counted = jnp.where(included, counted, 0)
+        values = jnp.where(included, values, 0)
+    if weights is None and included is None:
+        return Mean(_own_sum(values), values.dtype.type(values.size))
+    if weights is None:
+        return Mean(_own_sum(values), counted.sum())
+    num = values.dtype.type(values.size) if included is None else included.sum(dtype=values.dtype)
+    return Mean(_own_sum(values * counted), _own_sum(counted), num)
+
+
+def _own_sum(values: jax.Array) -> jax.Array:
+    """Returns the sum of a replica's values.
+
+    In the loss of a per-replica step those that are the same on every replica (made of `sk.psum`) are each replica's own, too: their mean is
+    what they are. Not so where they are of examples: examples that were added over replicas are N times too large
+    (replica.check_reductions).
+    """
+    context, examples = trace_context.current(), trace_context.current_examples()
+    in_loss = context.inside and not context.in_manual and examples is not None and not examples.of_step
+    of_examples = examples is not None and values.ndim > 0 and values.shape[0] == examples.num
+    if in_loss and not of_examples and compat.axes_are_typed():
+        values = compat.as_varying(jnp.atleast_1d(values), REPLICA_AXES)
+    return values.sum()
+
+
+def scalar(value: ArrayLike) -> Mean:
+    """Returns one number that is no mean of examples, as a metric or a term of a loss: a norm, a temperature, a penalty.
+
+    It counts once wherever it is given, whatever rows are padding. Of numbers that differ (between replicas, microbatches or batches of an
+    evaluation) the plain mean is told.
+
+    Raises:
+        ConfigError: `value` is no single number.
+    """
+    value = in_float(value)
+    if value.ndim:
+        raise ConfigError(
+            f"sk.scalar got an array of shape {value.shape}. It takes one number. Of examples write sk.mean(values), of others "
+            "sk.scalar(values.mean())."
+        )
+    return Mean(_own_sum(value), value.dtype.type(1))
+
+
+def in_float(values: ArrayLike) -> jax.Array:
+    """Returns values in the dtype in which they are added: float32, or float64 where they are."""
+    values = jnp.asarray(values)
+    return values.astype(common_dtype(values.dtype, jnp.float32))
+
+
+def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
+    """Returns bool like `values`: those that count, by `where` and without padding rows; None where all do. `name` is the caller's.
+
+    Raises:
+        ConfigError: `values` has no example dim while some rows are padding.
+    """
+    included = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
+    examples = trace_context.current_examples()
+    noticed = trace_context.current().noticed
+    noticed.called("mean")
+    if examples is not None and examples.mask is not None:
+        if values.ndim and values.shape[0] == examples.num:
+            noticed.masked()
+            rows = _left(examples.mask, values.ndim)
+            included = rows if included is None else rows & included
+        elif not noticed.has_called("example_mask"):
+            raise ConfigError(
+                f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
+                "The first dim must be the examples, so that padding rows can be left out. "
+                "Pass one value per example (or per example and token), or apply sk.example_mask() yourself. A number that is no mean of "
+                "examples (a norm, a penalty) is a sk.scalar."
+            )
+    return None if included is None else jnp.broadcast_to(_left(included, values.ndim), values.shape)
+
+
+def _left(x: jax.Array, ndim: int) -> jax.Array:
+    """Returns `x` with dims of size one added on the right, so that it broadcasts from the left."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if x.ndim < ndim else x
+
+
+def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns `x` broadcast from the left to the shape of `values`; `name` begins the message where that fails."""
+    wide = _left(x, values.ndim)
+    if wide.ndim != values.ndim or any(n not in (1, m) for n, m in zip(wide.shape, values.shape, strict=True)):
+        raise ValueError(
+            f"{name} has shape {x.shape}, the values have {values.shape}. Its dims are the first of the values': one "
+            "per example, or one per element."
+        )
+    return jnp.broadcast_to(wide, values.shape)
+
+
+def example_mask() -> jax.Array:
+    """Returns bool[examples] of this call of the loss, False on padding rows. Whoever calls it takes over the masking.
+
+    Once a loss asks for the mask, `sk.mean` still leaves padding rows out of values whose first dim is the examples, and
+    trusts the loss with any other shape.
+
+    Raises:
+        RuntimeError: called outside of a loss that spmdkit runs.
+    """
+    examples = _required("sk.example_mask()")
+    trace_context.current().noticed.called("example_mask")
+    return jnp.ones(examples.num, bool) if examples.mask is None else examples.mask
+
+
+def example_keys(salt: int = 0) -> jax.Array:
+    """Returns one random key per example of this call of the loss, the same on every mesh.
+
+    Keys come from (seed, step, position in the global batch): what is drawn from them (dropout per example, augmentation)
+    does not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it differs by
+    step, microbatch and replica.
+
+    Shapes: key[examples], for `jax.vmap`; threefry's, whatever JAX's default is: others draw a whole `vmap` from its first key.
+
+    Args:
+        salt: different salts give independent keys, e.g. one per layer.
+
+    Raises:
+        RuntimeError: called outside of a loss that spmdkit runs, or in an evaluation without randomness.
+    """
+    examples = _required("sk.example_keys()")
+    if examples.key is None:
+        raise RuntimeError(
+            "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
+        )
+    trace_context.current().noticed.called("example_keys")
+    return rng.example_keys(examples.key, salt, examples.positions)
+
+
+def _required(name: str) -> trace_context.Examples:
+    examples = trace_context.current_examples()
+    if examples is None:
+        raise RuntimeError(
+            f"{name} was called outside of a loss that spmdkit runs. To call a loss by hand, wrap it in `with sk.examples(num, key=key):`."
+        )
+    return examples
+
+
+def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None):
+    """Returns a context in which a loss can be called by hand: `num` rows at positions 0..num-1."""
+    return trace_context.over(
+        trace_context.Examples(num=num, mask=mask, positions=jnp.arange(num, dtype=jnp.int32), key=key)
+    )
+
+
+SEAMS = {"required": _required}
+"""What `verify` replaces, to put a known mistake into a program (verify/mutations.py)."""

@@ -1,0 +1,91 @@
+"""A metric of the user's own: a pytree of arrays with `merge(other)` and `compute()`, as clu's are, taken as it is.
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Variance:
+        count: jax.Array
+        mean: jax.Array
+        squares: jax.Array
+
+        def merge(self, other): ...      # the same of both parts' rows
+        def compute(self): ...           # a number, or an array
+
+`merge` may be anything that gives the same for all rows however they are cut. Where it is a plain sum, `sk.finish(fn, arrays)` adds them in the step's
+one all_reduce. An array of the class is of this replica's rows; the caller leaves padding out (`sk.example_mask()`), also where no row is left.
+
+Wire: an all_gather of the arrays over the replicas, (N-1) times their bytes, in a step and in each evaluated batch. Every replica merges the
+parts in the order of the mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import describe, first_difference
+from spmdkit.step.metrics.base import Metric
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Own(Metric):
+    """A part of a metric whose class is the user's.
+
+    Attributes:
+        part: of some rows, an instance of that class.
+        some: int32[], 0 where there is no part yet, and the arrays mean nothing.
+    """
+
+    crosses: ClassVar[Literal["merged"]] = "merged"
+    part: Any
+    some: jax.Array
+
+    @property
+    def value(self) -> Any:
+        """What the user's `compute` gives: a number, or an array."""
+        return self.part.compute()
+
+    def merge(self, other: Own) -> Own:
+        def chosen(own: jax.Array, theirs: jax.Array, both: jax.Array) -> jax.Array:
+            return jnp.where(self.some == 0, theirs, jnp.where(other.some == 0, own, both))
+
+        both = self.part.merge(other.part)
+        return Own(jax.tree.map(chosen, self.part, other.part, both), jnp.maximum(self.some, other.some))
+
+
+def is_own(x: Any) -> bool:
+    """Returns whether a metric is of a class of the user's: it has `merge` and `compute`."""
+    return not isinstance(x, Metric) and all(callable(getattr(type(x), name, None)) for name in ("merge", "compute"))
+
+
+def taken(x: Any, what: str) -> Any:
+    """Returns a metric of the user's own as one that merges, anything else as it is. `what` is said of it in messages.
+
+    Raises:
+        ConfigError: it is no pytree of arrays, or its `merge` or `compute` does not give what they have to.
+    """
+    if not is_own(x):
+        return x
+    name = type(x).__name__
+    if jax.tree_util.all_leaves([x]):
+        raise ConfigError(
+            f"{what} is a {name}, which has merge and compute and is no pytree. A metric of your own travels as its arrays. Write "
+            f"@jax.tree_util.register_dataclass above {name}."
+        )
+    part = jax.tree.map(jnp.asarray, x)
+    both = jax.eval_shape(lambda a, b: a.merge(b), part, part)
+    if difference := first_difference(part, both):
+        raise ConfigError(
+            f"{what}: merge of {name} gives another part than it is called on: {difference}. Parts of all rows are merged one after the other, "
+            f"so shapes and dtypes stay. Return a {name} with the same arrays."
+        )
+    value = jax.eval_shape(lambda a: a.compute(), part)
+    if not hasattr(value, "dtype"):
+        raise ConfigError(
+            f"{what}: compute of {name} gives {describe(value)}. A metric is one number or an array. Return several under names of their own."
+        )
+    return Own(part, jnp.ones((), jnp.int32))

@@ -1,0 +1,200 @@
+"""What each result of a traced function depends on, and whether it is linear in it: read from its jaxpr.
+
+Inputs are bits of an integer, so that one walk answers for many of them at once. Two kinds of dependence are told apart: `linear`
+(the result is affine in the input, whatever the others are) and `other`. Both err on the side of `other`: what is not known is not linear.
+A reduction over all replicas removes the bits of `per_replica`, since what comes out is the same on all of them; a replica's own
+index brings them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.extend.core
+
+from spmdkit import compat
+from spmdkit.foundation import jaxprs
+
+
+class Depends(NamedTuple):
+    """Bits of the inputs that a value depends on: `linear` in an affine way, `other` in any way."""
+
+    linear: int = 0
+    other: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.linear | self.other
+
+
+_LINEAR = frozenset(
+    [
+        "add",
+        "add_any",
+        "sub",
+        "neg",
+        "convert_element_type",
+        "reduce_precision",
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "concatenate",
+        "reduce_sum",
+        "cumsum",
+        "rev",
+        "pad",
+        "copy",
+        "copy_p",
+        "name",
+        "pvary",
+        "pcast",
+        "psum",
+        "psum_invariant",
+        "psum2",
+        "pmean",
+        "sharding_constraint",
+        "reduce_window_sum",
+        "real",
+        "imag",
+        "stop_gradient",
+        "all_gather",
+    ]
+)
+_PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
+_ONE_BY_ONE = frozenset(["optimization_barrier"])
+_OPERAND_FIRST = {
+    "gather": 1,
+    "dynamic_slice": 1,
+    "dynamic_update_slice": 2,
+    "scatter": 1,
+    "div": 1,
+    "integer_pow": 0,
+}
+"""Operations that are linear in their first operands, and how many these are."""
+
+_REDUCTIONS = frozenset(["psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant"])
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a walk knows of replicas: the axes that a reduction has to cover, and the bits that it removes."""
+
+    axes: frozenset[str]
+    per_replica: int
+
+    def run(self, jaxpr: Any, given: Sequence[Depends]) -> list[Depends]:
+        """Returns what the results of a jaxpr depend on, from what its inputs depend on."""
+        known: dict[Any, Depends] = dict(zip(jaxpr.invars, given, strict=True))
+        read = lambda var: known.get(var, Depends()) if isinstance(var, jax.extend.core.Var) else Depends()
+        for eqn in jaxpr.eqns:
+            found = self.results(eqn, [read(var) for var in eqn.invars])
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+        """Returns what the results of an equation depend on."""
+        name, num = eqn.primitive.name, len(eqn.outvars)
+        if name == "scan":
+            return self._scan(eqn, given)
+        if name == "while":
+            return self._while(eqn, given)
+        if name == "cond":
+            return self._cond(eqn, given)
+        inner = list(jaxprs.inner(eqn))
+        if len(inner) == 1 and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
+            return self.run(inner[0], given)
+        if name in _ONE_BY_ONE:
+            return given
+        if self._covers(eqn):
+            if name == "axis_index":
+                return [Depends(0, self.per_replica)] * num
+            if name in _REDUCTIONS:
+                given = [Depends(*(bits & ~self.per_replica for bits in depends)) for depends in given]
+        return [_of_operation(name, given)] * num
+
+    def _covers(self, eqn: Any) -> bool:
+        """Returns whether a collective runs over all replicas, or an index is that of a replica."""
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = {names} if isinstance(names, str) else set(names) if isinstance(names, tuple | list) else set()
+        if eqn.primitive.name == "axis_index":
+            return bool(names & self.axes)
+        return bool(self.axes) and self.axes <= names
+
+    def _scan(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+        first, num_carry = compat.carried_inputs(eqn)
+        return self._settled(eqn.params["jaxpr"].jaxpr, given, first, num_carry)
+
+    def _while(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+        of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        inputs = given[of_test:]
+        out = self._settled(eqn.params["body_jaxpr"].jaxpr, inputs, of_body, len(inputs) - of_body)
+        (test,) = self.run(eqn.params["cond_jaxpr"].jaxpr, [*given[:of_test], *out])
+        return [Depends(depends.linear, depends.other | test.all) for depends in out]
+
+    def _settled(self, body: Any, given: list[Depends], first: int, num_carry: int) -> list[Depends]:
+        """Returns the results of a loop's body once another turn changes nothing: the carry at the end, then what is stacked."""
+        given = list(given)
+        while True:
+            out = self.run(body, given)
+            carry = [_either(old, new) for old, new in zip(given[first : first + num_carry], out, strict=False)]
+            if carry == given[first : first + num_carry]:
+                return [*carry, *out[num_carry:]]
+            given[first : first + num_carry] = carry
+
+    def _cond(self, eqn: Any, given: list[Depends]) -> list[Depends]:
+        which, *operands = given
+        branches = [self.run(branch.jaxpr, operands) for branch in eqn.params["branches"]]
+        joined = [_either(*results) for results in zip(*branches, strict=True)]
+        return [Depends(depends.linear, depends.other | which.all) for depends in joined]
+
+
+def dependence(
+    jaxpr: jax.extend.core.ClosedJaxpr, inputs: Sequence[int], per_replica: int = 0, axes: Collection[str] = ()
+) -> list[Depends]:
+    """Returns what each result of `jaxpr` depends on.
+
+    Args:
+        inputs: bits of each input; inputs with the same bit are told apart no further.
+        per_replica: the bits that differ between replicas.
+        axes: the replica axes that are larger than one.
+    """
+    return Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [Depends(bits, 0) for bits in inputs])
+
+
+def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
+    every = _union(depends.all for depends in given)
+    if name in _LINEAR:
+        return _either(*given)
+    if name in _PRODUCTS:
+        # Linear in what one factor alone depends on.
+        linear = _union(
+            depends.linear & ~_union(x.all for j, x in enumerate(given) if j != i) for i, depends in enumerate(given)
+        )
+        return Depends(linear & ~_union(depends.other for depends in given), every & ~linear)
+    if name == "select_n":
+        which, *cases = given
+        return _either(*cases, Depends(0, which.all))
+    if name.startswith("scatter"):
+        operand, indices, *updates = given
+        return _either(operand, *updates, Depends(0, indices.all))
+    if name in _OPERAND_FIRST:
+        num = _OPERAND_FIRST[name]
+        return _either(*given[:num], Depends(0, _union(depends.all for depends in given[num:])))
+    return Depends(0, every)
+
+
+def _either(*given: Depends) -> Depends:
+    other = _union(depends.other for depends in given)
+    return Depends(_union(depends.linear for depends in given) & ~other, other)
+
+
+def _union(bits: Iterable[int]) -> int:
+    total = 0
+    for more in bits:
+        total |= more
+    return total

@@ -1,0 +1,129 @@
+"""A loss of several means with counts of their own: what each of their sums counts for in the gradient.
+
+    g = sum_k d/dp (S_k / C_k) = sum_r sum_m sum_k [ dS_krm/dp / C_k  -  S_k / C_k^2 dC_krm/dp ]     (means k, replicas r, microbatches m)
+
+One pull-back gives it, where C_k is known before: over all replicas, and over all microbatches, none of which has been differentiated yet.
+Counts that follow from shapes alone are known. Others are added over replicas, and with microbatches computed in a pass before the
+gradient's, of which all but what counts need is dead code. Where counts depend on the parameters that pass gives S_k too.
+
+Wire: one all-reduce of a few numbers where a count does not follow from shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmdkit import compat
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step import trace_context
+from spmdkit.step.lowering import as_local
+from spmdkit.step.metrics.mean import Mean, Means
+
+
+def of_all(context: trace_context.Context, loss: Means, with_sums: bool) -> Means:
+    """Returns one replica's part of a sum of means as that of all replicas; without sums, those are zero.
+
+    What a reducer takes as each replica's own mean (`takes="mean"`) is divided by its own counts.
+    """
+    if context.chosen.reducer.takes == "mean":
+        return loss
+    axes = REPLICA_AXES if context.inside or context.cuts.form != "plain" else ()
+    num = context.cuts.size(*REPLICA_AXES) if context.inside else context.cuts.num_replicas
+
+    def added(x: Any) -> Any:
+        if isinstance(x, np.floating):
+            return x.dtype.type(float(x) * num)
+        return lax.psum(x, axes) if axes else x
+
+    def part(mean: Mean) -> Mean:
+        num_elements = None if mean.num is None else added(mean.num)
+        return Mean(added(mean.sum) if with_sums else jnp.zeros_like(mean.sum), added(mean.count), num_elements)
+
+    with jax.named_scope(trace_context.REDUCE):
+        return Means(tuple(part(mean) for mean in loss.parts))
+
+
+def of_microbatches(
+    context: trace_context.Context,
+    of_one: Means,
+    compute: Callable[[Any, Any], Any],
+    state: Any,
+    microbatches: Any,
+    depends: list[bool],
+) -> Means:
+    """Returns the sum of means over all microbatches and replicas, before any of them is differentiated.
+
+    Args:
+        of_one: the loss of one microbatch as it was traced: which counts follow from shapes.
+        compute: `(state, microbatch) -> (loss, metrics, new state)`.
+        microbatches: a tree of [microbatches, ...].
+        depends: not empty where a count depends on the parameters.
+    """
+    times = context.cuts.microbatches
+    if all(isinstance(part.count, np.floating) for part in of_one.parts):
+        return of_all(context, Means(tuple(_times(part, times) for part in of_one.parts)), False)
+
+    def add(carry: Any, xs: Any) -> Any:
+        total, state = carry
+        loss, _, new_state = compute(state, xs)
+        wanted = lambda part: part if depends else dataclasses.replace(part, sum=jnp.zeros_like(part.sum))
+        loss = Means(tuple(wanted(part) for part in loss.parts))
+        return as_local(context, (total.merge(loss), new_state)), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), of_one)
+    (total, _), _ = lax.scan(add, as_local(context, (zeros, state)), microbatches)
+    return of_all(context, total, bool(depends))
+
+
+def _times(part: Mean, times: int) -> Mean:
+    """Returns a mean whose count follows from shapes, of so many microbatches; its sum, of another trace, is left out."""
+    alike = lambda x: x.dtype.type(float(x) * times)
+    num = alike(part.num) if isinstance(part.num, np.floating) else None
+    return Mean(jnp.zeros(jnp.shape(part.sum), jnp.result_type(part.sum)), alike(part.count), num)
+
+
+def pulled(
+    context: trace_context.Context,
+    loss: Mean | Means,
+    whole: Means | None,
+    primals: Any,
+    pull: Callable[[Any], Any],
+    depends: bool,
+) -> tuple[Any, Any]:
+    """Returns (gradient of the sum, that of the count or None) of one microbatch; of a sum of means (that of its value, None).
+
+    Args:
+        whole: the sum of means over everything; None where this microbatch is the only one.
+        primals: (sums, counts), tuples with one entry for each mean.
+        pull: from cotangents like `primals` to the gradient, in a tuple.
+        depends: a count depends on the parameters.
+    """
+    if isinstance(loss, Means):
+        whole = of_all(context, loss, depends) if whole is None else whole
+        return pull(_shares(whole, primals, depends))[0], None
+    ones, zeros = (jax.tree.map(fill, primals) for fill in (jnp.ones_like, jnp.zeros_like))
+    of_sum = pull((ones[0], zeros[1]))[0]
+    return of_sum, pull((zeros[0], ones[1]))[0] if depends else None
+
+
+def _shares(whole: Means, primals: Any, depends: bool) -> Any:
+    """Returns the cotangents of the sums and counts of one microbatch: what each counts for in the sum of means over everything."""
+    (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
+    # In a per-replica step what is of all replicas is typed so, and each replica's own sum takes its own.
+    like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))
+    of_sums = tuple(like(s, x) for s, x in zip(scales, totals, strict=True))
+    if not depends:
+        return of_sums, jax.tree.map(jnp.zeros_like, counted)
+    ratios = [-part.value * s for part, s in zip(whole.parts, scales, strict=True)]
+    return of_sums, tuple(like(r, c) for r, c in zip(ratios, counted, strict=True))
+
+
+SEAMS = {"of_all": of_all, "shares": _shares}
+"""What `verify` replaces (verify/mutations.py)."""

@@ -1,0 +1,192 @@
+"""`sk.all_gather`, `sk.psum`, `sk.pmean`: what a loss asks of the other replicas; and where it stands among them.
+
+Inside of a loss arrays are one replica's own rows. What is made of everybody's (contrastive negatives, statistics of the batch) crosses by
+these, on every mesh and in every form of a step: on one replica each is the identity. Derivatives go through them: each replica
+differentiates its own sum, and what others have of its rows comes back to it.
+
+R replicas; `bytes` is what one replica holds of the operand. Sent per replica and call, with a ring:
+
+    all_gather    (R-1) bytes          backward: reduce_scatter, the same bytes
+    psum, pmean   2 (R-1)/R bytes      backward: all_reduce, the same bytes
+
+In a per-replica `train_step` they are the same over the replicas of the step. In a global one arrays are whole, and nothing is left to cross.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.trees import describe, named_leaves
+from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.step import trace_context
+from spmdkit.step.metrics.base import crossed, is_metric
+from spmdkit.step.metrics.user_metric import Own, is_own, taken
+
+
+def all_gather(tree: Any, with_mask: bool = False) -> Any:
+    """Returns `tree` of all replicas: each leaf [rows, ...] as [replicas * rows, ...], in the order of the batch. With microbatches, of one.
+
+    This replica's own rows begin at `sk.replica_index() * rows`. Where a batch can be short some rows are padding, and must not count
+    among everybody's (as negatives, in a statistic): the mask tells.
+
+    Args:
+        tree: arrays whose first dim are the examples, or others with at least one dim.
+        with_mask: returns (tree, bool[replicas * rows]), False on padding rows.
+
+    Raises:
+        ConfigError: some rows are padding and nothing asks for the mask; a leaf is a scalar; called where arrays are global.
+    """
+    axes = _axes("sk.all_gather")
+    trace_context.current().noticed.called("all_gather")
+    examples = trace_context.current_examples()
+    num = None if examples is None else examples.num
+    for path, leaf in named_leaves(tree):
+        what = f"leaf '{path}'" if path else "the value"
+        if jnp.ndim(leaf) == 0 or (with_mask and leaf.shape[0] != num):
+            asks = "with_mask=True, and its first dim must be the examples" if jnp.ndim(leaf) else "at least one dim"
+            raise ConfigError(
+                f"sk.all_gather: {what} is {describe(leaf)}. It joins arrays along their first dim; asked is {asks}. "
+                "Write x[None] for one number of each replica, or sk.psum(x) for its sum."
+            )
+        unmasked = not with_mask and not trace_context.current().noticed.has_called("example_mask")
+        if unmasked and examples is not None and examples.mask is not None and leaf.shape[0] == num:
+            raise ConfigError(
+                f"sk.all_gather: {what} is {describe(leaf)}, while some of the {num} examples may be padding: they would count among everybody's. "
+                "The mask says which rows are real. Write `rows, mask = sk.all_gather(x, with_mask=True)` and leave out rows where it is "
+                "False (jnp.where(mask, logits, -jnp.inf))."
+            )
+    gathered = jax.tree.map(lambda x: _joined(jnp.asarray(x), axes), tree)
+    return (gathered, _gathered_mask(axes, num)) if with_mask else gathered
+
+
+def _gathered_mask(axes: tuple[str, ...], num: int | None) -> jax.Array:
+    """Returns bool[replicas * rows], False on padding rows."""
+    examples = trace_context.current_examples()
+    if examples is None or examples.mask is None:
+        assert num is not None
+        return jnp.ones(num * num_replicas(), bool)
+    return _joined(examples.mask, axes)
+
+
+def _joined(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+
+
+def replica_index() -> jax.Array:
+    """Returns the place of this replica among all of them, int32[]; the same example is on another one on another mesh.
+
+    Raises:
+        ConfigError: called where arrays are global.
+    """
+    axes = _axes("sk.replica_index")
+    if not axes:
+        return jnp.zeros((), jnp.int32)
+    index: jax.Array = jnp.asarray(lax.axis_index(axes), jnp.int32)
+    return index
+
+
+def num_replicas() -> int:
+    """Returns the number of replicas: into how many parts the batch is cut, each with a loss of its own.
+
+    Raises:
+        ConfigError: called where arrays are global.
+    """
+    axes = _axes("sk.num_replicas")
+    context = trace_context.current()
+    return context.cuts.num_replicas if axes else 1
+
+
+def psum(tree: Any) -> Any:
+    """Returns the sum of `tree` over all replicas; every replica holds the same.
+
+    Wire: one all-reduce of the tree.
+
+    Raises:
+        ConfigError: a leaf is already the same on all replicas, so the sum would be a factor of N (seen in per-replica steps); called
+            where arrays are global.
+    """
+    return _reduced("sk.psum", tree)
+
+
+def pmean(tree: Any) -> Any:
+    """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other metrics merge.
+
+    Wire: one all-reduce of the tree.
+
+    Raises:
+        ConfigError: a leaf is already the same on all replicas, so it was reduced twice (seen in per-replica steps); called where arrays
+            are global.
+    """
+    summed = _reduced("sk.pmean", _taken(tree))
+    num = num_replicas()
+    return jax.tree.map(lambda x: x if is_metric(x) else x / num, summed, is_leaf=is_metric)
+
+
+def _taken(tree: Any) -> Any:
+    """Returns a tree in which metrics of the user's own are this replica's parts, which merge."""
+    tree = jax.tree.map(lambda x: taken(x, "a metric in sk.pmean"), tree, is_leaf=lambda x: is_metric(x) or is_own(x))
+    if not trace_context.current().inside:
+        return tree
+    own = lambda x: dataclasses.replace(x, some=compat.as_varying(x.some, REPLICA_AXES)) if isinstance(x, Own) else x
+    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Own))
+
+
+def _reduced(name: str, tree: Any) -> Any:
+    axes, context = _axes(name), trace_context.current()
+    for path, leaf in named_leaves(tree) if context.inside and compat.axes_are_typed() else ():
+        varying = compat.varying_axes(leaf)
+        if not varying or any(context.cuts.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
+            raise ConfigError(reduced_twice(name, f"leaf '{path}'" if path else "the value"))
+    if not axes:
+        return tree
+    reduce: Callable[[Any], Any] = lambda sums: lax.psum(sums, axes)
+    largest: Callable[[Any], Any] = lambda maxima: lax.pmax(maxima, axes)
+    gather: Callable[[Any], jax.Array] = lambda x: compat.all_gather_invarying(x[None], axes)
+    examples = trace_context.current_examples()
+    if examples is None or not examples.of_step:  # a loss's own: that name is what a step reduces by
+        return crossed(tree, reduce, largest, gather)
+    with jax.named_scope(trace_context.REDUCE):
+        return crossed(tree, reduce, largest, gather)
+
+
+def _axes(name: str) -> tuple[str, ...]:
+    """Returns the names of the replica axes that are bound where a loss or a per-replica step is traced; none on one replica.
+
+    Raises:
+        ConfigError: called where arrays are global, or are the shards of a device.
+    """
+    context, examples = trace_context.current(), trace_context.current_examples()
+    if trace_context.is_in_part():
+        raise ConfigError(
+            f"{name} was called inside of sk.manual, where arrays are the shards of one device and not the rows of a replica. Call it "
+            "before or after the part, and pass what it gives as an argument."
+        )
+    if context.inside:
+        return REPLICA_AXES
+    if examples is not None and examples.whole:
+        raise ConfigError(
+            f"{name} was called outside of a per-replica step and of a loss. In the global view arrays are global: they hold the rows of all "
+            "replicas, and nothing is left to cross. Remove it, move it into the loss of sk.value_and_grad, or give the task view='replica'."
+        )
+    return () if context.cuts.form == "plain" else REPLICA_AXES
+
+
+def reduced_twice(name: str, what: str) -> str:
+    """Returns the message about a sum over replicas of what is already the same on all of them."""
+    return (
+        f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N times too "
+        "large. Remove one of the two reductions (sk.value_and_grad has already reduced; one number of all is a sk.scalar). If it is a derivative with respect to a constant, "
+        "JAX has added it up: differentiate with respect to something of the replica's own, `x * 0` instead of `jnp.zeros(...)`."
+    )
+
+
+SEAMS = {"gathered_mask": _gathered_mask}
+"""What `verify` replaces (verify/mutations.py)."""

@@ -1,0 +1,380 @@
+"""What a function that is being traced may ask about where it runs: the mesh, the form, its own examples.
+
+`sk.mean`, `sk.example_keys`, `sk.shard`, `sk.remat` and `sk.value_and_grad` are pure functions of their arguments and of
+these two records, which the program puts in place while it traces the user's function, as `vmap` does with axis names.
+Outside of a program they see the defaults: one device, no padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdkit import compat
+from spmdkit.communication.reducers.base import Reducer
+from spmdkit.communication.reducers.sum import make as plain_sum
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.mesh.mesh import MODEL_AXES
+from spmdkit.step.reducer_io import Carried
+from spmdkit.step.usage import Noticed
+
+_tokens = itertools.count()
+# JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they were made under.
+_traced_under = jax.make_user_context(None)
+
+REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
+RING, ALL_TO_ALL, MOE = "spmdkit/ring", "spmdkit/all_to_all", "spmdkit/moe"
+PIPELINE, TENSOR, VOCAB = "spmdkit/pipeline", "spmdkit/tensor", "spmdkit/vocab"
+SYNC, GUARD = "spmdkit/sync", "spmdkit/guard"
+"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, each op, the agreement of groups, and the look at what is finite; in profiles, and for `plan`."""
+
+Form = Literal["plain", "mapped", "manual"]
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where gradients and parameters live, as trees of `PartitionSpec` shaped like the parameters.
+
+    Attributes:
+        compute: of the parameters while the loss is computed (ZeRO 1 and 2: whole on every fsdp device).
+        gradient: of the reduced gradient (ZeRO 1: whole; 2 and 3: cut over fsdp).
+        update: of the optimizer's update (cut over fsdp at every stage).
+        shapes: path of each parameter -> its shape, in flattening order.
+    """
+
+    compute: Any
+    gradient: Any
+    update: Any
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def of(self, part: Any) -> Placements:
+        """Returns those of a part of the parameters: of the leaves whose paths end alike and that have the same shape.
+
+        Where none does, or several that are placed differently do, a leaf is whole.
+        """
+        shapes = {path: jnp.shape(x) for path, x in named_leaves(part)}
+        structure: Any = jax.tree.structure(part)
+        if shapes == self.shapes and structure == jax.tree.structure(self.compute):
+            return self
+        placed = zip(*map(jax.tree.leaves, (self.compute, self.gradient, self.update)), strict=True)
+        table = list(zip(self.shapes.items(), placed, strict=True))
+
+        def found(path: str, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
+            names = path.split("/")
+            for end in (f"/{'/'.join(names[i:])}" for i in range(len(names))):
+                alike = {specs for (own, size), specs in table if f"/{own}".endswith(end) and size == shape}
+                if alike:
+                    return alike.pop() if len(alike) == 1 else (PartitionSpec(),) * 3
+            return (PartitionSpec(),) * 3
+
+        specs = zip(*(found(path, shape) for path, shape in shapes.items()), strict=True)
+        compute, gradient, update = (jax.tree.unflatten(structure, of_leaf) for of_leaf in specs)
+        return Placements(compute, gradient, update, shapes)
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How `sk.pipeline` runs its stages: the config's `pipeline`; None is its default."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    microbatches: int | None = None
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How `sk.attention` runs; the fields are those of the config's `attention`."""
+
+    context: Literal["ring", "all_to_all"] = "ring"
+    implementation: str = "auto"
+    order: Literal["zigzag", "contiguous"] = "zigzag"
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """What the step itself does where something is not finite; bits of finite_check.py.
+
+    Attributes:
+        looks: at what.
+        skips: what makes a step leave everything as it was.
+        joins: every device knows the code of all.
+    """
+
+    looks: int
+    skips: int = 0
+    joins: bool = False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user chose for a step: the config and the task, as the step needs it.
+
+    Attributes:
+        compute_dtype: of parameters and inputs while the loss is computed; None: as they are.
+        inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or patterns of paths.
+        reduce_dtype: in which gradients are added; None: that of the parameters.
+        reducer: how gradients are added over replicas.
+        remat: what `sk.remat` keeps (`ops.remat.Remat`); None: nothing is computed twice.
+        remat_whole: `remat` goes around the whole loss, since the task wraps no part.
+        agree: path of a leaf of the model state -> how the task says that replicas agree on it (step/model_state/agreement.py).
+        logical_axes: name of a dim -> mesh axes that cut it.
+        attention: how `sk.attention` runs.
+        pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
+        guard: what the step does where something is not finite; None: it does not look.
+        deterministic: nothing is used that gives other bits each time.
+    """
+
+    compute_dtype: Any = None
+    inputs: str | Sequence[str] = "compute"
+    reduce_dtype: Any = None
+    reducer: Reducer = field(default_factory=plain_sum)
+    remat: Any = None
+    remat_whole: bool = False
+    agree: Mapping[str, Any] = field(default_factory=dict)
+    logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    guard: GuardSettings | None = None
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How the mesh cuts a step.
+
+    Attributes:
+        form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner cuts the rest) or `manual`
+            (`shard_map`, only replica axes).
+        mesh: of all devices; None: one device, nothing is cut.
+        sizes: size of every mesh axis.
+        data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
+        inner_axes: the mesh axes over which one replica's examples are cut.
+        microbatches: into which each replica's examples are cut, one after the other.
+        placements: where gradients and parameters live; None: nowhere in particular.
+        state_groups: groups of replicas with a model state of their own, [groups, ...]; None: there is one of all.
+    """
+
+    form: Form = "plain"
+    mesh: Mesh | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    data_axes: tuple[str, ...] = ("data",)
+    inner_axes: tuple[str, ...] = ()
+    microbatches: int = 1
+    placements: Placements | None = None
+    state_groups: int | None = None
+
+    def size(self, *axes: str) -> int:
+        """Returns the number of positions along `axes`; axes of no mesh have size one."""
+        num = 1
+        for axis in axes:
+            num *= self.sizes.get(axis, 1)
+        return num
+
+    @property
+    def num_replicas(self) -> int:
+        """Positions along `replica` and what `data` covers."""
+        return self.size("replica", *self.data_axes)
+
+    @property
+    def num_shards(self) -> int:
+        """Into which one replica's examples are cut."""
+        return self.size(*self.inner_axes)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step that is being traced runs in: how the mesh cuts it, what the user chose, where in the trace we are, what it noticed.
+
+    Attributes:
+        cuts: how the mesh cuts the step.
+        chosen: by the user.
+        group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one here.
+        mask: bool[global batch] or None; False marks padding rows.
+        carried: the reducer's state on its way through this trace.
+        inside: True while a per-replica step is traced, inside `shard_map`.
+        in_manual: True inside of `sk.manual`, where arrays are shards.
+        mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
+        noticed: what this trace has noticed of the user's code.
+        token: a number of its own for each context.
+    """
+
+    cuts: Cuts = field(default_factory=Cuts)
+    chosen: Choices = field(default_factory=Choices)
+    group: tuple[Any, int] = (0, 1)
+    mask: jax.Array | None = None
+    carried: Carried = field(default_factory=lambda: Carried(()))
+    inside: bool = False
+    in_manual: bool = False
+    mapped_axes: tuple[str, ...] = ()
+    noticed: Noticed = field(default_factory=Noticed)
+    token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
+
+    def choosing(self, **changes: Any) -> Context:
+        """Returns the context with some of what was chosen changed."""
+        return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, **changes))
+
+    def cutting(self, **changes: Any) -> Context:
+        """Returns the context with something of how the mesh cuts changed."""
+        return dataclasses.replace(self, cuts=dataclasses.replace(self.cuts, **changes))
+
+    def anew(self, **changes: Any) -> Context:
+        """Returns the context for another trace, which has noticed nothing yet, with some fields changed."""
+        return dataclasses.replace(self, noticed=Noticed(), **changes)
+
+    @property
+    def gives_sums(self) -> bool:
+        """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
+        return self.chosen.reducer.takes == "sum" or self.cuts.num_replicas == 1
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The rows that one call of the user's loss sees: one microbatch on one replica.
+
+    Attributes:
+        num: rows.
+        mask: bool[num] or None when no row is padding.
+        positions: int32[num], positions in the global batch.
+        key: the step's key, the same on every replica.
+        whole: they are the rows of all replicas: those of a `train_step` that sees global arrays.
+        of_step: they are those of a whole `train_step`, not of a loss within it.
+    """
+
+    num: int
+    mask: jax.Array | None
+    positions: jax.Array
+    key: jax.Array | None
+    whole: bool = False
+    of_step: bool = False
+    token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
+
+
+_context: ContextVar[Context | None] = ContextVar("spmdkit_step", default=None)
+_examples: ContextVar[Examples | None] = ContextVar("spmdkit_examples", default=None)
+_in_part: ContextVar[bool] = ContextVar("spmdkit_part", default=False)
+
+
+def current() -> Context:
+    """Returns the context of the step that is being traced, or the default of one device."""
+    return _context.get() or Context()
+
+
+def current_examples() -> Examples | None:
+    """Returns the rows of the loss that is being traced, or None outside of one."""
+    return _examples.get()
+
+
+def differing_axes(context: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
+    """Returns the mesh axes over which `x` may differ inside `shard_map`; over an axis of size one nothing differs."""
+    return tuple(sorted(axis for axis in compat.varying_axes(x) if context.cuts.size(axis) > 1))
+
+
+@contextlib.contextmanager
+def tracing(context: Context) -> Iterator[Context]:
+    """Puts `context` in place while the body is traced."""
+    before = _context.set(context)
+    try:
+        with _traced_under((context.token, _token(_examples.get()))):
+            yield context
+    finally:
+        _context.reset(before)
+
+
+@contextlib.contextmanager
+def over(examples: Examples) -> Iterator[None]:
+    """Puts `examples` in place while a loss is traced."""
+    before = _examples.set(examples)
+    try:
+        with _traced_under((_token(_context.get()), examples.token)):
+            yield
+    finally:
+        _examples.reset(before)
+
+
+@contextlib.contextmanager
+def in_part() -> Iterator[None]:
+    """While the body traces, it is a part of `sk.manual`, on a mesh that cuts nothing of it."""
+    before = _in_part.set(True)
+    try:
+        yield
+    finally:
+        _in_part.reset(before)
+
+
+def is_in_part() -> bool:
+    """Returns whether a part of `sk.manual` is being traced, on a mesh that cuts it or on another."""
+    return current().in_manual or _in_part.get()
+
+
+def _token(held: Context | Examples | None) -> int | None:
+    return None if held is None else held.token
+
+
+def shard(x: jax.Array, *dims: str | None) -> jax.Array:
+    """Returns `x` with each dim cut over the mesh axes of its logical name; `None` leaves a dim whole.
+
+    An activation constraint: values do not change, only where they live. Without one the partitioner may guess wrong and
+    keep whole activations on every device. A dim that is left whole is made whole: `sk.shard(w, None, None)` gathers a
+    weight. No-op on a mesh that cuts no array.
+
+    Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`; `batch` means the axes that cut
+    one replica's examples. `rows` means all axes that cut a batch: in a global `train_step`, where arrays are whole, for what does not
+    come from the batch (collocation points, rollouts), which every replica would otherwise compute whole. In a loss it is `batch`.
+
+    Raises:
+        ValueError: not one name per dim, or a name that no table knows.
+    """
+    context, examples = current(), current_examples()
+    of_step = examples is not None and examples.whole and not context.inside
+    if (context.cuts.form == "manual" and not of_step) or context.cuts.mesh is None or context.in_manual:
+        return x
+    if len(dims) != x.ndim:
+        raise ValueError(
+            f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Give one name or None each."
+        )
+    spec: list[tuple[str, ...] | None] = []
+    rows = ("replica", *context.cuts.data_axes, *context.cuts.inner_axes) if of_step else context.cuts.inner_axes
+    special = {"rows": rows, "batch": context.cuts.inner_axes}
+    for dim, length in zip(dims, x.shape, strict=True):
+        if dim is not None and dim not in {**context.chosen.logical_axes, **special}:
+            known = ", ".join(sorted({**context.chosen.logical_axes, **special}))
+            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {known}.")
+        if dim == "rows" and of_step:
+            spec.append(_dividing(context, rows, length))
+            continue
+        axes = special[dim] if dim in special else context.chosen.logical_axes[dim] if dim else ()
+        context.noticed.axis(*axes)
+        axes = tuple(
+            a for a in axes if context.cuts.size(a) > 1 and a not in (*context.cuts.data_axes, *context.mapped_axes)
+        )
+        spec.append(axes if axes and length % context.cuts.size(*axes) == 0 else None)
+    has_model_axes = any(context.cuts.size(a) > 1 for a in MODEL_AXES if a not in context.cuts.data_axes)
+    if not has_model_axes and not any(axes for dim, axes in zip(dims, spec, strict=True) if dim == "rows"):
+        return x
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(context.cuts.mesh, PartitionSpec(*spec)))
+
+
+def _dividing(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
+    """Returns those of `axes` that can cut `length` rows evenly: all that are larger than one, or as many from the first on."""
+    many = tuple(a for a in axes if context.cuts.size(a) > 1)
+    while many and length % context.cuts.size(*many):
+        many = many[:-1]
+    return many or None
+
+
+def rows(num: int) -> jax.Array:
+    """Returns int32[num], 0 to num - 1, cut over the axes that cut a batch: begin with it what a global `train_step` makes of nothing.
+
+    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.rows(4096))` are points that the replicas share
+    out. In a loss they are all of one replica.
+    """
+    return shard(jnp.arange(num, dtype=jnp.int32), "rows")

@@ -1,0 +1,195 @@
+"""`spmdkit bench communication`: what is asked, put together; its JSON, its table, its files."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError, ExitCode
+from spmdkit.foundation import files
+from spmdkit.foundation.formatting import format_bytes, format_seconds, format_value, visible
+from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.metrics.report.communication import communication_page
+from spmdkit.program import allocator
+from spmdkit.program.compile_cache import kept
+from spmdkit.tools.bench import figures, plot
+from spmdkit.tools.bench.interleaved import Trained, in_turns
+from spmdkit.tools.bench.programs import Opened, Opener, side_by_side
+from spmdkit.tools.bench.variants import Row, rows_of
+
+NAME = "communication"
+"""Of the folder in a run's directory, and of the files in it."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The options of the command.
+
+    Attributes:
+        reducers, syncs: as the command line has them; see `choices`.
+        steps: to train; None: the config's.
+        seeds: how many, from the config's on.
+        within: most share by which a loss may be above that of `sum`; None: any.
+        out: folder of the files; None: `communication` in the run's directory.
+    """
+
+    reducers: str = "bfloat16,int8"
+    syncs: str = ""
+    steps: int | None = None
+    seeds: int = 1
+    within: float | None = None
+    as_json: bool = False
+    out: Path | None = None
+
+
+def run_communication(config: Config, cluster: Cluster, asked: Compared, keeps_memory: bool = False) -> int:
+    """Trains, prints the table and writes the files. Returns 0, or 1 where a loss is above what `within` allows.
+
+    Args:
+        keeps_memory: what a step has used is kept for the next, as by `train`; after `allocator.one_arena` only.
+
+    Raises:
+        SpmdkitError: `sum` itself cannot be trained, or what is asked cannot work.
+    """
+    rows = rows_of(asked.reducers, asked.syncs, Row(config.reducer, config.sync))
+    steps = config.steps if asked.steps is None else asked.steps
+    if steps < 1 or asked.seeds < 1:
+        raise ConfigError(f"--steps {steps} --seeds {asked.seeds}: both are at least 1. Try --steps 200 --seeds 1.")
+    out = _folder(config, asked) if cluster.is_main else None
+    with kept(config.compile_cache, config.folder):
+        result = compare(config, cluster, rows, steps, asked.seeds, keeps_memory)
+    beyond = figures.above(result["rows"], asked.within)
+    result |= {"within": asked.within, "above": beyond}
+    if out is not None:
+        written = _write(result, out)
+        if asked.as_json:
+            print(json.dumps(files.strict_json(result)))
+        else:
+            for line in [*table(result), *written]:
+                print(visible(line))
+        for name in beyond:
+            _say(f"{name}: the loss is more than {asked.within:.2%} above that of sum")
+    return int(ExitCode.CHECK_FAILED) if beyond else 0
+
+
+def compare(
+    config: Config, cluster: Cluster, rows: Sequence[Row], steps: int, seeds: int, keeps_memory: bool = False
+) -> dict[str, Any]:
+    """Returns everything that was measured, as plain values. `rows` begin with `sum`."""
+    opener = Opener(config, cluster.devices, steps)
+    say = _say if cluster.is_main else lambda line: None
+    opened = list[Opened]()
+    for row in rows:
+        opened.append(opener.open(row, config.seed))
+        say(f"{row.name}: " + (f"refused: {opened[-1].refused}" if opened[-1].refused else "compiled"))
+    if keeps_memory and cluster.devices[0].platform == "cpu":
+        allocator.keep_memory()
+    found = list[dict[int, tuple[Trained, Trained]]]()
+    for number in range(seeds):
+        seed = config.seed + number
+        of_seed = opened if number == 0 else _again(opener, opened, seed)
+        found.append(_trained(of_seed, cluster, steps))
+        say(f"seed {seed}: trained {steps} steps each")
+    main = opened[0]
+    assert main.program is not None and main.traffic is not None
+    result = [
+        figures.row_figures(x, [s[i] for s in found if i in s], main.traffic.per_step) for i, x in enumerate(opened)
+    ]
+    figures.against(result)
+    return {
+        "config": str(config.source) if config.source else None,
+        "mesh": dict(main.program.sizes),
+        "devices": len(cluster.devices),
+        "device": cluster.devices[0].device_kind,
+        "processes": cluster.num_processes,
+        "replicas": main.program.num_replicas,
+        "batch_size": config.batch_size,
+        "steps": steps,
+        "seeds": [config.seed + number for number in range(seeds)],
+        "loss_is": "evaluation" if main.program.has_eval else "training, mean of the last tenth of the steps",
+        "rows": result,
+        "jax": jax.__version__,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _again(opener: Opener, opened: Sequence[Opened], seed: int) -> list[Opened]:
+    """Returns the rows that were not refused, opened with another seed."""
+    return [x if x.program is None else opener.open(x.row, seed, reads=False) for x in opened]
+
+
+def _trained(opened: Sequence[Opened], cluster: Cluster, steps: int) -> dict[int, tuple[Trained, Trained]]:
+    """Returns number of row -> (it, and the `sum` that was trained in turns with it), of the rows that have a program."""
+    found = dict[int, tuple[Trained, Trained]]()
+    for group in side_by_side(opened, cluster.devices):
+        trained = [Trained(x.program, steps) for x in group if x.program is not None]
+        in_turns(trained)
+        first = trained[0]
+        for one, of in zip(group, trained, strict=True):
+            found.setdefault(opened.index(one), (of, first))
+    return found
+
+
+# ---- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of the table: columns in line, refusals and notes below."""
+    head = ["", "bytes/step", "of sum", "time/step", "of sum (95 %)", "loss", "over sum"]
+    cells = [head, *([row["name"], *_cells(row)] for row in result["rows"] if not row["refused"])]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    aligned = lambda row: "  ".join(
+        [row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]
+    )
+    seeds = len(result["seeds"])
+    title = f"{result['devices']} x {result['device']}, {describe_mesh(result['mesh'])}, batch {result['batch_size']}, {result['steps']} steps"
+    title += f", {seeds} seed{'s' * (seeds > 1)}; loss: {result['loss_is']}"
+    lines = [title, *(aligned(row).rstrip() for row in cells)]
+    for row in result["rows"]:
+        lines += [f"{row['name']}: refused: {row['refused']}"] if row["refused"] else []
+        lines += [f"{row['name']}: {note}" for note in row.get("notes", ())]
+    return lines
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    known = lambda value, form: "?" if value is None else form(value)
+    spread = f" ({row['time_interval'][0]:.2f} to {row['time_interval'][1]:.2f})" if row["time_interval"] else ""
+    return [
+        known(row["bytes_per_step"], format_bytes),
+        known(row["bytes_over_sum"], lambda x: f"{x:.4f}"),
+        known(row["step_s"], format_seconds),
+        known(row["time_over_sum"], lambda x: f"{x:.2f}") + spread,
+        known(row["loss_mean"], format_value),
+        known(row["loss_more_mean"], lambda x: f"{x:+.2%}"),
+    ]
+
+
+def _folder(config: Config, asked: Compared) -> Path:
+    folder = asked.out or config.resolved_run_dir() / NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}). The table and the plot are written there. Try --out DIR."
+        ) from None
+    return folder
+
+
+def _write(result: dict[str, Any], out: Path) -> list[str]:
+    """Writes the JSON, the page and the plot. Returns a line for each, or why there is none."""
+    files.write_json(out / f"{NAME}.json", result)
+    files.write_text(out / f"{NAME}.html", communication_page(files.strict_json(result)))
+    return [str(out / f"{NAME}.html"), plot.write(result, out / f"{NAME}.png")]
+
+
+def _say(line: str) -> None:
+    print(visible(line), file=sys.stderr, flush=True)

@@ -1,0 +1,110 @@
+"""What a row says: bytes, time and loss against `sum`, as plain values for the JSON, the table, the plot and the page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdkit.tools.bench.interleaved import Trained, block_steps, first_lasting, ratios
+from spmdkit.tools.bench.programs import Opened
+
+CURVE_POINTS = 100
+
+Figures = dict[str, Any]
+
+
+def row_figures(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], sum_bytes: float | None) -> Figures:
+    """Returns the figures of a row; of one that was refused its name and the reason.
+
+    Args:
+        seeds: for each seed the row as it was trained, and `sum` as it was trained in turns with it (the row itself, where it had no partner).
+        sum_bytes: what a device sends under `sum` in a step.
+    """
+    found: Figures = {
+        "name": opened.row.name,
+        "reducer": opened.row.reducer,
+        "sync": opened.row.sync,
+        "refused": opened.refused or None,
+    }
+    if opened.program is None or opened.traffic is None:
+        return found
+    traffic, notes = opened.traffic, list[str]()
+    found |= {
+        "bytes_per_step": traffic.per_step,
+        "bytes_over_sum": None if traffic.per_step is None or not sum_bytes else traffic.per_step / sum_bytes,
+        "most_bytes_in_a_step": traffic.most,
+        "run_bytes_per_step": traffic.run_per_step,
+    }
+    if traffic.per_step is None:
+        notes.append("bytes are not known: a loop's length stands nowhere in the compiled program")
+    found |= _time(opened, seeds, notes) | _loss(seeds, notes)
+    return found | {"notes": notes}
+
+
+def _time(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], notes: list[str]) -> Figures:
+    program = opened.program
+    assert program is not None
+    counted = [block.step_s for trained, _ in seeds for block in trained.blocks if block.counts]
+    found = [ratio for trained, partner in seeds if partner is not trained for ratio in ratios(trained, partner)]
+    is_sum = opened.row.name == "sum"
+    if not counted:
+        least = first_lasting(program) + 3 * block_steps(program, seeds[0][0].steps)
+        notes.append(
+            f"no time: a block is {seeds[0][0].block_steps} steps here, and the first does not count. Try --steps {least}"
+        )
+    elif not found and not is_sum:
+        notes.append("no ratio of time: with sum beside it the memory does not suffice")
+    return {
+        "step_s": statistics.median(counted) if counted else None,
+        "time_over_sum": 1.0 if is_sum and counted else statistics.median(found) if found else None,
+        "time_interval": list(interval(found)) if found else None,
+        "time_pairs": len(found),
+    }
+
+
+def _loss(seeds: Sequence[tuple[Trained, Trained]], notes: list[str]) -> Figures:
+    losses = [trained.loss for trained, _ in seeds]
+    for trained, _ in seeds:
+        bad = next((step for step, loss in enumerate(trained.losses, 1) if not math.isfinite(loss)), None)
+        if bad is not None:
+            notes.append(f"the loss is not finite from step {bad} on (seed {trained.program.config.seed})")
+            break
+    return {
+        "loss": losses,
+        "loss_mean": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else None,
+        "curve": curve([trained.losses for trained, _ in seeds]),
+    }
+
+
+def against(rows: Sequence[Figures]) -> None:
+    """Adds to each row by what share its loss is above that of `sum`, seed by seed: `loss_more`, and its mean."""
+    plain = rows[0]["loss"]
+    for row in (row for row in rows if not row["refused"]):
+        pairs = list(zip(row["loss"], plain, strict=True))
+        usable = all(math.isfinite(a) and math.isfinite(b) and b != 0 for a, b in pairs)
+        row["loss_more"] = [(a - b) / abs(b) for a, b in pairs] if usable else None
+        row["loss_more_mean"] = math.fsum(row["loss_more"]) / len(pairs) if usable else None
+
+
+def curve(runs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
+    """Returns (step, training loss) for drawing: means over stretches of steps and over seeds, each at its last step."""
+    size = max(1, len(runs[0]) // CURVE_POINTS)
+    ends = range(size, len(runs[0]) + 1, size)
+    return [(end, statistics.fmean(loss for run in runs for loss in run[end - size : end])) for end in ends]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the median from order statistics, which assume no distribution: the ranks n/2 -+ 0.98 sqrt(n)."""
+    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
+    middle = (len(ordered) - 1) / 2
+    return ordered[max(0, math.floor(middle - half))], ordered[min(len(ordered) - 1, math.ceil(middle + half))]
+
+
+def above(rows: Sequence[Mapping[str, Any]], within: float | None) -> list[str]:
+    """Returns the names of the rows whose loss is more than the share `within` above that of `sum`, or is none."""
+    if within is None:
+        return []
+    trained = [row for row in rows if not row["refused"] and row["name"] != "sum"]
+    return [row["name"] for row in trained if row["loss_more_mean"] is None or row["loss_more_mean"] > within]

@@ -1,0 +1,134 @@
+"""Programs trained in turns, block by block, and the time of each block next to that of `sum` in the same round.
+
+Absolute times on a machine that is shared mean little; of neighbouring blocks the ratio does. The order of a round is that of the one before turned
+round. A block holds whole rounds of a sync, so that the steps in which groups agree are in every block as often as in a long run. What is not
+counted: the first block of each, in which caches are cold; blocks in which a reducer warms up or groups do not train alone yet; a last one that is shorter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from spmdkit.errors import ConfigError
+from spmdkit.program.dispatch_limit import most_in_flight
+from spmdkit.program.program import Program
+
+BLOCKS = 20
+"""Into how many blocks a run is cut, where the period of its sync allows."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps trained without a pause: their number, the seconds they took, and whether the time counts."""
+
+    steps: int
+    seconds: float
+    counts: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.seconds / self.steps
+
+
+@dataclass
+class Trained:
+    """A program that is trained, and what it has shown so far.
+
+    Attributes:
+        losses: of each step, over all groups.
+        blocks: in the order of rounds.
+        loss: reached in the end: of the whole evaluation set, or where there is none the mean of the training loss over the last tenth of the steps.
+    """
+
+    program: Program
+    steps: int
+    losses: list[float] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    loss: float = math.nan
+
+    def __post_init__(self) -> None:
+        self._state: Any = self.program.init()
+        self._batches = self.program.batches(1, self.steps)
+        self._in_flight = most_in_flight(list(self.program.mesh.devices.flat), jax.process_count())
+        self.block_steps = block_steps(self.program, self.steps)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are trained."""
+        return len(self.losses) >= self.steps
+
+    def train_block(self) -> None:
+        """Trains the next block, with the clock on nothing else: losses are fetched after it."""
+        first = len(self.losses) + 1
+        last = min(first + self.block_steps - 1, self.steps)
+        jax.block_until_ready(self._state)
+        metrics, begun = [], time.perf_counter()
+        for _ in range(first, last + 1):
+            _, batch = next(self._batches)
+            self._state, found = self.program.step(self._state, batch)
+            metrics.append(found)
+            if len(metrics) > self._in_flight:
+                jax.block_until_ready(metrics[-1 - self._in_flight])
+        jax.block_until_ready(self._state)
+        seconds = time.perf_counter() - begun
+        is_whole = last - first + 1 == self.block_steps
+        counts = bool(self.blocks) and is_whole and first > first_lasting(self.program)
+        self.blocks.append(Block(last - first + 1, seconds, counts))
+        self.losses += [_loss(self.program.metrics(found)) for found in metrics]
+        if self.is_done:
+            self._end()
+
+    def _end(self) -> None:
+        if self.program.has_eval:
+            self.loss = _loss(self.program.eval(self._state))
+        else:
+            last = self.losses[-max(1, self.steps // 10) :]
+            self.loss = math.fsum(last) / len(last)
+        self._state = None
+        self._batches.close()  # type: ignore[attr-defined]
+
+
+def _loss(metrics: Any) -> float:
+    if "loss" not in metrics:
+        raise ConfigError(
+            f"bench communication compares losses, and the task's metrics are {', '.join(sorted(metrics))}. Return one named loss from train_step."
+        )
+    return float(metrics["loss"])
+
+
+def period(program: Program) -> int:
+    """Returns after how many steps the programs that a run calls come again in the same order."""
+    return math.lcm(*(phase.every for phase in program.phases if phase.until is None))
+
+
+def first_lasting(program: Program) -> int:
+    """Returns the last step that is not yet as those of a long run: of a warm-up, or before groups train alone."""
+    return max((phase.until for phase in program.phases if phase.until is not None), default=0)
+
+
+def block_steps(program: Program, steps: int) -> int:
+    """Returns the steps of a block: whole periods, about a twentieth of the run."""
+    every = period(program)
+    return every * max(1, round(steps / BLOCKS / every))
+
+
+def in_turns(trained: Sequence[Trained]) -> None:
+    """Trains all to their end, a block each in turn."""
+    number = 0
+    while waiting := [x for x in trained if not x.is_done]:
+        for x in waiting if number % 2 == 0 else waiting[::-1]:
+            x.train_block()
+        number += 1
+
+
+def ratios(of: Trained, to: Trained) -> list[float]:
+    """Returns the time of a step over that of `to`, for each round in which both count."""
+    pairs = zip(of.blocks, to.blocks, strict=False)
+    return [a.step_s / b.step_s for a, b in pairs if a.counts and b.counts]

@@ -1,0 +1,156 @@
+"""What these machines have, and whether a run can be trusted to them: `spmdkit doctor`, on one process or on all of a launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdkit import compat
+from spmdkit.cluster import Cluster, environment, join
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError, ExitCode
+from spmdkit.foundation.formatting import format_bytes, visible
+from spmdkit.mesh.mesh import make_mesh, resolve
+from spmdkit.metrics.environment import device_groups
+from spmdkit.program import allocator, compile_cache
+from spmdkit.run.startup import health_checks
+from spmdkit.run.startup.health_checks import Verdict
+from spmdkit.run.startup.health_checks.bandwidth import table
+
+
+def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
+    """Joins the processes that the environment names, prints what was found on process 0, and returns the exit code.
+
+    Raises:
+        ConfigError: `burn_text` is no time.
+    """
+    burn_s = None if burn_text is None else seconds_of(burn_text)
+    spec = environment(os.environ, config.cluster.dialect if config else "auto")
+    cluster = join(
+        spec,
+        config.devices if config else "auto",
+        collective_timeout_s=COLLECTIVE_S,
+        interface=config.cluster.interface if config else "auto",
+    )
+    found = diagnose(cluster, config, burn_s)
+    if cluster.is_main and as_json:
+        print(json.dumps(found))
+    elif cluster.is_main:
+        for name, value in found.items():
+            if name not in ("problems", "slow"):
+                told = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+                print(visible(f"{name:14} {told}"))
+        for kind, lines in (("PROBLEM", found["problems"]), ("slow", found["slow"])):
+            for line in lines:
+                print(visible(f"{kind}: {line}"))
+    cluster.shutdown()
+    return ExitCode.CHECK_FAILED if found["problems"] else ExitCode.DONE
+
+
+def seconds_of(text: str) -> float:
+    """Returns the seconds of `30s`, `5m`, `1h` or `30`.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m|h|)", text.strip())
+    if match is None or not 0 < float(match[1]) * UNITS_S[match[2]] <= MOST_S:
+        raise ConfigError(
+            f"doctor --burn {text}: it is a time above 0 and up to a day: a number and s, m or h. Try --burn 30s."
+        )
+    return float(match[1]) * UNITS_S[match[2]]
+
+
+UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+MOST_S = 86400.0
+COLLECTIVE_S = 30.0
+"""After this and a minute a collective that hangs is an error."""
+
+
+def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | None = None) -> dict[str, Any]:
+    """Returns what is shown, by name, with `problems` (what no run should be trusted to) and `slow`. Called by all processes at once.
+
+    Args:
+        config: whose run directory is written to, and whose mesh is measured.
+        burn_s: seconds for which all devices compute the same products.
+    """
+    devices = cluster.devices
+    versions, differ = health_checks.same_versions(cluster)
+    met = health_checks.meet(cluster)
+    verdict = health_checks.judge_hosts(met) + Verdict(wrong=differ)
+    found: dict[str, Any] = {
+        "python": versions.pop("python"),
+        "versions": versions,
+        "devices": _devices(cluster),
+        "memories": ", ".join(sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories())),
+        "allocator": allocator.describe(os.environ),
+        "compile cache": _compile_cache(config),
+        "hosts": _hosts(met),
+    }
+    if config is not None:
+        from spmdkit.run.startup.bucket import checkpoints_of
+
+        found["run directory"], wrong = health_checks.write_test(
+            cluster, config.resolved_run_dir(), checkpoints_of(config)
+        )
+        verdict += Verdict(wrong=wrong)
+    if any(one["unreached"] for one in met):
+        return found | {"problems": verdict.wrong, "slow": verdict.slow}  # a collective would hang
+    found["reduction"], wrong = _reduction(devices)
+    sizes = resolve((config.mesh.sizes() if config else {}) or {"data": -1}, len(devices))
+    found["bandwidth"] = table(health_checks.bandwidths(make_mesh(sizes, devices))) or "one device"
+    verdict += Verdict(wrong=wrong)
+    if burn_s is not None:
+        found["burn"], burnt = health_checks.burn_all(cluster, burn_s)
+        verdict += burnt
+    return found | {"problems": verdict.wrong, "slow": verdict.slow}
+
+
+def _compile_cache(config: Config | None) -> str:
+    """Returns where what XLA compiles is kept, and how much of it there is for this kind of machine, or why nothing is."""
+    options = config.compile_cache if config is not None else None
+    if config is not None and options is None:
+        return "off (compile_cache: null)"
+    asked = config.folder / options.directory if config and options and options.directory else None
+    folder, said = compile_cache.place(asked, os.environ)
+    if folder is None:
+        return said
+    sizes = [path.stat().st_size for path in folder.glob(f"*{compile_cache.SUFFIX}")]
+    return f"{said}, {len(sizes)} programs of {format_bytes(sum(sizes))}"
+
+
+def _devices(cluster: Cluster) -> str:
+    groups = device_groups(cluster.devices)
+    told = ", ".join(f"{one['count']} x {one['kind']} ({one['platform']})" for one in groups)
+    return f"{told} in {cluster.num_processes} processes" if cluster.num_processes > 1 else told
+
+
+def _hosts(met: list[dict[str, Any]]) -> str:
+    """Returns one entry for each process: host, what Gloo advertises, its clock."""
+    if len(met) == 1:
+        return f"{met[0]['host']}; to other hosts Gloo would advertise {met[0]['address']}"
+    return "; ".join(
+        f"process {process} on {one['host']}, Gloo advertises {one['address']}, clock {'unknown' if one['clock_s'] is None else format(one['clock_s'], '+.3f')} s"
+        for process, one in enumerate(met)
+    )
+
+
+def _reduction(devices: list[jax.Device]) -> tuple[str, list[str]]:
+    """Returns (outcome, what is wrong) of one small sum over all devices."""
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = compat.auto_mesh(np.array(devices), ("data",))
+    spec = PartitionSpec("data")
+    add = jax.jit(jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))
+    numbers = jax.jit(lambda: jnp.arange(len(devices), dtype=jnp.float32), out_shardings=NamedSharding(mesh, spec))
+    total, expected = float(add(numbers())[0]), len(devices) * (len(devices) - 1) / 2
+    if total == expected:
+        return "right", []
+    return f"WRONG: {total}, expected {expected}", [f"a sum over all devices is {total} and not {expected}"]

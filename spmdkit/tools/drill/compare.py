@@ -1,0 +1,49 @@
+"""Whether a run that was hurt has ended as one that was not: every bit of the state of its last step, and every number that it has told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from spmdkit.checkpoint import saved_state
+from spmdkit.foundation.constants import MEASURED
+from spmdkit.metrics import read_lines
+from spmdkit.tools.drill.corrupt import newest
+
+
+def different_leaf(clean: Path, hurt: Path) -> str:
+    """Returns what differs in the states that two runs have ended with, an empty text where nothing does."""
+    steps = [newest(run) for run in (clean, hurt)]
+    if steps[0] != steps[1]:
+        return f"the last step is {steps[1]}, and {steps[0]} without a fault"
+    theirs, ours = (saved_state(run / "checkpoints", steps[0]) for run in (clean, hurt))
+    if theirs.keys() != ours.keys():
+        return f"other leaves: {', '.join(sorted(theirs.keys() ^ ours.keys())[:3])}"
+    for path, leaf in theirs.items():
+        other = ours[path]
+        if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
+            return f"{path} is {other.dtype}{list(other.shape)}, and {leaf.dtype}{list(leaf.shape)} without a fault"
+        if leaf.tobytes() != other.tobytes():
+            return f"{path} differs by {_distance(leaf, other):.2g} of its norm"
+    return ""
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(a)), 1e-30)
+
+
+def different_record(clean: Path, hurt: Path) -> str:
+    """Returns the first record of metrics.jsonl that differs, an empty text where none does. What a clock has measured is left out."""
+    theirs, ours = (_records(run) for run in (clean, hurt))
+    for a, b in zip(theirs, ours, strict=False):
+        if a != b:
+            keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
+            return f"step {b.get('step')}: {', '.join(f'{k} is {b.get(k)} and not {a.get(k)}' for k in keys[:3])}"
+    return "" if len(theirs) == len(ours) else f"{len(ours)} records, and {len(theirs)} without a fault"
+
+
+def _records(run: Path) -> list[dict[str, str]]:
+    return [{k: repr(v) for k, v in line.items() if k not in MEASURED} for line in read_lines(run / "metrics.jsonl")]

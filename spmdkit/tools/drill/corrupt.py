@@ -1,0 +1,43 @@
+"""What a drill does to the newest checkpoint, while no process of the run lives: a file cut in half, or one bit flipped in its data."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+from spmdkit.checkpoint.record import TEMPORARY_MARK
+from spmdkit.foundation.constants import is_step_name
+
+
+def newest(run_dir: Path) -> int:
+    """Returns the newest committed step of a run, 0 where there is none."""
+    return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if is_step_name(p.name)), default=0)
+
+
+def unfinished(run_dir: Path) -> str:
+    """Returns the name of what is there of a save that did not come to its end, an empty text where there is none."""
+    return max((path.name for path in (run_dir / "checkpoints").glob(f"*{TEMPORARY_MARK}")), default="")
+
+
+def damage(run_dir: Path, kind: str, rng: random.Random) -> str:
+    """Damages the largest file of the newest checkpoint, and returns which; an empty text where there is none.
+
+    `kind`: "truncate", to half of its length, or "corrupt", one bit anywhere in it.
+    """
+    folder = run_dir / "checkpoints" / str(newest(run_dir))
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()] if folder.is_dir() else []
+    path = max(files, key=lambda p: (p.stat().st_size, str(p)), default=None)
+    if path is None or not path.stat().st_size:
+        return ""
+    size = path.stat().st_size
+    if kind == "truncate":
+        os.truncate(path, size // 2)
+    else:
+        with path.open("r+b") as file:
+            at = rng.randrange(size)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+    return str(path.relative_to(run_dir))

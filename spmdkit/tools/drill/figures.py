@@ -1,0 +1,96 @@
+"""Figures of a drill, from what was seen. Pure.
+
+detection   from the fault until the launcher or the run noticed it
+recovery    from the fault until every process had begun a step that none had begun before; not of faults that another one overtook
+lost        steps that were begun and not kept, all of which are done again
+goodput     seconds from the first step to the end without a fault / the same with them
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from spmdkit.tools.drill.timeline import BARS, Bars, Hit, Start
+from spmdkit.tools.drill.timing import Pace
+
+
+def pace_of(attempts: Sequence[Start], steps: int, num_saves: int) -> Pace:
+    """Returns what an undisturbed run took."""
+    start_s, work_s = start_seconds(attempts), work_seconds(attempts)
+    return Pace(start_s, work_s / steps, max(1, steps // max(1, num_saves)))
+
+
+def start_seconds(attempts: Sequence[Start]) -> float:
+    """Returns the seconds until the first step."""
+    first = next((a for a in attempts if a.first_step is not None), attempts[0])
+    return (first.first_step or first.end) - first.begin
+
+
+def work_seconds(attempts: Sequence[Start]) -> float:
+    """Returns the seconds from the first step to the end."""
+    first = next((a.first_step for a in attempts if a.first_step is not None), attempts[0].end)
+    return attempts[-1].end - first
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Returns median, ninth decile, largest and number of some seconds, None of none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    worst = {"p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], "max": ordered[-1]}
+    return {name: round(x, 3) for name, x in {"median": statistics.median(ordered), **worst}.items()} | {
+        "count": len(ordered)
+    }
+
+
+def told(hit: Hit, begin: float) -> dict[str, Any]:
+    """Returns a fault as JSON values; times are seconds since the first process was started."""
+    fired = hit.fired if hit.fired is not None else begin
+    since = lambda when: None if when is None else round(when - fired, 3)
+    return {
+        "asked": str(hit.fault),
+        "kind": hit.fault.kind,
+        "process": hit.process,
+        "attempt": hit.attempt,
+        "at_s": round(fired - begin, 3),
+        "step": hit.reached,
+        "phase": hit.phase,
+        "drawn_at": hit.moment.at if hit.moment is not None and hit.fault.step is None else None,
+        "unfinished": hit.unfinished or None,
+        "failed": hit.failed or None,
+        "damaged": hit.damaged or None,
+        "detection_s": since(hit.detected),
+        "detected_by": hit.detected_by or None,
+        "recovery_s": since(hit.recovered),
+        "overtaken": hit.overtaken,
+        "in_process": hit.in_process,
+        "restored": hit.restored,
+        "steps_lost": hit.lost,
+    }
+
+
+def summary(hits: Sequence[Hit], attempts: Sequence[Start], clean: Sequence[Start]) -> dict[str, Any]:
+    """Returns the figures of all faults together."""
+    detection = [h.detected - h.fired for h in hits if h.detected is not None and h.fired is not None]
+    recovery = [h.recovered - h.fired for h in hits if h.recovered is not None and h.fired is not None]
+    lost = sum(h.lost or 0 for h in hits if not h.overtaken)
+    disturbed, undisturbed = work_seconds(attempts), work_seconds(clean)
+    return {
+        "detection_s": spread(detection),
+        "recovery_s": spread(recovery),
+        "steps_lost": lost,
+        "steps_repeated": lost,
+        "goodput": round(min(1.0, undisturbed / disturbed), 4) if disturbed > 0 else None,
+        "work_s": round(disturbed, 3),
+        "undisturbed_work_s": round(undisturbed, 3),
+        "undisturbed_start_s": round(start_seconds(clean), 3),
+    }
+
+
+def shares(bars: Sequence[Bars]) -> dict[str, float]:
+    """Returns kind of bar -> its part of the time of all processes."""
+    seconds = {kind: sum(b.end - b.begin for each in bars for b in each.bars if b.kind == kind) for kind in BARS}
+    total = sum(seconds.values()) or 1.0
+    return {kind: round(s / total, 4) for kind, s in seconds.items() if s > 0}

@@ -1,0 +1,279 @@
+"""Accelerate's YAML, as `accelerate config` writes it. Source: huggingface/accelerate, src/accelerate/commands/config/config_args.py (1.12)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdkit.tools.migrate import deepspeed
+from spmdkit.tools.migrate.base import (
+    AUTOMATIC,
+    UNKNOWN,
+    Migration,
+    Rule,
+    Table,
+    automatic,
+    beside,
+    flag,
+    is_on,
+    meaningless,
+    section,
+    to,
+    walk,
+    when,
+)
+
+NAMES = frozenset(
+    {
+        "distributed_type",
+        "compute_environment",
+        "fsdp_config",
+        "deepspeed_config",
+        "parallelism_config",
+        "main_training_function",
+    }
+)
+"""A file that has one of these is Accelerate's."""
+
+_MEET = automatic(
+    "processes find each other by the variables of what starts them: `spmdkit launch`, Slurm, torchrun, TF_CONFIG ..."
+)
+_SHAPES = automatic("any pytree is cut leaf by leaf (layout.fsdp: auto, or layout.rules), without wrapping modules")
+_OVERLAP = automatic("XLA gathers and overlaps what the step needs")
+_CLOUD = meaningless("machines are made by a cloud's own tools; `spmdkit` runs on those that are there")
+_FP8 = meaningless("products in float8 are the model's own; `precision` is that of everything else")
+
+
+def migrate(settings: Mapping[str, Any], devices: int, folder: Path | None = None) -> Migration:
+    """Returns what the settings are here. `folder`: where the file lies, for a DeepSpeed file that it names."""
+    migration = Migration(devices)
+    table = {**TABLE, "deepspeed_config": _deepspeed_table(folder), "downcast_bf16": _downcast(settings)}
+    ordered = sorted(settings, key=lambda name: name == "downcast_bf16")  # which says more of mixed_precision
+    walk(migration, {name: settings[name] for name in ordered}, table)
+    mesh, zero = migration.config.setdefault("mesh", {}), migration.config.get("layout", {}).get("zero")
+    fsdp = settings.get("distributed_type") == "FSDP" or zero is not None
+    strategy = str(section(settings, "fsdp_config").get("fsdp_sharding_strategy", ""))
+    if strategy in ("NO_SHARD", "3"):
+        mesh["data"] = -1
+        migration.config.pop("layout", None)
+    elif -1 not in mesh.values() and settings.get("distributed_type", "NO") != "NO":
+        if strategy.startswith("HYBRID") or strategy in ("4", "5"):
+            machines = settings.get("num_machines")
+            mesh.setdefault("replica", machines if deepspeed.is_count(machines) else 1)
+        if not fsdp or "fsdp" not in mesh:
+            mesh["fsdp" if fsdp else "data"] = -1
+    if not mesh:
+        migration.config.pop("mesh")
+    return migration
+
+
+def _type(migration: Migration, key: str, value: Any) -> None:
+    parts = {
+        "FSDP": "fsdp: -1", "DEEPSPEED": "by deepspeed_config", "MEGATRON_LM": "by megatron_lm_config", "NO": "one device"
+    }  # fmt: skip
+    migration.say("mapped", key, value, f"mesh: {parts.get(str(value), 'data: -1')}")
+
+
+def _precision(migration: Migration, key: str, value: Any) -> None:
+    if value is False or str(value) == "no":
+        return migration.say(AUTOMATIC, key, value, "float32")
+    notes = {"fp16": "no float16: bfloat16 needs no loss scale", "fp8": "float8 products are the model's own"}
+    return migration.mapped(key, value, "precision", "bfloat16", notes.get(str(value), ""))
+
+
+def _downcast(settings: Mapping[str, Any]) -> Rule:
+    """Returns the rule of `downcast_bf16`, which is about bf16 on TPUs alone: everything is in it then, the parameters too."""
+    if str(settings.get("mixed_precision")) != "bf16":
+        return automatic("it has no effect without mixed_precision: bf16")
+    whole = {"compute": "bfloat16", "params": "bfloat16"}
+    return when(is_on, to("precision", lambda value: whole), automatic("float32 stays float32"))
+
+
+def _cpu(migration: Migration, key: str, value: Any) -> None:
+    if is_on(value):
+        migration.mapped(key, value, "devices", f"cpu:{migration.devices}", "fake devices of this CPU")
+    else:
+        migration.say(AUTOMATIC, key, value, "devices: auto")
+
+
+def _gpus(migration: Migration, key: str, value: Any) -> None:
+    numbers = str(value).split(",")
+    if value is None or not all(n.strip().isdecimal() for n in numbers):
+        return migration.say(AUTOMATIC, key, value, "devices: auto")
+    return migration.mapped(key, value, "devices", [int(n) for n in numbers])
+
+
+def _sharding(migration: Migration, key: str, value: Any) -> None:
+    zero = {
+        "FULL_SHARD": 3,
+        "1": 3,
+        "SHARD_GRAD_OP": 2,
+        "2": 2,
+        "HYBRID_SHARD": 3,
+        "4": 3,
+        "HYBRID_SHARD_ZERO2": 2,
+        "5": 2,
+    }.get(str(value))
+    if zero is None:
+        return migration.say("mapped", key, value, "mesh: {data: -1}")
+    hybrid = (
+        "mesh: {replica: machines, fsdp: -1}"
+        if str(value).startswith("HYBRID") or str(value) in "45"
+        else "mesh: {fsdp: -1}"
+    )
+    return migration.mapped(key, value, "layout.zero", zero, hybrid)
+
+
+def _reshard(migration: Migration, key: str, value: Any) -> None:
+    if isinstance(value, str) and not is_on(value) and value.lower() not in ("false", "no"):
+        return _sharding(migration, key, value)
+    return migration.mapped(key, value, "layout.zero", 3 if is_on(value) else 2)
+
+
+def _offload(migration: Migration, key: str, value: Any) -> None:
+    if is_on(value):
+        migration.put("placement.optimizer", "host")
+        return migration.mapped(key, value, "placement.params", "host", "and placement.optimizer")
+    return migration.say(AUTOMATIC, key, value, "kept on the device")
+
+
+def _axis(axis: str) -> Any:
+    """Returns the rule of the size of a mesh axis; 1 is left out."""
+    return when(lambda v: v in (None, 1), automatic(f"mesh.{axis} is 1"), to(f"mesh.{axis}"))
+
+
+def _deepspeed_table(folder: Path | None) -> Table:
+    def file(migration: Migration, key: str, value: Any) -> None:
+        path = None if folder is None else folder / str(value)
+        if path is None or not path.is_file():
+            return migration.say(
+                "meaningless here",
+                key,
+                value,
+                "the file is not beside this one: migrate it, `spmdkit migrate` reads it",
+            )
+        try:
+            inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices)
+        except (ValueError, AttributeError) as error:
+            return migration.say(
+                UNKNOWN, key, value, f"that file is no config of DeepSpeed: {' '.join(str(error).split())}"
+            )
+        migration.config |= inner.config
+        migration.say("mapped", key, value, "read, line by line below")
+        migration.lines += inner.lines
+        return None
+
+    return DEEPSPEED | {"deepspeed_config_file": file}
+
+
+FSDP: Table = {
+    "fsdp_sharding_strategy": _sharding,
+    "fsdp_reshard_after_forward": _reshard,
+    "fsdp_offload_params": _offload,
+    "fsdp_activation_checkpointing": flag("remat", "full", "remat: none"),
+    **dict.fromkeys(
+        [
+            "fsdp_auto_wrap_policy",
+            "fsdp_transformer_layer_cls_to_wrap",
+            "fsdp_min_num_params",
+            "fsdp_use_orig_params",
+            "fsdp_version",
+        ],
+        _SHAPES,
+    ),
+    **dict.fromkeys(["fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch"], _OVERLAP),
+    "fsdp_cpu_ram_efficient_loading": automatic("parameters are made or restored where they will lie, shard by shard"),
+    "fsdp_sync_module_states": automatic(
+        "parameters are made from the seed, the same on all processes, and compared before step 1"
+    ),
+    "fsdp_state_dict_type": automatic("a checkpoint is written in shards and restored on any mesh"),
+}
+
+DEEPSPEED: dict[str, Any] = {
+    "zero_stage": deepspeed.stage,
+    "gradient_accumulation_steps": to("microbatches"),
+    "gradient_clipping": to("clip_norm", float),
+    "offload_optimizer_device": deepspeed.offload("placement.optimizer"),
+    "offload_param_device": deepspeed.offload("placement.params"),
+    "zero3_init_flag": automatic("parameters are made where they will lie, shard by shard"),
+    "zero3_save_16bit_model": automatic("`spmdkit checkpoint export` writes whole arrays"),
+    "deepspeed_moe_layer_cls_names": meaningless("experts are sk.moe in the model, cut by mesh.expert"),
+    **dict.fromkeys(
+        ["offload_optimizer_nvme_path", "offload_param_nvme_path"], meaningless("nothing is kept on disks")
+    ),
+    **dict.fromkeys(
+        [
+            "deepspeed_multinode_launcher",
+            "deepspeed_hostfile",
+            "deepspeed_inclusion_filter",
+            "deepspeed_exclusion_filter",
+        ],
+        _MEET,
+    ),
+}
+
+MEGATRON: Table = {
+    "megatron_lm_tp_degree": _axis("tensor"),
+    "megatron_lm_pp_degree": _axis("pipeline"),
+    "megatron_lm_num_micro_batches": to("pipeline.microbatches"),
+    "megatron_lm_gradient_clipping": to("clip_norm", float),
+    "megatron_lm_recompute_activations": flag("remat", "full", "remat: none"),
+    "megatron_lm_sequence_parallelism": automatic(
+        "activations between tensor-parallel parts are cut along the sequence"
+    ),
+    "megatron_lm_use_distributed_optimizer": flag("layout.zero", 1, "optimizer state as the parameters"),
+}
+
+PARALLEL: Table = {
+    "parallelism_config_dp_replicate_size": _axis("replica"),
+    "parallelism_config_dp_shard_size": _axis("fsdp"),
+    "parallelism_config_tp_size": _axis("tensor"),
+    "parallelism_config_cp_size": _axis("context"),
+    "parallelism_config_sp_size": when(
+        lambda v: v in (None, 1),
+        automatic("mesh.context is 1"),
+        beside("attention.context", "all_to_all", to("mesh.context", note="attention.context: all_to_all")),
+    ),
+    "parallelism_config_cp_comm_strategy": automatic("attention.context: ring passes keys and values round"),
+    "parallelism_config_cp_backend": _OVERLAP,
+    "parallelism_config_sp_backend": _OVERLAP,
+    "parallelism_config_sp_seq_length": automatic("the sequence is that of the data"),
+    "parallelism_config_sp_seq_length_is_variable": automatic("the sequence is that of the data"),
+    "parallelism_config_sp_attn_implementation": automatic("attention.implementation: auto"),
+}
+
+TABLE: dict[str, Any] = {
+    "compute_environment": when(
+        lambda v: v == "LOCAL_MACHINE", automatic("this machine, or those of the scheduler"), _CLOUD
+    ),
+    "distributed_type": _type,
+    "mixed_precision": _precision,
+    "fp16": _precision,
+    "num_processes": automatic("mesh axes of -1 take the devices that are there; `spmdkit launch -n N`"),
+    "num_machines": automatic(
+        "the hosts that the starter knows; fsdp within and replica across: mesh: {replica: hosts, fsdp: -1}"
+    ),
+    **dict.fromkeys(
+        ["machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "mpirun_config"], _MEET
+    ),
+    "gpu_ids": _gpus,
+    "use_cpu": _cpu,
+    "main_training_function": meaningless("a config names the task: task: file.py:name"),
+    "downcast_bf16": automatic("float32 stays float32"),
+    "debug": automatic("processes compare config, data, program and parameters before the first step"),
+    "enable_cpu_affinity": meaningless("threads are XLA's; use numactl around the command"),
+    "dynamo_config": automatic("the whole step is compiled"),
+    "gradient_accumulation_steps": to("microbatches"),
+    "fsdp_config": FSDP,
+    "deepspeed_config": DEEPSPEED,
+    "megatron_lm_config": MEGATRON,
+    "parallelism_config": PARALLEL,
+    "fp8_config": _FP8,
+    **dict.fromkeys(
+        ["tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"],
+        _CLOUD,
+    ),
+    **dict.fromkeys(["ipex_config", "use_mps_device", "use_xpu"], automatic("devices: auto takes what JAX finds")),
+}

@@ -1,0 +1,112 @@
+"""`spmdkit migrate FILE`: reads another project's config and prints one of spmdkit, with a line for each of its settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spmdkit.config import parse_config
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import visible
+from spmdkit.tools.migrate import accelerate, deepspeed, maxtext
+from spmdkit.tools.migrate.base import KINDS, UNKNOWN, Fate, Migration, shown, tidy
+
+PROJECTS = {"accelerate": accelerate.NAMES, "deepspeed": deepspeed.NAMES, "maxtext": maxtext.NAMES}
+MOST_BYTES = 10**6
+TASK = "task.py:task"
+
+
+def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> str:
+    """Returns the config as YAML; behind it, as comments, what became of each setting.
+
+    Args:
+        project: accelerate, deepspeed or maxtext; None: whose settings the file has.
+        devices: what sizes for each device are multiplied by.
+    Raises: ConfigError for a file that cannot be read, is no mapping, or is nobody's.
+    """
+    if devices < 1:
+        raise ConfigError(f"--devices {devices}: at least one. Give the number that the job has, --devices 8.")
+    settings = read(Path(path))
+    whose = chosen(settings, project, path)
+    if whose == "accelerate":
+        found = accelerate.migrate(settings, devices, Path(path).parent)
+    else:
+        found = {"deepspeed": deepspeed, "maxtext": maxtext}[whose].migrate(settings, devices)
+    tidy(found)
+    return text(found, f"{Path(path).name}, a config of {whose}", problem_of(found))
+
+
+def problem_of(migration: Migration) -> str:
+    """Returns why `spmdkit config check` would not take the config, in one line; empty where it does."""
+    try:
+        parse_config({"task": TASK, **migration.config})
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """Returns the settings of a YAML or JSON file. Raises ConfigError where there are none."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(
+                f"migrate {path}: {path.stat().st_size} bytes are no config; at most {MOST_BYTES}. Give the config itself."
+            )
+        written = path.read_text()
+        settings = json.loads(written) if path.suffix == ".json" else yaml.safe_load(written)
+    except OSError as error:
+        raise ConfigError(
+            f"migrate {path}: {error.strerror or error}. Give the path of a config that exists."
+        ) from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"migrate {path}: it cannot be read as {path.suffix or 'YAML'}: {why}. Fix that line."
+        ) from None
+    if not isinstance(settings, Mapping) or not settings:
+        found = "nothing" if not settings else type(settings).__name__
+        raise ConfigError(
+            f"migrate {path}: found {found}, and a config is a mapping of settings. Give the config itself."
+        )
+    return {str(name): value for name, value in settings.items()}
+
+
+def chosen(settings: Mapping[str, Any], project: str | None, path: str | Path) -> str:
+    """Returns whose config it is. Raises ConfigError where no setting tells."""
+    if project is not None and project not in PROJECTS:
+        raise ConfigError(f"migrate --project {project}: it is one of {', '.join(PROJECTS)}.")
+    fitting = {name: len(names & settings.keys()) for name, names in PROJECTS.items()}
+    best = max(fitting, key=lambda name: fitting[name])
+    if project is None and fitting[best] == 0:
+        some = ", ".join(list(settings)[:5])
+        raise ConfigError(
+            f"migrate {path}: its settings ({some}) are of none of {', '.join(PROJECTS)}. Say whose it is: --project accelerate."
+        )
+    return project or best
+
+
+def text(migration: Migration, source: str, problem: str = "") -> str:
+    """Returns the config as YAML with a comment for each setting, unknown ones first, and at the top what keeps it from being one."""
+    head = [f"# From {source}; check it with `spmdkit config check`. What became of each setting stands at the end."]
+    head += [f"# NOT ACCEPTED YET: {visible(problem)}"] if problem else []
+    config = {"task": TASK, **migration.config}
+    for name, value in config.items():
+        note = "  # yours: a function under @sk.task that returns sk.Task(...)" if name == "task" else ""
+        flow = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
+        head.append(f"{name}: {flow.removesuffix('...').strip()}{note}")
+    lines = []
+    for kind in (UNKNOWN, *(k for k in KINDS if k != UNKNOWN)):
+        of_kind = [line for line in migration.lines if line.kind == kind]
+        if of_kind:
+            lines += ["#", f"# {kind}:", *(told(line) for line in of_kind)]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def told(line: Fate) -> str:
+    """Returns the comment of one setting."""
+    value = " ".join(shown(line.value).split())
+    return f"#   {line.key}: {value if len(value) <= 60 else value[:57] + '...'} -> {line.why}"

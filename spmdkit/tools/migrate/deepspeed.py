@@ -1,0 +1,366 @@
+"""DeepSpeed's JSON. Source: https://www.deepspeed.ai/docs/config-json/ (0.18)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmdkit.tools.migrate.base import (
+    AUTOMATIC,
+    MEANINGLESS,
+    UNKNOWN,
+    Migration,
+    Rule,
+    Table,
+    automatic,
+    flag,
+    is_on,
+    meaningless,
+    to,
+    walk,
+    when,
+)
+
+NAMES = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_accumulation_steps"}
+)
+"""A file that has one of these is DeepSpeed's."""
+
+_OVERLAP = automatic("XLA gathers, reduces and overlaps what the step needs; there are no buckets")
+_SCALE = meaningless("bfloat16 has the range of float32, so there is no loss scale")
+_NVME = meaningless("nothing is kept on disks; host memory is what `placement` offers")
+_SINK = meaningless("metrics.jsonl and report.html are always written; other services are a sink of yours, log.sinks")
+_MODEL = meaningless("part of the model, so of the task")
+
+
+def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
+    """Returns what the settings are here."""
+    migration = Migration(devices)
+    ordered = sorted(
+        settings, key=lambda name: name == "scheduler"
+    )  # whose rate is the optimizer's, wherever it stands
+    walk(migration, {name: settings[name] for name in ordered}, TABLE)
+    _batch(migration, settings)
+    stage = migration.config.get("layout", {}).get("zero", 0)
+    if not migration.config.get("mesh"):
+        migration.put("mesh", {"data": -1} if stage == 0 else {"fsdp": -1})
+    elif "fsdp" not in migration.config["mesh"]:
+        migration.put("mesh.fsdp" if stage else "mesh.data", -1)
+    return migration
+
+
+def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
+    """Sets batch_size and microbatches from the three numbers, two of which DeepSpeed needs."""
+    asked = {
+        k: settings.get(k)
+        for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    }
+    total, micro, passes = (x if is_count(x) else None for x in asked.values())
+    if total is None and micro is not None:
+        total = micro * (passes or 1) * migration.devices
+    if passes is None and total is not None and micro is not None and total % (micro * migration.devices) == 0:
+        passes = total // (micro * migration.devices)
+    found = {"batch_size": total, "microbatches": passes}
+    notes = {
+        "train_batch_size": "batch_size",
+        "gradient_accumulation_steps": "microbatches",
+        "train_micro_batch_size_per_gpu": "batch_size and microbatches, for --devices " + str(migration.devices),
+    }
+    for name, value in found.items():
+        if value is not None and (name == "batch_size" or (total or 0) % value == 0):
+            migration.put(name, value)
+    for key, value in asked.items():
+        if key in settings:
+            told = {k: v for k, v in found.items() if k in notes[key] and v is not None}
+            if is_count(value) and told:
+                migration.say(
+                    "mapped",
+                    key,
+                    value,
+                    ", ".join(f"{k}: {v}" for k, v in told.items())
+                    + (
+                        " (batch_size and microbatches are for --devices " + str(migration.devices) + ")"
+                        if "micro_batch" in key
+                        else ""
+                    ),
+                )
+            elif value in (None, "auto"):
+                migration.say(AUTOMATIC, key, value, "the trainer's own value: set batch_size and microbatches")
+            else:
+                migration.say(UNKNOWN, key, value, "it is no number of examples: set batch_size and microbatches")
+
+
+def is_count(value: Any) -> bool:
+    """Returns whether a value is a whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def stage(migration: Migration, key: str, value: Any) -> None:
+    """The rule of a ZeRO stage."""
+    if is_count(value) and value <= 3:
+        migration.mapped(
+            key, value, "layout.zero", value, "mesh.fsdp cuts optimizer state, then gradients, then parameters"
+        )
+    elif value in (0, None, False):
+        migration.say(AUTOMATIC, key, value, "replicas over mesh.data")
+    else:
+        migration.say(UNKNOWN, key, value, "there are stages 0 to 3: set layout.zero")
+
+
+def offload(path: str) -> Rule:
+    """Returns the rule of a device to which state is moved."""
+    note = "NVMe is not used: host memory"
+    return lambda m, key, value: (
+        m.say(AUTOMATIC, key, value, "kept on the device")
+        if value in (None, "none")
+        else m.mapped(key, value, path, "host", note if value == "nvme" else "")
+    )
+
+
+def _optimizer(migration: Migration, key: str, value: Any) -> None:
+    """An optax optimizer with the same arguments, and the learning rate beside it."""
+    kind, params = str(value.get("type", "")), dict(value.get("params") or {})
+    decoupled = bool(params.pop("adam_w_mode", True))
+    names = {
+        "adam": "adamw" if decoupled else "adam",
+        "adamw": "adamw",
+        "lamb": "lamb",
+        "lion": "lion",
+        "sgd": "sgd",
+        "adagrad": "adagrad",
+    }
+    compressed = kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam")
+    name = names.get(kind.lower().removeprefix("onebit").removeprefix("zeroone"))
+    if name is None:
+        return migration.say(
+            MEANINGLESS,
+            f"{key}.type",
+            kind,
+            "no optax optimizer has this name: give it in the task, Task(optimizer=...)",
+        )
+    chosen: dict[str, Any] = {"name": name}
+    note = (
+        f"its compression is a reducer here, over replicas: reducer: {{sign: {{warmup: {params.get('freeze_step', 100)}}}}}"
+        if compressed
+        else ""
+    )
+    for option, given in params.items():
+        if given == "auto":
+            migration.say(AUTOMATIC, f"{key}.params.{option}", given, "the trainer's own value: set it under optimizer")
+        elif option == "lr":
+            migration.mapped(f"{key}.params.lr", given, "learning_rate", given)
+        elif option == "betas" and name in ("adam", "adamw", "lamb", "lion"):
+            chosen |= {"b1": given[0], "b2": given[1]}
+            migration.say("mapped", f"{key}.params.betas", given, f"optimizer.b1: {given[0]}, optimizer.b2: {given[1]}")
+        elif option in ("eps", "weight_decay", "momentum", "nesterov") and _takes(name, option):
+            chosen[option] = given
+            migration.say("mapped", f"{key}.params.{option}", given, f"optimizer.{option}: {given}")
+        else:
+            migration.say(MEANINGLESS, f"{key}.params.{option}", given, f"optax.{name} has no such argument")
+    migration.mapped(f"{key}.type", kind, "optimizer", chosen, note)
+
+
+def _takes(name: str, option: str) -> bool:
+    return option in {
+        "adam": ("eps",),
+        "sgd": ("momentum", "nesterov"),
+        "lion": ("weight_decay",),
+        "adagrad": ("eps",),
+    }.get(name, ("eps", "weight_decay"))
+
+
+def _scheduler(migration: Migration, key: str, value: Any) -> None:
+    """A schedule of optax where there is one of the same form."""
+    kind, params = str(value.get("type", "")), dict(value.get("params") or {})
+    numbers = all(isinstance(x, int | float) for k, x in params.items() if k != "warmup_type")
+    if kind == "WarmupLR" and numbers:
+        note = "linear; DeepSpeed's default warm-up is logarithmic" if params.get("warmup_type", "log") == "log" else ""
+        schedule = {
+            "name": "linear_schedule",
+            "init_value": params.get("warmup_min_lr", 0),
+            "end_value": params.get("warmup_max_lr", 0.001),
+        }
+        schedule["transition_steps"] = params.get("warmup_num_steps", 1000)
+        return migration.mapped(key, value, "learning_rate", schedule, note)
+    rate = migration.config.get("learning_rate")
+    if kind == "WarmupCosineLR" and numbers and isinstance(rate, int | float):
+        schedule = {
+            "name": "warmup_cosine_decay_schedule",
+            "init_value": rate * params.get("warmup_min_ratio", 0.0),
+            "peak_value": rate,
+            "warmup_steps": params.get("warmup_num_steps", 1000),
+            "decay_steps": params["total_num_steps"],
+            "end_value": rate * params.get("cos_min_ratio", 0.0001),
+        }
+        return migration.mapped(key, value, "learning_rate", schedule)
+    if any(x == "auto" for x in params.values()):
+        return migration.say(AUTOMATIC, key, value, "the trainer's own values: set learning_rate to an optax schedule")
+    migration.say(
+        MEANINGLESS, key, value, "no single optax schedule has this form: join two in the task, Task(optimizer=...)"
+    )
+    return None
+
+
+_OFFLOAD_REST = dict.fromkeys(
+    (
+        "nvme_path",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "pipeline",
+        "pipeline_read",
+        "pipeline_write",
+        "fast_init",
+        "ratio",
+    ),
+    _NVME,
+) | {"pin_memory": automatic("host memory of `placement` is pinned")}
+_BUCKETS = [
+    "contiguous_gradients",
+    "overlap_comm",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "sub_group_size",
+    "round_robin_gradients",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_param_persitance_threshold",
+    "stage3_model_persistence_threshold",
+    "ignore_unused_parameters",
+    "legacy_stage1",
+    "memory_efficient_linear",
+    "use_multi_rank_bucket_allreduce",
+    "stage3_module_granularity_threshold",
+    "load_from_fp32_weights",
+    "override_module_apply",
+]
+
+ZERO: Table = {
+    "stage": stage,
+    **dict.fromkeys(_BUCKETS, _OVERLAP),
+    "cpu_offload": flag("placement.optimizer", "host", "kept on the device"),
+    "cpu_offload_params": flag("placement.params", "host", "kept on the device"),
+    "cpu_offload_use_pin_memory": automatic("host memory of `placement` is pinned"),
+    "offload_optimizer": {"device": offload("placement.optimizer"), **_OFFLOAD_REST},
+    "offload_param": {"device": offload("placement.params"), **_OFFLOAD_REST},
+    "stage3_gather_16bit_weights_on_model_save": automatic(
+        "a checkpoint holds whole arrays; `spmdkit checkpoint export` writes them"
+    ),
+    "stage3_gather_fp16_weights_on_model_save": automatic(
+        "a checkpoint holds whole arrays; `spmdkit checkpoint export` writes them"
+    ),
+    "elastic_checkpoint": automatic("a checkpoint is restored on any mesh"),
+    "mics_shard_size": lambda m, key, value: m.mapped(
+        key, value, "mesh", {"replica": -1, "fsdp": value}, "groups of this size hold the model"
+    ),
+    "mics_hierarchical_params_gather": _OVERLAP,
+    "zero_hpz_partition_size": when(
+        lambda v: v == 1,
+        automatic("parameters are gathered over all of fsdp"),
+        meaningless("use mesh: {replica, fsdp}, which cuts within a host"),
+    ),
+    "zero_quantized_weights": when(
+        is_on, meaningless("weights are gathered as they are computed with: precision: bfloat16"), automatic("off")
+    ),
+    "zero_quantized_gradients": when(
+        is_on,
+        meaningless("a compressing reducer takes replicas, not fsdp: mesh.replica and a reducer"),
+        automatic("off"),
+    ),
+}
+
+TABLE: Table = {
+    **dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        lambda m, key, value: None,
+    ),
+    "gradient_clipping": when(lambda v: v == 0, automatic("no clipping"), to("clip_norm")),
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
+    "zero_optimization": ZERO,
+    "fp16": {
+        "enabled": flag("precision", "bfloat16", "float32", "no float16: bfloat16 needs no loss scale"),
+        **dict.fromkeys(
+            [
+                "auto_cast",
+                "loss_scale",
+                "initial_scale_power",
+                "loss_scale_window",
+                "hysteresis",
+                "consecutive_hysteresis",
+                "min_loss_scale",
+                "fp16_master_weights_and_grads",
+            ],
+            _SCALE,
+        ),
+    },
+    "bf16": {"enabled": flag("precision", "bfloat16", "float32"), "immediate_grad_update": _OVERLAP},
+    "bfloat16": {"enabled": flag("precision", "bfloat16", "float32")},
+    "amp": {"enabled": flag("precision", "bfloat16", "float32"), "opt_level": _SCALE},
+    "data_types": {"grad_accum_dtype": to("precision.reduce", lambda v: {"fp32": "float32"}.get(v, "bfloat16"))},
+    "communication_data_type": when(
+        lambda v: v in (None, "fp32"),
+        automatic("gradients are reduced in float32"),
+        to("reducer", lambda v: "bfloat16"),
+    ),
+    "seq_parallel_communication_data_type": automatic("activations cross the wire in the dtype of the computation"),
+    "prescale_gradients": automatic("sums are divided once, by the count of the whole batch"),
+    "gradient_predivide_factor": automatic("sums are divided once, by the count of the whole batch"),
+    "sparse_gradients": when(
+        is_on, meaningless("embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}"), automatic("off")
+    ),
+    "steps_per_print": to("log.every_steps"),
+    "wall_clock_breakdown": automatic("metrics.jsonl has the times of each step; a trace: profile"),
+    "dump_state": automatic("config.yaml, environment.json and plan.json of the run"),
+    "memory_breakdown": automatic("`spmdkit plan` says what a device needs"),
+    "tensorboard": {
+        "enabled": to("log.tensorboard", is_on),
+        "output_path": automatic("tensorboard/ in run_dir"),
+        "job_name": automatic("run_dir names the run"),
+    },
+    **dict.fromkeys(("wandb", "csv_monitor", "comet"), _SINK),
+    **dict.fromkeys(
+        ("flops_profiler", "comms_logger"), automatic("`spmdkit plan` counts arithmetic and bytes on the wire")
+    ),
+    "autotuning": automatic("`spmdkit plan --search` looks for the fastest mesh that fits"),
+    "elasticity": automatic("a checkpoint is restored on any mesh; `spmdkit launch --max-restarts`"),
+    "activation_checkpointing": {
+        "partition_activations": automatic("activations are cut as the mesh cuts them"),
+        "cpu_checkpointing": when(
+            is_on, meaningless("name what is offloaded: remat: {offload: [...]}"), automatic("off")
+        ),
+        **dict.fromkeys(
+            ["contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"],
+            automatic("`remat` says what is kept; XLA places it"),
+        ),
+    },
+    "tensor_parallel": {"autotp_size": to("mesh.tensor", note="with layout.rules, or metadata of the model")},
+    "dataloader_drop_last": to("data.remainder", lambda v: "drop" if is_on(v) else "mask"),
+    **dict.fromkeys(
+        [
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+            "zero_allow_comm_data_type",
+            "disable_allgather",
+            "aio",
+        ],
+        meaningless("an implementation detail of DeepSpeed"),
+    ),
+    **dict.fromkeys(
+        [
+            "sparse_attention",
+            "progressive_layer_drop",
+            "compression_training",
+            "curriculum_learning",
+            "data_efficiency",
+            "quantize_training",
+        ],
+        _MODEL,
+    ),
+    "checkpoint": automatic("`checkpoint` of the config: every process writes its shards, whole or not at all"),
+    "use_data_before_expert_parallel_": automatic("the order of mesh axes is fixed"),
+}

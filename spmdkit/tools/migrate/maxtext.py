@@ -1,0 +1,380 @@
+"""MaxText's YAML. Source: AI-Hypercomputer/maxtext, src/MaxText/configs/base.yml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from spmdkit.tools.migrate.base import (
+    AUTOMATIC,
+    MEANINGLESS,
+    UNKNOWN,
+    Migration,
+    Rule,
+    apply,
+    automatic,
+    beside,
+    flag,
+    is_on,
+    meaningless,
+    to,
+    when,
+)
+
+NAMES = frozenset(
+    {
+        "base_config",
+        "per_device_batch_size",
+        "base_emb_dim",
+        "ici_fsdp_parallelism",
+        "max_target_length",
+        "remat_policy",
+        "mesh_axes",
+        "decoder_block",
+        "base_mlp_dim",
+    }
+)
+"""A file that has one of these is MaxText's."""
+
+_AXES = {
+    "data": "data", "fsdp": "fsdp", "tensor": "tensor", "expert": "expert", "pipeline": "pipeline", "context": "context", "sequence": "context"
+}  # fmt: skip
+_MERGED = {
+    "fsdp_transpose": "fsdp",
+    "tensor_transpose": "tensor",
+    "tensor_sequence": "tensor",
+    "context_autoregressive": "context",
+    "autoregressive": None,
+    "diloco": None,
+}
+_MESH = re.compile(r"(ici|dcn)_(\w+)_parallelism")
+
+MODEL = re.compile(
+    r"base_(emb|mlp|moe|num)\w*|head_dim|vocab_size|decoder_block|num_experts\w*|mlp_activations|dropout_rate|logits_\w+|normaliz\w+|"
+    r"global_parameter_scale|rope_\w+|sliding_window_size|attn_logits_soft_cap|final_logits_soft_cap|use_\w*(norm|bias)\w*|max_target_length|"
+    r"max_position_embeddings|trainable_position_size|model_name|attention_type|shared_experts|moe_\w+|q_lora_rank|kv_lora_rank|"
+    r"qk_\w+_head_dim|v_head_dim|mla_\w+|\w+_for_(vit|audio|vision)|\w*position_embeddings|beta_(fast|slow)|\w*mscale\w*|\w*(rope|timescale|rotary)\w*|"
+    r"vision_\w+|norm_topk_prob|inhomogeneous_layer\w*|\w+_head_dim|\w+_num_kv_heads|(attention|mlp)_bias|(gdn|indexer|engram|mhc|index)_\w+|attention_sink|"
+    r"nope_layer_interval|z_loss_multiplier|float32_\w+|share_kv_projections|chunk_attn_\w+|temperature_tuning|(n|topk)_routing_group\w*|o_(lora_rank|groups)|interleave_moe_layer_step|first_num_dense_layers|load_balance_loss_weight|fused_(qkv|mlp)|"
+    r"use_iota_embed|use_untrainable_positional_embedding|num_layers_per_pipeline_stage|routed_\w+|mtp_\w+|enable_dropout"
+)
+"""What describes the model: it becomes keyword arguments of the task."""
+
+PATTERNS: list[tuple[str, str, str]] = [
+    (
+        (
+            r"(hf|grain|tfds|dataset|eval_dataset|tokenizer|tokenize|train|eval)_\w+|dataset\w*|max_corpus_chars|expansion_factor_\w+|add_(bos|eos)|packing|"
+            r"eval_split|train_split|use_sft|sft_\w+|colocated_\w+|generate_padding_\w+|\w*image\w*|use_multimodal"
+        ),
+        MEANINGLESS,
+        "data are the task's: Task(train_data=...), any random-access source",
+    ),
+    (
+        (
+            r"(decode|inference|prefill|ar|autoregressive|prometheus|jetstream|stack|return_log_prob|multi_sampling|pagedattn|paged)_\w+|"
+            r"prompt|max_prefill\w*|load_from_prefill_dir|quantize_kvcache|kv_quant\w*|compute_axis_order|reshape_q|vllm\w*"
+        ),
+        MEANINGLESS,
+        "serving is not what this does",
+    ),
+    (
+        r"quant\w*|use_qwix\w*|checkpoint_is_quantized|save_quantized\w*|replicate_quant_scale|act_quant\w*|use_qk_norm_quant",
+        MEANINGLESS,
+        "quantised products are the model's own",
+    ),
+    (
+        r"compile_topology\w*|compiled_trainstep_file|compile_xla_flags",
+        AUTOMATIC,
+        "`spmdkit plan --target tpu:v5p:4x4x4` compiles for machines that are not here",
+    ),
+    (
+        (
+            r"\w*(goodput|badput|vertex|telemetry|cloud_logger|standard_logger|managed_mldiagnostics|gcp_\w+|heartbeat)\w*|gcs_metrics|save_config_to_gcs|"
+            r"metrics_file|enable_tensorboard|enable_structured\w*|log_config|record_internal_nn_metrics|"
+            r"monitor_\w+|report_\w+"
+        ),
+        AUTOMATIC,
+        "metrics.jsonl, events.jsonl, config.yaml and report.html are always written; log.sinks for more",
+    ),
+    (
+        r"collect_stack_trace|stack_trace_\w+|max_checkify|debug_sharding|hide_profiler_step_metric|dump_\w+",
+        AUTOMATIC,
+        "stacks of all processes are shown when one hangs (watchdog); `spmdkit layout` and `plan` say what lies where",
+    ),
+    (
+        (
+            r"mesh_axes|logical_axis_rules|data_sharding|input_data_sharding_logical_axes|sharding_tolerance|custom_mesh\w*|allow_split_physical_axes|"
+            r"optimize_mesh\w*|shard_mode|context_sharding|sharding_strategy"
+        ),
+        AUTOMATIC,
+        "mesh axes have fixed names; what of a model lies on which is layout.rules and layout.axes",
+    ),
+    (
+        (
+            r"scan_layers|param_scan_axis|force_unroll|scan_\w+|sa_\w+|megablox\w*|sparse_matmul|capacity_factor|use_ragged\w*|tile_\w+|wi_\w+|wo_\w+|"
+            r"use_splash\w*|use_ring_of\w*|use_tokamax\w*|cost_estimate\w*"
+        ),
+        AUTOMATIC,
+        "the model's own lines, or chosen by spmdkit.ops",
+    ),
+    (
+        r"hardware|num_slices|jax_\w+|xla_\w+|libtpu_\w+|enable_single_controller|subslice_shape|enable_jax_profiler|jax_profiler_port|skip_jax_distributed\w*",
+        AUTOMATIC,
+        "JAX finds its devices; a compilation cache and XLA's flags are set in the environment or compiler_options",
+    ),
+    (
+        (
+            r"\w*(load|restore)\w*_path|load_\w+|enable_single_replica_ckpt\w*|checkpoint_storage\w*|enable_orbax_v1|use_ocdbt|use_zarr3|\w*emergency\w*|local_checkpoint\w*|\w*multi_tier\w*|"
+            r"checkpoint_\w+|source_checkpoint\w*|replicator\w*|use_replicator\w*|elastic\w*|use_ckpt\w*|async_checkpointing|force_q_layout"
+        ),
+        AUTOMATIC,
+        "the newest good checkpoint of run_dir is restored, on any mesh; saves are asynchronous",
+    ),
+    (
+        r"(rl|grpo|dpo|sft|distill|lora|use_dpo|use_grpo|student|teacher)\w*",
+        MEANINGLESS,
+        "another loss: it is the task's",
+    ),
+    (
+        r"muon_\w+|mu_dtype|adam_eps_root|skip_step_\w+",
+        MEANINGLESS,
+        "give the optimizer in the task, or its arguments under optimizer",
+    ),
+]
+"""(names, kind, why) of what needs no table of its own; the first that fits counts."""  # fmt: skip
+
+_REMAT = {
+    "full": "full",
+    "none": "none",
+    "minimal": "dots_no_batch",
+    "minimal_flash": "dots_no_batch",
+    "minimal_with_context": "dots_no_batch",
+}
+
+
+def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
+    """Returns what the settings are here."""
+    migration = Migration(devices)
+    for name, value in settings.items():
+        key = str(name)
+        axis = _MESH.fullmatch(key)
+        if axis is not None:
+            apply(_axis, migration, key, value)
+        elif key in TABLE:
+            apply(TABLE[key], migration, key, value)
+        elif MODEL.fullmatch(key):
+            migration.mapped(key, value, f"task_args.{key}", value)
+        else:
+            found = next((row for row in PATTERNS if re.fullmatch(row[0], key)), None)
+            migration.say(
+                *(
+                    (UNKNOWN, key, value, "not known here: look it up, nothing was done about it")
+                    if found is None
+                    else (found[1], key, value, found[2])
+                )
+            )
+    _optimizer(migration, settings)
+    apply(lambda m, key, value: _rate(m, settings), migration, "learning_rate", settings.get("learning_rate"))
+    _mesh(migration)
+    return migration
+
+
+def _axis(migration: Migration, key: str, value: Any) -> None:
+    """One size of the mesh; data across slices is `replica`, everything else is the product of both."""
+    where, name = _MESH.fullmatch(key).groups()  # type: ignore[union-attr]
+    axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name, _MERGED.get(name))
+    if value == 1:
+        return migration.say(AUTOMATIC, key, value, "an axis that is not named is 1")
+    if axis is None:
+        return migration.say(MEANINGLESS, key, value, "there is no such axis: its devices go to another")
+    if axis == "replica" and value == -1:
+        return migration.say(AUTOMATIC, key, value, "one slice; for several, mesh.replica is their number")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is no size of an axis")
+    mesh = migration.config.setdefault("mesh", {})
+    before = mesh.get(axis, 1)
+    mesh[axis] = -1 if -1 in (before, value) else before * value
+    return migration.say("mapped", key, value, f"mesh.{axis}: {mesh[axis]}")
+
+
+def _mesh(migration: Migration) -> None:
+    """MaxText's default, which a short file leaves out: fsdp takes the devices."""
+    mesh = migration.config.setdefault("mesh", {})
+    if list(mesh.values()).count(-1) == 0:
+        mesh["fsdp"] = -1
+    for axis in [axis for axis, size in mesh.items() if size == -1][1:]:
+        mesh.pop(axis)
+
+
+def _optimizer(migration: Migration, settings: Mapping[str, Any]) -> None:
+    kind = settings.get("opt_type")
+    names = {"adamw": "adamw", "adam_pax": "adamw", "sgd": "sgd", "muon": None}
+    given = {option: settings[key] for key, option in ADAM.items() if key in settings}
+    if kind is None and not given:
+        return
+    name = names.get(str(kind or "adamw"))
+    if name is None:
+        return migration.say(
+            MEANINGLESS, "opt_type", kind, "no optax optimizer has this name: give it in the task, Task(optimizer=...)"
+        )
+    arguments = given if name == "adamw" else {}
+    migration.put("optimizer", {"name": name, **arguments})
+    if kind is not None:
+        migration.say("mapped", "opt_type", kind, f"optimizer.name: {name}")
+    for key, option in ADAM.items():
+        if key in settings:
+            migration.say(
+                "mapped" if arguments else AUTOMATIC,
+                key,
+                settings[key],
+                f"optimizer.{option}" if arguments else f"{name} has none",
+            )
+    return None
+
+
+ADAM = {"adam_b1": "b1", "adam_b2": "b2", "adam_eps": "eps", "adam_weight_decay": "weight_decay"}
+RATE = (
+    "learning_rate",
+    "warmup_steps_fraction",
+    "learning_rate_schedule_steps",
+    "cosine_learning_rate_final_fraction",
+    "learning_rate_final_fraction",
+)
+
+
+def _rate(migration: Migration, settings: Mapping[str, Any]) -> None:
+    """Linear warm-up and cosine decay, as MaxText always does."""
+    if "learning_rate" not in settings:
+        return
+    rate, asked = float(settings["learning_rate"]), settings.get("learning_rate_schedule_steps", -1)
+    steps = asked if isinstance(asked, int) and asked > 0 else migration.config.get("steps", 150_001)
+    final = settings.get("cosine_learning_rate_final_fraction", settings.get("learning_rate_final_fraction", 0.1))
+    warmup = int(steps * float(settings.get("warmup_steps_fraction", 0.1)))
+    schedule = {
+        "name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": rate, "warmup_steps": warmup, "decay_steps": steps, "end_value": rate * float(final)
+    }  # fmt: skip
+    migration.put("learning_rate", schedule)
+    for key in RATE:
+        if key in settings:
+            migration.say("mapped", key, settings[key], "learning_rate: warmup_cosine_decay_schedule")
+
+
+def _batch(path: str) -> Rule:
+    def rule(migration: Migration, key: str, value: Any) -> None:
+        total = round(
+            float(value) * migration.devices * (migration.config.get("microbatches", 1) if path == "batch_size" else 1)
+        )
+        if total < 1:
+            return migration.say(AUTOMATIC, key, value, "as batch_size")
+        return migration.mapped(key, value, path, total, f"for --devices {migration.devices}")
+
+    return rule
+
+
+def _passes(migration: Migration, key: str, value: Any) -> None:
+    if "batch_size" in migration.config:
+        migration.config["batch_size"] *= value
+    migration.mapped(key, value, "microbatches", value)
+
+
+def _remat(migration: Migration, key: str, value: Any) -> None:
+    policy = _REMAT.get(str(value), "dots" if str(value).startswith("save_") else None)
+    if policy is None:
+        return migration.say(
+            MEANINGLESS,
+            key,
+            value,
+            "name what is kept or offloaded: remat: {save: [...], offload: [...]}; it is `full` until then",
+        )
+    return migration.mapped(key, value, "remat", policy, "" if value in ("full", "none") else "the nearest")
+
+
+def _steps(migration: Migration, key: str, value: Any) -> None:
+    if value > 0:
+        migration.mapped(key, value, "steps", value)
+    else:
+        migration.say(AUTOMATIC, key, value, "set steps")
+
+
+def _period(migration: Migration, key: str, value: Any) -> None:
+    if migration.config.get("checkpoint", {}) is None:
+        migration.say(AUTOMATIC, key, value, "nothing is saved")
+    else:
+        migration.mapped(key, value, "checkpoint.every_steps", value)
+
+
+def _profiler(migration: Migration, key: str, value: Any) -> None:
+    if value:
+        migration.put("profile.start", 2)
+        return migration.say("mapped", key, value, "profile")
+    return migration.say(AUTOMATIC, key, value, "no trace")
+
+
+_POSITIVE = lambda path, why: when(lambda v: isinstance(v, int | float) and v > 0, to(path), automatic(why))
+_DTYPES = lambda path: to(path, lambda v: v if v in ("float32", "bfloat16") else "float32")
+_LATER: Rule = lambda migration, key, value: None
+
+TABLE: dict[str, Rule] = {
+    "steps": _steps,
+    "per_device_batch_size": _batch("batch_size"),
+    "eval_per_device_batch_size": _batch("eval.batch_size"),
+    "gradient_accumulation_steps": _passes,
+    "gradient_clipping_threshold": _POSITIVE("clip_norm", "no clipping"),
+    "dtype": _DTYPES("precision.compute"),
+    "weight_dtype": _DTYPES("precision.params"),
+    "grad_dtype": automatic(
+        "gradients are reduced in the wider of float32 and the parameters' dtype: precision.reduce"
+    ),
+    "remat_policy": _remat,
+    "enable_checkpointing": when(
+        is_on, automatic("checkpoint"), lambda m, key, v: m.mapped(key, v, "checkpoint", None)
+    ),
+    "checkpoint_period": _period,
+    "max_num_checkpoints_to_keep": _POSITIVE("checkpoint.keep", "the newest three are kept"),
+    "eval_interval": _POSITIVE("eval.every_steps", "at the end"),
+    "log_period": to("log.every_steps"),
+    "init_weights_seed": to("seed"),
+    "data_shuffle_seed": automatic("one seed for parameters, order and keys: seed"),
+    "enable_data_shuffling": when(
+        is_on, automatic("data.shuffle: true"), lambda m, key, v: m.mapped(key, v, "data.shuffle", False)
+    ),
+    "base_output_directory": automatic("run_dir"),
+    "run_name": when(bool, to("run_dir", lambda v: f"runs/{v}"), automatic("runs/<config name>")),
+    "profiler": _profiler,
+    "skip_first_n_steps_for_profiler": lambda m, key, v: (
+        m.mapped(key, v, "profile.start", v + 1) if "profile" in m.config else m.say(AUTOMATIC, key, v, "no trace")
+    ),
+    "profiler_steps": lambda m, key, v: (
+        m.mapped(key, v, "profile.steps", v) if "profile" in m.config else m.say(AUTOMATIC, key, v, "no trace")
+    ),
+    "profile_periodically_period": automatic("one trace a run"),
+    "profile_cleanly": automatic("a trace begins between two steps"),
+    "upload_all_profiler_results": automatic("the trace lies in run_dir"),
+    "optimizer_memory_host_offload": flag("placement.optimizer", "host", "kept on the device"),
+    "parameter_memory_host_offload": flag("placement.params", "host", "kept on the device"),
+    "num_pipeline_microbatches": _POSITIVE("pipeline.microbatches", "chosen by the rows of a shard"),
+    "num_pipeline_repeats": when(
+        lambda v: isinstance(v, int) and v > 1,
+        beside("pipeline.schedule", "interleaved", to("pipeline.chunks")),
+        automatic("one chunk of layers a stage"),
+    ),
+    "attention": to(
+        "attention.implementation",
+        lambda v: {"dot_product": "xla", "cudnn_flash_te": "cudnn", "cudnn_flash_jax": "cudnn"}.get(v, "auto"),
+    ),
+    "context_parallel_load_balance": when(
+        is_on, automatic("attention.order: zigzag"), lambda m, key, v: m.mapped(key, v, "attention.order", "contiguous")
+    ),
+    "context_parallel_strategy": to("attention.context", lambda v: "ring" if v == "ring" else "all_to_all"),
+    "shard_optimizer_over_data": when(
+        is_on, meaningless("use mesh.fsdp with layout.zero: 1, which cuts optimizer state alone"), automatic("off")
+    ),
+    "base_config": meaningless(
+        "a file with all defaults: what this one leaves out has spmdkit's defaults. Migrate it too if you changed it"
+    ),
+    "override_model_config": meaningless("task_args win"),
+    "reuse_example_batch": meaningless("for measurements of MaxText; data are the task's"),
+    "target_eval_loss": meaningless("a hook of yours returns sk.Stop: docs/adding.md"),
+    **dict.fromkeys([*RATE, "opt_type", *ADAM], _LATER),
+}

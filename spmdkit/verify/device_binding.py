@@ -1,0 +1,173 @@
+"""Which devices a hand-written step holds: a mesh that it has made itself cannot be another one when `verify` asks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdkit import compat
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.jaxprs import equations
+from spmdkit.foundation.trees import canonical_dtype, named_leaves
+from spmdkit.foundation.user_code import call_user
+
+
+def placing(
+    step: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[Any] | None, axes: Sequence[str]
+) -> Any:
+    """Returns the `make` of a step that holds no device: its arguments cut by their specs, the mesh set while it runs."""
+    host = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tuple(arguments))
+    chosen = [PartitionSpec()] * len(host) if specs is None else list(specs)
+    if len(chosen) != len(host):
+        raise ConfigError(
+            f"sk.verify: {len(host)} arguments and {len(chosen)} specs. Each argument has one. Give PartitionSpec() for one that is whole."
+        )
+
+    def make(devices: np.ndarray) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        mesh = compat.auto_mesh(devices, axes)
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        placed = []
+        for argument, spec in zip(host, chosen, strict=True):
+            whole = jax.tree.map(lambda s, part: jax.tree.map(lambda _: s, part), spec, argument, is_leaf=is_spec)
+            shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), whole, is_leaf=is_spec)
+            placed.append(jax.device_put(argument, shardings))
+        jitted = jax.jit(step)
+
+        @functools.wraps(step)
+        def run(*args: Any) -> Any:
+            with jax.set_mesh(mesh):
+                return jitted(*args)
+
+        run.of_mesh = mesh, jitted  # type: ignore[attr-defined]
+        return run, tuple(placed)
+
+    return make
+
+
+def check_holds_no_device(
+    step: Callable[..., Any], arguments: Sequence[Any], device: jax.Device, axes: Sequence[str]
+) -> None:
+    """Refuses a step that is given directly and has a mesh of devices in it.
+
+    Raises:
+        ConfigError: with the line that makes the mesh, or the one that uses it.
+    """
+    mesh = compat.auto_mesh(np.array([device], dtype=object).reshape((1,) * len(axes)), axes)
+    shapes = jax.tree.map(_shape, tuple(arguments))
+
+    def trace() -> Any:
+        with jax.set_mesh(mesh):
+            return jax.make_jaxpr(step)(*shapes)
+
+    held = _held_by(step)
+    if held is None:
+        held = next(_meshes_in(call_user(trace, "the step"), frozenset([device])), None)
+    if held is not None:
+        raise ConfigError(
+            f"the step given to sk.verify holds a mesh of {held[0]} devices, {held[1]}. A step that is given directly runs on every mesh that is asked "
+            "for, so it names axes alone. Give sk.verify a function make(devices) -> (step, arguments) that makes the mesh, or use "
+            "PartitionSpec alone."
+        )
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    array = x if isinstance(x, jax.Array) else np.asarray(x)
+    return jax.ShapeDtypeStruct(array.shape, canonical_dtype(array.dtype))
+
+
+def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: np.ndarray) -> None:
+    """Refuses what `make` returned where it lives on other devices than it was given.
+
+    Raises:
+        ConfigError: with the leaf, or with the line that uses the other mesh.
+    """
+    given = frozenset(devices.ravel())
+    rule = "make(devices) places everything on the devices that it is given: jax.sharding.Mesh(devices, names)."
+    for path, x in named_leaves(tuple(arguments)):
+        if isinstance(x, jax.Array) and not x.sharding.device_set <= given:
+            others = len(x.sharding.device_set)
+            raise ConfigError(
+                f"make was given {len(given)} devices and has placed argument '{path}' on {others} others or more. {rule}"
+            )
+    jaxpr = _traced(step, arguments)
+    found = None if jaxpr is None else next(_meshes_in(jaxpr, given), None)
+    if found is not None:
+        raise ConfigError(
+            f"make was given {len(given)} devices, and its step holds a mesh of {found[0]}, {found[1]}. {rule}"
+        )
+
+
+def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Returns the jaxpr of a step that can be traced from outside, else None: one that is compiled already, or does more than compute."""
+    try:
+        return jax.make_jaxpr(step)(*arguments)
+    except Exception:  # noqa: BLE001 - said when it runs
+        return None
+
+
+def _meshes_in(jaxpr: Any, given: frozenset[jax.Device]) -> Iterator[tuple[int, str]]:
+    """Yields (devices, where) for each use of a mesh of other devices than those that are given."""
+    for eqn in equations(jaxpr):
+        for mesh in _of_params(list(eqn.params.values())):
+            if not mesh.empty and frozenset(mesh.devices.ravel()) != given:
+                yield mesh.devices.size, f"used at {compat.source_line(eqn)}"
+
+
+def _of_params(values: Sequence[Any]) -> Iterator[Mesh]:
+    for value in values:
+        if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
+            yield value.mesh
+        elif isinstance(value, Mesh):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _of_params(value)
+
+
+def _held_by(step: Callable[..., Any]) -> tuple[int, str] | None:
+    """Returns (devices, where it is made) of a mesh among the variables of a function and of those that it calls by name."""
+    seen: set[int] = set()
+    todo = [step]
+    while todo:
+        fn = inspect.unwrap(todo.pop())
+        code = getattr(fn, "__code__", None)
+        if code is None or id(fn) in seen:
+            continue
+        seen.add(id(fn))
+        names = {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
+        names |= dict(zip(code.co_freevars, (_content(cell) for cell in fn.__closure__ or ()), strict=True))
+        for name, value in names.items():
+            mesh = getattr(value, "mesh", value) if isinstance(value, NamedSharding) else value
+            if isinstance(mesh, Mesh):
+                return mesh.devices.size, _made_at(fn, name)
+        todo += [v for v in names.values() if inspect.isfunction(v) and v.__module__ == fn.__module__]
+    return None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _made_at(fn: Any, name: str) -> str:
+    """Returns `made at train.py:12: mesh = ...`, the last line before the function that gives the name a value, or the variable's name."""
+    file = inspect.getsourcefile(fn)
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines() if file else []
+    except OSError:
+        lines = []
+    found = [n for n, line in enumerate(lines, 1) if re.match(rf"\s*{re.escape(name)}\s*(:[^=]+)?=[^=]", line)]
+    if not found:
+        return f"in its variable '{name}'"
+    begin = fn.__code__.co_firstlineno
+    number = max((n for n in found if n < begin), default=found[0])
+    return f"made at {file}:{number}: {lines[number - 1].strip()}"

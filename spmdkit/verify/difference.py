@@ -1,0 +1,122 @@
+"""`find`: where two results part, and in which way: a factor, a shard boundary, one leaf, only short batches.
+
+Numbers only; what they mean, and the repair, is in diagnosis.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from spmdkit.verify.compare import Errors
+from spmdkit.verify.dtypes import wide
+from spmdkit.verify.noise import Noise, parts
+from spmdkit.verify.task_runner import Results, Tree
+
+FIT = 0.02
+"""How far from a multiple, relative 2-norm, a leaf may be that is called a multiple: the rest of a mistake may blur it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """How a case differs from one device.
+
+    Attributes:
+        quantity: the first one that differs (`loss`, `gradient`, ...).
+        leaf: the first leaf, in the order of the tree, that differs in it.
+        error: of that leaf.
+        num_wrong, num_leaves: leaves of that quantity that differ, and all.
+        factor: the leaves that differ are this multiple of the right ones, None where they are no multiple.
+        counts: (here, on one device) what the loss has counted, None where it is the same.
+        only_short: the full batch agrees, and the short one does not.
+        batch: which of the batches it is first seen in.
+        boundary: (dim, index): the leaf is right below this index of a dim and wrong from there on, or the other way round.
+    """
+
+    quantity: str
+    leaf: str
+    error: float
+    num_wrong: int = 1
+    num_leaves: int = 1
+    factor: float | None = None
+    counts: tuple[float, float] | None = None
+    only_short: bool = False
+    boundary: tuple[int, int] | None = None
+    batch: int = 0
+
+
+def find(
+    found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], noise: Noise, short: bool
+) -> Deviation:
+    """Returns how `found` differs, for a case that failed.
+
+    Args:
+        noise: what is not compared.
+        short: the second batch is a short one.
+    """
+    failed = errors.failed(tolerance)
+    quantity = "gradient" if "gradient" in failed else failed[0]
+    if quantity == "loss" and "update" in failed and errors.leaf["loss"].startswith("step"):
+        quantity = "update"  # a later step's loss differs since a step before it was another one
+    if quantity not in ("gradient", "update", "parameter", "state"):
+        value, leaf = errors.worst[quantity], errors.leaf[quantity]
+        only_short = quantity == "loss" and short and leaf == "batch 2"
+        return Deviation(
+            quantity,
+            leaf,
+            float(value or 0.0),
+            counts=_counts(found, expected),
+            only_short=only_short,
+            batch=int(only_short),
+        )
+    trees = parts(quantity, found, expected)
+    wrong = [{path: e for path, e in noise.errors(part).items() if not e <= tolerance[quantity]} for part in trees]
+    which = next(i for i, by_leaf in enumerate(wrong) if by_leaf)
+    (_, mine, right), by_leaf = trees[which], wrong[which]
+    leaf = next(path for path in right if path in by_leaf)
+    return Deviation(
+        quantity,
+        leaf,
+        by_leaf[leaf],
+        num_wrong=len(by_leaf),
+        num_leaves=len(right),
+        factor=factor_of(mine, right, list(by_leaf)),
+        counts=_counts(found, expected),
+        only_short=quantity == "gradient" and short and which == 1,
+        batch=which if quantity == "gradient" else 0,
+        boundary=boundary_of(mine[leaf], right[leaf]) if leaf in mine else None,
+    )
+
+
+def _counts(found: Results, expected: Results) -> tuple[float, float] | None:
+    for mine, right in zip(found.batches, expected.batches, strict=True):
+        if mine.count is not None and right.count and abs(mine.count / right.count - 1) > 1e-4:
+            return mine.count, right.count
+    return None
+
+
+def factor_of(found: Tree, expected: Tree, paths: list[str]) -> float | None:
+    """Returns the one factor between the leaves `paths`, None where there is none."""
+    mine, right = (np.concatenate([wide(t[p]).ravel() for p in paths if p in found]) for t in (found, expected))
+    if mine.shape != right.shape or not np.isfinite(mine).all() or not right.any():
+        return None
+    factor = float(np.vdot(right, mine).real / np.vdot(right, right).real)
+    rest = np.linalg.norm(mine - factor * right) / max(float(np.linalg.norm(mine)), 1e-30)
+    return factor if rest < FIT and abs(factor) > 1e-6 else None
+
+
+def boundary_of(found: np.ndarray, expected: np.ndarray) -> tuple[int, int] | None:
+    """Returns (dim, index) where right turns into wrong or wrong into right, for the dim where that happens once."""
+    for dim, length in enumerate(expected.shape):
+        if length < 2:
+            continue
+        others = tuple(d for d in range(expected.ndim) if d != dim)
+        difference = np.abs(wide(found) - wide(expected))
+        by_index = np.sqrt((difference**2).sum(others))
+        is_wrong = by_index > 1e-3 * by_index.max()
+        turns = np.flatnonzero(is_wrong[1:] != is_wrong[:-1]) + 1
+        if len(turns) == 1:
+            return dim, int(turns[0])
+    return None

@@ -1,0 +1,155 @@
+"""Instruments around a task: the gradient before its optimizer and the update after it, the count of its loss, an input moved by an ulp.
+
+They are outside of what the user wrote, and change no number of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmdkit.foundation.jaxprs import equations
+from spmdkit.foundation.trees import is_key
+from spmdkit.foundation.user_code import call_user
+from spmdkit.program.program import Program
+from spmdkit.program.task import Task
+from spmdkit.step.metrics.mean import Mean
+from spmdkit.step.state import TrainState, Variables
+from spmdkit.verify.dtypes import is_inexact
+from spmdkit.verify.unpadded_reference import Unpadded
+
+NARROW = (np.float32, jnp.bfloat16, np.float16, np.complex64)
+"""What the author of a task rounds to by itself, where all is in 64 bits."""
+
+COUNT = "verify_count"
+"""Name of the metric that carries the count of the loss; taken out before anybody sees it."""
+
+
+class Watched(NamedTuple):
+    """Optimizer state around the user's own: the last gradient before it, the last update after it."""
+
+    gradient: Any
+    inner: Any
+    update: Any
+
+    def __getitem__(self, key: Any) -> Any:
+        """Refuses: what a step takes by a number would be another thing than in its own run.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"the optimizer's state is watched by verify and has no item {key!r}")
+
+
+def keeping(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns `optimizer` with its last gradient and its last update kept in the state."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Watched:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Watched(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads: Any, state: Watched, params: Any = None, **extra: Any) -> tuple[Any, Watched]:
+        updates, own = inner.update(grads, state.inner, params, **extra)
+        return updates, Watched(grads, own, updates)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loss with one more metric: its count, summed over everything."""
+
+    @functools.wraps(loss_fn)
+    def counted(*args: Any) -> Any:
+        out = loss_fn(*args)
+        loss, metrics, *state = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, {})
+        if not isinstance(loss, Mean) or not isinstance(metrics, dict):
+            return out  # spmdkit says what is wrong with it
+        return (loss, metrics | {COUNT: Mean(jnp.asarray(loss.count), jnp.zeros((), jnp.float32))}, *state)
+
+    return counted
+
+
+def with_constants(task: Task, seed: int, dtype: str = "float32") -> Task:
+    """Returns the task with the arrays of `init` as constants, the model state in 64 bits where that is asked for.
+
+    A model whose own code casts (flax's `BatchNorm` computes in the wider of its input's type and float32) gives back its state in another
+    type than `init` has made it in; here it is the same in every step.
+    """
+    with jax.default_device(jax.devices()[0]):
+        made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
+    if dtype == "float64":
+        task = _with_wide_state(task)
+        if isinstance(made, Variables):
+            made = made._replace(state=jax.tree.map(_widened, made.state))
+    return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, made))
+
+
+def _widened(x: Any) -> Any:
+    if is_key(x) or not is_inexact(x):
+        return x
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _with_wide_state(task: Task) -> Task:
+    """Returns the task whose functions give the model state back with its floating point arrays in 64 bits."""
+
+    def of_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(loss_fn)
+        def wide(*args: Any) -> Any:
+            out = loss_fn(*args)
+            if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 3:
+                return (*out[:2], jax.tree.map(_widened, out[2]))
+            return out
+
+        return wide
+
+    def of_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(train_step)
+        def wide(*args: Any) -> Any:
+            out = train_step(*args)
+            if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], TrainState):
+                return out[0].replace(model_state=jax.tree.map(_widened, out[0].model_state)), out[1]
+            return out
+
+        return wide
+
+    loss_fn, train_step = task.loss_fn, task.train_step
+    return dataclasses.replace(
+        task, loss_fn=loss_fn and of_loss(loss_fn), train_step=train_step and of_step(train_step)
+    )
+
+
+def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[Any], Any]:
+    """Returns a function that moves every floating point number of a tree by one ulp of `dtype`, up or down at random.
+
+    Numbers of a narrower type are left alone: they are widened exactly, so that an ulp of theirs is another input.
+    """
+
+    def move(x: Any) -> Any:
+        x = np.asarray(x)
+        if x.dtype.kind == "c":
+            return (move(x.real) + 1j * move(x.imag)).astype(x.dtype)
+        if x.dtype not in (np.float32, np.float64) or x.dtype.itemsize < np.dtype(dtype).itemsize:
+            return x
+        towards = np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(dtype)
+        return np.nextafter(x.astype(dtype), towards).astype(x.dtype)
+
+    return lambda tree: jax.tree.map(move, tree)
+
+
+def working_dtype(program: Program | Unpadded) -> str:
+    """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
+
+    def rounds(eqn: Any) -> bool:
+        narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in NARROW
+        return bool(narrows and eqn.invars[0].aval.dtype in (np.float64, np.complex128))
+
+    return "float32" if any(map(rounds, equations(program.traced.jaxpr))) else "float64"

@@ -1,0 +1,272 @@
+"""`verify`: every case and every mutant of a config, as one report of plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spmdkit.config import Config, parameter_server
+from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
+from spmdkit.foundation import plugins
+from spmdkit.verify import cases, certificate
+from spmdkit.verify.diagnosis import pattern
+from spmdkit.verify.pool import Pool
+
+GROUPS = "groups train alone"
+SYNCS = {"stale": "gradients are applied late"}
+"""Sync -> what makes it no synchronous training."""
+SHOWN_NOISY = 4
+
+Report = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions:
+    """What `verify` tries, beyond the config.
+
+    Attributes:
+        all_meshes: every mesh of the number of devices, not only the config's.
+        devices: number of fake devices; None: as the config says, else 8.
+        max_axis: largest axis of `all_meshes`.
+        microbatches: numbers to try, as `1,2,4`; None: 1 and the config's.
+        steps: steps after which parameters are compared.
+        float64: compute with 64-bit types.
+        jobs: worker processes.
+        mutants: also prove that mistakes are seen.
+        batch_size_given: the config's batch size was asked for; else a small one is chosen.
+        locate: also say of each mutant where it first differs; of cases that differ it is always said.
+        resume: file of finished cases, which are not run again; new ones are added.
+    """
+
+    all_meshes: bool = False
+    devices: int | None = None
+    max_axis: int = 4
+    microbatches: str | None = None
+    steps: int = 3
+    float64: bool = False
+    jobs: int = 2
+    mutants: bool = True
+    batch_size_given: bool = False
+    resume: Path | None = None
+    locate: bool = False
+
+
+def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None) -> Report:
+    """Returns the report of a config: cases, skipped ones, mutants, tolerances, and `passed`.
+
+    Raises:
+        ConfigError: the config, the task or its own mesh cannot work.
+        UserCodeError: a function of the task raised.
+    """
+    begin = time.perf_counter()
+    parameter_server.refuse(config)
+    for name, value in (("steps", options.steps), ("jobs", options.jobs), ("max-axis", options.max_axis)):
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}. It must be at least 1. Leave it out for its default.")
+    num_devices = cases.choose_devices(config, options.devices)
+    microbatches = cases.parse_microbatches(options.microbatches, config)
+    if options.all_meshes:
+        meshes = cases.all_meshes(num_devices, options.max_axis)
+    else:
+        meshes = [cases.own_mesh(config, num_devices)]
+    if not meshes:
+        raise ConfigError(
+            f"--all finds no mesh of {num_devices} devices with axes of at most {options.max_axis}. "
+            f"The sizes of the axes multiply to the devices. Try --max-axis {num_devices}."
+        )
+    batch_size = cases.choose_batch_size(config, options.batch_size_given, num_devices, microbatches)
+    values = config.model_dump()
+    spec = {
+        "config": values,
+        "source": str(config.source) if config.source else None,
+        "name": str(config.source) if config.source else None,
+        "batch_size": batch_size,
+        "steps": options.steps,
+        "dtype": "float64" if options.float64 else "float32",
+        "devices": num_devices,
+        "locate": "all" if options.locate else "cases",
+    }
+    jobs = _case_jobs(meshes, microbatches)
+    if options.mutants and num_devices > 1:
+        from spmdkit.verify.mutants import MUTANTS
+
+        jobs += [{"kind": "mutant", "name": mutant.name} for mutant in MUTANTS]
+    results = _Results(
+        jobs,
+        options.resume,
+        certificate.digest([spec, certificate.identity(config), certificate.package_digest()]),
+        say,
+    )
+    with Pool(spec | {"jobs": options.jobs}, max(1, min(options.jobs, len(results.missing)))) as pool:
+        reference = pool.ask({"kind": "reference"})
+        if "error" in reference:
+            raise _raised(reference["error"])
+        known = reference["outcome"]
+        say(
+            f"one ulp in the input moves the gradient by {known['moved']['gradient']:.1e}: tolerance {known['tolerances']['gradient']:.1e}"
+        )
+        pool.run(results.missing, results.add)
+    report = _report(results.in_order(), known, spec | {"about_reducer": cases.about_reducer(config)})
+    if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
+        raise ConfigError(report["skipped"][-1]["reason"])
+    return report | {"seconds": round(time.perf_counter() - begin, 1)} | certificate.identity(config)
+
+
+def _case_jobs(meshes: list[dict[str, int]], microbatches: list[int]) -> list[dict[str, Any]]:
+    """Returns the cases: every mesh with every number of microbatches, and accumulation on one device first."""
+    one: dict[str, int] = {}
+    pairs = [(one, m) for m in microbatches if m > 1 and one not in meshes]
+    pairs += [(mesh, m) for mesh in meshes for m in microbatches]
+    # What microbatches do not change is looked at once a mesh: the evaluation, and the way through a checkpoint.
+    return [
+        {"kind": "case", "mesh": mesh, "microbatches": m, "whole": mesh != one and m == microbatches[0]}
+        for mesh, m in pairs
+    ]
+
+
+def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
+    """Returns the outcomes by job that a file of an earlier run holds of the same proof."""
+    found = {}
+    try:
+        for line in resume.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["digest"] == digest:
+                found[entry["job"]] = dict(entry["outcome"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"--resume {resume} cannot be read ({type(error).__name__}). It holds the cases that an earlier verify has finished, a line each. Remove it, "
+            "or name another."
+        ) from error
+    return found
+
+
+class _Results:
+    """Outcomes by job, some of them from a file of an earlier run."""
+
+    def __init__(self, jobs: list[dict[str, Any]], resume: Path | None, digest: str, say: Say):
+        self._jobs, self._resume, self._digest, self._say = jobs, resume, digest, say
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        if resume is not None and resume.exists():
+            self._outcomes = _finished(resume, digest)
+        self.missing = [job for job in jobs if _key(job) not in self._outcomes]
+        self._done = len(jobs) - len(self.missing)
+
+    def add(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
+        """Takes the answer to a job, and writes it down."""
+        outcome = answer.get("outcome") or _not_run(job, answer["error"])
+        self._outcomes[_key(job)] = outcome
+        self._done += 1
+        self._say(f"[{self._done}/{len(self._jobs)}] {_progress(outcome)}")
+        if self._resume is not None:
+            self._resume.parent.mkdir(parents=True, exist_ok=True)
+            with self._resume.open("a", encoding="utf-8") as file:
+                print(json.dumps({"digest": self._digest, "job": _key(job), "outcome": outcome}), file=file)
+
+    def in_order(self) -> list[dict[str, Any]]:
+        """Returns the outcomes in the order of the jobs."""
+        return [self._outcomes[_key(job)] for job in self._jobs]
+
+
+def _key(job: dict[str, Any]) -> str:
+    return json.dumps(job, sort_keys=True)
+
+
+def _not_run(job: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    """Returns the outcome of a job that ended without one: a failure."""
+    diagnosis = {
+        "kind": "does not run",
+        "found": error["message"],
+        "repair": "The program was accepted and then could not be compiled or run on this mesh. Take another mesh, or report it.",
+    }
+    if job["kind"] == "mutant":
+        return {"name": job["name"], "caught": False, "by": "does not run", "diagnosis": diagnosis}
+    return {"mesh": job["mesh"], "microbatches": job["microbatches"], "passed": False, "diagnosis": diagnosis}
+
+
+def _progress(outcome: dict[str, Any]) -> str:
+    if "name" in outcome:
+        if "not_applicable" in outcome:
+            return f"mutant {outcome['name']}: not applicable, {outcome['not_applicable']}"
+        return f"mutant {outcome['name']}: {'caught' if outcome['caught'] else 'NOT CAUGHT'} by {outcome['by']}"
+    case = cases.describe_case(outcome["mesh"], outcome["microbatches"])
+    if "skipped" in outcome:
+        return f"{case}: not compared, {outcome['skipped']}"
+    if outcome["passed"]:
+        return f"{case}: equal, gradient {outcome['gradient_error']:.1e} ({outcome['seconds']:.1f} s)"
+    return f"{case}: DIFFERENT, {outcome['diagnosis']['kind']}: {outcome['diagnosis']['found']}"
+
+
+def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[str, Any]) -> Report:
+    tried = [o for o in outcomes if "name" not in o]
+    ran = [o for o in tried if "skipped" not in o]
+    mutants = [o for o in outcomes if "name" in o]
+    applied = [m for m in mutants if "not_applicable" not in m]
+    failed, passed = ([c for c in ran if c["passed"] is wanted] for wanted in (False, True))
+    notes = []
+    if any(spec["config"]["precision"][key] != "float32" for key in ("compute", "params", "reduce")):
+        notes.append(
+            f"precision is {spec['dtype']} here, not the config's: what is compared is the mathematics, not the rounding"
+        )
+    if known["dtype"] != spec["dtype"]:
+        notes.append(
+            f"the task rounds to {known['dtype']} by itself (an astype, jnp.float32), so the tolerance is that of {known['dtype']}"
+        )
+    if noisy := known["below_noise"]:
+        notes.append(_noise(noisy))
+    if not known["watched"]:
+        notes.append(
+            "the step reads its optimizer's state itself, so that nothing stands between: what is compared as gradient and as update is how "
+            "far the parameters move"
+        )
+    if (sync := spec["config"]["sync"]) != "every_step":
+        notes.append(
+            f"sync {plugins.split(sync)[0]} is other mathematics ({SYNCS.get(plugins.split(sync)[0], GROUPS)}): what is compared is every_step"
+        )
+    if spec["about_reducer"]:
+        notes.append(spec["about_reducer"])
+    if all(not c["mesh"] for c in ran):
+        notes.append("every case is on one device: name a mesh, or use --all")
+    return {
+        "passed": bool(ran) and not failed and all(m["caught"] for m in applied) and known["plain"].get("passed", True),
+        "plain_jax": known["plain"],
+        "tolerance": known["tolerances"]["gradient"],
+        "tolerances": known["tolerances"],
+        "one_ulp_moves": known["moved"],
+        "below_noise": sorted(known["below_noise"]),
+        "cases": ran,
+        "skipped": [
+            {"mesh": o["mesh"], "microbatches": o["microbatches"], "reason": o["skipped"]}
+            for o in tried
+            if "skipped" in o
+        ],
+        "pattern": pattern(failed, passed),
+        "mutants": applied,
+        "not_applicable": [
+            {"name": m["name"], "reason": m["not_applicable"]} for m in mutants if "not_applicable" in m
+        ],
+        "notes": notes,
+        "num_devices": spec["devices"],
+        "batch_size": spec["batch_size"],
+        "steps": spec["steps"],
+        "dtype": spec["dtype"],
+    }
+
+
+def _noise(noisy: dict[str, tuple[int, int]]) -> str:
+    """Returns the remark on the parameters of whose gradient the optimizer makes steps of noise."""
+    named = [f"'{path}'" if num == of else f"'{path}' ({num} of {of} numbers)" for path, (num, of) in noisy.items()]
+    more = f" and {len(named) - SHOWN_NOISY} more" if len(named) > SHOWN_NOISY else ""
+    return (
+        f"below noise: the gradient of {', '.join(named[:SHOWN_NOISY])}{more} is what rounding leaves (a bias that cancels, most often), and the "
+        "optimizer makes steps of it, with other signs on every mesh. The gradient is compared; the steps are held to their size alone"
+    )
+
+
+def _raised(error: dict[str, Any]) -> SpmdkitError:
+    """Returns the worker's error as one of this process."""
+    return ConfigError(error["message"]) if error["code"] == ConfigError.exit_code else UserCodeError(error["message"])

@@ -1,0 +1,313 @@
+"""`Judge`: runs cases and mutants of one subject in this process, and says what came out as plain values.
+
+References are made once. With a folder they are shared with other processes, which run the other cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.foundation import files
+from spmdkit.program.program import Program
+from spmdkit.step import gradient
+from spmdkit.verify import compare, mutants, mutations
+from spmdkit.verify.cases import provable
+from spmdkit.verify.diagnosis import diagnose
+from spmdkit.verify.difference import Deviation, find
+from spmdkit.verify.locate import Locator
+from spmdkit.verify.noise import Noise, leaf_errors
+from spmdkit.verify.plain_jax import plain
+from spmdkit.verify.probes import one_ulp, working_dtype
+from spmdkit.verify.task_runner import Results, Setting, Subject
+from spmdkit.verify.unpadded_reference import Unpadded
+
+
+class Reference(NamedTuple):
+    """One device: its results, how far it may be missed, how far one ulp in the input moves it, what is noise, and the type of that ulp."""
+
+    results: Results
+    tolerance: dict[str, float]
+    moved: dict[str, float]
+    noise: Noise
+    dtype: str
+
+
+class Judge:
+    """Compares settings of a subject with one device.
+
+    Args:
+        folder: where references are shared with other processes.
+        locate: `cases` that differ are located, or `all`: mutants too.
+    """
+
+    def __init__(self, subject: Subject, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
+        self.subject, self._folder, self.locate = subject, folder, locate
+        self._references: dict[str, Reference] = {}
+        self._base: Program | Unpadded | None = None  # of the first reference, until it is compared with plain JAX
+        self._locator = Locator(subject)
+
+    # ---- references --------------------------------------------------------------------------------------------------
+
+    def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
+        """Returns the reference of a setting: one device, the plainest program.
+
+        A task with model state, or whose loss calls sk.all_gather, has one for each number of microbatches: batch statistics and
+        everybody's rows are those of a microbatch.
+        Where the config has short batches, their reference is not filled up, but for those with microbatches.
+
+        Args:
+            evaluated: its evaluation is compared too.
+
+        Raises:
+            SpmdkitError: the task does not run on one device, or padding rows count in it.
+        """
+        first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True), evaluated=True)
+        if setting.microbatches == 1 or not _of_a_microbatch(first.results):
+            return first
+        return self._one(Setting({}, setting.microbatches, setting.short, setting.clip_norm, plain=True), evaluated)
+
+    def _one(self, setting: Setting, evaluated: bool) -> Reference:
+        evaluated = evaluated and self._is_of_cases(setting)
+        whole, key = (repr((setting, e)) for e in (True, evaluated))
+        if whole in self._references:
+            return self._references[whole]
+        if key not in self._references:
+            self._references[key] = self._shared(key) or self._make(setting, evaluated, self._path(key))
+        return self._references[key]
+
+    def _path(self, key: str) -> Path | None:
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
+        return None if self._folder is None else self._folder / f"reference-{name}.pickle"
+
+    def _shared(self, key: str) -> Reference | None:
+        path = self._path(key)
+        return pickle.loads(path.read_bytes()) if path is not None and path.exists() else None
+
+    def _make(self, setting: Setting, evaluate: bool, path: Path | None) -> Reference:
+        subject = self.subject
+        program = self._plain_program(setting, evaluate)
+        results = subject.run(program, evaluate=evaluate)
+
+        def probe(i: int) -> Results:
+            return subject.run(program, evaluate=evaluate, moved=one_ulp(np.random.default_rng(i), dtype))
+
+        dtype = working_dtype(program) if subject.dtype == "float64" else subject.dtype
+        probes = [probe(i) for i in range(compare.NUM_PROBES)]
+        made = Reference(results, *compare.tolerances(results, probes, float(np.finfo(dtype).eps)), dtype)
+        if path is not None:
+            files.replace(path, pickle.dumps(made))
+        if self._is_first(setting):
+            self._base = program
+        return made
+
+    def _plain_program(self, setting: Setting, evaluated: bool) -> Program | Unpadded:
+        # A mutant's short batches are not the user's: a loss that only ever has full ones may mix examples as it likes.
+        as_configured = setting.short == self.subject.short
+        first = self._is_first(setting)
+        program = self.subject.program(setting, probe=first, evaluated=evaluated)
+        if not (as_configured and setting.short and setting.microbatches == 1) or program.schedule.always_full:
+            return program
+        if first:
+            (_, batch), *_ = program.batches(stop=1)
+            program.check_padding(program.init(), batch)
+        return Unpadded(program)
+
+    def _is_of_cases(self, setting: Setting) -> bool:
+        """Returns whether cases are compared with a setting, and not mutants alone, which evaluate nothing."""
+        return setting.short == self.subject.short and setting.clip_norm is None
+
+    def _is_first(self, setting: Setting) -> bool:
+        return self._is_of_cases(setting) and setting.microbatches == 1
+
+    def against_plain_jax(self) -> dict[str, Any]:
+        """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable` with the reason."""
+        loss_fn = self.subject.loss_fn
+        if loss_fn is None:
+            return {"not_applicable": "the task's own train_step differentiates; there is no loss to compare it with"}
+        setting = Setting({}, short=self.subject.short, plain=True)
+        reference = self.reference(setting)
+        program, self._base = self._base or self.subject.program(setting, evaluated=False), None
+        (_, batch), *_ = program.batches(stop=1)
+        right, taken = plain(program, loss_fn, program.init(), batch), reference.results.batches[0]
+        errors = leaf_errors(taken.gradient, right.gradient)
+        worst = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=np.inf))
+        found = {"loss_error": compare.number_error(taken.loss, right.loss), "gradient_error": errors[worst]}
+        passed = all(found[f"{q}_error"] <= reference.tolerance[q] for q in ("loss", "gradient"))
+        return found | {"worst_leaf": worst, "passed": bool(passed)}
+
+    # ---- cases -------------------------------------------------------------------------------------------------------
+
+    def case(self, mesh: dict[str, int], microbatches: int, whole: bool) -> dict[str, Any]:
+        """Returns the outcome of one case: its errors and `passed`, or `skipped` with the reason.
+
+        Args:
+            whole: also evaluate, and send the state through a checkpoint.
+
+        Raises:
+            SpmdkitError: the task does not run on one device either.
+        """
+        begin = time.perf_counter()
+        setting = Setting(mesh, microbatches, short=self.subject.short)
+        name = self._name(setting)
+        try:
+            reference = self.reference(setting, evaluated=whole)
+        except ConfigError as error:  # of a step that takes no microbatches
+            if microbatches == 1:
+                raise
+            return name | {"skipped": _first_line(error)}
+        if not mesh and microbatches > 1 and (why := _of_a_microbatch(reference.results)):
+            return name | {"skipped": f"this is the reference itself: {why} are those of a microbatch"}
+        try:
+            program = self.subject.program(setting, evaluated=whole)
+        except ConfigError as error:
+            return name | {"skipped": _first_line(error)}
+        found = self.subject.run(program, evaluate=whole, restore=whole)
+        errors = compare.compare(found, reference.results, reference.noise)
+        failed = errors.failed(reference.tolerance)
+        outcome = name | compare.as_numbers(errors)
+        outcome |= {"worst_leaf": errors.leaf.get("gradient", ""), "form": found.form, "passed": not failed}
+        if failed:
+            finding = find(found, reference.results, errors, reference.tolerance, reference.noise, setting.short)
+            seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
+            outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
+            outcome |= self._located(setting, program, finding) if self.locate else {}
+        del program
+        jax.clear_caches()
+        return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
+
+    def _located(self, setting: Setting, program: Program, finding: Deviation) -> dict[str, Any]:
+        """Returns `located`: the first value of the step that differs, or the reason why there is no single line to tell."""
+        try:
+            found = self._locator(setting, program, finding.quantity, finding.batch)
+        except Exception as error:  # noqa: BLE001 - the case has failed anyway; where it differs is one more thing to know
+            return {"located": None, "not_located": f"{type(error).__name__}: {_first_line(error)}"}
+        if found is None:
+            return {"located": None, "not_located": "no single line is the first to differ"}
+        return {"located": {**found._asdict(), "text": found.text}}
+
+    def _name(self, setting: Setting) -> dict[str, Any]:
+        config = self.subject.config
+        zero = {"zero": config.layout.zero} if setting.mesh.get("fsdp", 1) > 1 else {}
+        reducer = provable(config)
+        return {
+            "mesh": setting.mesh,
+            "microbatches": setting.microbatches,
+            "reducer": reducer,
+            "sync": "every_step",
+            **zero,
+        }
+
+    @functools.cached_property
+    def key_matters(self) -> bool:
+        """Whether another plain key of the loss changes the gradient on one device."""
+
+        def other(loss_key: Any, key: Any, replica: Any, micro: Any) -> Any:
+            return loss_key(key, replica + 1, micro)
+
+        setting = Setting({}, plain=True)
+        with mutations.seam(gradient, "loss_key", other)(setting) as used:
+            return self._differs(setting) and bool(used)
+
+    @functools.cached_property
+    def examples_interact(self) -> bool:
+        """Whether two microbatches on one device change the gradient of full batches."""
+        return self._differs(Setting({}, 2, plain=True))
+
+    def _differs(self, setting: Setting) -> bool:
+        expected = self.reference(Setting({}, short=self.subject.short))
+        try:
+            found = self.subject.run(self.subject.program(setting, evaluated=False))
+        except SpmdkitError:
+            return False
+        found.batches, results = found.batches[:1], expected.results
+        errors = leaf_errors(found.batches[0].gradient, results.batches[0].gradient)
+        return any(not e <= expected.tolerance["gradient"] for e in errors.values())
+
+    # ---- mutants -----------------------------------------------------------------------------------------------------
+
+    def mutant(self, name: str, num_devices: int) -> dict[str, Any]:
+        """Returns whether a mutant is caught: `caught` with how, or `not_applicable` with the reason."""
+        begin = time.perf_counter()
+        mutant = mutants.by_name(name)
+        outcome: dict[str, Any] = {"name": name, "does": mutant.does}
+        settings = mutant.settings(self._known(num_devices))
+        if isinstance(settings, str):
+            return outcome | {"not_applicable": settings}
+        reason = ""
+        for setting in settings:
+            outcome["mesh"], outcome["microbatches"] = setting.mesh, setting.microbatches
+            tried = self._try(mutant, setting)
+            if "not_applicable" not in tried:
+                return outcome | tried | {"seconds": round(time.perf_counter() - begin, 2)}
+            reason = reason or tried["not_applicable"]
+            if tried["not_applicable"] == mutant.unused:
+                break  # a program that is legal, and calls nothing of what is changed: no more on the other meshes
+        return outcome | {"not_applicable": reason}
+
+    def _known(self, num_devices: int) -> mutants.Known:
+        results = self.reference(Setting({}, short=self.subject.short)).results
+        squares = [float(np.sum(np.asarray(x, np.float64) ** 2)) for x in results.batches[0].gradient.values()]
+        return mutants.Known(num_devices, results.uses, float(np.sqrt(sum(squares))))
+
+    def _try(self, mutant: mutants.Mutant, setting: Setting) -> dict[str, Any]:
+        short = setting.short or self.subject.short
+        asked, setting = setting, Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
+        try:
+            jax.clear_caches()  # a part of the step that JAX has traced without the mistake would be taken again
+            with mutant.apply(setting) as acted:
+                program = self.subject.program(setting, evaluated=False)
+                if mutant.traced and not acted:
+                    return {"not_applicable": mutant.unused}
+                found = self.subject.run(program, restore=mutant.restore)
+        except ConfigError as error:
+            return self._refused(asked, acted, _first_line(error))
+        finally:
+            jax.clear_caches()
+        if not acted:
+            return {"not_applicable": mutant.unused}
+        reference = self.reference(setting, evaluated=False)
+        errors = compare.compare(found, reference.results, reference.noise)
+        failed = errors.failed(reference.tolerance)
+        if not failed:
+            if mutant.idle and self._changes_nothing(setting, found, reference):
+                return {"not_applicable": mutant.idle}
+            return {"caught": False, "by": "nothing"}
+        finding = find(found, reference.results, errors, reference.tolerance, reference.noise, short)
+        seen = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
+        by = "gradient" if "gradient" in failed else failed[0]
+        located = self._located(setting, program, finding) if self.locate == "all" else {}
+        return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict(), **located}
+
+    def _changes_nothing(self, setting: Setting, found: Results, reference: Reference) -> bool:
+        """Returns whether a mutant's results are those of the same mesh without the mistake."""
+        right = self.subject.run(self.subject.program(setting, evaluated=False))
+        floor = compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps)
+        return not compare.compare(found, right, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))
+
+    def _refused(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
+        """Returns the outcome of a mutant that was refused: caught, where the program without it is legal."""
+        try:
+            self.subject.program(setting)
+        except ConfigError as error:
+            return {"not_applicable": _first_line(error)}
+        return {"caught": True, "by": f"refused: {why}"} if acted else {"not_applicable": why}
+
+
+def _of_a_microbatch(results: Results) -> str:
+    """Returns what a microbatch has of its own, so that with several the step is another one on one device too; or nothing."""
+    if results.model_state:
+        return "with model state, batch statistics"
+    return "in a loss with sk.all_gather, everybody's rows" if "all_gather" in results.uses else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,202 @@
+"""How a value on a mesh is made of the same value on one device, by trying: whole, cut, repeated, a part of a sum or of a mean, or another one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdkit.verify.dtypes import wide as widened
+from spmdkit.verify.noise import MULTIPLE
+
+PARTS = ("sum", "mean", "largest", "smallest")
+"""What devices hold of a value that a reduction over them makes."""
+
+FLOOR = 1e-5
+"""Relative 2-norm below which two values are the same, where an ulp in the input moves less."""
+
+FAR = 1e-3
+"""Relative 2-norm above which they are not; what is between is left open, and no line is told for it."""
+
+MAX_DIMS = 6
+"""Of a value whose dims are tried in every order."""
+
+NEAR = 0.01
+"""Relative distance at which a factor is taken for a whole number."""
+
+
+class Relation(NamedTuple):
+    """How a value of a mesh is made of that of one device: `same`; a part, `sum`, `mean`, `largest` or `smallest` over axes; `differs`, or `open`."""
+
+    kind: str
+    axes: str = ""
+
+
+def related(
+    found: np.ndarray,
+    right: np.ndarray,
+    stacked: Mapping[str, int],
+    axes: Mapping[str, int],
+    noise: Callable[[float], float],
+    reordered: bool = False,
+) -> Relation | None:
+    """Returns how `found`, stacked over devices or global, is made of `right`; None where that cannot be told.
+
+    Args:
+        reordered: rows may stand in another order on the mesh (microbatches, a sequence that is cut).
+    """
+    is_measured = found.dtype.kind == "f" and (
+        bool(right.any()) if right.size == 1 else _is_generic(np.sort(right, axis=None))
+    )
+    if found.dtype.kind in "biu":
+        found, right = found.astype(np.float64), right.astype(np.float64)
+    near, far = noise(FLOOR), noise(FAR)
+    best = math.inf
+    by_axis = found.reshape(*stacked.values(), *found.shape[1:]) if stacked else found
+    names = [*stacked, *[""] * (by_axis.ndim - len(stacked))]
+    in_order = np.sort(right, axis=None)
+    is_unknown = False
+    for kind, over, candidate in _candidates(by_axis, names, right.size):
+        if kind in ("largest", "smallest") and not is_measured:
+            continue  # the least of some choices or counts is nothing's part
+        apart = distance(candidate, right)
+        if apart > near and distance(np.sort(candidate, axis=None), in_order) <= near:
+            if _is_rearranged(candidate, right, near) or (reordered and _is_generic(in_order)):
+                apart = 0.0
+            is_unknown |= reordered
+        if apart <= near:
+            named = " x ".join(n for n in over if n) or _size_named(by_axis.size // max(right.size, 1), axes)
+            if named or kind == "same":  # a part is one over devices
+                return Relation(kind, named)
+        best = min(best, apart)
+    if not stacked and any(distance(x, right) <= near for x in _repeated(found, right, axes)):
+        return Relation("same")
+    if is_unknown:
+        return None
+    return Relation("differs" if best > far else "open")
+
+
+def _repeated(found: np.ndarray, right: np.ndarray, axes: Mapping[str, int]) -> Iterator[np.ndarray]:
+    """Yields what all replicas have of a value that a vmap over them does not map: it is one for all of them."""
+    if found.ndim != right.ndim or not found.size or not _size_named(right.size // found.size, axes):
+        return
+    for d in range(found.ndim):
+        repeated = np.concatenate([found] * (right.size // found.size), axis=d)
+        if repeated.shape == right.shape:
+            yield repeated
+
+
+def _is_rearranged(x: np.ndarray, right: np.ndarray, near: float) -> bool:
+    """Returns whether `x` is `right` with its dims in another order: cut along another dim than the first, or mapped over it."""
+    x = x.squeeze()  # most axes of a mesh have one device
+    if x.ndim > MAX_DIMS:
+        return True
+    orders = itertools.permutations(range(x.ndim))
+    return any(distance(x.transpose(order), right) <= near for order in orders)
+
+
+def _is_generic(in_order: np.ndarray) -> bool:
+    """Returns whether numbers, sorted, are so different from each other that having them all says something."""
+    return bool(2 * (in_order[1:] > in_order[:-1]).sum() >= in_order.size)
+
+
+def _candidates(x: np.ndarray, names: Sequence[str], size: int) -> Iterator[tuple[str, list[str], np.ndarray]]:
+    """Yields (kind, names of the dims, values) of what a value of that size on one device can be in `x`."""
+    if x.size == size:
+        yield "same", [], x
+    if not size or x.size % size or (x.size == size and size > 1 and not any(names)):
+        return
+    times = x.size // size
+    for num in range(min(3, x.ndim) + 1):
+        for dims in itertools.combinations(range(x.ndim), num):
+            count = math.prod(x.shape[d] for d in dims)
+            if count == 1 or (any(names) and not all(names[d] for d in dims)):
+                continue  # what there is more of is so by devices
+            if count == times:
+                yield from _over(x, dims, names)
+
+
+def _over(x: np.ndarray, dims: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, list[str], np.ndarray]]:
+    """Yields what is left of `x` where it is the same along some of `dims`, and a part of a sum along the others."""
+    scale = float(np.abs(x).max(initial=0)) if np.isfinite(x).all() else 0.0
+    for num in range(len(dims), -1, -1):
+        for same in itertools.combinations(dims, num):
+            first = x
+            for d in same:
+                first = np.take(first, [0], axis=d)
+            if not np.allclose(x, first, rtol=1e-4, atol=1e-5 * scale, equal_nan=True):
+                continue
+            rest = tuple(d for d in dims if d not in same)
+            if not rest:
+                yield "same", [names[d] for d in same], first
+                return
+            over = [names[d] for d in rest]
+            yield "sum", over, first.sum(rest)
+            yield "mean", over, first.mean(rest)
+            if len(rest) == len(dims):
+                yield "largest", over, first.max(rest)
+                yield "smallest", over, first.min(rest)
+
+
+def _size_named(size: int, axes: Mapping[str, int]) -> str:
+    for num in range(1, len(axes) + 1):
+        for names in itertools.combinations(axes, num):
+            if math.prod(axes[n] for n in names) == size:
+                return " x ".join(names)
+    return ""
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the 2-norm of the difference, element by element; of what is not finite, zero where it is the same in both."""
+    x, y = widened(x).ravel(), widened(y).ravel()
+    if x.size != y.size:
+        return math.inf
+    finite = np.isfinite(x) & np.isfinite(y)
+    if finite.all():
+        return float(np.linalg.norm(x - y))
+    rest = np.array_equal(x[~finite], y[~finite], equal_nan=True)
+    return float(np.linalg.norm(x[finite] - y[finite])) if rest else math.inf
+
+
+def noise_of(right: np.ndarray, ulps: Sequence[np.ndarray], least: float) -> float:
+    """Returns the distance from `right` that is nothing: `least` of its norm, or what one ulp in the input makes of it."""
+    wide = widened(right)
+    norm = float(np.linalg.norm(wide[np.isfinite(wide)]))
+    moved = max((distance(x, right) for x in ulps), default=0.0)
+    return max(least * norm, MULTIPLE * moved if math.isfinite(moved) else 0.0, 1e-30)
+
+
+def difference(
+    found: np.ndarray, right: np.ndarray, stacked: Mapping[str, int], axes: Mapping[str, int]
+) -> tuple[str, str] | None:
+    """Returns (how a value differs, over which axes) in words, None where it has no simple relation."""
+    x, y = widened(found), widened(right)
+    every = " x ".join(axes)
+    by_axis = x.reshape(*stacked.values(), *x.shape[1:]) if stacked else x
+    names = [*stacked, *[""] * (by_axis.ndim - len(stacked))]
+    for _, _, candidate in _candidates(by_axis, names, y.size):
+        flat, whole = candidate.ravel(), y.ravel()
+        finite = np.isfinite(flat) & np.isfinite(whole)
+        flat, whole = flat[finite], whole[finite]
+        factor = float(np.vdot(whole, flat).real / max(float(np.vdot(whole, whole).real), 1e-300))
+        if factor and np.linalg.norm(flat - factor * whole) <= FAR * float(np.linalg.norm(flat)):
+            times = max(abs(factor), 1 / abs(factor))
+            of = _size_named(round(times), axes) if abs(times / round(times) - 1) < NEAR else ""
+            if y.size == 1 and not of:
+                continue  # any number is a multiple of another
+            word = f"is {factor:.4g} times" if abs(factor) > 1 else f"is 1/{1 / factor:.4g} of"
+            return f"{word} that of one device{f': the size of {of}' if of else ''}", of or every
+    if x.ndim and y.ndim and x.size == y.size and x.size:
+        rows = [np.sort(z.reshape(-1, y.shape[-1]).sum(-1)) for z in (x, y)]
+        if rows[0].shape == rows[1].shape and np.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-6):
+            return "has the rows of one device in another order", every
+    if stacked and x.shape[1:] == y.shape:
+        over = " x ".join(axis for axis, size in stacked.items() if size > 1)
+        return f"is of one shard alone, another on each ({over})", over
+    if x.size == y.size:
+        error = distance(x, y) / max(float(np.linalg.norm(y[np.isfinite(y)])), 1e-30)
+        return f"is another value ({error:.1e})", every
+    return None

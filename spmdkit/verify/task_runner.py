@@ -1,0 +1,387 @@
+"""`Subject`: the user's task made ready to be compared, and run on one mesh at a time.
+
+What is changed, and why it changes no mathematics: `init` gives constants (compiling a random init costs more than a step), the
+data are the first rows, gradients and updates are kept by transformations around the optimizer, small leaves are cut too, and
+the computation is in float32 or float64, since what is compared is the mathematics and not the rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdkit import data
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.config import Config, replace_keys
+from spmdkit.data.source import ArraySource
+from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.foundation.trees import is_key, named_leaves
+from spmdkit.mesh.mesh import count
+from spmdkit.program import compiler
+from spmdkit.program.init_state import make_optimizer
+from spmdkit.program.program import Program
+from spmdkit.program.task import Task
+from spmdkit.step.model_state import agreement
+from spmdkit.step.state import TrainState
+from spmdkit.verify.cases import provable
+from spmdkit.verify.probes import COUNT, Watched, counting, keeping, with_constants
+from spmdkit.verify.unpadded_reference import Unpadded
+
+NUM_BATCHES = 2
+"""Batches on which gradient and update are compared, each from the initial parameters. The second is short where batches may be."""
+
+Tree = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass
+class Taken:
+    """What one step from the initial parameters gave. Trees are path -> array."""
+
+    loss: float
+    count: float | None
+    metrics: dict[str, float]
+    gradient: Tree
+    update: Tree
+    optimizer: Tree
+    state: Tree
+
+
+@dataclasses.dataclass
+class Results:
+    """What a run of the subject gave, as numbers on the host.
+
+    Attributes:
+        batches: single steps, each from the initial parameters.
+        losses, metrics: of the steps in a row; `metrics` of the last one.
+        params, model_state: after the steps.
+        evaluation: metrics of the evaluation, None where it was not asked for or there is none.
+        restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not asked for.
+        apart: path of the first leaf of the last state whose copies on several devices have different bits, or None.
+        form: how the step was compiled.
+        uses: names of spmdkit's functions that the task called.
+    """
+
+    batches: list[Taken]
+    losses: list[float]
+    metrics: dict[str, float]
+    params: Tree
+    model_state: Tree
+    evaluation: dict[str, float] | None
+    restored: tuple[float, str] | None
+    apart: str | None
+    form: str
+    uses: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to cut the subject.
+
+    Attributes:
+        mesh: sizes of the axes that are larger than one; empty is one device.
+        short: batches may be short (`data.remainder: mask`), and the second one is.
+        clip_norm: instead of the config's.
+        plain: reference form: no rematerialisation, nothing on the host, plain sum.
+    """
+
+    mesh: Mapping[str, int]
+    microbatches: int = 1
+    short: bool = False
+    clip_norm: float | None = None
+    plain: bool = False
+
+
+class Subject:
+    """A task and its config, prepared.
+
+    Args:
+        batch_size: global examples of a step; has to be divisible by the shards and microbatches of every setting.
+        steps: steps in a row.
+        dtype: `float32`, or `float64` where JAX has been started with 64-bit types.
+    """
+
+    def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
+        self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
+        self._task = with_constants(task, config.seed, dtype)
+        self._watched = True if task.train_step is None else None  # a step of one's own may read its optimizer's state
+        self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
+        self._cut: dict[tuple[str, int], ArraySource] = {}
+        self._starts: dict[Any, list[Any]] = {}
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The user's loss, where the default step differentiates it."""
+        return None if self._task.train_step is not None else self._task.loss_fn
+
+    @property
+    def watched(self) -> bool:
+        """Whether the optimizer is watched; False for a step that reads its state: gradient and update are then both what the parameters move by."""
+        return self._watched is not False
+
+    @property
+    def short(self) -> bool:
+        """Whether the config itself has short batches."""
+        return self.config.data.remainder == "mask"
+
+    def program(self, setting: Setting, probe: bool = False, evaluated: bool = True) -> Program:
+        """Returns the program of a setting on fake devices.
+
+        Args:
+            probe: whether it refuses padding rows that count. The reference does so for all.
+            evaluated: whether it has the task's evaluation, which costs a trace.
+
+        Raises:
+            ConfigError: the setting is not legal for this task.
+        """
+        num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
+        config, devices = self._config(setting, num_devices), jax.devices()[:num_devices]
+        made = lambda watched: Program(config, self._instrumented(setting, evaluated, watched), devices, probe)
+        if self._watched is None:
+            if setting.clip_norm is not None:  # which wraps the state, too
+                self.program(dataclasses.replace(setting, clip_norm=None), evaluated=evaluated)
+                return self.program(setting, probe, evaluated)
+            try:
+                program, self._watched = made(True), True
+            except SpmdkitError:
+                program, self._watched = made(False), False
+            return program
+        return made(self._watched)
+
+    def _config(self, setting: Setting, num_devices: int) -> Config:
+        changes: dict[str, Any] = {
+            "mesh": dict(setting.mesh),
+            "devices": f"cpu:{num_devices}",
+            "microbatches": setting.microbatches,
+            "batch_size": self.batch_size,
+            "steps": self.steps,
+            "precision": {"compute": self.dtype, "params": self.dtype, "reduce": self.dtype},
+            "eval.every_steps": None,
+            "eval.batch_size": None,
+            "checkpoint": None,
+            "profile": None,
+            "compiler_options": {**compiler.quick_options()},  # the user's are of the devices that train
+            # In the instrumented optimizer:
+            "optimizer": None,
+            "learning_rate": None,
+            "clip_norm": None,
+            "data.remainder": "mask" if setting.short else self.config.data.remainder,
+        }
+        changes |= _without_effect(self.config, setting.mesh)
+        changes["reducer"] = provable(self.config)
+        changes["sync"] = "every_step"  # groups that train alone are other mathematics
+        if setting.mesh.get("fsdp", 1) > 1 and self.config.layout.fsdp == "auto":
+            changes["layout.min_shard_bytes"] = 1
+        if self.config.remat == "auto":
+            changes["remat"] = "full"  # what a small model's memory would choose is nothing
+        if setting.plain:
+            changes |= {"remat": "none", "placement": {"params": "device", "optimizer": "device"}, "reducer": "sum"}
+            changes |= {"model_state": "global"}
+        return replace_keys(self.config, changes)
+
+    def _instrumented(self, setting: Setting, evaluated: bool, watched: bool) -> Task:
+        config = self.config
+        if setting.clip_norm is not None:
+            if not watched:
+                raise ConfigError(
+                    "the step reads its optimizer's state, so that its gradient, and a norm to clip it to, are not known"
+                )
+            config = replace_keys(config, {"clip_norm": setting.clip_norm})
+        optimizer = make_optimizer(config, self._task)
+        task = dataclasses.replace(
+            self._task,
+            optimizer=keeping(optimizer) if watched else optimizer,
+            train_data=self._rows("train_data", self._num_train(setting)),
+            eval_data=self._rows("eval_data", self._num_eval()) if evaluated else None,
+        )
+        return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=counting(task.loss_fn))
+
+    def _num_train(self, setting: Setting) -> int:
+        if setting.short or self.short:
+            short = self.batch_size // 4 + 1
+            own = len(data.open_source(self._sources["train_data"], "train_data"))
+            # Of one batch of rows, the shape of what a stream gives, some are left out: a mutant of short batches needs one.
+            return max(1, own - short) if own == self.batch_size else self.batch_size + short
+        return NUM_BATCHES * self.batch_size
+
+    def _num_eval(self) -> int:
+        """Returns a few batches with a short one at the end, or full ones where the user's own evaluation has no short batch."""
+        if self._sources["eval_data"] is None:
+            return 0
+        own = len(data.open_source(self._sources["eval_data"], "eval_data"))
+        if own % min(own, self.config.eval.batch_size or self.config.batch_size) == 0:
+            return min(own // self.batch_size, NUM_BATCHES) * self.batch_size or own
+        return self.batch_size + self.batch_size // 4 + 1
+
+    def _rows(self, name: str, num: int) -> Any:
+        """Returns the first `num` examples of the user's data, or all; None where there are none."""
+        given = self._sources[name]
+        if given is None:
+            return None
+        if (name, num) not in self._cut:
+            source = data.open_source(given, name)
+            rows = source.gather(np.arange(min(num, len(source)), dtype=np.int64))
+            if self.dtype == "float64":
+                twice = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
+                rows = jax.tree.map(lambda x: x.astype(twice.get(x.dtype, x.dtype)), rows)
+            self._cut[name, num] = ArraySource(rows, name)
+        return self._cut[name, num]
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        program: Program | Unpadded,
+        *,
+        evaluate: bool = False,
+        restore: bool = False,
+        moved: Callable[[Any], Any] | None = None,
+    ) -> Results:
+        """Returns what the program computes: single steps from the start, then `steps` in a row.
+
+        Args:
+            restore: also save the last state and read it back on one device.
+            moved: is applied to the initial parameters and to the examples of every batch, on the host.
+        """
+        start = self._start(program)
+        if moved is not None:
+            start = start.replace(params=moved(start.params))
+
+        def begin() -> TrainState:
+            # Keys stay on the devices, also after device_get: without a copy the first step would donate them.
+            own = jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else x, start)
+            return jax.device_put(own, program.state_sharding)
+
+        batches = [batch for _, batch in program.batches(stop=max(self.steps, NUM_BATCHES))]
+        if moved is not None:
+            batches = [
+                dataclasses.replace(
+                    b, examples=jax.tree.map(lambda x: jax.device_put(moved(x), x.sharding), b.examples)
+                )
+                for b in batches
+            ]
+        taken = []
+        for batch in batches[:NUM_BATCHES]:
+            state, metrics = program.step(begin(), batch)
+            of_groups = _of_all_groups(state.model_state, program)
+            taken.append(_taken(state, jax.device_get(metrics), of_groups, start.params))
+        state, losses, last = begin(), list[float](), dict[str, Any]()
+        for batch in batches[: self.steps]:
+            state, last = program.step(state, batch)
+            losses.append(float(last.get("loss", np.nan)))
+        evaluation = None
+        if evaluate and program.has_eval:
+            evaluation = _numbers(program.eval(state))
+        return Results(
+            taken,
+            losses,
+            _numbers(jax.device_get(last)),
+            flat(state.params),
+            flat(_of_all_groups(state.model_state, program)),
+            evaluation,
+            self._through_checkpoint(state) if restore else None,
+            _apart(state),
+            program.form,
+            frozenset(program._step_context.noticed.functions),
+        )
+
+    def _start(self, program: Program | Unpadded) -> TrainState:
+        """Returns the state before the first step, on the host. `init` gives constants: it is compiled for one program of each form of the state."""
+        structure = jax.tree.structure(program.abstract_state)
+        form = tuple((path, x.shape, str(x.dtype)) for path, x in named_leaves(program.abstract_state))
+        if form not in self._starts:
+            self._starts[form] = jax.tree.leaves(jax.device_get(program.init()))
+        return jax.tree.unflatten(structure, self._starts[form])
+
+    def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:
+        """Returns (error, path) of the leaf that differs most after it was saved here and restored on one device."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        asked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoints = Checkpoints(Path(folder) / "checkpoints")
+            checkpoints.save(1, state, {})
+            checkpoints.wait()
+            restored, _ = checkpoints.restore(1, asked)
+            checkpoints.close()
+        before, after = flat(state), flat(restored)
+        worst = (0.0, "")
+        for path, x in before.items():
+            difference = after[path] != x if x.dtype == bool else after[path] - x
+            error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(x)), 1e-30))
+            worst = max(worst, (error, path)) if error > 0 or not worst[1] else worst
+        return worst
+
+
+NEED_AXIS = {
+    "fsdp": ("layout.zero", "layout.fsdp", "layout.min_shard_bytes"),
+    "context": ("attention.context", "attention.order"),
+    "pipeline": ("pipeline.schedule", "pipeline.microbatches", "pipeline.chunks"),
+}
+"""Settings that are errors on a mesh without an axis, where they have no effect."""
+
+
+def _without_effect(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the settings that have no effect on a mesh, with their defaults."""
+    changes = {}
+    for path in (path for axis, paths in NEED_AXIS.items() if mesh.get(axis, 1) == 1 for path in paths):
+        section, key = path.split(".")
+        if hasattr(config, section):
+            changes[path] = getattr(type(getattr(config, section))(), key)
+    return changes
+
+
+def _of_all_groups(model_state: Any, program: Program | Unpadded) -> Any:
+    """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
+    if program.config.model_state == "global":
+        return model_state
+    return agreement.of_groups(program._step_context.chosen.agree, model_state)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns metrics as numbers, of an array each element."""
+    arrays = {name: np.asarray(x) for name, x in metrics.items() if name != COUNT}
+    return {
+        f"{name}{list(place)}" if place else name: float(x)
+        for name, array in arrays.items()
+        for place, x in np.ndenumerate(array)
+    }
+
+
+def _taken(state: TrainState, metrics: Mapping[str, Any], model_state: Any, before: Any) -> Taken:
+    kept = state.opt_state
+    if not isinstance(kept, Watched):
+        moved = jax.tree.map(lambda x, y: x - y, jax.device_get(state.params), before)
+        kept = Watched(moved, kept, moved)
+    return Taken(
+        loss=float(metrics.get("loss", np.nan)),
+        count=float(metrics[COUNT]) if COUNT in metrics else None,
+        metrics=_numbers(metrics),
+        gradient=flat(kept.gradient),
+        update=flat(kept.update),
+        optimizer=flat(kept.inner),
+        state=flat(model_state),
+    )
+
+
+def _apart(state: TrainState) -> str | None:
+    """Returns the path of the first leaf whose copies on several devices have different bits, or None."""
+    for path, x in named_leaves(state):
+        copies: dict[str, bytes] = {}
+        data = jax.random.key_data(x) if is_key(x) else x
+        for shard in data.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            if copies.setdefault(str(shard.index), bits) != bits:
+                return path
+    return None
+
+
+def flat(tree: Any) -> Tree:
+    """Returns path -> array of every leaf, on the host; integers too, and the data of keys."""
+    plain = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+    return {path: np.asarray(x) for path, x in named_leaves(jax.device_get(plain))}

@@ -1,0 +1,330 @@
+"""A step of which every intermediate value is a result too: its jaxpr, evaluated again with taps.
+
+    values = Tapped(closed_jaxpr)        what there is, and what comes from what, read from the jaxpr
+    values(*arguments)                   {place: array}, one compiled program
+
+Calls (`jit`, `remat`, custom rules) are evaluated in line, and so are parts of `sk.manual`, each a `shard_map`. A value inside of a `shard_map` is
+stacked over the devices of its mesh, one inside of a `scan` over its turns, behind the devices. Inside of `while` and `cond` nothing is tapped. A place is the path of an equation and the number of its result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
+
+from spmdkit import compat
+from spmdkit.foundation import jaxprs
+from spmdkit.foundation.trees import is_key
+from spmdkit.ops.part import Part
+from spmdkit.step.step import global_step, replica_step
+
+Place = tuple[int, ...]
+
+IN_LINE = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"]
+)
+
+
+class Line(NamedTuple):
+    """Where an equation comes from: `file.py:12 (function)`, whether it is the user's, and the (file, line) of its frames, innermost first."""
+
+    text: str
+    own: bool
+    frames: tuple[tuple[str, int], ...]
+    is_jit: bool = False
+
+
+NOWHERE = Line("", False, ())
+
+
+class Loop(NamedTuple):
+    """A `scan`: the path of its equation, its turns, and whether the last one in the array is the first to run."""
+
+    path: tuple[int, ...]
+    length: int
+    reverse: bool
+
+
+class _Around(NamedTuple):
+    """What is around an equation: the line of the call, the axes of the `shard_map`, the loops, and by input what the turn before has left."""
+
+    line: Line
+    stacked: dict[str, int]
+    loops: tuple[Loop, ...]
+    carried: list[list[Place]]
+
+
+@dataclasses.dataclass
+class Value:
+    """What one equation gives.
+
+    Attributes:
+        line: `file.py:12 (function)` of the user's line, or of the innermost one of the package where the user has none.
+        own: whether that is a line of the user's.
+        primitive, shape: of the equation and the value, inside of its `shard_map`.
+        backward: it belongs to a transposed part of the program.
+        parents: places of the values that it is computed from; of the arguments, (-1, number).
+        stacked: sizes of the mesh axes over whose devices it is stacked, in order.
+        loops: that it is inside of, the outermost first; a value has a dim for each, after those of the devices.
+        carried: those of the parents that are of the turn before.
+        is_key: it is a random key, or the data of one, which are no numbers: a loss's plain key is another one on each replica.
+        is_index: it depends on no argument, and is an integer or spmdkit's own: a shard's number of rows, what is counted, a replica's place.
+    """
+
+    place: Place
+    line: str
+    own: bool
+    primitive: str
+    shape: tuple[int, ...]
+    backward: bool
+    parents: list[Place]
+    stacked: dict[str, int]
+    loops: tuple[Loop, ...]
+    carried: frozenset[Place]
+    is_key: bool
+    is_index: bool
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a value of another trace of the same text has in common with it."""
+        return self.line, self.primitive, self.backward, len(self.loops)
+
+
+class Tapped:
+    """A traced function with taps.
+
+    Args:
+        wanted: numbers of the results that are asked for; only what they are computed from is tapped.
+
+    Attributes:
+        values: by place, in the order of the program.
+        results: for each result of the function, the places that it comes from.
+        wanted: as given, in order.
+    """
+
+    def __init__(self, closed: Any, wanted: Sequence[int] | None = None):
+        self._closed, self.values = closed, dict[Place, Value]()
+        self._parts: dict[int, Any] = {}
+        arguments: list[Place | None] = [(-1, i) for i in range(len(closed.jaxpr.invars))]
+        self.results = self._read(closed.jaxpr, arguments, (), _Around(NOWHERE, {}, (), []))
+        self.wanted = list(range(len(self.results))) if wanted is None else list(wanted)
+        self._tapped = self.ancestors(p for i in self.wanted for p in self.results[i])
+
+    def ancestors(self, places: Iterable[Place]) -> set[Place]:
+        """Returns the places of all that some values are computed from, and their own."""
+        seen, todo = set[Place](), list(places)
+        while todo:
+            place = todo.pop()
+            if place not in seen and place in self.values:
+                seen.add(place)
+                todo += self.values[place].parents
+        return seen
+
+    # ---- what comes from what ------------------------------------------------------------------------------------------
+
+    def _read(self, jaxpr: Any, given: Sequence[Any], path: Place, at: _Around) -> list[Any]:
+        """Returns the sources of a jaxpr's results: each a list of places."""
+        known: dict[Any, list[Place]] = {v: _list(p) for v, p in zip(jaxpr.invars, given, strict=True)}
+        carried = dict(zip(jaxpr.invars, at.carried, strict=True)) if at.carried else {}
+        read = lambda v: [] if isinstance(v, Literal) else known.get(v, [])
+        for number, eqn in enumerate(jaxpr.eqns):
+            here = (*path, number)
+            sources = [read(v) for v in eqn.invars]
+            before = [[] if isinstance(v, Literal) else carried.get(v, []) for v in eqn.invars]
+            now = at._replace(line=_line(eqn, at.line), carried=before)
+            outs = self._inside(eqn, sources, here, now)
+            if outs is None:
+                outs = self._own(eqn, sources, here, now)
+            known.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _own(self, eqn: Any, sources: list[Any], here: Place, at: _Around) -> list[list[Place]]:
+        """Keeps the values of an equation that holds no others, and returns their places."""
+        parents = list(dict.fromkeys(p for source in sources for p in source))
+        by_index = all(p[0] != -1 and self.values[p].is_index for p in parents)
+        if eqn.primitive.name == "axis_index":
+            by_index = not at.line.own
+        for i, var in enumerate(eqn.outvars):
+            place, dtype = (*here, i), getattr(var.aval, "dtype", None)
+            self.values[place] = Value(
+                place,
+                at.line.text,
+                at.line.own,
+                eqn.primitive.name,
+                tuple(getattr(var.aval, "shape", ())),
+                "transpose(" in str(eqn.source_info.name_stack),
+                parents,
+                dict(at.stacked),
+                at.loops,
+                frozenset(p for before in at.carried for p in before),
+                is_key(var.aval) or eqn.primitive.name == "random_unwrap",
+                by_index and (not at.line.own or getattr(dtype, "kind", "f") in "iub"),
+            )
+        return [[(*here, i)] for i in range(len(eqn.outvars))]
+
+    def _inside(self, eqn: Any, sources: list[Any], here: Place, at: _Around) -> list[Any] | None:
+        name = eqn.primitive.name
+        if (body := self._in_line(eqn)) is not None:
+            return self._read(body.jaxpr, sources, here, at)
+        if name == "shard_map" and not at.stacked:
+            return self._read(eqn.params["jaxpr"], sources, here, at._replace(stacked=_sizes(eqn)))
+        if name == "scan":
+            first, num = compat.carried_inputs(eqn)
+            body = eqn.params["jaxpr"].jaxpr
+            loop = Loop(here, eqn.params["length"], eqn.params["reverse"])
+            at = at._replace(loops=(*at.loops, loop))
+            outs = self._read(body, sources, here, at)
+            given, carried = list(sources), [list[Place]() for _ in sources]
+            for i in range(num):  # what a turn reads is what the turn before has left, too
+                given[first + i] = [*given[first + i], *outs[i]]
+                carried[first + i] = outs[i]
+            return self._read(body, given, here, at._replace(carried=carried))
+        return None
+
+    # ---- values ----------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *arguments: Any) -> tuple[list[Any], dict[Place, Any]]:
+        """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be traced."""
+        taps: dict[Place, Any] = {}
+        outs = self._evaluate(self._closed.jaxpr, self._closed.consts, arguments, (), taps, True)
+        return [outs[i] for i in self.wanted], {p: x for p, x in taps.items() if p in self._tapped}
+
+    def _in_line(self, eqn: Any) -> Any:
+        """Returns the closed jaxpr that a call, or a part of `sk.manual`, stands for, or None."""
+        if isinstance(part := eqn.params.get("part"), Part):
+            if id(eqn) not in self._parts:  # traced once: what is read from it is what is evaluated
+                shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+                self._parts[id(eqn)] = jax.make_jaxpr(part.run)(*shapes)
+            return self._parts[id(eqn)]
+        if eqn.primitive.name not in IN_LINE:
+            return None
+        body = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+        if body is None or len(jaxprs.opened(body).invars) != len(eqn.invars):
+            return None
+        return body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ())
+
+    def _evaluate(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        arguments: Sequence[Any],
+        path: Place,
+        taps: dict[Place, Any],
+        at_top: bool,
+    ) -> list[Any]:
+        """Returns a jaxpr's results, and puts its values into `taps`; `at_top`: it is inside of no `shard_map`."""
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+            zip(jaxpr.invars, arguments, strict=True)
+        )
+        read = lambda v: v.val if isinstance(v, Literal) else known[v]
+        for number, eqn in enumerate(jaxpr.eqns):
+            here = (*path, number)
+            given = [read(v) for v in eqn.invars]
+            if (body := self._in_line(eqn)) is not None:
+                outs = self._evaluate(body.jaxpr, body.consts, given, here, taps, at_top)
+            elif eqn.primitive.name == "shard_map" and at_top:
+                outs = self._shard_map(eqn, given, here, taps)
+            elif eqn.primitive.name == "scan":
+                outs = self._scan(eqn, given, here, taps, at_top)
+            else:
+                with eqn.ctx.manager:
+                    found = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
+                outs = list(found) if eqn.primitive.multiple_results else [found]
+                taps.update({(*here, i): x for i, x in enumerate(outs) if _is_numbers(x)})
+            known.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _shard_map(self, eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any]) -> list[Any]:
+        params, own = eqn.params, dict[Place, Any]()
+        axes = tuple(_sizes(eqn))
+
+        def body(*shards: Any) -> Any:
+            own.clear()
+            outs = self._evaluate(params["jaxpr"], (), shards, here, own, False)
+            return outs, [compat.as_varying(jnp.asarray(x)[None], axes) for x in own.values()]
+
+        found, tapped = jax.shard_map(
+            body,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )(*given)
+        taps.update(zip(own, tapped, strict=True))
+        return list(found)
+
+    def _scan(self, eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any], at_top: bool) -> list[Any]:
+        first, num = compat.carried_inputs(eqn)
+        body, own = eqn.params["jaxpr"], dict[Place, Any]()
+        consts, carry, xs = given[:first], list(given[first : first + num]), list(given[first + num :])
+
+        def turn(carry: Any, x: Any) -> Any:
+            own.clear()
+            outs = self._evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], here, own, at_top)
+            return outs[:num], (outs[num:], list(own.values()))
+
+        end, (ys, tapped) = lax.scan(turn, carry, xs, length=eqn.params["length"], reverse=eqn.params["reverse"])
+        for place, x in zip(own, tapped, strict=True):
+            taps[place] = jnp.moveaxis(x, 1, 0) if at_top and self.values[place].stacked else x
+        return [*end, *ys]
+
+
+def _sizes(eqn: Any) -> dict[str, int]:
+    mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    return {axis: size for axis, size in mesh.shape.items() if axis in manual}
+
+
+def _is_numbers(x: Any) -> bool:
+    return hasattr(x, "dtype") and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)
+
+
+def _list(place: Any) -> list[Place]:
+    return list(place) if isinstance(place, list) else [] if place is None else [place]
+
+
+def _line(eqn: Any, around: Line) -> Line:
+    """Returns the line of an equation: its own, or that of the call around it where JAX has kept the trace of another call."""
+    found = line_of(eqn)
+    if found is None or (around.is_jit and around.frames[0] not in found.frames):
+        return around
+    return around if around.own and not found.own else found
+
+
+def line_of(eqn: Any) -> Line | None:
+    """Returns the user's innermost line inside of the step, else the package's, else None."""
+    traceback = eqn.source_info.traceback
+    inside = []
+    for frame in () if traceback is None else traceback.frames:
+        if frame.file_name.startswith(_PACKAGE) and frame.function_name.startswith(_STEP):
+            break
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            inside.append(frame)
+    ours = [f for f in inside if f.file_name.startswith(_PACKAGE)]
+    users = [f for f in inside if not f.file_name.startswith(_PACKAGE)]
+    for own, frames in ((True, users), (False, ours)):
+        for f in frames[:1]:
+            name = f.function_name.rpartition(".")[2]
+            every = tuple((f.file_name, f.line_num) for f in inside)
+            is_jit = eqn.primitive.name in ("jit", "pjit")
+            return Line(f"{_short(f.file_name)}:{f.line_num} ({name})", own, every, is_jit)
+    return None
+
+
+def _short(file: str) -> str:
+    return f"spmdkit/{file.removeprefix(_PACKAGE)}" if file.startswith(_PACKAGE) else file
+
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python", "<frozen")
+_STEP = (*(f"{maker.__qualname__}." for maker in (global_step, replica_step)), Part.run.__qualname__)
+"""Functions of the package that begin so are the step itself, or a part of it: what stands inside of them is the user's."""

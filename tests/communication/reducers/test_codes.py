@@ -1,0 +1,71 @@
+"""The bits that reducers send: float8 against the type of that name, int8 and signs by hand, and NaN."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import spmdkit as sk
+from spmdkit.communication.reducers import coded, float8, int8, sign
+from spmdkit.communication.reducers.base import PAD
+from tests.support.messages import refused
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def test_all_bits_of_float8_are_the_values_of_the_type():
+    bits = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)
+    np.testing.assert_array_equal(float8.float8_values(jnp.asarray(bits)), bits.view(E4M3).astype(np.float32))
+
+
+def test_values_become_the_nearest_float8_ties_to_even():
+    random = np.random.default_rng(0)
+    drawn = random.normal(size=20000) * 10.0 ** random.integers(-5, 2, 20000)
+    grid = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float64)
+    x = np.concatenate([drawn, grid, -grid, (grid[1:] + grid[:-1]) / 2]).clip(-448, 448).astype(np.float32)
+    np.testing.assert_array_equal(float8.float8_bits(jnp.asarray(x)), x.astype(E4M3).view(np.uint8))
+
+
+CODES = {
+    "int8": (coded.blocks("int8", 256, int8._encode, int8._decode), 1 / 254),
+    "float8": (coded.blocks("float8", 256, float8._encode, float8._decode), 1 / 28),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_value_comes_back_within_half_a_step_of_its_block(name):
+    code, half_step = CODES[name]
+    x = np.random.default_rng(0).normal(size=(3, 2048)).astype(np.float32) * np.float32([[1], [1e6], [1e-6]])
+    x[0, 256:512] = 0
+    sent = code.encode(jnp.asarray(x))
+    assert [(s.dtype, s.shape[1] % PAD, s.shape[1]) for s in sent] == [(jnp.uint8, 0, code.row_bytes(2048))]
+    back = np.asarray(code.decode(sent, 2048))
+    largest = np.abs(x.reshape(3, 8, 256)).max(-1, keepdims=True)
+    assert (np.abs(back - x).reshape(3, 8, 256) <= largest * half_step * 1.001).all()
+    assert not back[0, 256:512].any()
+
+
+def test_a_sign_comes_back_with_the_mean_size_of_its_block():
+    code = coded.blocks("sign", 1024, sign._encode, sign._decode, bits=1)
+    x = np.random.default_rng(0).normal(size=(2, 3072)).astype(np.float32)
+    back = code.decode(code.encode(jnp.asarray(x)), 3072)
+    size = np.abs(x.reshape(2, 3, 1024)).mean(-1, keepdims=True)
+    np.testing.assert_allclose(back, (np.where(x.reshape(2, 3, 1024) >= 0, 1, -1) * size).reshape(2, 3072), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["int8", "float8", "sign"])
+def test_a_number_that_is_not_finite_makes_its_whole_block_so_and_no_other(name, bad):
+    module = {"int8": int8, "float8": float8, "sign": sign}[name]
+    code = coded.blocks(name, 256, module._encode, module._decode, bits=1 if name == "sign" else 8)
+    x = np.ones((1, 1024), np.float32)
+    x[0, 300] = bad
+    finite = np.isfinite(np.asarray(code.decode(code.encode(jnp.asarray(x)), 1024))).reshape(4, 256)
+    assert not finite[1].any() and finite[[0, 2, 3]].all()
+
+
+@pytest.mark.parametrize("block", [0, -1, 1.5, True])
+@pytest.mark.parametrize("name", ["int8", "float8", "sign"])
+def test_a_block_that_is_none_is_refused(name, block):
+    with refused(f"{name}.block is {block!r}", "values that share a scale", "Write block: 256"):
+        sk.Config(task="t.py:t", reducer={name: {"block": block}})

@@ -1,0 +1,134 @@
+"""A user's own reducer, named by a config: it trains, it may keep something, and only what is declared is called."""
+
+import jax
+import numpy as np
+import pytest
+
+import spmdkit as sk
+from spmdkit.foundation import plugins
+from spmdkit.verify.cases import about_reducer, provable
+from spmdkit.verify.certificate import task_digest
+from tests.support.core_runs import assert_close
+from tests.support.messages import Says, refused
+from tests.support.own_files import config_by_choice
+from tests.support.reducer_runs import owed, train
+
+TASK = """
+import spmdkit as sk
+from tests.support.reducer_runs import adding, task as made
+
+task = made(adding())
+"""
+
+MINE = """
+import pathlib
+import jax
+import jax.numpy as jnp
+from jax import lax
+import spmdkit as sk
+
+with open(pathlib.Path(__file__).parent / "imported", "a") as file:
+    file.write("1")
+
+def wire(values, num):
+    return 2 * (num - 1) / num * 4 * values
+
+@sk.reducer
+def scaled(scale=1.0):
+    def apply(leaves, states, over):
+        return [lax.psum(scale * x, over.axes) for x in leaves], states
+    return sk.Reducer(exact=True, apply=apply, wire=wire)
+
+@sk.reducer
+def coarse(step=2**-10):
+    def apply(leaves, states, over):
+        asked = [x + state["error"] for x, state in zip(leaves, states)]
+        sent = [jnp.round(x / step) * step for x in asked]
+        return [lax.psum(x, over.axes) for x in sent], [{"error": x - y} for x, y in zip(asked, sent)]
+    init = lambda leaf: {"error": jax.ShapeDtypeStruct(leaf.shape, jnp.float32)}
+    return sk.Reducer(exact=False, apply=apply, wire=wire, init=init, takes="share")
+
+made = scaled()
+
+def undeclared():
+    raise SystemExit("was called")
+
+@sk.reducer
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Returns a function from the value of `reducer` to the config of a file beside the reducer's."""
+    lines = "task: own.py:task\nbatch_size: 64\nsteps: 20\nmesh: {data: 4}\ndata: {remainder: mask}\n"
+    return config_by_choice(tmp_path, monkeypatch, {"own.py": TASK, "mine.py": MINE}, lines, "reducer")
+
+
+def program(config):
+    return sk.build(config, devices=jax.devices()[:4])
+
+
+def test_a_reducer_of_the_users_own_adds_as_sum_does(config):
+    expected, losses = train(program(config("sum")), 4)
+    for choice in ("mine.py:scaled", "mine.py:made", "{mine.py:scaled: {scale: 1}}"):
+        made = program(config(choice))
+        state, found = train(made, 4)
+        assert made.form == "manual"
+        np.testing.assert_allclose(found, losses, rtol=1e-6)
+        assert_close(state.opt_state, expected.opt_state)
+    state, _ = train(program(config("{mine.py:scaled: {scale: 2}}")), 4)
+    assert_close(jax.tree.map(lambda x: x / 2, state.opt_state), expected.opt_state)
+
+
+def test_what_it_keeps_is_in_the_train_state_and_nothing_is_lost(config):
+    expected = jax.device_get(train(program(config("sum")), 6)[0].opt_state)
+    state, _ = train(program(config("mine.py:coarse")), 6)
+    applied, left = jax.device_get(state.opt_state), owed(state)
+    assert all(np.abs(x).max() > 1e-5 for x in jax.tree.leaves(left))
+    assert_close(jax.tree.map(np.add, applied, left), expected)
+
+
+def test_a_config_is_checked_without_importing_the_reducer_and_verify_knows_what_it_can_prove(config, tmp_path):
+    asked = config("mine.py:coarse")
+    assert not (tmp_path / "imported").exists()
+    assert provable(asked) == "sum"
+    assert about_reducer(asked).startswith(
+        "reducer mine.py:coarse is not exact, and names no options at which it loses"
+    )
+    assert provable(config("mine.py:scaled")) == "mine.py:scaled"
+    assert (tmp_path / "imported").read_text() == "1"
+
+
+def test_a_certificate_is_about_the_text_of_the_reducer_too(config, tmp_path):
+    asked = config("mine.py:scaled")
+    before = task_digest(asked)
+    (tmp_path / "mine.py").write_text(MINE.replace("scale * x", "scale * 2 * x"))
+    assert task_digest(asked) != before
+    assert task_digest(config("sum")) == task_digest(config("ordered")) != before
+
+
+DECLARED = "A config names what its module declares"
+WRONG = {
+    "os:system": Says("reducer: os:system", "is a function of", DECLARED, "in a file of yours"),
+    "mine.py:undeclared": Says(
+        "reducer: mine.py:undeclared", "a function of mine", DECLARED, "@sk.reducer above its definition"
+    ),
+    "mine.py:scale": Says("reducer: mine.py", "no 'scale'", repair="'scaled'?"),
+    "nowhere.py:made": Says("reducer: file", "nowhere.py does not exist", "config's folder"),
+    "mine.py:number": Says("reducer: mine.py:number(...)", "returned int", "a spmdkit.Reducer", "return sk.Reducer"),
+    "{mine.py:scaled: {scael: 2}}": Says("mine.py:scaled(scale=1.0)", "do not fit", repair="'scale'?"),
+    "{mine.py:made: {scale: 2}}": Says(
+        "reducer: mine.py:made", ("is a reducer", "['scale']"), "no effect", "Write one"
+    ),
+    "mine.py": Says("config.yaml:6: reducer", rule=f"one of {', '.join(plugins.names('reducers'))}"),
+    "'mine.py:3'": Says("config.yaml:6: reducer", "'3'", "no name of Python", "reducer: mine.py:reducer"),
+    "{mine.py:scaled: 3}": Says("config.yaml:6: reducer", "found 3", "a mapping", "{mine.py:scaled: {OPTION: VALUE}}"),
+}
+
+
+@pytest.mark.parametrize("choice", WRONG)
+def test_what_is_wrong_with_a_reducer_is_said(choice, config):
+    with refused(*WRONG[choice]):
+        program(config(choice))

@@ -1,0 +1,85 @@
+"""The largest values alone: which they are, what is refused, and with which words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import spmdkit as sk
+from spmdkit.communication.reducers import topk
+from spmdkit.communication.reducers.base import Added, Over
+from tests.support.messages import refused
+from tests.support.reducer_runs import program
+
+ROWS = PartitionSpec("data")
+
+
+def test_each_replica_sends_its_own_largest_and_owes_the_rest():
+    random = np.random.default_rng(0)
+    terms, owed = (random.normal(size=(4, 5000)).astype(np.float32) for _ in range(2))
+    k, asked = 1024, terms + owed
+    sent = np.zeros_like(asked)
+    for row, out in zip(asked, sent, strict=True):
+        largest = np.argsort(-np.abs(row))[:k]
+        out[largest] = row[largest]
+
+    def local(leaf, error):
+        made = topk.make(fraction=0.25, most=None)
+        leaves, states = made.apply([leaf[0]], [{"error": error[0]}], Over(("data",), 4, lambda: None))
+        return leaves[0], states[0]["error"][None]
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=(PartitionSpec(), ROWS)))
+    total, left = run(terms, owed)
+    np.testing.assert_array_equal(total, ((sent[0] + sent[1]) + sent[2]) + sent[3])
+    np.testing.assert_array_equal(left, asked - sent)
+
+
+def test_it_is_refused_where_it_would_send_half_of_what_the_sum_sends_or_nothing():
+    with refused(
+        ("topk", "fraction: 0.01", "8 replicas"), "17,416", "fewer than 1,024", "fraction: 0.056, or reducer: int8"
+    ):
+        program("data 8", "topk")
+    with refused(
+        "fraction: 0.12", ("2,048 from each replica", "0.94 of what sum"), "at most 0.5", "fraction: 0.055, or"
+    ):
+        program("data 8", {"topk": {"fraction": 0.12}})
+    program("data 8", {"topk": {"fraction": 0.056}})
+    with refused("fraction: 0.01", "16,384 from each", "0.63", "Try fraction: 0.007, or reducer: int8"):
+        topk.make().check([Added("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
+    topk.make(fraction=0.007).check([Added("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
+
+
+def test_a_vector_that_is_too_short_crosses_as_a_sum_next_to_one_that_is_not():
+    leaves = [Added("w", (1 << 20,), {"data": 4}, ("tensor",)), Added("b", (8,), {"data": 4}, ())]
+    topk.make().check(leaves)
+    with refused("8 values"):
+        topk.make().check(leaves[1:])
+
+
+def test_what_was_owed_is_paid_where_all_is_sent():
+    made = topk.make(fraction=0.01)
+
+    def local(leaf, error):
+        leaves, states = made.apply([leaf[0]], [{"error": error[0]}], Over(("data",), 4, lambda: None))
+        return leaves[0], states[0]["error"][None]
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=(PartitionSpec(), ROWS)))
+    total, left = run(jnp.ones((4, 8)), 2 * jnp.ones((4, 8)))
+    assert (np.asarray(total) == 12).all() and not np.asarray(left).any()
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        ({"fraction": 0}, ("topk.fraction is 0", "share of the values", "Write fraction: 0.01")),
+        ({"fraction": 1.5}, ("topk.fraction is 1.5",)),
+        ({"fraction": True}, ("topk.fraction is True",)),
+        ({"most": 0}, ("topk.most is 0", "or null", "Write most: 0.5")),
+    ],
+)
+def test_options_that_are_none_are_refused(options, parts):
+    with refused(parts):
+        sk.Config(task="t.py:t", reducer={"topk": options})

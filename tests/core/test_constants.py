@@ -1,0 +1,36 @@
+"""The tables of shared names agree with themselves and with what reads them."""
+
+import pytest
+
+from spmdkit.cluster import join
+from spmdkit.cluster.spec import ClusterSpec
+from spmdkit.config import Config
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import constants
+from spmdkit.mesh import mesh
+from spmdkit.plan.machine.target import parse_target
+
+
+def test_the_axes_are_of_replicas_or_of_the_model_and_mesh_has_the_same():
+    assert {*constants.REPLICA_AXES, *constants.MODEL_AXES} == set(constants.AXES)
+    assert not set(constants.REPLICA_AXES) & set(constants.MODEL_AXES)
+    assert set(constants.BATCH_AXES) <= set(constants.AXES)
+    assert (mesh.AXES, mesh.BATCH_AXES) == (constants.AXES, constants.BATCH_AXES)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("cpu:1", 1), ("cpu:08", 8), (f"cpu:{constants.MAX_FAKE_DEVICES}", constants.MAX_FAKE_DEVICES)]
+)
+def test_fake_devices_are_read_alike_by_config_and_target(text, number):
+    assert constants.fake_devices(text) == number
+    assert Config(task="a.py:t", devices=text).devices == f"cpu:{number}"
+    assert parse_target(text).num_devices == number
+
+
+@pytest.mark.parametrize("text", ["cpu:0", "cpu:4097", "cpu:", "cpu:-1", "cpu:x", "cpu:²", "cpu:1:2", "gpu:2", "cpu"])
+def test_what_names_no_fake_devices_is_refused_alike_by_config_and_join(text):
+    assert constants.fake_devices(text) is None
+    with pytest.raises(ConfigError):
+        Config(task="a.py:t", devices=text)
+    with pytest.raises(ConfigError, match="is not known"):
+        join(ClusterSpec(), text)

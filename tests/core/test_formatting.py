@@ -1,0 +1,60 @@
+"""Numbers and names as people read them."""
+
+import pytest
+
+from spmdkit.foundation.formatting import (
+    all_visible,
+    bounded,
+    format_bytes,
+    format_count,
+    format_seconds,
+    nearest,
+    visible,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (2e-8, "0.02 us"),
+        (8.5e-4, "850 us"),
+        (0.9996e-3, "1 ms"),
+        (0.0231, "23.1 ms"),
+        (0.9999, "1 s"),
+        (2.423, "2.42 s"),
+        (999.9, "1000 s"),
+        (1234.5, "1234 s"),
+    ],
+)
+def test_a_time_has_three_digits_and_the_unit_in_which_it_is_at_least_one(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_a_count_is_rounded_before_its_unit_is_chosen():
+    found = [format_count(n) for n in (0, 0.5, 950, 999.4, 999.6, 12_400, 999_950, 8.03e9, 2e12)]
+    assert found == ["0", "0.5", "950", "999", "1k", "12.4k", "1M", "8.03B", "2T"]
+
+
+def test_a_size_has_binary_units():
+    assert [format_bytes(n) for n in (0, 512, 1536, 12.6 * 2**30, 5000 * 2**30)] == [
+        *("0 B", "512 B", "1.5 KiB", "12.6 GiB", "5000.0 GiB")
+    ]
+
+
+def test_only_a_name_that_is_close_is_offered():
+    assert nearest("tensr", ["tensor", "data"]) == " Did you mean 'tensor'?"
+    assert nearest("xyz", ["tensor", "data"]) == ""
+
+
+def test_what_a_terminal_would_obey_is_written_out_and_the_rest_stays():
+    assert visible("a\x1b[31m\r\u202e\udcff\x9b") == "a\\x1b[31m\\r\\u202e\\udcff\\x9b"
+    assert visible("Größe 5 µs\n\tx 中") == "Größe 5 µs\n\tx 中"
+    assert all_visible({"\x07": ["\x07", 3, None]}) == {"\\x07": ["\\x07", 3, None]}
+
+
+def test_a_message_fits_on_a_screen_and_keeps_both_ends():
+    found = bounded("\n".join(["first", *["x" * 10_000] * 100, "last"])).splitlines()
+    assert len(found) <= 25 and max(map(len, found)) < 1001
+    assert (found[0], found[-1]) == ("first", "last")
+    assert bounded("short\ntext") == "short\ntext"

@@ -1,0 +1,120 @@
+"""What is taken for a secret, and what is not: a name too many makes a record useless, one too few tells."""
+
+import pytest
+
+from spmdkit.foundation import redact
+
+NAMES = [
+    "api_token",
+    "password",
+    "AWS_SECRET_ACCESS_KEY",
+    "hfToken",
+    "wandb_api_key",
+    "db-password",
+    "my_secret",
+    "credentials",
+    "Authorization",
+    "auth",
+    "apiKey",
+    "ssh_key",
+    "PGPASSWD",
+]
+PLAIN = [
+    "tokenizer",
+    "vocab_size",
+    "key_dim",
+    "num_keys",
+    "keys",
+    "kv_heads",
+    "pad_token",
+    "eos_token",
+    "mask_token",
+    "monkey",
+    "passes",
+    "compass",
+    "author",
+    "learning_rate",
+    "key",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_tells(name):
+    assert redact.without({name: "hunter2"}) == {name: "***"}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_other_names_do_not(name):
+    assert redact.without({name: "hunter2"}) == {name: "hunter2"}
+
+
+def test_numbers_and_what_lies_deeper():
+    given = {
+        "tokens": 1024,
+        "password": 1234,
+        "list": [{"token": "abc"}, "x"],
+        "secrets": {"a": "b"},
+        "flag": True,
+        "none": None,
+    }
+    assert redact.without(given) == {
+        "tokens": 1024,
+        "password": "***",
+        "list": [{"token": "***"}, "x"],
+        "secrets": {"a": "***"},
+        "flag": True,
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("get https://me:hunter2@host/a?b=c now", "get https://***@host/a?b=c now"),
+        ("https://host/a?access_token=hunter2&b=c", "https://host/a?access_token=***&b=c"),
+        ("https://bucket/x?X-Amz-Signature=hunter2", "https://bucket/x?X-Amz-Signature=***"),
+        ("Authorization: Bearer abcdefgh.ijkl", "Authorization: Bearer ***"),
+        ("401 for hf_abcdefghijklmnopqrstuv here", "401 for *** here"),
+        ("key AKIAABCDEFGHIJKLMNOP", "key ***"),
+        ("password=hunter2, user=me", "password=***, user=me"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "***"),
+        ("step 5: train_data[5] raised OSError: disk gone", "step 5: train_data[5] raised OSError: disk gone"),
+        (
+            "--xla_cpu_use_fusion_emitters=false --xla_dump_to=/tmp/x",
+            "--xla_cpu_use_fusion_emitters=false --xla_dump_to=/tmp/x",
+        ),
+    ],
+)
+def test_a_secret_in_a_text_is_hidden_and_the_rest_stays(text, kept):
+    assert redact.in_text(text) == kept
+
+
+def test_what_a_name_has_told_is_hidden_in_messages_too(monkeypatch):
+    monkeypatch.setattr(redact, "_known", set())
+    redact.remember({"task_args": {"api_token": "zq81xxvv", "width": "ordinary"}})
+    assert redact.in_text("refused: zq81xxvv of ordinary") == "refused: *** of ordinary"
+    monkeypatch.setenv("SOME_PASSWORD", "correct horse")
+    monkeypatch.setenv("PWD", "/home/me/project")
+    assert redact.in_text("/home/me/project/task.py:3") == "/home/me/project/task.py:3"
+    assert redact.in_text("it is correct horse") == "it is ***"
+
+
+def test_what_a_command_and_its_config_tell_is_hidden(monkeypatch, tmp_path):
+    monkeypatch.setattr(redact, "_known", set())
+    config = tmp_path / "run.yaml"
+    config.write_text("task_args: {dsn: of-the-file, plain: [{password: of-a-list}], width: ordinary}\n")
+    (tmp_path / "bomb.yaml").write_text("a: &a {password: of-the-bomb}\nb: *a\n")
+    named = [
+        "train",
+        str(config),
+        str(tmp_path / "bomb.yaml"),
+        "gone.yaml",
+        "task_args.db_pwd=of-an-override",
+        "task_args={auth: [deep]}",
+        "a={",
+    ]
+    redact.remember_command([*named, "hooks=[{mine.py:hook: {api_key: of-a-hook}}]"])
+    assert redact._known == {"of-the-file", "of-a-list", "of-an-override", "of-a-hook"}
+    monkeypatch.setattr(redact, "_known", set())
+    redact.remember_command(named, files=False)
+    assert redact._known == {"of-an-override"}

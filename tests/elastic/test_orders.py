@@ -1,0 +1,262 @@
+"""What a launcher says of epochs, and when: without processes."""
+
+import os
+import signal
+import types
+
+import pytest
+
+from spmdkit.launch import membership as rooms
+from spmdkit.launch import standby, supervisor
+from spmdkit.launch.membership import Succession
+from spmdkit.launch.membership_file import Order, Orders, order_of, ready_of
+from spmdkit.launch.root_cause import Exit
+from spmdkit.launch.supervisor import Note
+
+
+class Keeper:
+    def __init__(self, num, process=-1, start=None):
+        self.num, self.address, self.asked = num, "", False
+
+    def listen(self, address):
+        self.address = address
+
+    def shutdown(self):
+        self.asked = True
+
+    def ended(self):
+        return None
+
+    def kill(self):
+        pass
+
+
+OPEN, KILLED = [], []
+NOBODY = 1 << 28
+"""Beyond the number of any process."""
+
+
+class Child(types.SimpleNamespace):
+    in_waiting = supervisor.Child.in_waiting
+
+
+class Job:
+    """A launcher's epochs over processes that are a number and two files."""
+
+    def __init__(self, num, after, wanted=lambda now: None, standby=0):
+        OPEN.append(self)
+        self.opened = []
+        self.now, self.started, self.killed = 0.0, [], []
+        self.epochs = Succession(num, after, wanted, self.newcomer, Keeper(num), standby, clock=lambda: self.now)
+        self.orders = {}
+        for process in range(num):
+            self.child(process, *self.epochs.given(process))
+
+    def child(self, process, variables, descriptors):
+        note = Note()
+        child = Child(
+            process=process,
+            popen=types.SimpleNamespace(pid=NOBODY + process),
+            exit=None,
+            step=note,
+            told_to_end=False,
+            said={"phase": "step"},
+        )
+        order, ready = (os.dup(descriptor) for descriptor in descriptors)
+        self.opened += [lambda: os.close(order), lambda: os.close(ready), note.close]
+        self.orders[process] = Orders(order, ready, process, int(variables["SPMDKIT_BORN"]))
+        return self.epochs.take(child)
+
+    def newcomer(self, process, variables, descriptors, overrides):
+        self.started.append((process, overrides))
+        return self.child(process, variables, descriptors)
+
+    def dies(self, process, status=-signal.SIGKILL):
+        child = self.epochs._children[process]
+        child.exit = Exit(process, status, 0, ended_by_us=child.told_to_end)
+        return self.epochs.goes_on(child)
+
+    def trains(self, step):
+        for child in self.epochs._children.values():
+            child.step.write(f"{step:20d}\n")
+
+    def comes(self, *processes):
+        for process in processes:
+            order = self.orders[process].read()
+            self.orders[process].say_ready(max(order.number, self.orders[process].born))
+        return self.epochs.turn()
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch):
+    monkeypatch.setattr(rooms, "Keeper", Keeper)
+    for module in (rooms, standby):
+        monkeypatch.setattr(module, "send", lambda pid, number: KILLED.append(pid - NOBODY))
+    KILLED.clear()
+    yield
+    while OPEN:
+        job = OPEN.pop()
+        job.epochs.close()
+        for close in job.opened:
+            close()
+
+
+def test_an_order_is_read_as_it_was_written_and_one_that_is_half_written_is_none():
+    order = Order(3, (0, 4, 2), "127.0.0.1:5", True, ("microbatches=2",), "2 is gone")
+    assert order_of(order.text()) == order
+    assert order_of(order.text()[:40]) is None and order_of(b"") is None and ready_of(b"") == 0
+
+
+def test_after_a_death_the_dead_ones_place_is_taken_by_a_newcomer_and_all_meet_when_all_are_ready():
+    job = Job(4, lambda before, lost: (4, ["microbatches=1"]))
+    job.trains(5)
+    assert job.dies(0)
+    order = job.orders[1].read()
+    assert (order.number, order.members, order.service) == (2, (0, 1, 2, 3), "")
+    assert job.started == [(0, ["microbatches=1"])] and job.orders[0].born == 2
+    assert job.comes(1, 2, 3) and job.orders[1].read().service == ""
+    assert job.comes(0) and job.orders[1].read().service.startswith("127.0.0.1:")
+    assert [keeper.asked for keeper in job.epochs._keepers] == [True, False]
+
+
+def test_with_fewer_allowed_the_others_close_up_in_their_order():
+    job = Job(4, lambda before, lost: (before - lost, ["microbatches=2"]))
+    job.trains(5)
+    assert job.dies(1) and job.orders[0].read().members == (0, 2, 3) and not job.started
+    assert job.dies(3), "while the others leave"
+    assert job.orders[0].read().members == (0, 2) and job.orders[0].read().number == 3
+    assert job.comes(0, 2) and job.orders[0].read().service
+    assert not job.dies(2), "one alone is started again"
+
+
+def test_more_processes_join_once_they_are_there_and_nobody_waits_for_them():
+    asked = []
+    job = Job(2, lambda before, lost: (before - lost, []), lambda now: asked[0] if asked and now < 4 else None)
+    asked.append((4, ["microbatches=1"]))
+    job.now = 2.0
+    assert job.epochs.turn() and [process for process, _ in job.started] == [2, 3]
+    assert job.orders[0].read().number == 1, "the others train"
+    assert job.comes(2, 3)
+    order = job.orders[0].read()
+    assert (order.number, order.members, order.planned, order.service) == (2, (0, 1, 2, 3), True, "")
+    assert job.comes(0, 1) and job.orders[3].read().service
+
+
+@pytest.mark.parametrize("status", [70, 75, 77, 42, -signal.SIGABRT])
+def test_an_end_that_is_no_death_of_a_machines_kind_ends_the_job(status):
+    job = Job(4, lambda before, lost: (before - lost, []))
+    assert not job.dies(1, status) and job.orders[0].read().number == 1
+
+
+def test_epochs_in_which_no_step_is_done_come_to_an_end():
+    job = Job(4, lambda before, lost: (4, []))
+    job.trains(5)
+    assert job.dies(1) and job.comes(0, 1, 2, 3)
+    assert job.dies(1) and job.comes(0, 1, 2, 3)
+    assert job.dies(1) and job.comes(0, 1, 2, 3)
+    assert not job.dies(1)
+
+
+def test_who_does_not_come_in_time_lets_all_be_started_again():
+    job = Job(4, lambda before, lost: (before - lost, []))
+    assert job.dies(1)
+    job.now = rooms.READY_S + 1
+    assert not job.comes(0, 2)
+
+
+def test_a_newcomer_that_fails_to_start_is_not_started_again_and_again():
+    job = Job(2, lambda before, lost: (before - lost, []), lambda now: (4, []))
+    job.now = 2.0
+    assert job.epochs.turn() and len(job.started) == 2
+    assert job.dies(3, 78) and job.dies(2)
+    for job.now in (4.0, 6.0, 8.0):
+        assert job.epochs.turn() and len(job.started) == 2
+    assert job.orders[0].read().number == 1
+
+
+def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_waited_for():
+    job = Job(4, lambda before, lost: (before - lost, []))
+    job.trains(5)
+    assert job.dies(3)
+    job.epochs._children[1].said = {"phase": "compile"}
+    job.now = rooms.OUT_S - 1
+    assert job.comes(2) and KILLED == []
+    job.now = rooms.OUT_S + 1
+    assert job.comes(2) and job.comes(2) and KILLED == [0]
+    assert job.dies(0) and job.orders[1].read().members == (1, 2)
+
+
+def test_a_standby_takes_the_place_of_a_dead_one_and_the_next_is_started_when_all_train_again():
+    job = Job(4, lambda before, lost: (4, []), standby=1)
+    looks(job)
+    assert not job.started, "importing takes a core, and nobody trains yet"
+    job.trains(5)
+    looks(job)
+    looks(job)
+    assert job.started == [(-1, [])] and job.orders[-1].born == 2
+    assert job.dies(2)
+    order = job.orders[1].read()
+    assert order.members == (0, 1, 2, 3) and order.process_of(-1) == 2 and order.process_of(1) == 1
+    assert job.started == [(-1, [])], "no newcomer"
+    job.orders[2] = job.orders.pop(-1)
+    assert job.comes(0, 1, 2, 3) and job.orders[2].read().service and job.orders[2].read().process_of(-1) == 2
+    looks(job)
+    assert len(job.started) == 1, "not before all have done a step"
+    job.trains(6)
+    looks(job)
+    assert job.started[1:] == [(-2, [])]
+    assert job.dies(2) and dict(job.orders[1].read().adopted) == {-2: 2}, "the first one is dead"
+
+
+def test_two_that_die_with_one_standby_are_replaced_by_it_and_a_newcomer():
+    job = Job(4, lambda before, lost: (4, ["microbatches=1"]), standby=1)
+    job.trains(5)
+    looks(job)
+    assert job.dies(1) and job.dies(3)
+    assert job.started == [(-1, []), (3, ["microbatches=1"])] and job.orders[0].read().process_of(-1) == 1
+
+
+def test_a_standby_that_ends_is_nobodys_loss_and_not_started_for_ever():
+    job = Job(2, lambda before, lost: (2, []), standby=1)
+    job.trains(5)
+    for _ in range(5):
+        looks(job)
+        waiting = list(job.epochs._standbys._waiting)
+        for child in waiting:
+            child.exit = Exit(child.process, 1, 0)
+            assert job.epochs.goes_on(child)
+    assert job.started == [(-1, []), (-2, []), (-3, [])] and job.orders[0].read().number == 1
+
+
+def test_standbys_end_with_the_job():
+    job = Job(2, lambda before, lost: (2, []), standby=2)
+    job.trains(5)
+    looks(job)
+    assert job.started == [(-1, []), (-2, [])]
+    job.epochs._children[0].exit = Exit(0, 0, 0)
+    looks(job)
+    assert KILLED == [-1, -2] and job.started == [(-1, []), (-2, [])]
+
+
+def looks(job):
+    job.now += 2.0
+    assert job.epochs.turn()
+
+
+def test_who_waits_in_a_step_and_does_nothing_is_killed_at_once_and_who_works_or_waits_for_data_is_not(
+    monkeypatch,
+):
+    busy = {NOBODY + process: 0 for process in range(5)}
+    monkeypatch.setattr(rooms, "busy_ns", lambda pid: busy[pid])
+    job = Job(5, lambda before, lost: (before - lost, []))
+    job.trains(5)
+    assert job.dies(4)
+    job.epochs._children[2].said = {"phase": "data"}
+    for _ in range(8):
+        job.now += 0.25
+        busy[NOBODY] += 1_000_000
+        busy[NOBODY + 1] += 100_000_000
+        assert job.comes(3)
+    assert KILLED == [0] and job.now < rooms.OUT_S
+    monkeypatch.setattr(rooms, "busy_ns", lambda pid: None)
+    assert job.comes(3) and KILLED == [0], "where it cannot be seen, it takes longer"

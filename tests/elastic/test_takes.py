@@ -1,0 +1,59 @@
+"""Which errors tell only of a process that has died, and which end a run whoever has died."""
+
+import pytest
+
+from spmdkit.elastic import membership as rooms
+from spmdkit.elastic.membership import Called, Epochs
+from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, RendezvousError, UserCodeError
+
+GLOO = RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:9")
+
+
+class Orders:
+    born, member = 1, 0
+
+
+def caused(error, by):
+    error.__cause__ = by
+    return error
+
+
+@pytest.fixture(params=[True, False], ids=["called", "not called"])
+def epochs(request, monkeypatch):
+    monkeypatch.setattr(rooms, "TOLD_S", 0.0)
+    made = Epochs(Orders(), 5)
+    if request.param:
+        made._order = object()
+        made._called.set()
+    made.is_called = request.param
+    return made
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        GLOO,
+        caused(ConfigError("hook 'mine': after_step cannot be traced: JAX raised JaxRuntimeError"), GLOO),
+        caused(UserCodeError("hook 'mine' raised"), GLOO),
+        RendezvousError("could not read a key in the coordination service: CANCELLED: this epoch is over"),
+        ValueError("a buffer of a step that has failed"),
+        Called("another process died"),
+    ],
+)
+def test_what_tells_of_the_dead_is_no_failure_once_the_launcher_has_called(epochs, error):
+    assert epochs.takes(error) is epochs.is_called
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("batch_size"),
+        UserCodeError("the loss raised"),
+        NonFiniteError("nan"),
+        CheckpointError("damaged"),
+        KeyboardInterrupt(),
+        None,
+    ],
+)
+def test_what_is_wrong_by_itself_ends_the_run_whoever_has_died(epochs, error):
+    assert not epochs.takes(error)

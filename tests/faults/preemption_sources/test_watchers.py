@@ -1,0 +1,143 @@
+"""Watchers against a server of this test that speaks as the clouds' metadata servers do: every file of the folder is found and tried."""
+
+import http.server
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins
+
+KINDS = plugins.names("watchers")
+OPTIONS = {"file": {"path": "preempt"}}
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """`server.state`: what the clouds say, and `server.asked`, what was asked for."""
+
+    def do_PUT(self):
+        self.server.asked.append(self.path)
+        lives = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+        self.answer("token-1" if lives and self.path == "/latest/api/token" else None, 400)
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        state = self.server.state
+        if state.get("broken"):
+            return self.answer(None, 503)
+        if self.path.startswith("/computeMetadata/v1/instance/"):
+            if self.headers.get("Metadata-Flavor") != "Google":
+                return self.answer(None, 403)
+            return self.answer(
+                state.get(
+                    self.path.rpartition("/")[2],
+                    {"preempted": "FALSE", "maintenance-event": "NONE"}[self.path.rpartition("/")[2]],
+                )
+            )
+        if self.path == "/latest/meta-data/spot/instance-action":
+            if self.headers.get("X-aws-ec2-metadata-token") != state.get("token", "token-1"):
+                return self.answer(None, 401)
+            return self.answer(json.dumps(state["action"]) if "action" in state else None, 404)
+        self.answer(None, 404)
+
+    def answer(self, text, otherwise=404):
+        self.send_response(200 if text is not None else otherwise)
+        self.end_headers()
+        self.wfile.write((text or "").encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def cloud(monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        server.state, server.asked = {}, []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("GCE_METADATA_HOST", host)
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{host}/")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a proxy is never asked
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def watcher(request, tmp_path, monkeypatch, cloud):
+    monkeypatch.chdir(tmp_path)
+    return plugins.make("watchers", {request.param: OPTIONS.get(request.param, {})})
+
+
+def give_notice(kind, cloud):
+    """Lets the outside say that this machine goes."""
+    if kind == "gce":
+        cloud.state["preempted"] = "TRUE"
+    elif kind == "aws":
+        cloud.state["action"] = {"action": "terminate", "time": "2026-11-23T09:00:00Z"}
+    elif kind == "file":
+        with open("preempt", "w"):
+            os.utime("preempt", (time.time() + 1, time.time() + 1))
+    else:
+        raise AssertionError(f"say here how {kind} gives notice")
+
+
+@pytest.mark.parametrize(("watcher", "kind"), [(k, k) for k in KINDS], indirect=["watcher"], ids=KINDS)
+def test_nothing_is_said_until_there_is_a_notice_and_then_why(watcher, kind, cloud):
+    assert [watcher.notice() for _ in range(3)] == ["", "", ""]
+    give_notice(kind, cloud)
+    why = watcher.notice()
+    assert why and len(why) < 200 and "\n" not in why
+    assert watcher.every_s > 0
+
+
+@pytest.mark.parametrize("watcher", ["gce", "aws"], indirect=True)
+def test_a_server_that_fails_gives_no_notice_and_is_asked_again(watcher, cloud):
+    cloud.state["broken"] = True
+    with pytest.raises(OSError):
+        watcher.notice()
+    del cloud.state["broken"]
+    assert watcher.notice() == ""
+
+
+@pytest.mark.parametrize("watcher", ["gce"], indirect=True)
+def test_google_a_host_that_goes_down_is_a_notice_and_one_that_moves_the_machine_is_none(watcher, cloud):
+    cloud.state["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
+    assert watcher.notice() == ""
+    cloud.state["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+    assert "maintenance" in watcher.notice()
+
+
+@pytest.mark.parametrize("watcher", ["aws"], indirect=True)
+def test_aws_one_token_serves_for_hours_and_one_that_is_refused_is_renewed(watcher, cloud):
+    assert [watcher.notice() for _ in range(3)] == [""] * 3
+    assert cloud.asked.count("/latest/api/token") == 1
+    cloud.state["token"] = "another"
+    with pytest.raises(OSError):
+        watcher.notice()
+    cloud.state["token"] = "token-1"
+    assert watcher.notice() == ""
+    assert cloud.asked.count("/latest/api/token") == 2
+
+
+def test_a_file_of_before_the_start_is_an_old_notice(tmp_path):
+    old = tmp_path / "preempt"
+    old.touch()
+    os.utime(old, (time.time() - 60, time.time() - 60))
+    watcher = plugins.make("watchers", {"file": {"path": str(old)}})
+    assert watcher.notice() == ""
+    os.utime(old, (time.time() + 1, time.time() + 1))
+    assert watcher.notice() == f"the file {old}"
+
+
+def test_a_watcher_that_is_not_known_or_has_other_options_is_refused():
+    for choice, said in (
+        ("gcp", "gce"),
+        ({"file": {}}, "needs path"),
+        ({"file": {"path": 3}}, "file.path is 3"),
+        ({"gce": {"every": 1}}, "every_s"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            plugins.make("watchers", choice)

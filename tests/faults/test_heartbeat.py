@@ -1,0 +1,198 @@
+"""What is concluded from beats, without a process and without a clock."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from spmdkit.errors import RendezvousError
+from spmdkit.faults.hang_report import words
+from spmdkit.faults.heartbeat import (
+    Beat,
+    Limits,
+    Stragglers,
+    culprits,
+    from_text,
+    silent,
+    stand,
+    straggler,
+    straggler_text,
+    to_text,
+)
+from spmdkit.faults.watchdog import Watchdog
+from spmdkit.foundation.clock import RunningClock
+from spmdkit.run.hooks.watchdog import make
+
+LIMITS = Limits(step_s=None, import_s=1, compile_s=2, restore_s=3, save_s=4, evaluation_s=5)
+
+
+def beat(phase, for_s, limit_s=10.0, step=812, detail="", spent=None):
+    return Beat(phase, detail, step, for_s, limit_s, spent or {})
+
+
+def test_a_beat_comes_back_as_it_was_written():
+    said = beat("data", 1.5, None, detail="x", spent={"data": 2.0})
+    assert from_text(to_text(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "beats", "quiet", "blamed"),
+    [
+        ("all is well", {0: beat("step", 1), 1: beat("data", 2)}, [], ()),
+        ("who works too long, whatever the others do", {0: beat("step", 5), 1: beat("data", 11)}, [], (1,)),
+        ("a slow evaluation holds nobody up", {0: beat("step", 99), 1: beat("evaluation", 99, 3600)}, [], ()),
+        (
+            "in an evaluation who reads",
+            {0: beat("evaluation", 12), 1: beat("evaluation", 11, detail="reading data")},
+            [],
+            (1,),
+        ),
+        (
+            "who waits in an evaluation for one who reads",
+            {0: beat("evaluation", 12), 1: beat("evaluation", 9, detail="reading data")},
+            [],
+            (),
+        ),
+        ("in an evaluation nobody stands out", {0: beat("evaluation", 12), 1: beat("evaluation", 11)}, [], (0, 1)),
+        ("a pager that stands still holds nobody up", {0: beat("printing", 99, 3600), 1: beat("step", 99)}, [], ()),
+        ("in the step not all are overdue", {0: beat("step", 11), 1: beat("step", 9)}, [], ()),
+        ("in the step the one who is behind", {0: beat("step", 11), 1: beat("step", 11, step=811)}, [], (1,)),
+        ("in the step the one without a beat", {0: beat("step", 11), 1: beat("step", 11)}, [1], (1,)),
+        ("in the step nobody stands out", {0: beat("step", 11), 1: beat("step", 11)}, [], (0, 1)),
+        ("who waits at a barrier is not asked", {0: beat("waiting", 99, None), 1: beat("import", 5, 60)}, [], ()),
+        ("a hang in an import", {0: beat("waiting", 99, None), 1: beat("import", 61, 60)}, [], (1,)),
+    ],
+)
+def test_who_holds_up_the_job(name, beats, quiet, blamed):
+    assert culprits(beats, quiet) == blamed, name
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "lost"),
+    [
+        ("all beat", {1: 99.0, 2: 98.0}, []),
+        ("one has stopped", {1: 69.0, 2: 99.0}, [1]),
+        ("several have", {2: 60.0, 1: 69.0}, [1, 2]),
+        ("one never came", {1: 99.0}, [2]),
+    ],
+)
+def test_who_is_silent(name, seen, lost):
+    assert silent(100.0, seen, [1, 2], 30.0) == lost, name
+
+
+def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine_and_afterwards_deadlines_begin_anew():
+    """Seen before on three hosts, of which that of process 0 was cut off: the others called each other silent."""
+
+    class Board:
+        """Answers when it is told to, always with the same beat of process 1."""
+
+        def __init__(self):
+            self.answers = True
+
+        def put(self, key, value, overwrite=False):
+            if not self.answers:
+                raise RendezvousError("gone")
+
+        def entries(self, folder):
+            if not self.answers:
+                raise RendezvousError("gone")
+            said = to_text(beat("step", 1.0))
+            return {"beat/0": f"{now[0]} {said}", "beat/1": f"7 {said}"}
+
+    board, now = Board(), [0.0]
+    dog = Watchdog(
+        board, "w", 2, 3, LIMITS, silence_s=30.0, interpreter_s=None, leave=lambda code: None, clock=lambda: now[0]
+    )
+
+    def pass_(seconds):
+        for _ in range(round(seconds / 0.5)):
+            now[0] += 0.5
+            dog.clock.tick()
+            dog._exchange()
+
+    pass_(1.0)
+    board.answers = False
+    verdicts = []
+    for _ in range(66):
+        pass_(0.5)
+        verdicts.append((dog._lost(dog.clock.now) or {}).get("why"))
+    assert set(verdicts) == {None, "unreachable"} and verdicts.index("unreachable") > 58
+    board.answers = True
+    pass_(1.0)
+    assert dog._lost(dog.clock.now) is None
+    pass_(31.0)
+    assert dog._lost(dog.clock.now) == {"code": 75, "processes": [1], "why": "silent"}
+
+
+def test_who_stands_where_in_one_line():
+    beats = {3: beat("data", 41.2), 0: beat("step", 40), 1: beat("step", 40), 2: beat("waiting", 3, detail="committed")}
+    assert stand(beats, [3]) == (
+        "p3 has been reading data for 41 s at step 812; p0, p1 wait in the step; p2 waits at 'committed'"
+    )
+    text = words({"why": "hang", "code": 76, "processes": [3]}, beats, "The newest checkpoint is of step 800.")
+    for part in (
+        "no progress: p3 has been",
+        "It may take 10 s (watchdog.step_s)",
+        "of step 800",
+        "start the same command again",
+    ):
+        assert part in text
+
+
+def test_a_clock_without_pauses_counts_a_second_of_five_minutes():
+    times = iter([0.0, 0.2, 0.4, 300.4, 300.6, 300.0])
+    clock = RunningClock(lambda: next(times))
+    assert [round(clock.tick(), 1) for _ in range(5)] == [0.2, 0.4, 1.4, 1.6, 1.6]
+
+
+def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_deadline():
+    now = [0.0]
+    dog = Watchdog(None, "w", 0, 1, LIMITS, silence_s=30.0, interpreter_s=None, clock=lambda: now[0])
+    run, hook = SimpleNamespace(watchdog=dog, is_log_step=lambda step: True), make(SimpleNamespace(watchdog=LIMITS))
+    hook.begin(run, 0, None)
+    for step in (1, 2):
+        now[0] += 300.0 if step == 1 else 0.0  # suspended in the very first step that is measured
+        for _ in range(10):
+            now[0] += 0.2
+            dog.clock.tick()
+        hook.after_step(run, step, None, None)
+        assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
+
+
+def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():
+    assert LIMITS.of("step", None) == 2, "the first step: as long as compiling"
+    assert LIMITS.of("data", None) == 300
+    assert LIMITS.of("step", 0.01) == LIMITS.of("data", 0.01) == 60
+    assert LIMITS.of("step", 30.0) == 1200, "sixteen of them are waited for at once"
+    assert Limits(**{**vars(LIMITS), "step_s": 7}).of("data", 30.0) == 7
+    assert [LIMITS.of(p, None) for p in ("import", "compile", "restore", "save", "evaluation")] == [1, 2, 3, 4, 5]
+    assert LIMITS.of("hook 'mine'", None) == 5
+    assert LIMITS.of("waiting", None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "named"),
+    [
+        ("slow data of one", {0: {"data": 0.1}, 1: {"data": 4.1}, 2: {"data": 0.2}}, (1, "data")),
+        (
+            "a slow hook of one",
+            {0: {"data": 1.0}, 1: {"data": 1.0, "hook 'mine'": 5}, 2: {"data": 1.0}},
+            (1, "hook 'mine'"),
+        ),
+        ("all are slow alike", {0: {"data": 8.0}, 1: {"data": 8.5}, 2: {"data": 7.9}}, None),
+        ("who waits in the step is not slow", {0: {"step": 9.0}, 1: {"step": 1.0}, 2: {"step": 9.0}}, None),
+        ("one process", {0: {"data": 9.0}}, None),
+    ],
+)
+def test_a_straggler_is_told_from_the_spread_of_the_phases(name, after, named):
+    found = straggler({p: {} for p in after}, after, wall_s=10.0)
+    assert (found and (found.process, found.phase)) == named, name
+    if found is not None:
+        assert straggler_text(found).startswith(f"process {named[0]} holds up the others: ")
+
+
+def test_a_straggler_is_named_when_two_windows_in_turn_show_him():
+    look, said = Stragglers(window_s=10.0), []
+    for second in range(61):
+        slow = float(second) if second < 10 or second > 20 else 10.0  # but not in the second window
+        said += [(second, *look.look(second, {0: {"data": 0.0}, 1: {"data": slow}}))]
+    assert [second for second, *lines in said if lines] == [40, 60]

@@ -1,0 +1,130 @@
+"""The bill says which strategy asked for a collective, and what is sent along each axis."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit.plan.attribution import CAUSES, first_path
+from spmdkit.plan.collectives_bill import read_bill
+from spmdkit.plan.hlo.text import parse
+from spmdkit.testing import bill_of
+from tests.plan.bad_programs import error, task
+from tests.support.core_runs import program_of
+
+P = 2 * 256 * 512 * 4
+RULES = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
+
+
+def loss(params, batch, key):
+    x = sk.shard(batch["x"], "batch", None)
+    h = sk.shard(x @ params["up"], "batch", "mlp") * 2
+    return error(sk.shard(h @ params["down"], "batch", None), batch)
+
+
+SUMS = 2 * 7 * 4 // 8
+"""The sum of the losses, one float32; the count is known without a sum. Part of the gradient's all_reduce where there is one."""
+
+CASES = {
+    "mirrored": ({"mesh": {"data": 8}}, {"gradient reduction": 2 * 7 * P // 8 + SUMS}),
+    "hierarchical": ({"mesh": {"replica": 2, "data": 4}}, {"gradient reduction": 2 * 7 * P // 8 + SUMS}),
+    "accumulated": ({"mesh": {"data": 8}, "microbatches": 4}, {"gradient reduction": 2 * 7 * P // 8 + SUMS}),
+    "zero 1": (
+        {"mesh": {"fsdp": 8}, "layout": {"zero": 1}},
+        {"gradient reduction": 2 * 7 * P // 8 + SUMS, "update gather": 7 * P // 8},
+    ),
+    "zero 2": (
+        {"mesh": {"fsdp": 8}, "layout": {"zero": 2}},
+        {"gradient scatter": 7 * P // 8, "metrics": SUMS, "update gather": 7 * P // 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_strategy_sends_what_it_has_to_and_the_bill_says_why(case):
+    settings, expected = CASES[case]
+    bill = bill_of(program_of(task(loss, rules=RULES), batch_size=512, **settings))
+    assert bill.by_cause() == expected
+    assert bill.bytes == sum(expected.values()) == sum(row.bytes for row in bill.rows)
+    assert {c.cause for c in bill.collectives} <= set(CAUSES)
+
+
+def test_a_tensor_pair_sends_activations_over_tensor_and_gradients_over_data():
+    """512 rows on two replicas: y[256, 256] is added up over tensor once forward; dx needs none, x is the batch."""
+    bill = bill_of(program_of(task(loss, rules=RULES), batch_size=512, mesh={"data": 2, "tensor": 4}))
+    assert bill.by_axes()["tensor",] == 2 * 3 * (256 * 256 * 4) // 4
+    assert bill.by_cause()["tensor activation"] == bill.by_axes()["tensor",]
+    assert bill.by_axes()["data",] == P // 4 + 4 and bill.by_cause()["gradient reduction"] == P // 4 + 4
+
+
+TEXT = """HloModule m, is_scheduled=true, num_partitions=8
+
+ENTRY e {{
+  p = f32[8,16]{{1,0}} parameter(0)
+  q = f32[8,16]{{1,0}} add(p, p)
+  ROOT a = f32[8,16]{{1,0}} {op}(q), replica_groups={groups}, dimensions={{0}}, metadata={{op_name="{name}"}}
+}}
+"""
+SIZES = {"context": 2, "expert": 2, "pipeline": 2}
+OVER = {
+    "context": "{{0,4},{1,5},{2,6},{3,7}}",
+    "expert": "{{0,2},{1,3},{4,6},{5,7}}",
+    "expert and pipeline": "{{0,1,2,3},{4,5,6,7}}",
+}
+
+
+@pytest.mark.parametrize(
+    ("over", "name", "cause"),
+    [
+        ("context", "jit(train_step)/jvp()/all_to_all", "context exchange"),
+        ("context", "jit(train_step)/vmap(jvp(spmdkit/ring))/shard_map/all_to_all", "context ring"),
+        ("context", "jit(train_step)/transpose(jvp(spmdkit/all_to_all))/all_to_all", "context exchange"),
+        ("context", "jit(train_step)/spmdkit/reduce/all_to_all", "gradient reduction"),
+        ("context", "jit(train_step)/(jvp(spmdkit/ring)/all_to_all:transpose(jvp())/mul)", "context ring"),
+        ("expert", "jit(train_step)/jvp(spmdkit/ring)/all_to_all", "expert dispatch"),
+        ("expert and pipeline", "jit(train_step)/jvp(spmdkit/pipeline)/while/body/all_to_all", "pipeline transfer"),
+        ("expert and pipeline", "jit(train_step)/jvp(spmdkit/pipeline)/while/body/spmdkit/moe/x", "expert dispatch"),
+    ],
+)
+def test_the_innermost_scope_that_is_about_an_axis_says_the_cause(over, name, cause):
+    """Without any file or function in the program's text."""
+    text = TEXT.format(op="all-to-all", groups=OVER[over], name=name)
+    (found,) = read_bill(parse(text), SIZES).collectives
+    assert found.cause == cause
+
+
+def test_the_first_of_the_paths_that_xla_has_joined_is_told_apart():
+    paths = {
+        "jit(f)/jvp(a)/add": "jit(f)/jvp(a)/add",
+        "jit(f)/spmdkit/(optimizer/sum:reduce/shard_map/psum)": "jit(f)/spmdkit/optimizer/sum",
+        "jit(f)/(vmap(jvp(a))/sum:vmap()/sum)": "jit(f)/vmap(jvp(a))/sum",
+        "a/(b/(c:d):e)": "a/b/c",
+    }
+    assert {name: first_path(name) for name in paths} == paths
+
+
+def test_every_op_is_in_its_scope_forward_and_backward():
+    """What leaves a device in the loss of a model with a vocabulary, a pair of products and a ring, bill and jaxpr alike."""
+
+    def loss(params, batch, key):
+        tokens = sk.context_order(batch["tokens"])
+        x = sk.embed(tokens, params["table"])
+        heads = lambda x: sk.attention(x, x, x, causal=True)
+        x = x + sk.column_row(x, [params["q"]], heads, params["out"], hidden="heads")
+        return sk.mean(sk.cross_entropy(x, params["table"].T, tokens).mean(-1))
+
+    shapes = {"table": (64, 16), "q": (16, 4, 8), "out": (4, 8, 16)}
+    model = sk.Task(
+        lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()},
+        loss,
+        optax.sgd(0.1),
+        train_data={"tokens": np.zeros((16, 32), np.int32)},
+        rules=[("table", ["vocab", "embed"]), ("q", ["embed", "heads", None]), ("out", ["heads", None, "embed"])],
+    )
+    bill = bill_of(program_of(model, batch_size=4, mesh={"context": 4, "tensor": 2}))
+    of_scope = {"spmdkit/ring": "context", "spmdkit/tensor": "tensor", "spmdkit/vocab": "tensor"}
+    for scope, axis in of_scope.items():
+        inside = {"transpose(" in c.op_name for c in bill.over(axis) if scope in c.op_name}
+        assert inside == {False, True}, (scope, [c.op_name for c in bill.over(axis)])
+    assert bill.by_cause().keys() == {"context ring", "tensor activation", "gradient reduction"}

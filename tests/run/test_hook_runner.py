@@ -1,0 +1,123 @@
+"""What hooks ask for is done by all processes at one step, whoever asks. Processes are threads over one store."""
+
+import threading
+
+import pytest
+
+import spmdkit as sk
+from spmdkit.cluster.cluster import Cluster
+from spmdkit.cluster.store import MemoryStore
+from spmdkit.errors import ConfigError
+from spmdkit.run.hook_runner import NOTHING, Due
+
+STEPS, NUM = 30, 3
+
+
+def processes(make_hooks, body=None):
+    """Returns what was decided, {step: decision} for each process: `make_hooks(process)` gives the hooks of one."""
+    store, found, errors = MemoryStore(NUM), [{} for _ in range(NUM)], []
+    together, seconds = threading.Barrier(NUM, timeout=30), [0.0] * NUM
+
+    def dispatched(process):
+        """A step of a second, with a collective in it."""
+        seconds[process] += 1.0
+        together.wait()
+
+    def train(due, decisions, process):
+        for step in range(1, STEPS + 1):
+            dispatched(process)
+            due.after_step(None, step, f"state of {process}", None)
+            if (decision := due.decision(step)) is not NOTHING:
+                decisions[step] = decision
+
+    def run(process):
+        cluster = Cluster(
+            process_index=process, num_processes=NUM, devices=[], store=store, timeout_s=30, namespace="test"
+        )
+        due = Due(make_hooks(process), cluster, STEPS, lag=2)
+        try:
+            (body or train)(due, found[process], process, *([dispatched] if body else []))
+        except Exception as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=run, args=(process,), daemon=True) for process in range(NUM)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def asks(at, action, process=None, **options):
+    """Returns a function of a process's number: a hook that asks for `action` at one step, on one process or all."""
+
+    def make(own):
+        wanted = process is None or own == process
+        return sk.Hook("mine", after_step=lambda run, step, *_: action if wanted and step == at else None, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_what_one_process_asks_for_is_done_by_all_at_one_later_step(who):
+    first, *others = processes(lambda process: [asks(5, sk.Stop(42, "it is told"), who)(process)])
+    ((step, decision),) = first.items()
+    assert step > 5 and decision.turn == sk.Stop(42, "it is told") and decision.save
+    assert others == [first] * (NUM - 1)
+
+
+def test_of_different_requests_all_processes_take_the_same_strongest_one():
+    actions = [sk.Save(), sk.Rollback(to_step=3), sk.Stop(77, "the strongest")]
+    found = processes(lambda process: [asks(5, actions[process])(process)])
+    assert found == [found[0]] * NUM
+    turns = [decision.turn for decision in found[0].values() if decision.turn is not None]
+    assert turns[-1] in (sk.Stop(77, "the strongest"), sk.Rollback(to_step=3)) and sk.Stop(77, "the strongest") in turns
+
+
+def test_what_every_process_knows_is_done_at_once_and_asks_nobody():
+    found = processes(lambda process: [asks(5, sk.Evaluate(known=True))(process)])
+    assert [list(decisions) for decisions in found] == [[5]] * NUM
+
+
+def test_a_hook_of_process_0_is_not_called_elsewhere_and_its_wish_reaches_all():
+    called = []
+
+    def hook(process):
+        def after_step(run, step, *_):
+            called.append(process)
+            return sk.Save(known=True) if step == 5 else None  # what one process knows the others do not
+
+        return [sk.Hook("mine", on="main", after_step=after_step)]
+
+    found = processes(hook)
+    assert set(called) == {0}
+    assert found == [found[0]] * NUM and [d.save for d in found[0].values()] == [True] and next(iter(found[0])) > 5
+
+
+def test_a_state_is_replaced_by_all_processes_together_each_with_its_part():
+    replace = lambda process: [
+        sk.Hook("mine", after_step=lambda run, step, state, _: sk.Replace(state + "!") if step == 5 else None)
+    ]
+    found = processes(replace)
+    assert [decisions[5].turn.state for decisions in found] == [f"state of {process}!" for process in range(NUM)]
+    with pytest.raises(ConfigError, match=r"hook 'mine': process 0 alone asks for sk\.Replace"):
+        processes(lambda process: [asks(5, sk.Replace("x"), on="main")(process)])
+
+
+def test_steps_that_come_again_after_a_rollback_are_agreed_on_anew():
+    def body(due, decisions, process, dispatched):
+        for epoch in range(3):
+            for step in range(1, 12):
+                dispatched(process)
+                due.after_step(None, step, None, None)
+                if (decision := due.decision(step)) is not NOTHING:
+                    decisions[epoch, step] = decision
+                    break
+            due.went_back()
+
+    found = processes(lambda process: [asks(3, sk.Rollback(), process=1)(process)], body)
+    assert found == [found[0]] * NUM
+    assert [epoch for epoch, _ in found[0]] == [0, 1, 2]

@@ -1,0 +1,180 @@
+"""The guard inside of a step: what it sees on every mesh, and what a skipped step leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit.foundation.trees import named_leaves
+from spmdkit.step import finite_check
+from tests.support.core_models import keep_gradient, regression, regression_data, regression_loss
+from tests.support.core_runs import program_of
+
+BATCH = 32
+MESHES = {
+    "data 4, bfloat16, microbatches": {"mesh": {"data": 4}, "reducer": "bfloat16", "microbatches": 2, "ema": 0.9},
+    "replica 2 x data 2": {"mesh": {"replica": 2, "data": 2}},
+    "fsdp 8 zero 2": {"mesh": {"fsdp": 8}, "layout": {"zero": 2}},
+    "fsdp 8 zero 3": {"mesh": {"fsdp": 8}},
+    "data 2 x fsdp 2 x tensor 2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+}
+
+
+def batch_of(seed, *, bad_row=None, value=np.nan, key="x"):
+    """Returns a batch on the host; one number of one row of `key` may not be finite."""
+    batch = regression_data(BATCH, seed)
+    if bad_row is not None:
+        batch[key] = batch[key].copy()
+        batch[key].reshape(BATCH, -1)[bad_row, 0] = value
+    return batch
+
+
+def host(state):
+    return {path: np.array(jax.device_get(x)) for path, x in named_leaves(state)}
+
+
+def bits_of(program):
+    return int(np.bitwise_or.reduce(np.ravel(jax.device_get(program.code))))
+
+
+def stepped(program, *batches):
+    """Returns (the states after each batch on the host, the code of each step)."""
+    state, states, codes = program.init(), [], []
+    for batch in batches:
+        state, _ = program.step(state, batch)
+        states.append(host(state))
+        codes.append(bits_of(program))
+    return states, codes
+
+
+def changed(before, after):
+    return [path for path in before if not np.array_equal(before[path], after[path], equal_nan=True)]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_skipped_step_leaves_everything_but_its_number_and_training_goes_on(mesh):
+    program = program_of(regression(), on_nonfinite="skip", **MESHES[mesh])
+    states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29), batch_of(3))
+    assert codes == [0, finite_check.LOSS | finite_check.GRADIENT | finite_check.METRICS, 0]
+    assert changed(states[0], states[1]) == ["step"] and states[1]["step"] == 2
+    assert set(changed(states[1], states[2])) >= {"step", "params/w", "params/b"}
+    assert all(np.isfinite(x).all() for x in states[2].values())
+
+
+@pytest.mark.parametrize("mesh", ["replica 2 x data 2", "fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_by_default_the_step_looks_and_changes_nothing(mesh, value):
+    """The gradient alone: the loss is bounded. On the device that holds the row's feature, and on no other where the gradient is cut."""
+    loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
+    with_bad_gradient = dataclasses.replace(regression(), loss_fn=loss)
+    program = program_of(with_bad_gradient, **MESHES[mesh])
+    _, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=value))
+    assert codes[0] == 0 and codes[1] & finite_check.GRADIENT
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 8 zero 2", "fsdp 8 zero 3"])
+def test_all_devices_skip_where_one_alone_holds_what_is_not_finite(mesh):
+    """tanh of infinity is one and its slope zero: the loss is finite, and of the gradient only the row of that feature is not."""
+    loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
+    program = program_of(dataclasses.replace(regression(), loss_fn=loss), on_nonfinite="skip", **MESHES[mesh])
+    states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=np.inf))
+    assert codes == [0, finite_check.GRADIENT] and changed(states[0], states[1]) == ["step"]
+
+
+def test_a_per_replica_step_is_guarded_too():
+    def step(state, batch):
+        (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+        return state.apply_gradients(grads), {"loss": loss, **metrics}
+
+    task = dataclasses.replace(regression(), train_step=step, view="replica", rules=())
+    for policy in ("skip", "stop"):
+        program = program_of(task, mesh={"data": 4}, on_nonfinite=policy)
+        states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
+        assert codes == [0, 7]
+        assert (changed(states[0], states[1]) == ["step"]) == (policy == "skip")
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "fsdp": 2}], ids=str)
+def test_with_groups_the_one_whose_rows_are_bad_skips_alone(mesh):
+    program = program_of(regression(), mesh=mesh, sync={"local_sgd": {"every": 8}}, on_nonfinite="skip")
+    states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
+    assert codes == [0, 7]
+    first, second = (states[i]["params/w"] for i in (0, 1))
+    np.testing.assert_array_equal(first[1], second[1])
+    assert not np.array_equal(first[0], second[0]) and np.isfinite(second).all()
+
+
+def test_a_gradient_that_only_a_loop_of_the_users_own_has_seen_is_found_in_the_parameters():
+    def step(state, batch):
+        (loss, _), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+        new = jax.lax.cond(
+            loss < 1e30, lambda s, g: s.apply_gradients(g), lambda s, g: s.apply_gradients(g), state, grads
+        )
+        return new, {"loss": jnp.zeros(())}
+
+    program = program_of(dataclasses.replace(regression(), train_step=step), mesh={"data": 2}, on_nonfinite="skip")
+    states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
+    assert codes == [0, finite_check.GRADIENT] and changed(states[0], states[1]) == ["step"]
+
+
+# ---- equal to a schedule, and to a loop by hand ------------------------------------------------------------------------
+
+
+def forced_step(state, batch):
+    """The default step, whose reported loss is not finite where the data say so."""
+    (loss, metrics), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
+    return state.apply_gradients(grads), {"loss": loss + 0 * batch["force"].sum(), **metrics}
+
+
+def test_a_bad_row_equals_a_flag_forced_by_a_schedule_bit_for_bit_and_a_loop_by_hand():
+    optimizer = optax.adam(0.01)
+    task = dataclasses.replace(regression(), train_step=forced_step, optimizer=keep_gradient(optimizer))
+    task = dataclasses.replace(
+        task, train_data=task.train_data | {"force": np.zeros(len(task.train_data["x"]), np.float32)}
+    )
+    program = program_of(task, on_nonfinite="skip", ema=0.9, **MESHES["replica 2 x data 2"])
+    clean = [batch_of(seed) | {"force": np.zeros(BATCH, np.float32)} for seed in range(5)]
+    force = np.where(np.arange(BATCH) == 20, np.nan, 0).astype(np.float32)
+    bad_row = batch_of(2, bad_row=29) | {"force": clean[2]["force"]}
+    by_row, codes = stepped(program, *clean[:2], bad_row, *clean[3:])
+    by_flag, forced = stepped(program, *clean[:2], clean[2] | {"force": force}, *clean[3:])
+    assert codes == [0, 0, 7, 0, 0] and forced == [0, 0, finite_check.LOSS, 0, 0]
+    assert changed(by_row[-1], by_flag[-1]) == []
+
+    params = {"w": jnp.full((16, 8), 0.1), "b": jnp.zeros(8)}
+    ema, kept = params, optimizer.init(params)
+    for batch in (clean[0], clean[1], clean[3], clean[4]):
+        grads = jax.grad(lambda p, b: _mean(regression_loss(p, b, None)[0]))(params, batch)
+        updates, kept = optimizer.update(grads, kept, params)
+        params = optax.apply_updates(params, updates)
+        ema = jax.tree.map(lambda e, p: 0.9 * e + (1 - 0.9) * p, ema, params)
+    for name in params:
+        np.testing.assert_allclose(by_row[-1][f"params/{name}"], params[name], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(by_row[-1][f"ema/{name}"], ema[name], rtol=1e-6, atol=1e-6)
+
+
+def _mean(loss):
+    return loss.sum / loss.count
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", None])
+def test_a_single_number_that_is_not_finite_is_seen_wherever_it_is_in_a_large_array(platform):
+    """A maximum of magnitudes, which the look at the state was, lost a NaN at these places. On CPU parts are joined, the last within the one before."""
+    look = jax.jit(functools.partial(finite_check.is_finite, platform=platform))
+    for shape in ((1024, 1024), (1009, 37), (3, 3, 7, 1031), (40_009,), (16_385, 1), (1000, 12), (7, 64), (5,), ()):
+        x = np.ones(shape, np.float32)
+        assert look(x)
+        steps = range(1, x.size, max(1, x.size // 8 - 1)) if platform == "cpu" else ()
+        for value in (np.nan, np.inf, -np.inf):
+            for place in {0, x.size // 3, x.size - 1, *steps}:
+                x.reshape(-1)[place] = value
+                assert not look(x), (shape, value, place)
+                x.reshape(-1)[place] = 1
+    assert look(np.ones((0, 3), np.float32)) and look(np.ones(3, np.int32))

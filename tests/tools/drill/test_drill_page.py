@@ -1,0 +1,104 @@
+"""The page of a drill: what it holds, and how a browser shows it."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from spmdkit.metrics.report.drill import drill_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+]
+
+RESULT = {
+    "passed": False,
+    "why": ["step 40 was committed, and the run went on from step 30"],
+    "config": "configs/<mine>.yaml",
+    "processes": 2,
+    "steps": 100,
+    "seed": 7,
+    "asked": 2,
+    "fired": 2,
+    "attempts": 3,
+    "exit_code": 0,
+    "same_parameters": True,
+    "same_metrics": False,
+    "different": ["step 12: loss is 2.0 and not 1.0"],
+    "detection_s": {"median": 0.06, "p90": 0.08, "max": 0.1, "count": 2},
+    "recovery_s": {"median": 4.5, "p90": 5.0, "max": 5.0, "count": 1},
+    "steps_lost": 9,
+    "goodput": 0.87,
+    "work_s": 23.0,
+    "undisturbed_work_s": 20.0,
+    "undisturbed_start_s": 3.0,
+    "shares": {"start": 0.3, "step": 0.6, "dead": 0.1},
+    "faults": [
+        {
+            "asked": f"kill:{process}@random",
+            "process": process,
+            "phase": "save",
+            "failed": None,
+            "at_s": 6.0 + process,
+            "step": 39,
+            "detection_s": 0.06,
+            "detected_by": "the exit of process 1",
+            "recovery_s": None if process else 4.5,
+            "overtaken": bool(process),
+            "steps_lost": 9,
+        }
+        for process in range(2)
+    ],
+    "bars": [
+        [["start", 0.0, 3.0], ["step", 3.0, 6.0], ["dead", 6.0, 7.0], ["restart", 7.0, 8.0]],
+        [["start", 0.0, 8.0]],
+    ],
+    "undisturbed_bars": [
+        [["start", 0.0, 2.0], ["compile", 2.0, 3.0], ["step", 3.0, 23.0]],
+        [["start", 0.0, 23.0]],
+    ],
+    "folder": "runs/first_drill/1",
+    "time": "2026-11-23T08:00:00Z",
+}
+
+
+def test_the_page_says_what_came_what_it_cost_and_why_it_failed():
+    text = drill_page(RESULT)
+    for part in ("failed", "87.0%", "60 ms", "4.5 s", "overtaken", "step 40 was committed", "kill:1@random", "others"):
+        assert part in text, part
+    assert text.count("<rect") == 9 and text.count('class="fault"') == 2
+    first, second = text.split("Without a fault, the same job")
+    assert "compiling" not in first and "dead 6%" in first, "each time line has the legend of its own colours"
+    assert second.count("<span><i") == 3 and "compiling 2%" in second and "starting 54%" in second
+    assert "&lt;mine&gt;" in text and "<mine>" not in text
+    assert "src=" not in text and "<script" not in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (make test tries)")
+def test_a_browser_draws_every_bar_within_the_page(tmp_path):
+    probe = (
+        "<script>const svg = document.querySelector('svg.timeline').getBoundingClientRect();"
+        "const inside = [...document.querySelector('svg.timeline').querySelectorAll('rect')].every(r => { const b = r.getBoundingClientRect();"
+        " return b.left >= svg.left - 1 && b.right <= svg.right + 1 && b.width > 0 });"
+        "document.title = [document.documentElement.scrollWidth, innerWidth, inside].join(' ')</script></body>"
+    )
+    text = drill_page(RESULT).replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
+    probed = tmp_path / "probed.html"
+    probed.write_text(text.replace("</body>", probe))
+    command = [
+        CHROMIUM,
+        *FLAGS,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1000,1400",
+        "--dump-dom",
+        f"file://{probed}",
+    ]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    width, window, inside = dom.split("<title>")[1].split("</title>")[0].split()
+    assert int(width) <= int(window) and inside == "true"

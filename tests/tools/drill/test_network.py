@@ -1,0 +1,143 @@
+"""Two and three hosts whose network fails: the run ends or goes on within its deadline, and never with a wrong number. As root: each process is in a network namespace of its own."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from spmdkit.errors import ConfigError
+from spmdkit.faults.injection.fault import LASTS, NETWORK, parse
+from spmdkit.tools.drill import network
+from spmdkit.tools.drill.virtual_switch import BURST_BYTES, MOST_QUEUED_S, Bucket
+from tests.tools.drill.test_kills import figures
+
+reason = network.missing()
+hosts = pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def test_what_a_switch_does_is_of_the_hosts_that_are_named():
+    assert network.rules_of("oneway", 1, 2) == [(1, 0, 1.0, 0.0, 0.0), (1, 2, 1.0, 0.0, 0.0)]
+    both = [(2, 0, 1.0, 0.0, 0.0), (0, 2, 1.0, 0.0, 0.0)]
+    assert network.rules_of("partial", 2, 3) == both, "both reach the launcher, port 3"
+    assert {(a, b) for a, b, *_ in network.rules_of("cut", 0, 2)} == {(0, 1), (1, 0), (0, 2), (2, 0)}
+    assert {rule[2:] for rule in network.rules_of("delay", 0, 2)} == {(0.0, 0.05, 0.0)}
+    assert {rule[2:] for rule in network.rules_of("loss", 0, 2)} == {(0.02, 0.0, 0.0)}
+    assert {rule[2:] for rule in network.rules_of("rate", 0, 2)} == {(0.0, 0.0, 1e6)}
+
+
+def test_a_bucket_lets_a_burst_pass_and_then_its_rate_and_drops_what_would_wait_too_long():
+    bucket, frame, rate = Bucket(), 1000, 100_000.0
+    at_once = [bucket.wait_s(frame, rate, 0.0) for _ in range(BURST_BYTES // frame)]
+    assert set(at_once) == {0.0}
+    waits = [bucket.wait_s(frame, rate, 0.0) for _ in range(40)]
+    passed = [wait for wait in waits if wait is not None]
+    assert passed[1] - passed[0] == pytest.approx(frame / rate) and max(passed) <= MOST_QUEUED_S
+    assert len(passed) == 20, "0.2 s at 100 kB/s, and the rest of the burst; a queue that is full takes nothing"
+    assert bucket.wait_s(frame, rate, 1.0) == 0.0, "a second later there are tokens again"
+
+
+def test_where_no_hosts_can_be_played_the_drill_says_why_and_what_else_there_is(monkeypatch):
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError) as error, network.network_for([parse("cut:1@20", 2)], 2):
+        pass
+    assert all(
+        part in str(error.value) for part in ("--fault cut:1@20: network namespaces need root", "--fault stop:1@20")
+    )
+    with network.network_for([parse("kill:1@20", 2)], 2) as nothing:
+        assert nothing is None
+
+
+def seconds_of_a_stream(made, size):
+    """Returns how long so many bytes take by TCP from host 0 to host 1."""
+    with made.host(1):
+        server = socket.create_server(("10.77.0.2", 5001))
+    with made.host(0):
+        sender = socket.socket()
+    sender.connect(("10.77.0.2", 5001))
+    receiver, _ = server.accept()
+    with server, sender, receiver:
+        begin = time.monotonic()
+        threading.Thread(target=sender.sendall, args=(b"x" * size,), daemon=True).start()
+        while size:
+            size -= len(receiver.recv(65536))
+        return time.monotonic() - begin
+
+
+@hosts
+def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_network_is_as_before():
+    before = socket.if_nameindex()
+    faults = [parse("cut:0@9", 2)]
+    with network.network_for(faults, 2) as made:
+        assert [name for _, name in socket.if_nameindex() if name not in ("lo", "tap0")] == [], "a namespace of its own"
+        with made.host(0):
+            here = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            here.bind(("10.77.0.1", 5000))
+        with made.host(1):
+            there = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            there.bind(("10.77.0.2", 5000))
+        here.settimeout(5)
+        there.settimeout(5)
+
+        def arrives(sender, receiver, to, within_s):
+            receiver.settimeout(within_s)
+            begin = time.monotonic()
+            sender.sendto(b"x", (to, 5000))
+            try:
+                receiver.recv(1)
+            except TimeoutError:
+                return None
+            return time.monotonic() - begin
+
+        forth = lambda within_s=5.0: arrives(here, there, "10.77.0.2", within_s)
+        back = lambda within_s=5.0: arrives(there, here, "10.77.0.1", within_s)
+        assert forth() is not None and back() is not None
+        made.hurt("oneway", 0)
+        time.sleep(0.2)
+        assert forth(0.5) is None and back() is not None
+        made.hurt("delay", 0)
+        time.sleep(0.2)
+        assert forth() >= 0.05 and back() >= 0.05
+        made.hurt("rate", 0)
+        time.sleep(0.2)
+        assert 0.1 < seconds_of_a_stream(made, 300_000) < 3, "64 KiB at once, the rest at 1 MB/s"
+        made.hurt("cut", 1)
+        time.sleep(0.2)
+        assert forth(0.3) is None and back(0.3) is None
+        made.heal()
+        time.sleep(0.2)
+        assert forth() is not None and back() is not None
+        here.close()
+        there.close()
+    assert socket.if_nameindex() == before
+
+
+@hosts
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_whose_network_fails_ends_or_goes_on_within_its_deadline_and_never_with_a_wrong_number(drills):
+    orders = ("delay:1@11", "loss:0@31", "rate:2@41", "cut:1@260", "oneway:2@275", "partial:1@290")
+    told = [word for order in orders for word in ("--fault", order)]
+    limits = ["watchdog.silence_s=5", "watchdog.step_s=6"]
+    code, output = drills.run(
+        "-n",
+        "3",
+        "devices=cpu:3",
+        "batch_size=12",
+        "steps=350",
+        "task_args.pause_s=0.04",
+        *told,
+        *limits,
+        timeout_s=280,
+    )
+    assert code == 0, output
+    result = drills.result()
+    print(figures(result))
+    for fault in result["faults"]:
+        print(fault["kind"], fault["detection_s"], fault["detected_by"], fault["recovery_s"])
+    assert {fault["kind"] for fault in result["faults"]} == set(NETWORK)
+    assert result["same_parameters"] and result["same_metrics"]
+    assert result["attempts"] == 4, "what is late or lost for a while costs no restart"
+    for fault in result["faults"]:
+        if fault["kind"] not in LASTS:
+            assert 2 < fault["detection_s"] < 20, fault

@@ -1,0 +1,70 @@
+"""A signal or a notice to one of several processes: all save at one step and leave with 42."""
+
+import json
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.faults.preemption_sources.test_watchers import cloud  # noqa: F401  the fixture
+from tests.support.forks import Process
+
+pytestmark = pytest.mark.processes
+
+
+def start(forks, folder, num, *overrides, variables=lambda process: {}):
+    """Returns processes that train together, once they do."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+    place = {"SPMDKIT_COORDINATOR": coordinator, "SPMDKIT_NUM_PROCESSES": str(num)}
+    command = ["train", "run.yaml", "steps=100000", "checkpoint.every_steps=null", *overrides]
+    started = [
+        forks.start(Process(command, folder, place | {"SPMDKIT_PROCESS_ID": str(i)} | variables(i))) for i in range(num)
+    ]
+    metrics = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 2):
+        assert time.monotonic() < deadline and all(child.poll() is None for child in started), [
+            child.text() for child in started
+        ]
+        time.sleep(0.02)
+    return started
+
+
+def left(started, folder):
+    """Returns the events of a run all of whose processes have left with 42, and saved the last step alone, within 20 s."""
+    begin = time.monotonic()
+    assert [child.wait(60) for child in started] == [42] * len(started), [child.text() for child in started]
+    assert time.monotonic() - begin < 20
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    saved = [int(p.name) for p in (folder / "run" / "checkpoints").iterdir() if p.name.isdigit()]
+    assert events[-1]["event"] == "preempted" and saved == [events[-1]["step"]]
+    return events
+
+
+@pytest.mark.parametrize(("number", "process"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)])
+def test_a_signal_to_one_process_that_is_not_the_first_has_all_save_at_one_step_and_leave_with_42(
+    drills, forks, number, process
+):
+    """The only checkpoint is of one step, and a checkpoint is of all: they agreed."""
+    started = start(forks, drills.path, 3, "devices=cpu:3", "batch_size=12")
+    started[process].send_signal(number)
+    events = left(started, drills.path)
+    told = {event["process"]: event["signal"] for event in events if event["event"] == "preempted"}
+    others = {other: "a signal to another process" for other in range(3) if other != process}
+    assert told == others | {process: number.name}
+
+
+def test_a_notice_of_the_cloud_to_one_process_saves_and_leaves_with_42_and_names_it(drills, forks, cloud):  # noqa: F811
+    host = f"127.0.0.1:{cloud.server_port}"
+    variables = lambda process: {"GCE_METADATA_HOST": host if process == 1 else "127.0.0.1:9"}
+    started = start(forks, drills.path, 2, "preemption=[{gce: {every_s: 0.2}}]", variables=variables)
+    cloud.state["preempted"] = "TRUE"
+    events = left(started, drills.path)
+    assert {event["process"] for event in events if event["event"] == "notice"} == {1}
+    assert {event["process"] for event in events if event["event"] == "preemption watcher"} == {0}, (
+        "nobody answers there, which ends nothing"
+    )
+    assert events[-1]["signal"] == "Google Cloud preempts this machine"
+    assert "by Google Cloud preempts this machine; saved" in started[0].text()
