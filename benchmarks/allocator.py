@@ -1,10 +1,12 @@
-"""What keeping a step's memory brings and costs on CPU devices: step time, page faults, resident memory, reader threads.
+"""What keeping a step's memory brings and costs on CPU devices: step time, page faults, resident memory, reader
+threads.
 
     python benchmarks/allocator.py [--devices 1] [--rounds 8] [--json FILE]
 
-A process for each choice of SPMDKIT_ALLOCATOR, both open, and only one of them works at a time, a few steps in turn: absolute times on a shared
-machine mean nothing, so that what is reported is the ratio of neighbouring turns, median, least and most, of wall time and of the processors' time. Reading is measured in the same
-way: examples of 64 KiB made by Python functions and numpy, by one and by four threads of grain, without any step.
+A process for each choice of SPMDKIT_ALLOCATOR, both open, and only one of them works at a time, a few steps in turn:
+absolute times on a shared machine mean nothing, so that what is reported is the ratio of neighbouring turns, median,
+least and most, of wall time and of the processors' time. Reading is measured in the same way: examples of 64 KiB made
+by Python functions and numpy, by one and by four threads of grain, without any step.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ THREADS = (1, 4)
 
 
 class Examples:
-    """1,000 examples of 64 KiB, each made of a few arrays of its own: what a reader that decodes asks of the allocator."""
+    """1,000 examples of 64 KiB, each made of a few arrays of its own: what a reader that decodes asks of the
+    allocator."""
 
     def __len__(self) -> int:
         return 1000

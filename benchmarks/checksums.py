@@ -2,18 +2,24 @@
 
     python benchmarks/checksums.py [--gib 1.0] [--saves 20] [--pairs 0] [--folder DIR] [--json FILE]
 
-Saves a state of random floats, one after the other, as a run does (`Checkpoints`, keep 1), and reports the wall time of all. The seconds of the checksums are measured
-apart, since a save varies by more than they cost: the same bytes are encoded in memory by tensorstore, several arrays at a time as a save does it, with and without checksums,
-in turn, and the record and the small files are digested. `of_wall`: what the encoding takes longer by the clock, tensorstore having a thread for each core, over the wall
-time of the saves. `of_wall_at_most`: the processor seconds of all threads over it, as if one core did everything and nobody waited for the disk.
+Saves a state of random floats, one after the other, as a run does (`Checkpoints`, keep 1), and reports the wall time of
+all. The seconds of the checksums are measured apart, since a save varies by more than they cost: the same bytes are
+encoded in memory by tensorstore, several arrays at a time as a save does it, with and without checksums, in turn, and
+the record and the small files are digested. `of_wall`: what the encoding takes longer by the clock, tensorstore having
+a thread for each core, over the wall time of the saves. `of_wall_at_most`: the processor seconds of all threads over
+it, as if one core did everything and nobody waited for the disk.
 
-`--pairs N`: N saves with and N without checksums, in turn, each pair neighbours (the second one first in every other pair); the mean of the differences with its standard
-error, their median with its interval, and the fastest of each, wall and processor seconds. Ends with 1 where the mean is above 3 % by more than two standard errors. Needs almost four times the state's memory.
+`--pairs N`: N saves with and N without checksums, in turn, each pair neighbours (the second one first in every other
+pair); the mean of the differences with its standard error, their median with its interval, and the fastest of each,
+wall and processor seconds. Ends with 1 where the mean is above 3 % by more than two standard errors. Needs almost four
+times the state's memory.
 
-2026-11-24, two cores alone: 20 saves of 1 GiB took 39.6 s, their checksums 0.044 s of the clock a GiB, 2.2 % of it; 1.9 s of the processor, 4.7 % of the wall time and 4.0 %
-of the processor's (0.073 and 0.079 s a GiB in two sittings before, 3.6 and 3.4 % of 41.1 and 46.4 s). With one other job of a quarter of a core: 68.0 s, at most 2.4 s of the processor. In turn, 16 pairs on disk: +0.27 s a save with a standard error of 0.28, of 2.9 s; 20 pairs on
-tmpfs: -0.05 with 0.21, of 1.9 s: nothing that shows, and saves that vary by a second show no 3 % in 20 pairs. With a crc32c behind every chunk, as it was before: 0.2 to 0.4 s a
-GiB, 8 % of 54 s on a quiet machine.
+2026-11-24, two cores alone: 20 saves of 1 GiB took 39.6 s, their checksums 0.044 s of the clock a GiB, 2.2 % of it; 1.9
+s of the processor, 4.7 % of the wall time and 4.0 % of the processor's (0.073 and 0.079 s a GiB in two sittings before,
+3.6 and 3.4 % of 41.1 and 46.4 s). With one other job of a quarter of a core: 68.0 s, at most 2.4 s of the processor. In
+turn, 16 pairs on disk: +0.27 s a save with a standard error of 0.28, of 2.9 s; 20 pairs on tmpfs: -0.05 with 0.21, of
+1.9 s: nothing that shows, and saves that vary by a second show no 3 % in 20 pairs. With a crc32c behind every chunk, as
+it was before: 0.2 to 0.4 s a GiB, 8 % of 54 s on a quiet machine.
 """
 
 from __future__ import annotations
@@ -71,7 +77,8 @@ def builders() -> tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, A
 
 
 def encode(array: Any, build: Callable[..., dict[str, Any]]) -> tuple[float, float]:
-    """Returns the processor seconds and the wall seconds that TOGETHER arrays take into memory, written at a time as a save does."""
+    """Returns the processor seconds and the wall seconds that TOGETHER arrays take into memory, written at a time as a
+    save does."""
     import tensorstore as ts
 
     metadata = build(array.shape, array.shape, True) | {"data_type": "float32"}
@@ -84,7 +91,8 @@ def encode(array: Any, build: Callable[..., dict[str, Any]]) -> tuple[float, flo
 
 
 def seconds_per_gib(array: Any) -> tuple[float, float]:
-    """Returns the processor seconds and the wall seconds of the checksums of 1 GiB: the median differences of neighbouring turns."""
+    """Returns the processor seconds and the wall seconds of the checksums of 1 GiB: the median differences of
+    neighbouring turns."""
     checked, plain = builders()
     both = [(encode(array, checked), encode(array, plain)) for _ in range(ROUNDS + 1)][1:]
     processor, wall = (statistics.median(a[of] - b[of] for a, b in both) for of in (0, 1))
@@ -154,7 +162,8 @@ def in_turn(saves: Saves, pairs: int, gib: float) -> dict[str, Any]:
 
 
 def more(differences: list[float], gib: float) -> dict[str, Any]:
-    """Returns the mean of paired differences with its standard error, and their median with the 95 % interval of its rank, all in seconds a GiB."""
+    """Returns the mean of paired differences with its standard error, and their median with the 95 % interval of its
+    rank, all in seconds a GiB."""
     per_gib = sorted(difference / gib for difference in differences)
     n = len(per_gib)
     off = max(0, int(n / 2 - 0.98 * n**0.5))

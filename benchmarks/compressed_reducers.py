@@ -1,9 +1,11 @@
-"""What compressed reducers cost in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three seeds, against `sum`.
+"""What compressed reducers cost in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three seeds,
+against `sum`.
 
     python benchmarks/compressed_reducers.py [--only int8] [--seeds 0 1 2] [--steps 400] [--results FILE] [--json]
 
-Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after the last step. FILE keeps a
-line for each run and is read again, so that an interrupted benchmark goes on. Exit code 1 where a mean is above its bound in BOUNDS.
+Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after
+the last step. FILE keeps a line for each run and is read again, so that an interrupted benchmark goes on. Exit code 1
+where a mean is above its bound in BOUNDS.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What delayed synchronisation costs in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three seeds, against agreeing in every step.
+"""What delayed synchronisation costs in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three
+seeds, against agreeing in every step.
 
-    python benchmarks/delayed_sync.py [--tune [--start 200]] [--only PART ...] [--seeds 0 1 2] [--steps 400] [--width 64] [--layers 2] [--batch-size 32]
+    python benchmarks/delayed_sync.py [--tune [--start 200]] [--only PART ...] [--seeds 0 1 2] [--steps 400] [--width
+    64] [--layers 2] [--batch-size 32]
         [--context 64] [--train-bytes 4000000] [--eval-bytes 65536] [--results FILE] [--json]
 
-Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after the last step, for syncs
-of groups of the parameters that all have agreed on. `--tune` tries outer learning rates and momenta of DiLoCo with the first seed alone. FILE
-keeps a line for each run and is read again, so that an interrupted benchmark goes on. Exit code 1 where DiLoCo every 16 that begins
-after half of 400 steps is more than 3 % above.
+Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after
+the last step, for syncs of groups of the parameters that all have agreed on. `--tune` tries outer learning rates and
+momenta of DiLoCo with the first seed alone. FILE keeps a line for each run and is read again, so that an interrupted
+benchmark goes on. Exit code 1 where DiLoCo every 16 that begins after half of 400 steps is more than 3 % above.
 """
 
 from __future__ import annotations

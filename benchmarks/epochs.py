@@ -1,11 +1,15 @@
-"""How long a job stands still after a kill, in process and by a restart; what copies in memory cost; goodput under kills.
+"""How long a job stands still after a kill, in process and by a restart; what copies in memory cost; goodput under
+kills.
 
-    python benchmarks/epochs.py in_process --kills 8 --every 12 --standby 2      recovery: SIGKILL of a random process to the next new step
-    python benchmarks/epochs.py shrink | restart --kills 2 --every 20
-    python benchmarks/epochs.py shrink --kills 1 --precompile        the step of three processes is in the compile cache when the first of four dies
-    python benchmarks/epochs.py cost --width 2048                    seconds of a step with a copy, and without, in one run
+    python benchmarks/epochs.py in_process --kills 8 --every 12 --standby 2      recovery: SIGKILL of a random process
+    to the next new step python benchmarks/epochs.py shrink | restart --kills 2 --every 20
+    python benchmarks/epochs.py shrink --kills 1 --precompile        the step of three processes is in the compile cache
+                                                                     when the first of four dies
+    python benchmarks/epochs.py cost --width 2048                    seconds of a step with a copy, and without, in one
+                                                                     run
 
-Four processes of one device each on this machine, replicas of a small model (cost: cut over fsdp), with a compile cache of their own. One JSON line at the end.
+Four processes of one device each on this machine, replicas of a small model (cost: cut over fsdp), with a compile cache
+of their own. One JSON line at the end.
 """
 
 from __future__ import annotations
@@ -69,7 +73,8 @@ def config(mode: str, every: int, standby: int, precompile: list[int]) -> str:
 
 
 def members(folder: Path, launcher: int) -> list[int]:
-    """Returns the processes that train, by rank: those of the launcher's that have begun to; those that wait are none."""
+    """Returns the processes that train, by rank: those of the launcher's that have begun to; those that wait are
+    none."""
     started = set(Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
     begun = [path.read_text() for path in sorted(folder.glob("rank*"))]
     return [int(pid) for pid in begun if pid in started]

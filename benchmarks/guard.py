@@ -1,9 +1,11 @@
-"""What it costs the host that the step looks for what is not finite: an empty step, with `on_nonfinite` stop or skip against continue.
+"""What it costs the host that the step looks for what is not finite: an empty step, with `on_nonfinite` stop or skip
+against continue.
 
     python benchmarks/guard.py [--steps 20000] [--log-every 10] [--devices 1 2 8] [--json]
 
-One process with one device, two replicas, and 8 devices that cut the state (`fsdp: 8`), where each device has a code of its own; the loop is the
-toolkit's. Blocks of the three take turns, as in watchdog.py. Exit code 1 where `stop`, the default, takes the training thread more than 50 us a step.
+One process with one device, two replicas, and 8 devices that cut the state (`fsdp: 8`), where each device has a code of
+its own; the loop is the toolkit's. Blocks of the three take turns, as in watchdog.py. Exit code 1 where `stop`, the
+default, takes the training thread more than 50 us a step.
 What it costs the devices is read from the compiled program: tests/step/test_guard_cost.py.
 """
 

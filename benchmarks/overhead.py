@@ -1,22 +1,24 @@
 """What the toolkit costs over a hand-written JAX loop of the same model and data, paired in one process.
 
-    python benchmarks/overhead.py [--sittings N] [--sizes "2 ms" "10 ms" "50 ms"] [--looks shipped|both|neither] [--json FILE]
+    python benchmarks/overhead.py [--sittings N] [--sizes "2 ms" "10 ms" "50 ms"] [--looks shipped|both|neither] [--json
+    FILE]
 
-Both loops: mirrored over two CPU devices, shuffled batches from arrays in memory, loss fetched and written as a JSON line every
-ten steps. The hand-written one is what a careful user writes: a jitted shard_map with one psum, donated state, numpy
-indexing and device_put in the loop. Both train on and on, in turns of a fraction of a second, and the order of the two alternates
-(the toolkit's batches come from one stream, which a run begins once: 0.9 ms of its first step that are not counted here);
-a ratio is of two neighbouring blocks, since absolute times on a shared machine mean nothing. Reported is the median of all
-ratios with its 95 % interval from order statistics, which assumes no distribution. Several sittings, each a process of its own that
-builds both anew and chooses the model's width for the step time, show what one process cannot: how far medians of equal programs
-lie apart.
+Both loops: mirrored over two CPU devices, shuffled batches from arrays in memory, loss fetched and written as a JSON
+line every ten steps. The hand-written one is what a careful user writes: a jitted shard_map with one psum, donated
+state, numpy indexing and device_put in the loop. Both train on and on, in turns of a fraction of a second, and the
+order of the two alternates (the toolkit's batches come from one stream, which a run begins once: 0.9 ms of its first
+step that are not counted here);
+a ratio is of two neighbouring blocks, since absolute times on a shared machine mean nothing. Reported is the median of
+all ratios with its 95 % interval from order statistics, which assumes no distribution. Several sittings, each a process
+of its own that builds both anew and chooses the model's width for the step time, show what one process cannot: how far
+medians of equal programs lie apart.
 
-Who looks whether the gradient is finite: the toolkit alone, as it is shipped and as the hand-written script usually does not; both, each in its own
-way; or neither. The last two tell what the loop costs for the same work.
+Who looks whether the gradient is finite: the toolkit alone, as it is shipped and as the hand-written script usually
+does not; both, each in its own way; or neither. The last two tell what the loop costs for the same work.
 
-Reported: ratio of wall time and of CPU time for steps of about 2, 10 and 50 ms; ratio of device memory (arguments + temporaries +
-outputs - aliased, as compiled); seconds from command to first step, more than the hand-written script; seconds that `import
-spmdkit` adds to `import jax`.
+Reported: ratio of wall time and of CPU time for steps of about 2, 10 and 50 ms; ratio of device memory (arguments +
+temporaries + outputs - aliased, as compiled); seconds from command to first step, more than the hand-written script;
+seconds that `import spmdkit` adds to `import jax`.
 """
 
 from __future__ import annotations
@@ -186,7 +188,8 @@ class Block:
 
 
 class ByToolkit:
-    """The toolkit's own loop, whole: logging, hooks, agreement, prefetch. A context manager: one run that is open throughout."""
+    """The toolkit's own loop, whole: logging, hooks, agreement, prefetch. A context manager: one run that is open
+    throughout."""
 
     def __init__(self, data: dict[str, np.ndarray], width: int, most_steps: int, folder: Path, looks: bool = True):
         def loss_fn(params, batch, key):
@@ -287,7 +290,8 @@ def compare_steps(size: str, sittings: list[dict]) -> dict[str, object]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the median from order statistics: the ranks n/2 -+ 0.98 sqrt(n) of the sorted values."""
+    """Returns the 95 % interval of the median from order statistics: the ranks n/2 -+ 0.98 sqrt(n) of the sorted
+    values."""
     values, half = sorted(values), 0.98 * math.sqrt(len(values))
     middle = (len(values) - 1) / 2
     return values[max(0, math.floor(middle - half))], values[min(len(values) - 1, math.ceil(middle + half))]
@@ -333,7 +337,8 @@ task = sk.Task(init, loss_fn, optax.adamw(1e-3), train_data={"x": x})
 def first_step_seconds(folder: Path, tries: int = 5) -> dict[str, float]:
     """Returns the median seconds from command to first step of both, and the median difference of neighbours.
 
-    Both find the bytecode of every module, as installed packages have it: a first try of each, which does not count, writes it to `folder`.
+    Both find the bytecode of every module, as installed packages have it: a first try of each, which does not count,
+    writes it to `folder`.
     """
     script, task = folder / "hand.py", folder / "task.py"
     script.write_text(FIRST_STEP_BY_HAND)

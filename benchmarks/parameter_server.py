@@ -5,10 +5,13 @@
 
 equal      one worker at staleness 0: largest relative difference of the parameters after 40 updates.
 converge   two workers, after the same number of applied updates: evaluation loss, three seeds.
-slow       two workers that wait for their data, one of them for five times as long from the middle on: rates of both before and after.
-wire       a push with its update, and a pull, against a transfer of the same arrays to and from an actor of Ray that does nothing else: 50 MB, in turn.
+slow       two workers that wait for their data, one of them for five times as long from the middle on: rates of both
+           before and after.
+wire       a push with its update, and a pull, against a transfer of the same arrays to and from an actor of Ray that
+           does nothing else: 50 MB, in turn.
 
-Each writes one JSON object to standard output. Exit code 1 where a number is beyond its bound in BOUNDS, which is said on standard error.
+Each writes one JSON object to standard output. Exit code 1 where a number is beyond its bound in BOUNDS, which is said
+on standard error.
 """
 
 from __future__ import annotations

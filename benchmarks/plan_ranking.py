@@ -1,9 +1,10 @@
-"""Does the order in which `plan` puts meshes agree with the clock? Six meshes of a GPT on 8 fake CPU devices, calibrated.
+"""Does the order in which `plan` puts meshes agree with the clock? Six meshes of a GPT on 8 fake CPU devices,
+calibrated.
 
     python benchmarks/plan_ranking.py [--steps 10] [--width 128]
 
-Prints predicted and measured seconds of a step for each mesh, and Spearman's rank correlation of the two. Measured is the median of
-rounds in which the meshes take turns, so that other load on the machine falls on all of them.
+Prints predicted and measured seconds of a step for each mesh, and Spearman's rank correlation of the two. Measured is
+the median of rounds in which the meshes take turns, so that other load on the machine falls on all of them.
 """
 
 import argparse

@@ -1,10 +1,13 @@
-"""How much a process grows with each save, and where: tensorstore alone, and `Checkpoints` with and without what it works around.
+"""How much a process grows with each save, and where: tensorstore alone, and `Checkpoints` with and without what it
+works around.
 
     python benchmarks/save_growth.py [--saves 200] [--leaves 6]
 
-tensorstore 0.1.86 never frees the Python objects that it makes of JSON: `experimental_collect_matching_metrics`, which orbax 0.12.8 asks several times a save
-for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array. Neither is asked any more (`orbax_backend.without_leaks_of_tensorstore`).
-`--part names` shows CPython alone: its table of interned strings, made anew when names that nobody holds have filled it.
+tensorstore 0.1.86 never frees the Python objects that it makes of JSON: `experimental_collect_matching_metrics`, which
+orbax 0.12.8 asks several times a save for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array.
+Neither is asked any more (`orbax_backend.without_leaks_of_tensorstore`).
+`--part names` shows CPython alone: its table of interned strings, made anew when names that nobody holds have filled
+it.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ def alone() -> None:
 
 
 def names() -> None:
-    """Shows by how much the process grows at once, as 50,000 names are held and 250,000 others are not, with the allocator as `train` sets it."""
+    """Shows by how much the process grows at once, as 50,000 names are held and 250,000 others are not, with the
+    allocator as `train` sets it."""
     from spmdkit.program import allocator
 
     allocator.one_arena("cpu:1", {})

@@ -1,10 +1,13 @@
-"""`make verify`: every legal mesh of 8 devices with axes up to 4, and of 16 with four axes, for every config in configs/verify.
+"""`make verify`: every legal mesh of 8 devices with axes up to 4, and of 16 with four axes, for every config in
+configs/verify.
 
-    python benchmarks/verify_examples.py [NAME[/DEVICES] ...]      # gpt, or gpt/8; gpt/mutants: these alone, in a few minutes
+    python benchmarks/verify_examples.py [NAME[/DEVICES] ...]      # gpt, or gpt/8; gpt/mutants: these alone, in a few
+                                                                   minutes
 
-Each config is run with 1, 2 and 4 microbatches, and every mutant that can act on it. Finished cases are kept in build/verify, so that a
-run that was cut off goes on where it was; they count only for the same text of package, task and config. What came out is
-written to docs/verify.json, in the place of what was there of the same config and devices, and a page of all of it to docs/verify.md.
+Each config is run with 1, 2 and 4 microbatches, and every mutant that can act on it. Finished cases are kept in
+build/verify, so that a run that was cut off goes on where it was; they count only for the same text of package, task
+and config. What came out is written to docs/verify.json, in the place of what was there of the same config and devices,
+and a page of all of it to docs/verify.md.
 """
 
 import datetime

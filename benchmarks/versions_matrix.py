@@ -1,9 +1,10 @@
-"""`make versions-matrix`: the tests on each pair of Python and jax that is supported, in environments of their own in build/versions.
+"""`make versions-matrix`: the tests on each pair of Python and jax that is supported, in environments of their own in
+build/versions.
 
     python benchmarks/versions_matrix.py [--only 3.13-0.12] [PYTEST ARGUMENT ...]     # none: what `make quick` runs
 
-All other packages are those of constraints.txt, but flax: 0.12.8 imports on jax 0.10 alone. What came out is printed as the rows of the
-table in docs/versions.md, and kept with pytest's own report in build/versions.
+All other packages are those of constraints.txt, but flax: 0.12.8 imports on jax 0.10 alone. What came out is printed as
+the rows of the table in docs/versions.md, and kept with pytest's own report in build/versions.
 """
 
 import argparse
@@ -39,7 +40,8 @@ def python_of(version):
 
 
 def environment(python, folder, jax):
-    """Returns the Python of an environment with that jax, made on first use and when pyproject.toml or constraints.txt is newer."""
+    """Returns the Python of an environment with that jax, made on first use and when pyproject.toml or constraints.txt
+    is newer."""
     done, made = folder / ".made", folder / "bin/python"
     if not (
         done.exists()

@@ -1,10 +1,12 @@
-"""What the watchdog, signals and journal cost a run in which nothing goes wrong: host time of an empty step, with and without.
+"""What the watchdog, signals and journal cost a run in which nothing goes wrong: host time of an empty step, with and
+without.
 
     python benchmarks/watchdog.py [--steps 20000] [--json]
 
-One process, one CPU device, a step that adds nothing to one number; the loop is the toolkit's own. Blocks with and without a watchdog take
-turns, since times on a shared machine mean nothing alone; told are medians of blocks, in seconds of processor time of the whole
-process (the watching thread's too) and of the training thread alone. Exit code 1 where the difference is more than 50 us a step.
+One process, one CPU device, a step that adds nothing to one number; the loop is the toolkit's own. Blocks with and
+without a watchdog take turns, since times on a shared machine mean nothing alone; told are medians of blocks, in
+seconds of processor time of the whole process (the watching thread's too) and of the training thread alone. Exit code 1
+where the difference is more than 50 us a step.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Loop:
 
 
 def in_turns(loops: dict[str, Loop], each: int) -> dict[str, list[float]]:
-    """Returns the medians of blocks of `each` steps, seconds of (process, training thread) a step, by name; closes the loops."""
+    """Returns the medians of blocks of `each` steps, seconds of (process, training thread) a step, by name; closes the
+    loops."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for loop in loops.values():
         loop.block(each)

@@ -1,9 +1,11 @@
-"""A step of ZeRO 2 over CPU processes, with the reduce-scatters that JAX sends by itself and without: jax before 0.12 makes every later all-reduce slow.
+"""A step of ZeRO 2 over CPU processes, with the reduce-scatters that JAX sends by itself and without: jax before 0.12
+makes every later all-reduce slow.
 
     python benchmarks/zero_over_gloo.py --processes 4 --steps 40 --turns 2
 
-Four layers of 512 x 512, Adam; by turns, each in processes of its own. One JSON line: the median milliseconds of a step, for each turn. `before` takes
-`compat.send_no_reduce_scatter` away, as it was; from jax 0.12 on both are the same program.
+Four layers of 512 x 512, Adam; by turns, each in processes of its own. One JSON line: the median milliseconds of a
+step, for each turn. `before` takes `compat.send_no_reduce_scatter` away, as it was; from jax 0.12 on both are the same
+program.
 """
 
 from __future__ import annotations

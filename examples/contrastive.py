@@ -1,16 +1,17 @@
-"""Contrastive learning on real digits (scikit-learn's bundled set): CLIP's loss and SimCLR's, whose negatives are everybody's rows.
+"""Contrastive learning on real digits (scikit-learn's bundled set): CLIP's loss and SimCLR's, whose negatives are
+everybody's rows.
 
     spmdkit train configs/contrastive.yaml
 
-A loss sees one replica's rows. The negatives of an example are all others of the whole batch, so `sk.all_gather` joins the embeddings of all
-replicas, in the order of the batch, and gradients flow back through it to whoever made them. Rows that only fill up a short batch are
-no negatives: the mask comes with the rows. One text, and one loss, on every mesh.
+A loss sees one replica's rows. The negatives of an example are all others of the whole batch, so `sk.all_gather` joins
+the embeddings of all replicas, in the order of the batch, and gradients flow back through it to whoever made them. Rows
+that only fill up a short batch are no negatives: the mask comes with the rows. One text, and one loss, on every mesh.
 
 `loss: clip` has two encoders: the left half of a digit has to find its own right half, and the other way round.
 `loss: simclr` has one: two noisy, shifted views of a digit have to find each other among all views (NT-Xent).
 
-Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021); Chen et al., "A Simple Framework for
-Contrastive Learning of Visual Representations" (2020).
+Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021); Chen et al., "A
+Simple Framework for Contrastive Learning of Visual Representations" (2020).
 
 Shape suffixes: B examples of one replica, A of all replicas, D width of an embedding, P pixels.
 """
@@ -65,7 +66,8 @@ def clip_loss(params: Params, batch: dict, key: jax.Array | None) -> tuple[sk.Me
 
 
 def simclr_loss(params: Params, batch: dict, key: jax.Array | None) -> tuple[sk.Mean, dict[str, sk.Mean]]:
-    """Returns NT-Xent: each view finds the other view of its image among all views of everybody's images, its own left out."""
+    """Returns NT-Xent: each view finds the other view of its image among all views of everybody's images, its own left
+    out."""
     images, num = batch["images"], len(batch["images"])
     if key is None:
         views = (images, jnp.roll(images, 1, axis=2))

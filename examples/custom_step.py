@@ -2,8 +2,8 @@
 
     spmdkit train configs/custom_step.yaml
 
-In the global view arrays are global: `batch` is the whole batch and `grads` the gradient over all of it, on any mesh. Only the
-loss inside `sk.value_and_grad`, which makes the one reduction of the step, sees the examples of one replica.
+In the global view arrays are global: `batch` is the whole batch and `grads` the gradient over all of it, on any mesh.
+Only the loss inside `sk.value_and_grad`, which makes the one reduction of the step, sees the examples of one replica.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/demo.py [key=value ...]
 
-Trains on files of Python's standard library, evaluates on other files of it, prints a sample and compares the loss with what a
-model without context can reach. Started again, it continues, or shows the finished run.
+Trains on files of Python's standard library, evaluates on other files of it, prints a sample and compares the loss with
+what a model without context can reach. Started again, it continues, or shows the finished run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     spmdkit train configs/digits_cnn.yaml
 
-Batch statistics are over the whole global batch: linen's `BatchNorm(axis_name=("replica", "data"))`, unchanged. Dropout draws
-from one key per example, so that every mesh drops the same values.
+Batch statistics are over the whole global batch: linen's `BatchNorm(axis_name=("replica", "data"))`, unchanged. Dropout
+draws from one key per example, so that every mesh drops the same values.
 
 Shape suffixes: B examples that one call of the loss sees, H height, W width, C channels, K the 10 classes.
 """
@@ -69,7 +69,8 @@ def task(width: int = 32, dropout: float = 0.3, short_batches: bool = False) -> 
 def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns (train, evaluation): `images` float32[examples, 8, 8, 1] in 0..1 and `labels` int32[examples].
 
-    The last fifth is held out. The set is ordered by writer, so most of it is by people whose digits were not trained on.
+    The last fifth is held out. The set is ordered by writer, so most of it is by people whose digits were not trained
+    on.
     """
     from sklearn.datasets import load_digits
 
@@ -125,8 +126,8 @@ def drop(x_BC: jax.Array, rate: float, keys_B: jax.Array) -> jax.Array:
 class MaskedBatchNorm(nn.Module):
     """`nn.BatchNorm` whose statistics leave out padding rows, the same on any number of replicas.
 
-    linen's own `mask` averages the means of the replicas (flax 0.12.8): wrong where they hold unequal numbers of real rows,
-    and NaN where one holds none. Here sums and counts are added over the replicas, and divided once.
+    linen's own `mask` averages the means of the replicas (flax 0.12.8): wrong where they hold unequal numbers of real
+    rows, and NaN where one holds none. Here sums and counts are added over the replicas, and divided once.
     """
 
     momentum: float = 0.9

@@ -2,8 +2,8 @@
 
     spmdkit train configs/digits_nnx.yaml
 
-The same model as digits_cnn.py. nnx modules are Python objects; what spmdkit trains is their parameters, a pytree. The adapter
-is `nnx.split` in `init` and `nnx.merge` in the loss.
+The same model as digits_cnn.py. nnx modules are Python objects; what spmdkit trains is their parameters, a pytree. The
+adapter is `nnx.split` in `init` and `nnx.merge` in the loss.
 
 Shape suffixes: B examples that one call of the loss sees, H height, W width, C channels, K the 10 classes.
 """

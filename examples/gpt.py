@@ -1,14 +1,16 @@
 """A byte-level GPT on the source files of Python's own standard library, with parameters that are a raw pytree.
 
-The mesh in the config is all that changes between one device, mirrored, HSDP, fsdp, tensor, context, expert and pipeline
-parallelism (configs/mirrored.yaml, hsdp.yaml, fsdp.yaml, tensor.yaml ...). The model names its dims once: in `rules` for the
-parameters, in `BLOCK_DIMS` for what a block takes and gives. A block is one `sk.manual` part: on a mesh with model axes each
-device sees its own shards in it, weights are gathered when they are used, and the collectives stand where they happen; on one
-device, or mirrored, the same text runs as it is.
+The mesh in the config is all that changes between one device, mirrored, HSDP, fsdp, tensor, context, expert and
+pipeline parallelism (configs/mirrored.yaml, hsdp.yaml, fsdp.yaml, tensor.yaml ...). The model names its dims once: in
+`rules` for the parameters, in `BLOCK_DIMS` for what a block takes and gives. A block is one `sk.manual` part: on a mesh
+with model axes each device sees its own shards in it, weights are gathered when they are used, and the collectives
+stand where they happen; on one device, or mirrored, the same text runs as it is.
 
-Shape suffixes: B examples that one call of the loss sees, T positions, D width, F hidden width of the MLP, N heads, K heads of
-keys and values, H width of a head, V the vocabulary, L layers, E experts. Every product is written as 2-D x 2-D (`_product`):
-on XLA's CPU backend that is about 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere it makes no difference.
+Shape suffixes: B examples that one call of the loss sees, T positions, D width, F hidden width of the MLP, N heads, K
+heads of keys and values, H width of a head, V the vocabulary, L layers, E experts. Every product is written as 2-D x
+2-D (`_product`):
+on XLA's CPU backend that is about 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere it makes no
+difference.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Shape:
         vocab: V, at least 256.
         gated: SwiGLU MLP (three matrices) instead of squared ReLU (two).
         experts: E experts in place of each MLP; 0 for none.
-        stacked: layers are stacked and scanned over (short compile time at any depth, right for an accelerator, and what a
-            pipeline cuts); else separate arrays per layer (faster on CPU).
+        stacked: layers are stacked and scanned over (short compile time at any depth, right for an accelerator, and
+            what a pipeline cuts); else separate arrays per layer (faster on CPU).
     """
 
     width: int = 128
@@ -108,7 +110,8 @@ def task(
         document_masks: True cuts every file by itself; the rest of a file is padded, and padding has no loss. So
             examples carry unequal numbers of bytes. False cuts all files as one text.
         train_bytes, eval_bytes: upper bounds on the text, to bound time and memory.
-        random_tokens: True draws endless tokens from all of V in place of the text; nothing is read, for plans and timings.
+        random_tokens: True draws endless tokens from all of V in place of the text; nothing is read, for plans and
+            timings.
     """
     heads = heads or max(1, width // HEAD_WIDTH)
     routing = dict(moe or {})
@@ -258,7 +261,8 @@ def losses(
 def means(
     loss_BT: jax.Array, where_BT: jax.Array, state: State, num_layers: int, options: Options
 ) -> tuple[sk.Mean, dict[str, sk.Mean]]:
-    """Returns the loss with the experts' balance losses, which count for an example as often as it has bytes, and metrics."""
+    """Returns the loss with the experts' balance losses, which count for an example as often as it has bytes, and
+    metrics."""
     plain = sk.mean(loss_BT, where=where_BT)
     metrics = {"bits_per_byte": plain * (1 / math.log(2))}
     if "balance" not in state:
@@ -340,7 +344,8 @@ def _whole(w: jax.Array, dims: tuple[str | None, ...], x: jax.Array) -> jax.Arra
 
 
 def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array) -> jax.Array:
-    """Returns causal self-attention with rotary positions over this device's heads, [B, T, D], not yet summed over heads."""
+    """Returns causal self-attention with rotary positions over this device's heads, [B, T, D], not yet summed over
+    heads."""
     q_BTNH, k_BTKH, v_BTKH = (product(x_BTD, weights[name]) for name in ("query", "key", "value"))
     mixed_BTNH = sk.attention(rotary(q_BTNH, positions_T), rotary(k_BTKH, positions_T), v_BTKH)
     return product(mixed_BTNH, weights["out"], contracted=2)
@@ -374,7 +379,8 @@ def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
 
 
 def mlp(x_BTD: jax.Array, weights: Params) -> jax.Array:
-    """Returns the MLP with squared ReLU, or with SwiGLU where there is a gate, [B, T, D], not yet summed over F's shards.
+    """Returns the MLP with squared ReLU, or with SwiGLU where there is a gate, [B, T, D], not yet summed over F's
+    shards.
 
     Its products are marked for `remat: {save: [hidden]}` or `{offload: [hidden]}`.
     """
@@ -393,7 +399,8 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
 
 
 def drop(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None, positions_T: jax.Array) -> jax.Array:
-    """Returns `x` with values set to zero at `rate`, drawn for each example and position: the same however both are cut."""
+    """Returns `x` with values set to zero at `rate`, drawn for each example and position: the same however both are
+    cut."""
     if keys_B is None:
         return x_BTD
     draw = lambda key, position: jax.random.bernoulli(jax.random.fold_in(key, position), 1 - rate, x_BTD.shape[2:])

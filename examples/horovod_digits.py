@@ -1,10 +1,12 @@
-"""Horovod's `examples/pytorch/pytorch_mnist.py` carried over to JAX, on the handwritten digits of scikit-learn in place of MNIST.
+"""Horovod's `examples/pytorch/pytorch_mnist.py` carried over to JAX, on the handwritten digits of scikit-learn in place
+of MNIST.
 
     spmdkit launch -n 2 -- examples/horovod_digits.py --epochs 5
 
-Every call of `hvd` is there as it was: name, arguments, order. What surrounds them is JAX's: parameters and optimizer state are values that the loop
-hands on, the gradient is of a jitted function, and dropout draws from a key for each example, so that any number of ranks drops the
-same. For a new program see digits_cnn.py, whose step reduces inside of one compiled program.
+Every call of `hvd` is there as it was: name, arguments, order. What surrounds them is JAX's: parameters and optimizer
+state are values that the loop hands on, the gradient is of a jitted function, and dropout draws from a key for each
+example, so that any number of ranks drops the same. For a new program see digits_cnn.py, whose step reduces inside of
+one compiled program.
 
 Source: horovod/horovod, examples/pytorch/pytorch_mnist.py at 2626dc8.
 Shape suffixes: B examples of this rank, H height, W width, C channels, K the 10 classes.
@@ -90,7 +92,8 @@ def dropped(x: jax.Array, keys_B: jax.Array, shape: tuple[int, ...]) -> jax.Arra
 
 
 class DistributedSampler:
-    """The examples of one rank, as torch's: shuffled alike on all ranks, every n-th is mine, filled up from the front."""
+    """The examples of one rank, as torch's: shuffled alike on all ranks, every n-th is mine, filled up from the
+    front."""
 
     def __init__(self, num_examples: int, num_replicas: int, rank: int, seed: int = 0):
         self.num_examples, self.num_replicas, self.rank, self.seed, self.epoch = (

@@ -1,4 +1,5 @@
-"""Your own training step, written for one replica: the linear regression in the dialect of Horovod, pmap and `strategy.run`.
+"""Your own training step, written for one replica: the linear regression in the dialect of Horovod, pmap and
+`strategy.run`.
 
     spmdkit train configs/per_replica.yaml
 

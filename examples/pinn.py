@@ -1,11 +1,13 @@
-"""A physics-informed network for the heat equation, u_t = 0.1 u_xx on [0, 1] x [0, 1], with u(x, 0) = sin(pi x) and u(0, t) = u(1, t) = 0.
+"""A physics-informed network for the heat equation, u_t = 0.1 u_xx on [0, 1] x [0, 1], with u(x, 0) = sin(pi x) and
+u(0, t) = u(1, t) = 0.
 
-What a program of this kind does, and most language models do not: it differentiates with respect to its *inputs* inside of the
-loss; it weights its residuals by a function of the parameters (causal weights, whose rate is learned); it draws from a key of its own and
-keeps statistics, a count and a maximum in the model state. On every mesh the numbers are those of one device.
+What a program of this kind does, and most language models do not: it differentiates with respect to its *inputs* inside
+of the loss; it weights its residuals by a function of the parameters (causal weights, whose rate is learned); it draws
+from a key of its own and keeps statistics, a count and a maximum in the model state. On every mesh the numbers are
+those of one device.
 
-Source: Raissi, Perdikaris and Karniadakis, "Physics-informed neural networks" (2019); Wang, Sankaran and Perdikaris, "Respecting
-causality" (2022), section 3, for weights that fall with time (here with a learned rate).
+Source: Raissi, Perdikaris and Karniadakis, "Physics-informed neural networks" (2019); Wang, Sankaran and Perdikaris,
+"Respecting causality" (2022), section 3, for weights that fall with time (here with a learned rate).
 
 Shape suffixes: B points, F features, H hidden width.
 """

@@ -2,22 +2,26 @@
 
     spmdkit train configs/recurrent.yaml
 
-What a layer of your own needs to be cut is all here: logical names for the dims of its weights (`BLOCK_DIMS`) and activations (`STREAM`),
-`sk.manual` around a block, inside of which arrays are what one device holds, `sk.column_row` for products whose hidden dim is
-cut, and one collective (`state_before`) where the layer needs what other devices know. The mesh in the config decides which of it
-happens: over no axes a collective is the identity, so one device runs the same text.
+What a layer of your own needs to be cut is all here: logical names for the dims of its weights (`BLOCK_DIMS`) and
+activations (`STREAM`), `sk.manual` around a block, inside of which arrays are what one device holds, `sk.column_row`
+for products whose hidden dim is cut, and one collective (`state_before`) where the layer needs what other devices know.
+The mesh in the config decides which of it happens: over no axes a collective is the identity, so one device runs the
+same text.
 
-    h[t] = (1 - z[t]) h[t-1] + z[t] v[t]        z = sigmoid(x W_update + bias),  v = x W_value,  y = (silu(x W_gate) h) W_out
+    h[t] = (1 - z[t]) h[t-1] + z[t] v[t]        z = sigmoid(x W_update + bias),  v = x W_value,  y = (silu(x W_gate) h)
+    W_out
 
-A recurrence that is linear in h is a prefix sum of pairs (decay, state), so T positions take log T steps, and a sequence that is
-cut over devices (`context`) needs only the pair of each part: every device scans its own positions, gathers the pairs, and adds what came
-before. Channels are independent, so `tensor` cuts them without a word between devices.
+A recurrence that is linear in h is a prefix sum of pairs (decay, state), so T positions take log T steps, and a
+sequence that is cut over devices (`context`) needs only the pair of each part: every device scans its own positions,
+gathers the pairs, and adds what came before. Channels are independent, so `tensor` cuts them without a word between
+devices.
 
-Source: Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length" (2018); Feng et al., "Were RNNs All
-We Needed?" (2024), section 3.1 (minGRU); De et al., "Griffin" (2024), section 2 (two branches, the output gate).
+Source: Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length" (2018); Feng et al., "Were
+RNNs All We Needed?" (2024), section 3.1 (minGRU); De et al., "Griffin" (2024), section 2 (two branches, the output
+gate).
 
-Shape suffixes: B examples that one call of the loss sees, T positions, D width, F hidden channels, V the 256 bytes, L layers, C devices along the
-sequence.
+Shape suffixes: B examples that one call of the loss sees, T positions, D width, F hidden channels, V the 256 bytes, L
+layers, C devices along the sequence.
 """
 
 from __future__ import annotations
@@ -101,7 +105,8 @@ def task(
 
 
 def init_params(key: jax.Array, width: int, layers: int, hidden: int, context: int) -> Params:
-    """Returns the parameters; the blocks are stacked, [L, ...]. Channels begin with memories of 1 to `context` positions."""
+    """Returns the parameters; the blocks are stacked, [L, ...]. Channels begin with memories of 1 to `context`
+    positions."""
     D, F = width, hidden
     keys = dict(zip(("embed", "head", *BLOCK_DIMS), jax.random.split(key, 2 + len(BLOCK_DIMS)), strict=True))
     memory_F = jnp.geomspace(1.0, context, F)
@@ -130,12 +135,14 @@ def embed(embed_VD: jax.Array, rows: Params) -> jax.Array:
 
 
 def block(x_BTD: jax.Array, weights: Params, rows: Params) -> jax.Array:
-    """Returns the stream after a recurrence and an MLP: one part, so each weight is gathered once and nothing inside is kept."""
+    """Returns the stream after a recurrence and an MLP: one part, so each weight is gathered once and nothing inside is
+    kept."""
     return sk.manual(block_part, in_dims=[STREAM, BLOCK_DIMS], out_dims=STREAM)(x_BTD, weights)
 
 
 def block_part(x_BTD: jax.Array, w: Params) -> jax.Array:
-    """Returns the same on the shards of one device. Each branch sends x over tensor once each way, and its weights over fsdp."""
+    """Returns the same on the shards of one device. Each branch sends x over tensor once each way, and its weights over
+    fsdp."""
     columns = [w["value"], w["update"], w["output_gate"]]
     bias = {"extra": [w["bias"]], "extra_dims": [BLOCK_DIMS["bias"]]}
     x_BTD += sk.column_row(rms_norm(x_BTD, w["recurrent_norm"]), columns, recurrence, w["out"], dims=STREAM, **bias)
@@ -155,7 +162,8 @@ def gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
 
 
 def recurrence(value_BTF: jax.Array, update_BTF: jax.Array, gate_BTF: jax.Array, bias_F: jax.Array) -> jax.Array:
-    """Returns the gated states, [B, T, F]: this device's channels and its part of the sequence. States are in float32."""
+    """Returns the gated states, [B, T, F]: this device's channels and its part of the sequence. States are in
+    float32."""
     z_BTF = jax.nn.sigmoid((update_BTF + bias_F).astype(jnp.float32))
     decay_BTF, state_BTF = jax.lax.associative_scan(then, (1 - z_BTF, z_BTF * value_BTF.astype(jnp.float32)), axis=1)
     state_BTF += decay_BTF * state_before(decay_BTF[:, -1], state_BTF[:, -1])[:, None]

@@ -1,4 +1,5 @@
-"""Text that is on every machine: the source files of Python's own standard library, as bytes to train and evaluate on."""
+"""Text that is on every machine: the source files of Python's own standard library, as bytes to train and evaluate
+on."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def _read(library: Path, names: Iterable[Path], max_bytes: int) -> list[bytes]:
 def windows(files: list[bytes], context: int, document_masks: bool) -> dict[str, np.ndarray]:
     """Returns the examples: `tokens` uint8[examples, context + 1] and `num_targets` int32[examples].
 
-    The first `num_targets` of the bytes `tokens[1:]` are to be predicted, the others are padding. Windows overlap by the one
-    byte that is the last target of one and the first input of the next.
+    The first `num_targets` of the bytes `tokens[1:]` are to be predicted, the others are padding. Windows overlap by
+    the one byte that is the last target of one and the first input of the next.
     """
     if not document_masks:
         text = np.frombuffer(b"".join(files), np.uint8)
@@ -57,7 +58,8 @@ def windows(files: list[bytes], context: int, document_masks: bool) -> dict[str,
 
 
 class RandomTokens:
-    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the whole vocabulary, no padding."""
+    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the whole vocabulary, no
+    padding."""
 
     def __init__(self, context: int, vocab: int):
         self.context, self.vocab = context, vocab

@@ -1,4 +1,5 @@
-"""`spmdkit` and `python -m spmdkit`: what has to hold before anything large is imported, which takes a second or two; then the command line."""
+"""`spmdkit` and `python -m spmdkit`: what has to hold before anything large is imported, which takes a second or two;
+then the command line."""
 
 import os
 import signal

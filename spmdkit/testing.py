@@ -4,8 +4,8 @@
         program = sk.build("my_task.yaml")
         sk.testing.assert_collectives(program, all_reduce=1, in_loop=0)
 
-What is counted are operations of the compiled program, as `spmdkit plan` lists them. Compiles the step where that has not been
-done; runs nothing.
+What is counted are operations of the compiled program, as `spmdkit plan` lists them. Compiles the step where that has
+not been done; runs nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def assert_collectives(
         total: operations in all.
         max_bytes: upper bound on the bytes that one device sends in a step; fails too where a trip count is unknown.
         axes: count only operations that join devices along one of these mesh axes.
-        ops: operations by name (`all_reduce=1`, `all_gather=0`); a name that is not given may occur any number of times.
+        ops: operations by name (`all_reduce=1`, `all_gather=0`); a name that is not given may occur any number of
+            times.
 
     Raises:
         AssertionError: another number; the message lists every operation with its line.

@@ -45,7 +45,8 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Folders whose files take long begin, so that two workers end at the same time; marks what is `wide` before anything is left out."""
+    """Folders whose files take long begin, so that two workers end at the same time; marks what is `wide` before
+    anything is left out."""
     wide.mark(items)
     first = ("system", "examples", "ops", "step", "verify", "natural", "communication")
     place = {name: i for i, name in enumerate(first)}
@@ -79,7 +80,8 @@ def strict_promotion(request):
 
 @pytest.fixture(autouse=True)
 def signals_as_before():
-    """A command that fails in this process ignores what asks it to stop, and what the tests start would inherit that."""
+    """A command that fails in this process ignores what asks it to stop, and what the tests start would inherit
+    that."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():

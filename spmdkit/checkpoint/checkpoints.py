@@ -6,7 +6,8 @@ steps happen in a background thread. One save is in flight at a time: the next w
 Every process of a run makes one of these and calls `save` and `restore` at the same steps. Process 0 writes the
 record, commits, and deletes.
 
-A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder of each process (staging.py); its last object commits a step.
+A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder of each
+process (staging.py); its last object commits a step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Checkpoints:
         is_main, num_processes: who this process is.
         cluster: with several processes, so that all learn that process 0 refuses a save, and how each one ended.
         is_ours: whether the directory is still this run's; where it is not, nothing is committed or removed.
-        stage: a local folder of this process, for steps on their way to or from a bucket; default: in the system's temporary one.
+        stage: a local folder of this process, for steps on their way to or from a bucket; default: in the system's
+            temporary one.
         beside: local files that are copied beside the steps of a bucket, as they are at each commit.
         clock: seconds since the epoch, for the record.
     """
@@ -111,7 +113,8 @@ class Checkpoints:
         return self.directory if self._staging is None else self._staging.written
 
     def last_known(self) -> int | None:
-        """Returns the newest committed step without waiting for a network: of a bucket the newest that this process has committed."""
+        """Returns the newest committed step without waiting for a network: of a bucket the newest that this process has
+        committed."""
         return self._last_committed if isinstance(self.directory, Remote) else self.latest()
 
     def latest(self) -> int | None:
@@ -189,13 +192,15 @@ class Checkpoints:
         return self._staging is not None and self._num_processes > 1
 
     def _before_commit(self) -> None:
-        """What comes in the background, on process 0, before orbax's rename. Of parts that lie apart the record comes later."""
+        """What comes in the background, on process 0, before orbax's rename. Of parts that lie apart the record comes
+        later."""
         assert self._draft is not None
         if not self._is_apart:
             self._add_record(self._unfinished(self._draft.step), {})
 
     def _add_record(self, folder: Place, elsewhere: Mapping[str, int]) -> None:
-        """Writes record.json beside the finished arrays; `elsewhere`: bytes of files of the step that may not be in `folder`, small ones are."""
+        """Writes record.json beside the finished arrays; `elsewhere`: bytes of files of the step that may not be in
+        `folder`, small ones are."""
         assert self._draft is not None
         if not self._is_ours():
             raise ConfigError(f"{self.directory} belongs to another run by now: nothing is committed to it.")
@@ -232,9 +237,11 @@ class Checkpoints:
             retention.delete_old(self.directory, step, self._keep, self._keep_every, self._best)
 
     def _give_up(self, step: int, error: BaseException) -> None:
-        """Lets nobody wait for this process's part of a save, and removes what was written of it: of several processes `settle` does, when all have ended.
+        """Lets nobody wait for this process's part of a save, and removes what was written of it: of several processes
+        `settle` does, when all have ended.
 
-        A folder that goes away while another process writes into it can leave that one in tensorstore for ever (0.1.86: one in eight, 2026-11-24).
+        A folder that goes away while another process writes into it can leave that one in tensorstore for ever (0.1.86:
+        one in eight, 2026-11-24).
         """
         if self._num_processes == 1:
             return self._discard(step)
@@ -263,7 +270,8 @@ class Checkpoints:
         return save_errors.not_saved(self.directory, step, error)
 
     def settle(self) -> Ended:
-        """Waits for the save in flight, if there is one; returns on every process how it ended, for all: one that failed has failed everywhere."""
+        """Waits for the save in flight, if there is one; returns on every process how it ended, for all: one that
+        failed has failed everywhere."""
         if self._pending is None:
             return Ended()
         step, why = self._draft.step if self._draft else None, ""
@@ -313,7 +321,8 @@ class Checkpoints:
             pending.result()
 
     def _look_on(self, pending: Future[None], waits: bool) -> None:
-        """Returns when the save has ended, or this process no longer waits for the others, or begins to: whoever watches sees who holds up whom."""
+        """Returns when the save has ended, or this process no longer waits for the others, or begins to: whoever
+        watches sees who holds up whom."""
         while self._meeting.waits == waits and not futures.wait([pending], LOOK_S).done:
             pass
 
@@ -337,7 +346,8 @@ class Checkpoints:
                 self._staging.close()
 
     def abandon(self, patience_s: float) -> None:
-        """Returns when the save in flight has ended, for good or bad, after `patience_s` at most; nothing is saved any more. Never raises."""
+        """Returns when the save in flight has ended, for good or bad, after `patience_s` at most; nothing is saved any
+        more. Never raises."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with contextlib.suppress(Exception):

@@ -1,4 +1,5 @@
-"""Every byte of a checkpoint read, leaf by leaf, as a restore would: no task, no model, no mesh, and the memory of one leaf.
+"""Every byte of a checkpoint read, leaf by leaf, as a restore would: no task, no model, no mesh, and the memory of one
+leaf.
 
 A step of a bucket is fetched first, into the system's temporary folder."""
 
@@ -14,7 +15,8 @@ from spmdkit.errors import CheckpointError, DamagedError, Unreachable
 
 
 def verify(directory: Place | str, step: int | None = None) -> list[dict[str, Any]]:
-    """Returns a dict for each committed step, or of one: step, good, checked (its arrays have checksums), leaves, bytes, found (what is wrong).
+    """Returns a dict for each committed step, or of one: step, good, checked (its arrays have checksums), leaves,
+    bytes, found (what is wrong).
 
     Raises:
         CheckpointError: there is no such step.

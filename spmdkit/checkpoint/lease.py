@@ -1,14 +1,16 @@
-"""Which run a folder of a bucket belongs to: no lock, since a bucket has none, but a lease that its holder renews, and a fence.
+"""Which run a folder of a bucket belongs to: no lock, since a bucket has none, but a lease that its holder renews, and
+a fence.
 
     run/lease.json       {"attempt", "pid", "host", "boot", "born", "since"} of the attempt that has taken the folder
     run/alive-<attempt>  a number that this attempt raises every `RENEW_S`
 
-Who finds a lease takes it over when its process is known to be gone (it was of this machine), when it was given back, or when its number has not moved
-for `STALE_S` by its own steady clock: no two clocks are compared. Two who take it at one time both write, and after a moment read who wrote last. That
-alone would not be safe, and need not be: nobody commits a step without having read that the lease is still its own (`is_ours`), as with ownership.py.
+Who finds a lease takes it over when its process is known to be gone (it was of this machine), when it was given back,
+or when its number has not moved for `STALE_S` by its own steady clock: no two clocks are compared. Two who take it at
+one time both write, and after a moment read who wrote last. That alone would not be safe, and need not be: nobody
+commits a step without having read that the lease is still its own (`is_ours`), as with ownership.py.
 
-Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency" (1989); the token that is looked at
-before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
+Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency"
+(1989); the token that is looked at before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a directory of checkpoints holds: listing, inspecting, which is the newest and which the best, and holding one while it is read."""
+"""What a directory of checkpoints holds: listing, inspecting, which is the newest and which the best, and holding one
+while it is read."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ HOLD_TRIES = 100
 def held(directory: Place, choose: Callable[[], int]) -> Iterator[int]:
     """Yields the step that `choose` names; while the body runs, the run that writes here does not delete it.
 
-    A step that goes between being chosen and being held is chosen again: a run with quick retention may write beside this. The lock is a
-    shared flock on its record; where the file system has none, or in a bucket, nothing is held.
+    A step that goes between being chosen and being held is chosen again: a run with quick retention may write beside
+    this. The lock is a shared flock on its record; where the file system has none, or in a bucket, nothing is held.
     """
     if isinstance(directory, Remote):
         yield choose()
@@ -76,7 +77,8 @@ def best_step(directory: Place) -> int:
 
 
 def _scores(directory: Place) -> list[tuple[float, int]]:
-    """Returns (how good, step) of the steps that have a value for the rule of the newest record that has one, from bad to good."""
+    """Returns (how good, step) of the steps that have a value for the rule of the newest record that has one, from bad
+    to good."""
     found = []
     for step in records.committed_steps(directory):
         with contextlib.suppress(CheckpointError):
@@ -90,10 +92,11 @@ def _scores(directory: Place) -> list[tuple[float, int]]:
 
 
 def ls(directory: Place | str) -> list[dict[str, Any]]:
-    """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem, found, best.
+    """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem, found,
+    best.
 
-    `problem` says what is damaged and the way back, `found` only the former: in its record and files, not in the bytes of its arrays, which
-    `verify` reads.
+    `problem` says what is damaged and the way back, `found` only the former: in its record and files, not in the bytes
+    of its arrays, which `verify` reads.
     """
     directory = location.of(directory)
     rows = [_summary(directory, step) for step in records.committed_steps(directory)]

@@ -1,7 +1,8 @@
-"""Where checkpoints lie: a local folder (`Path`) or a folder of a bucket (`bucket.Remote`). Here is what differs between the two.
+"""Where checkpoints lie: a local folder (`Path`) or a folder of a bucket (`bucket.Remote`). Here is what differs
+between the two.
 
-All that a file system gives, atomic renames, links, modes and locks, is used of a local one, in the files that need it; of a bucket only what
-stands here: a name is there whole or not at all, and a step is committed by its marker.
+All that a file system gives, atomic renames, links, modes and locks, is used of a local one, in the files that need it;
+of a bucket only what stands here: a name is there whole or not at all, and a step is committed by its marker.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def upload(folder: Path, to: Remote, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def fetched(directory: Place, step: int, stage: Path | None = None) -> Iterator[Path]:
-    """Yields a local directory that holds the step: `directory` itself, or one into which it was fetched, removed at the end.
+    """Yields a local directory that holds the step: `directory` itself, or one into which it was fetched, removed at
+    the end.
 
     Args:
         stage: an existing folder with room for the step; default: the system's temporary one.

@@ -1,10 +1,13 @@
-"""A folder of a bucket, `gs://bucket/run` or `s3://bucket/run`: of `pathlib.Path` what checkpoints need, by fsspec's gcsfs and s3fs.
+"""A folder of a bucket, `gs://bucket/run` or `s3://bucket/run`: of `pathlib.Path` what checkpoints need, by fsspec's
+gcsfs and s3fs.
 
-A bucket has no folders, no rename and no lock: an object is there whole or not at all, and a folder is what the names of objects begin with. So a step
-is committed by its last object (`place.MARKER`, which orbax writes too), deleted by that one first, and moved by copying. Listings are never kept:
+A bucket has no folders, no rename and no lock: an object is there whole or not at all, and a folder is what the names
+of objects begin with. So a step is committed by its last object (`place.MARKER`, which orbax writes too), deleted by
+that one first, and moved by copying. Listings are never kept:
 other processes write there.
 
-Credentials and endpoints are the clients' own: GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, AWS_ENDPOINT_URL ... None of them is read or shown here.
+Credentials and endpoints are the clients' own: GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, AWS_ENDPOINT_URL ... None
+of them is read or shown here.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ WRITTEN = "written"
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A folder or an object: `url` without a slash at its end. What cannot be reached, or may not be, is `Unreachable`; what is not there FileNotFoundError."""
+    """A folder or an object: `url` without a slash at its end. What cannot be reached, or may not be, is `Unreachable`;
+    what is not there FileNotFoundError."""
 
     url: str
 
@@ -120,7 +124,8 @@ def _drop_what_is_raised(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def _client(scheme: str) -> Any:
-    """Returns the client of a scheme. orbax's own, made by etils from the same package, is told to keep no listings either.
+    """Returns the client of a scheme. orbax's own, made by etils from the same package, is told to keep no listings
+    either.
 
     Raises:
         ConfigError: its package is not installed.
@@ -143,7 +148,8 @@ def _client(scheme: str) -> Any:
 
 @contextlib.contextmanager
 def _told(where: Remote, done: str) -> Iterator[None]:
-    """Turns what a client raises (its own classes, those of its transport) into ours, without what the environment keeps secret."""
+    """Turns what a client raises (its own classes, those of its transport) into ours, without what the environment
+    keeps secret."""
     try:
         yield
     except (ConfigError, MemoryError):

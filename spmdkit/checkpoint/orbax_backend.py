@@ -8,8 +8,9 @@ A folder written here opens with `ocp.CheckpointManager` and `ocp.StandardCheckp
 `active_processes` is always given with several processes: orbax then meets at barriers of the coordination service,
 which time out, and not in a psum over all devices, which waits for ever and can cross the step's own collectives.
 
-Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, whoever reads it on whatever mesh. orbax 0.12.8
-has no option for that, so its list of codecs is changed where it is made (`checksums_on_chunks`); a test reads the codecs back from the disk.
+Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, whoever reads it on whatever
+mesh. orbax 0.12.8 has no option for that, so its list of codecs is changed where it is made (`checksums_on_chunks`); a
+test reads the codecs back from the disk.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def open_checkpointer(
 
     Args:
         barrier: where several processes meet in the background (save_barrier.py).
-        apart: each of several processes writes its part to a folder of its own, meets nobody and runs `before_commit`. `put_together` makes one step of the parts.
+        apart: each of several processes writes its part to a folder of its own, meets nobody and runs `before_commit`.
+            `put_together` makes one step of the parts.
     """
     checksums_on_chunks()
     plain_indexes(apart)
@@ -95,14 +97,17 @@ def _meet_nobody(*, key: str, timeout_ms: int) -> None:
 
 
 def checksums_on_chunks() -> None:
-    """From now on orbax writes zarr3 arrays with a checksum in each chunk, compressed as it is. Readers need nothing of ours.
+    """From now on orbax writes zarr3 arrays with a checksum in each chunk, compressed as it is. Readers need nothing of
+    ours.
 
-    The checksum is zstd's own: the low 32 bits of XXH64 over the values, 0.07 to 0.13 s a GiB of one core; crc32c over what zstd makes of them takes 0.2 to 0.4.
-    It lets pass some ten bits in the head of a chunk that change no value (what the decoder ignores, and the flag of the checksum itself), so a chunk of less than
-    `SMALL` elements, where one bit in so many is of its head, has a crc32c behind it too.
+    The checksum is zstd's own: the low 32 bits of XXH64 over the values, 0.07 to 0.13 s a GiB of one core; crc32c over
+    what zstd makes of them takes 0.2 to 0.4.
+    It lets pass some ten bits in the head of a chunk that change no value (what the decoder ignores, and the flag of
+    the checksum itself), so a chunk of less than `SMALL` elements, where one bit in so many is of its head, has a
+    crc32c behind it too.
 
-    zstd stays at the level 1 of orbax's zarr2: level 3, its choice for zarr3, takes 2.5 s a GiB of random floats for the same size, 1 takes 1.9
-    (one core, 2026-11-23).
+    zstd stays at the level 1 of orbax's zarr2: level 3, its choice for zarr3, takes 2.5 s a GiB of random floats for
+    the same size, 1 takes 1.9 (one core, 2026-11-23).
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -116,10 +121,11 @@ SMALL = 2**18
 
 
 def plain_indexes(apart: bool = False) -> None:
-    """From now on the index of a checkpoint, which says where each array lies in its files, is not compressed; arrays are. Readers need nothing of ours.
+    """From now on the index of a checkpoint, which says where each array lies in its files, is not compressed; arrays
+    are. Readers need nothing of ours.
 
-    tensorstore's choice, zstd at level 3, takes 3.6 MB for each index that is written at a time, for kilobytes, and keeps them: process 0 of
-    several, which writes that of all, grew by as much now and then.
+    tensorstore's choice, zstd at level 3, takes 3.6 MB for each index that is written at a time, for kilobytes, and
+    keeps them: process 0 of several, which writes that of all, grew by as much now and then.
 
     Args:
         apart: in files of their own too, so that `put_together` needs none of the arrays' files.
@@ -140,7 +146,8 @@ def _plain_index(add: Callable[..., None], apart: bool, spec: dict[str, Any], *a
 
 
 def put_together(folder: Path) -> None:
-    """Makes one step of the parts of several processes, as orbax does: of each the index is in `folder`, `state/ocdbt.process_N/`; arrays stay where they are."""
+    """Makes one step of the parts of several processes, as orbax does: of each the index is in `folder`,
+    `state/ocdbt.process_N/`; arrays stay where they are."""
     from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
 
     # Private: pinned by tests/checkpoint/test_checkpoint_apart.py.
@@ -150,9 +157,11 @@ def put_together(folder: Path) -> None:
 
 
 def keep_names(names: Iterable[str]) -> None:
-    """Holds texts that orbax and tensorstore name things by at each save, and that nobody else holds: `names`, and three of tensorstore's own.
+    """Holds texts that orbax and tensorstore name things by at each save, and that nobody else holds: `names`, and
+    three of tensorstore's own.
 
-    CPython gives each of them a new place in its table of interned strings, and makes that anew, 2 to 4 MB larger, when it is full of places that were left.
+    CPython gives each of them a new place in its table of interned strings, and makes that anew, 2 to 4 MB larger, when
+    it is full of places that were left.
     """
     _names.update(map(sys.intern, ("recheck_cached", "repeatable_read", "adjustable", *names)))
 
@@ -161,13 +170,16 @@ _names: set[str] = set()
 
 
 def without_leaks_of_tensorstore() -> None:
-    """Keeps orbax from two questions to tensorstore 0.1.86, which never frees the JSON that it answers with (benchmarks/save_growth.py shows both alone).
+    """Keeps orbax from two questions to tensorstore 0.1.86, which never frees the JSON that it answers with
+    (benchmarks/save_growth.py shows both alone).
 
-    The bytes that were written, for a line of its log: some 25 KiB a save. And for each array what a folder is as JSON: 0.3 KiB an array and save.
+    The bytes that were written, for a line of its log: some 25 KiB a save. And for each array what a folder is as JSON:
+    0.3 KiB an array and save.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils as utils
 
-    # Private; where these have other names, nothing is lost but the memory. Pinned by tests/checkpoint/test_checkpoint_growth.py.
+    # Private; where these have other names, nothing is lost but the memory. Pinned by
+    # tests/checkpoint/test_checkpoint_growth.py.
     utils.get_tensorstore_raw_bytes = _no_bytes
     if not isinstance(utils.ts, _Instead):
         real = utils.ts
@@ -175,9 +187,11 @@ def without_leaks_of_tensorstore() -> None:
 
 
 def deadlines_by_a_steady_clock() -> None:
-    """Keeps a clock that is set forward during a save from ending the save on some processes, for which the others then wait.
+    """Keeps a clock that is set forward during a save from ending the save on some processes, for which the others then
+    wait.
 
-    orbax 0.12.8 takes the deadlines of its background threads from `time.time`; where the module has another name, that stays so.
+    orbax 0.12.8 takes the deadlines of its background threads from `time.time`; where the module has another name, that
+    stays so.
     """
     from orbax.checkpoint._src.futures import future, signaling_client
 
@@ -187,7 +201,8 @@ def deadlines_by_a_steady_clock() -> None:
 
 
 def _remaining_s(start_time: float, timeout_secs: float | None) -> float | None:
-    """Returns the seconds that are left of `timeout_secs`; `start_time` is of some clock of orbax's, so that it counts from when it is first asked about."""
+    """Returns the seconds that are left of `timeout_secs`; `start_time` is of some clock of orbax's, so that it counts
+    from when it is first asked about."""
     if timeout_secs is None:
         return None
     now = time.monotonic()
@@ -227,7 +242,8 @@ class _Folder(dict):
 
 
 def _spec(tensorstore: Any, spec: dict[str, Any]) -> Any:
-    """Returns `tensorstore.KvStore.Spec(spec)`; of a folder what answers `to_json` without tensorstore: as it was given."""
+    """Returns `tensorstore.KvStore.Spec(spec)`; of a folder what answers `to_json` without tensorstore: as it was
+    given."""
     if spec.keys() == {"driver", "path"} and spec["driver"] == "file" and spec["path"].endswith("/"):
         return _Folder(spec)
     return tensorstore.KvStore.Spec(spec)
@@ -252,19 +268,22 @@ def _drop_orbax_tracebacks(record: logging.LogRecord) -> bool:
 
 
 def _drop_remark_on_sizes(record: logging.LogRecord) -> bool:
-    """Returns whether a record is no remark, made twice a save of parts that lie apart, that their size is logged nowhere."""
+    """Returns whether a record is no remark, made twice a save of parts that lie apart, that their size is logged
+    nowhere."""
     return not str(record.msg).startswith("Global object size logging disabled")
 
 
 def _drop_further_failures(record: logging.LogRecord) -> bool:
-    """Returns whether a record is no second failure of a save: orbax raises the first part that could not be written, asyncio logs the others."""
+    """Returns whether a record is no second failure of a save: orbax raises the first part that could not be written,
+    asyncio logs the others."""
     return "write_fragment" not in record.getMessage()
 
 
 def cancel_what_a_failure_leaves() -> None:
     """From now on orbax ends all parts of a save or a restore when one has failed.
 
-    orbax 0.12.8 closes its event loop on them, and Python says much later, wherever it happens to collect them, that some of them were never awaited.
+    orbax 0.12.8 closes its event loop on them, and Python says much later, wherever it happens to collect them, that
+    some of them were never awaited.
     """
     from orbax.checkpoint._src import asyncio_utils
 
@@ -295,10 +314,11 @@ def _run_and_cancel(run: Callable[..., Any], part: Coroutine[Any, Any, Any]) -> 
 
 
 def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
-    """Keeps tensorstore from printing one traceback for each array that it still wrote or read when a failure had ended that.
+    """Keeps tensorstore from printing one traceback for each array that it still wrote or read when a failure had ended
+    that.
 
-    orbax closes its event loop at the first failed write, and the others report to it from tensorstore's own threads; at the first failed
-    read it drops the others (orbax 0.12.8). The failure itself is raised to us.
+    orbax closes its event loop at the first failed write, and the others report to it from tensorstore's own threads;
+    at the first failed read it drops the others (orbax 0.12.8). The failure itself is raised to us.
     """
     error = unraisable.exc_value
     if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
@@ -320,7 +340,8 @@ def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Place, tree: dict[st
 
 
 def let_others_write() -> None:
-    """Says on process 0 that the folders of a save are there, which the others wait for before they write: it has failed, and they hear of that afterwards."""
+    """Says on process 0 that the folders of a save are there, which the others wait for before they write: it has
+    failed, and they hear of that afterwards."""
     from orbax.checkpoint._src.futures import future  # private: pinned by tests/checkpoint/test_checkpoint_processes.py
 
     if jax.process_index() == 0:
@@ -333,9 +354,11 @@ def let_others_write() -> None:
 def load(
     checkpointer: ocp.AsyncCheckpointer, folder: Place, tree: dict[str, Any], partial: bool = False
 ) -> dict[str, Any]:
-    """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step (`partial`: of a part)."""
+    """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step
+    (`partial`: of a part)."""
     args = ocp.args.PyTreeRestore(item=tree, restore_args=construct_restore_args(tree), partial_restore=partial)
-    # Not `checkpointer.restore`, which ends in a barrier: where one process finds damage, the others must not wait there.
+    # Not `checkpointer.restore`, which ends in a barrier: where one process finds damage, the others must not wait
+    # there.
     restored = checkpointer.handler.restore(epath.Path(str(folder)), args=ocp.args.Composite(**{STATE_FOLDER: args}))
     loaded: dict[str, Any] = restored[STATE_FOLDER]
     return loaded

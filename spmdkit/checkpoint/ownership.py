@@ -1,7 +1,8 @@
 """Which attempt a run's directory belongs to: a lock keeps others out, a fence keeps those out who were in it before.
 
-The lock goes with its process, and with the folder that was locked. A process of an earlier attempt that wakes up, or a run whose folder was
-moved away, would still write. So each attempt has an id; it lies in the folder, and whoever writes looks whether it is still its own:
+The lock goes with its process, and with the folder that was locked. A process of an earlier attempt that wakes up, or a
+run whose folder was moved away, would still write. So each attempt has an id; it lies in the folder, and whoever writes
+looks whether it is still its own:
 before each save and event, and at most ten times a second before a line of metrics.
 """
 
@@ -37,7 +38,8 @@ class Fence:
     seen: tuple[bytes | None, float] = (None, float("-inf"))
 
     def is_ours(self) -> bool:
-        """Returns whether no other attempt has taken the directory. Reads one small file, and looks into it where its bytes have changed."""
+        """Returns whether no other attempt has taken the directory. Reads one small file, and looks into it where its
+        bytes have changed."""
         content, before = _content(self.directory), self.seen[0]
         is_ours = content is not None and content == before
         if not is_ours:
@@ -49,7 +51,8 @@ class Fence:
         """Refuses to write for an attempt that has been followed by another.
 
         Args:
-            every_s: what was found no longer ago still holds. A process that was stopped meanwhile looks again, however short its steps.
+            every_s: what was found no longer ago still holds. A process that was stopped meanwhile looks again, however
+                short its steps.
 
         Raises:
             ConfigError: another run has the directory, named by its process, host and time.
@@ -62,7 +65,8 @@ class Fence:
 
 
 def claim(directory: Path, attempt: str | None = None) -> Fence:
-    """Returns the fence of an attempt, by default a new one, to which the directory belongs from now on. For the process that holds the lock.
+    """Returns the fence of an attempt, by default a new one, to which the directory belongs from now on. For the
+    process that holds the lock.
 
     Raises:
         ConfigError: it cannot be written.
@@ -77,7 +81,8 @@ def claim(directory: Path, attempt: str | None = None) -> Fence:
 
 
 def wait_to_see(directory: Path, attempt: str, timeout_s: float) -> bool:
-    """Returns whether this process sees in `directory` what process 0 has claimed; a file system of a network may need a moment."""
+    """Returns whether this process sees in `directory` what process 0 has claimed; a file system of a network may need
+    a moment."""
     deadline = time.monotonic() + timeout_s
     while _read(directory).get("attempt") != attempt:
         if time.monotonic() > deadline:
@@ -101,7 +106,8 @@ MOST_BYTES = 65_536
 
 
 def _content(directory: Path) -> bytes | None:
-    """Returns what lies there. Opened anew each time, since a file system of a network looks for what is new when a file is opened."""
+    """Returns what lies there. Opened anew each time, since a file system of a network looks for what is new when a
+    file is opened."""
     try:
         descriptor = os.open(f"{directory}/{ATTEMPT_FILE}", os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -17,7 +17,8 @@ DAMAGED_MARK = ".damaged"
 
 
 def newest_sound(directory: Place, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
-    """Returns (the newest step up to `most` whose record and files are as they were written, what is wrong with the newer ones).
+    """Returns (the newest step up to `most` whose record and files are as they were written, what is wrong with the
+    newer ones).
 
     The bytes of the arrays are not read here: their checksums are looked at as they are restored.
     """
@@ -35,13 +36,15 @@ def newest_sound(directory: Place, most: int | None, without: Collection[int]) -
 
 
 def without_record(directory: Place) -> dict[str, str]:
-    """Returns name -> what is wrong, of what has a step's name and is none: it would stand in the way of that step's save."""
+    """Returns name -> what is wrong, of what has a step's name and is none: it would stand in the way of that step's
+    save."""
     why = f"it has no {records.RECORD_FILE}, so it is not whole"
     return {name: why for name in records.ignored_entries(directory) if is_step_name(name)}
 
 
 def set_aside(directory: Place, name: str) -> str:
-    """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), where nobody takes it for a step; returns the new name.
+    """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), where nobody takes it for a step; returns the new
+    name.
 
     Raises:
         CheckpointWriteError: it cannot be renamed.

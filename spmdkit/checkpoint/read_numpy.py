@@ -32,7 +32,8 @@ def read_leaves(directory: Path, found: record.Record, part: state_dict.LeafTabl
 
 
 def saved_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Returns `{path: array}` of the whole state of a step (the newest for None), without random keys, which follow from the seed and the step.
+    """Returns `{path: array}` of the whole state of a step (the newest for None), without random keys, which follow
+    from the seed and the step.
 
     Raises:
         CheckpointError: there is no such step, or it is damaged.

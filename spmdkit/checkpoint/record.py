@@ -2,11 +2,13 @@
 
     {"schema": 2, "digest": "8c9a...", "step": 40, "time": 1795212345.6, "num_processes": 1, "bytes": 12582912,
      "metrics": {"loss": 0.31}, "best": ["loss", "min"], "leaves": {"params/w": [[64, 128], "float32"]},
-     "files": {"state/manifest.ocdbt": 113}, "digests": {"state/manifest.ocdbt": "06d1..."}, "record": {what the caller gave to `save`}}
+     "files": {"state/manifest.ocdbt": 113}, "digests": {"state/manifest.ocdbt": "06d1..."}, "record": {what the caller
+     gave to `save`}}
 
 The record is written into orbax's temporary directory after every process has written its arrays and before the
-rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it; orbax's own
-descriptions, whatever their size, and small files of the arrays also by their digest; a chunk of an array by its own checksum, as it is read (orbax_backend.py). `digest` is the record's own.
+rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it;
+orbax's own descriptions, whatever their size, and small files of the arrays also by their digest; a chunk of an array
+by its own checksum, as it is read (orbax_backend.py). `digest` is the record's own.
 Records of schema 1 have no digests and their arrays no checksums: they are restored as they were, unchecked.
 """
 
@@ -104,7 +106,8 @@ def list_files(folder: Place) -> dict[str, int]:
 
 
 def digest_small(folder: Place, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Returns `{path below folder: digest}` of the files that are read again at each restore: all but large ones of the arrays' bytes."""
+    """Returns `{path below folder: digest}` of the files that are read again at each restore: all but large ones of the
+    arrays' bytes."""
     in_data = lambda name: DATA_FOLDER in name.split("/")[:-1]
     small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES or not in_data(name)]
     if isinstance(folder, Remote):
@@ -118,7 +121,8 @@ def _digest_of_file(path: str) -> str:
 
 
 def committed_steps(directory: Place) -> list[int]:
-    """Returns the steps that `directory` holds, ascending: folders named by a plain integer that have a record, in a bucket also the marker.
+    """Returns the steps that `directory` holds, ascending: folders named by a plain integer that have a record, in a
+    bucket also the marker.
 
     A damaged checkpoint is still listed: leaving it out would silently train from an older one.
     """
@@ -190,7 +194,8 @@ def read_record(directory: Place, step: int) -> Record:
 
 
 def check_files(directory: Place, record: Record) -> None:
-    """Raises DamagedError when a file of the checkpoint is missing or has another size, or if it is small other bytes, than was written."""
+    """Raises DamagedError when a file of the checkpoint is missing or has another size, or if it is small other bytes,
+    than was written."""
     wrong = []
     folder = directory / str(record.step)
     there = folder.sizes() if isinstance(folder, Remote) else None

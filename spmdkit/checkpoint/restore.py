@@ -1,4 +1,5 @@
-"""Restoring a step: what is asked for is compared with what was saved, the files with the record, and each chunk with its checksum as it is read."""
+"""Restoring a step: what is asked for is compared with what was saved, the files with the record, and each chunk with
+its checksum as it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which checkpoints stay: the last k, every n-th step, the best by a metric; and deleting so that a kill leaves no half step."""
+"""Which checkpoints stay: the last k, every n-th step, the best by a metric; and deleting so that a kill leaves no half
+step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def steps_to_delete(
     mode: Mode,
     keep_every: int | None = None,
 ) -> list[int]:
-    """Returns the steps that go, ascending: all but the newest `keep`, each that `keep_every` divides, the best scored one and the one just written.
+    """Returns the steps that go, ascending: all but the newest `keep`, each that `keep_every` divides, the best scored
+    one and the one just written.
 
     A step without a score (or with one that is not finite, stored as None) is never the best; of equals the newest is.
     """
@@ -145,12 +147,14 @@ def remove_unfinished(directory: Place) -> list[str]:
 
 
 def _remove_unmarked(directory: Remote) -> list[str]:
-    """Removes the folders of a bucket that have a step's name and hold nothing but what a save writes, without the marker at its end."""
+    """Removes the folders of a bucket that have a step's name and hold nothing but what a save writes, without the
+    marker at its end."""
     return [name for name in filter(is_step_name, location.names(directory)) if remove_unmarked(directory / name)]
 
 
 def remove_unmarked(folder: Remote) -> bool:
-    """Removes what a save that did not end has left of a step in a bucket; returns whether there was nothing but that. Only the run's owner may call."""
+    """Removes what a save that did not end has left of a step in a bucket; returns whether there was nothing but that.
+    Only the run's owner may call."""
     if not set(folder.names()) <= {records.RECORD_FILE, records.STATE_FOLDER, "_CHECKPOINT_METADATA"}:
         return False
     location.remove(folder)

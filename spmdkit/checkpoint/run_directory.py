@@ -1,8 +1,9 @@
 """A run's directory: can be written, and belongs to one live run.
 
-The lock is a flock on the folder itself, and one on `run.lock`, which also says who holds it: the kernel drops them when their process dies,
-however it dies, so there is no stale lock to take over. `run.lock` looks like something to remove, the folder does not; but NFS locks files
-only. Who was in the folder before is kept out by a fence (ownership.py).
+The lock is a flock on the folder itself, and one on `run.lock`, which also says who holds it: the kernel drops them
+when their process dies, however it dies, so there is no stale lock to take over. `run.lock` looks like something to
+remove, the folder does not; but NFS locks files only. Who was in the folder before is kept out by a fence
+(ownership.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Meetings of the processes of a run about one save: whether it is begun, that all have written, and how it ended.
 
-orbax meets in the background twice a save (all files are written; the step is committed). A process whose own part fails never comes there, and the
-others would wait until `checkpoint.timeout_s`: it gives up the next of these barriers instead, so that all hear of it within seconds.
+orbax meets in the background twice a save (all files are written; the step is committed). A process whose own part
+fails never comes there, and the others would wait until `checkpoint.timeout_s`: it gives up the next of these barriers
+instead, so that all hear of it within seconds.
 """
 
 from __future__ import annotations

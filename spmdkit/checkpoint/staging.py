@@ -1,10 +1,13 @@
-"""Steps on their way to a bucket that orbax does not write to: written to a local folder, uploaded, the marker last; fetched before they are read.
+"""Steps on their way to a bucket that orbax does not write to: written to a local folder, uploaded, the marker last;
+fetched before they are read.
 
-orbax 0.12 refuses `s3://` ("Checkpoint path should be absolute"). What lies in the bucket afterwards is what it would have written: a local reader of
-orbax opens a copy of it. The local folder needs room for one step more than the memory holds.
+orbax 0.12 refuses `s3://` ("Checkpoint path should be absolute"). What lies in the bucket afterwards is what it would
+have written: a local reader of orbax opens a copy of it. The local folder needs room for one step more than the memory
+holds.
 
-Several processes need not see each other's folders. Each writes its part to its own and uploads it; when all have, process 0 fetches the indexes of the
-others, kilobytes, and puts one step together, as orbax does in a folder that all see. It uploads its own part, the whole's index, the record and the marker.
+Several processes need not see each other's folders. Each writes its part to its own and uploads it; when all have,
+process 0 fetches the indexes of the others, kilobytes, and puts one step together, as orbax does in a folder that all
+see. It uploads its own part, the whole's index, the record and the marker.
 A restore fetches the whole step in each process.
 """
 
@@ -58,7 +61,8 @@ class Staging:
         """Uploads a step that is in the folder, its record and then the marker last, and removes it here.
 
         Args:
-            of_others: files of the step that are in the bucket already. Everything else that is there is removed first, unless there are some.
+            of_others: files of the step that are in the bucket already. Everything else that is there is removed first,
+                unless there are some.
 
         Raises:
             ConfigError: the bucket's folder belongs to another run by now.
@@ -83,7 +87,8 @@ class Staging:
         """Commits a step of which each process has its part in its folder; returns when it is committed.
 
         Args:
-            add_record: writes the record of a step, given the folder and the bytes of the files that are in the bucket alone, or here too.
+            add_record: writes the record of a step, given the folder and the bytes of the files that are in the bucket
+                alone, or here too.
 
         Raises:
             CheckpointWriteError: what lies in the bucket is not what the others have uploaded.
@@ -108,7 +113,8 @@ class Staging:
         meeting.wait()
 
     def _fetch_indexes(self, step: int, seals: Sequence[str]) -> dict[str, int]:
-        """Fetches of the others' parts, in the bucket, the indexes and what the record has a digest of; returns `{path: bytes}` of the parts."""
+        """Fetches of the others' parts, in the bucket, the indexes and what the record has a digest of; returns `{path:
+        bytes}` of the parts."""
         folder, there = self.written / str(step), self._directory / str(step)
         found, of_others = there.sizes(), dict[str, int]()
         for process, seal in enumerate(seals, 1):
@@ -141,7 +147,8 @@ class Staging:
 
 
 def _is_part(name: str, process: int) -> bool:
-    """Returns whether a file of a step, by its path in it, is written by this process alone. Others are the same of every process, or of all together."""
+    """Returns whether a file of a step, by its path in it, is written by this process alone. Others are the same of
+    every process, or of all together."""
     return not {f"ocdbt.process_{process}", f"process_{process}"}.isdisjoint(name.split("/"))
 
 
@@ -151,6 +158,7 @@ def _is_index(name: str) -> bool:
 
 
 def _seal(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Returns a digest of the files of a part: their names, sizes and, of small ones, which are in `folder`, contents."""
+    """Returns a digest of the files of a part: their names, sizes and, of small ones, which are in `folder`,
+    contents."""
     content = [sorted(sizes.items()), sorted(records.digest_small(folder, sizes).items())]
     return files.digest(json.dumps(content).encode())

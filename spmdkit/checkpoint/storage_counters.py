@@ -1,4 +1,5 @@
-"""What orbax counts in each process, and all have to count alike: a process that is new in a job has counted nothing yet."""
+"""What orbax counts in each process, and all have to count alike: a process that is new in a job has counted nothing
+yet."""
 
 from __future__ import annotations
 

@@ -149,7 +149,8 @@ def plan(
         bool, typer.Option("--calibrate", help="First measure what this machine really does; later plans use it too.")
     ] = False,
 ) -> None:
-    """Say what a config will cost: memory, bytes on the wire, time of a step. Runs nothing; the machine may be elsewhere."""
+    """Say what a config will cost: memory, bytes on the wire, time of a step. Runs nothing; the machine may be
+    elsewhere."""
     from spmdkit.plan.command import PlanOptions, run_plan
 
     options = PlanOptions(
@@ -259,7 +260,8 @@ def migrate(
     ] = None,
     devices: Annotated[int, typer.Option(help="Devices of the job, for sizes that are meant for each.")] = 1,
 ) -> None:
-    """Print a config like that of another project, with a line for each of its settings: mapped, automatic or meaningless here, unknown."""
+    """Print a config like that of another project, with a line for each of its settings: mapped, automatic or
+    meaningless here, unknown."""
     from spmdkit.tools.migrate import migrate as run
 
     print(run(file, project, devices), end="")
@@ -313,7 +315,8 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 
 
 def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
-    """Returns the checked config and the joined processes; the config is checked before any process waits for another."""
+    """Returns the checked config and the joined processes; the config is checked before any process waits for
+    another."""
     from spmdkit.cluster import environment, join
 
     config = _load(path, overrides)

@@ -47,7 +47,8 @@ def communication(
         ),
     ] = None,
 ) -> None:
-    """Train the task under each reducer and sync in turns: bytes on the wire, time, and loss reached, against sum. Exit code 0 or 1."""
+    """Train the task under each reducer and sync in turns: bytes on the wire, time, and loss reached, against sum. Exit
+    code 0 or 1."""
     from spmdkit.cluster import environment, join
     from spmdkit.config import load_config
     from spmdkit.tools.bench.communication import Compared, run_communication

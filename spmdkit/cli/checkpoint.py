@@ -122,7 +122,8 @@ def checkpoint_rm(
 
 
 def say(text: object) -> None:
-    """Prints a line for people. Names of files, leaves and metrics in it are another's, and may hold what a terminal obeys."""
+    """Prints a line for people. Names of files, leaves and metrics in it are another's, and may hold what a terminal
+    obeys."""
     print(visible(str(text)))
 
 
@@ -136,7 +137,8 @@ def _local_time(seconds: float | None) -> str:
 
 
 def _checkpoints(run: str) -> Any:
-    """Returns where the checkpoints of RUN are: a local folder, or that of the bucket which it or its config.yaml names."""
+    """Returns where the checkpoints of RUN are: a local folder, or that of the bucket which it or its config.yaml
+    names."""
     from spmdkit.checkpoint import location
 
     if location.is_url(run):

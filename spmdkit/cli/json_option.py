@@ -1,4 +1,5 @@
-"""`AsJson`, the option `--json` of every command that has it: standard output then carries one JSON object and nothing else."""
+"""`AsJson`, the option `--json` of every command that has it: standard output then carries one JSON object and nothing
+else."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ import typer
 
 
 def _keep_for_ourselves(asked: bool) -> bool:
-    """Standard output becomes Python's alone; what libraries of C++ write to file descriptor 1 comes out on standard error.
+    """Standard output becomes Python's alone; what libraries of C++ write to file descriptor 1 comes out on standard
+    error.
 
-    Gloo greets there, several threads at once and without a lock, so that no reader could tell its lines from ours. Where sys.stdout is not the
-    process's own (another program calls us, a test) nothing is done.
+    Gloo greets there, several threads at once and without a lock, so that no reader could tell its lines from ours.
+    Where sys.stdout is not the process's own (another program calls us, a test) nothing is done.
     """
     out = sys.stdout
     if asked and isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:

@@ -35,7 +35,8 @@ def launch(
         ),
     ] = None,
 ) -> None:
-    """Run a spmdkit command, or a script of yours (-- script.py ...), in several processes, here or on a cluster; the first failure ends all."""
+    """Run a spmdkit command, or a script of yours (-- script.py ...), in several processes, here or on a cluster; the
+    first failure ends all."""
     from spmdkit.launch import launch as run
 
     _check_launch(context.args, on, elastic, max_restarts, devices_per_process, bool(settings) or dry_run)

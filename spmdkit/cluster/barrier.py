@@ -1,7 +1,8 @@
 """Barriers of the coordination service that no clock and no pause can break, for everybody in the process (orbax too).
 
-The service's own barriers have deadlines by wall time, before jax 0.12 it drops who waits in one when the clock is set back, and then nobody ever comes out (jaxlib
-0.10.2). Keys have neither: who arrives counts itself, the last one opens, the last one to leave removes what was written.
+The service's own barriers have deadlines by wall time, before jax 0.12 it drops who waits in one when the clock is set
+back, and then nobody ever comes out (jaxlib 0.10.2). Keys have neither: who arrives counts itself, the last one opens,
+the last one to leave removes what was written.
 
 Cost: five short requests of each process instead of one, 0.7 ms on loopback.
 """
@@ -64,10 +65,12 @@ class Client:
                     raise
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
-        """Returns when all of `process_ids` (None: all processes) are here, as the service's own does. A name may be used again.
+        """Returns when all of `process_ids` (None: all processes) are here, as the service's own does. A name may be
+        used again.
 
         Raises:
-            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED where somebody has given it up, with the reason.
+            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED where somebody has given it up, with the
+                reason.
         """
         folder = self._next(barrier_id)
         num = self._num if process_ids is None else len(process_ids)

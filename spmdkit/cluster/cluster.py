@@ -76,7 +76,8 @@ class Cluster:
             ) from None
 
     def gather(self, name: str, text: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
-        """Returns the texts of all processes, in their order, on every process. Process 0 collects them; each other process asks once.
+        """Returns the texts of all processes, in their order, on every process. Process 0 collects them; each other
+        process asks once.
 
         Raises:
             RendezvousError: one did not come within `timeout_s`.

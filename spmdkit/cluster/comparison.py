@@ -1,8 +1,10 @@
-"""The same on every process, or an end on every process: facts are compared once, and a difference is told to all before anybody leaves.
+"""The same on every process, or an end on every process: facts are compared once, and a difference is told to all
+before anybody leaves.
 
-Each process tells process 0 the digest of its facts; where all are equal that was it, two small messages a process. Otherwise process 0
-publishes its own facts, each process that differs says in words how, and all raise the same ConfigError. Process 0 holds the store, so it
-stays until the others have read, or they would lose contact (75) where they should say what is wrong (78).
+Each process tells process 0 the digest of its facts; where all are equal that was it, two small messages a process.
+Otherwise process 0 publishes its own facts, each process that differs says in words how, and all raise the same
+ConfigError. Process 0 holds the store, so it stays until the others have read, or they would lose contact (75) where
+they should say what is wrong (78).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ READ_S = 20.0
 TOLD_S = 5.0
 """How long process 0 waits until all others know the end: one that is gone never does."""
 LEAVE_S = 0.5
-"""How long it stays after that, so that the others are gone when the store is: JAX ends a process at once that loses it."""
+"""How long it stays after that, so that the others are gone when the store is: JAX ends a process at once that loses
+it."""
 
 
 class Comparison:
@@ -52,7 +55,8 @@ class Comparison:
 
         Raises:
             ConfigError: on every process alike, with the processes that differ from process 0, and in what.
-            RendezvousError: `facts` raised on another process, or one did not come. Where it raised, the exception goes on its way.
+            RendezvousError: `facts` raised on another process, or one did not come. Where it raised, the exception goes
+                on its way.
         """
         try:
             mine = dict(facts())

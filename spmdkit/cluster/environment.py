@@ -1,8 +1,9 @@
 """Environment variables -> `ClusterSpec`: how many processes there are, which one this is, where they meet. Pure.
 
-Every dialect of `dialects/` reads the same environment. The answer of the highest level wins (what was asked for spmdkit by name, then what started this
-process, then what lent the host) and the lower ones are a line in the log. Two of one level that disagree are an error, unless one of them has started
-the other's agents. Our variables about devices, timeout and address hold whoever says how many processes there are.
+Every dialect of `dialects/` reads the same environment. The answer of the highest level wins (what was asked for
+spmdkit by name, then what started this process, then what lent the host) and the lower ones are a line in the log. Two
+of one level that disagree are an error, unless one of them has started the other's agents. Our variables about devices,
+timeout and address hold whoever says how many processes there are.
 """
 
 from __future__ import annotations

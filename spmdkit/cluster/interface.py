@@ -1,8 +1,12 @@
-"""Which address of this host Gloo gives to the other processes: by itself what the host's own name resolves to, often 127.0.1.1, where no other host reaches it.
+"""Which address of this host Gloo gives to the other processes: by itself what the host's own name resolves to, often
+127.0.1.1, where no other host reaches it.
 
-Coordinator and service connect all the same, and the first collective dies on the other hosts ("Connection refused, remote=[127.0.1.1]"). JAX has no setting for it (0.10.2 to 0.12); its call
-of XLA takes one (compat/gloo.py). `cluster.interface` names a network interface, the same on every host. auto: where the coordinator is on loopback all processes are on this host and meet there, since Gloo listens on what
-it advertises; where the coordinator is another host's or this one's own address, and the name resolves to loopback or to nothing, it is the address by which this host reaches the coordinator.
+Coordinator and service connect all the same, and the first collective dies on the other hosts ("Connection refused,
+remote=[127.0.1.1]"). JAX has no setting for it (0.10.2 to 0.12); its call of XLA takes one (compat/gloo.py).
+`cluster.interface` names a network interface, the same on every host. auto: where the coordinator is on loopback all
+processes are on this host and meet there, since Gloo listens on what it advertises; where the coordinator is another
+host's or this one's own address, and the name resolves to loopback or to nothing, it is the address by which this host
+reaches the coordinator.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ class Advertised(NamedTuple):
 
 
 def by_name() -> str:
-    """Returns the address that the host's own name resolves to, which Gloo takes by itself; loopback where it resolves to nothing."""
+    """Returns the address that the host's own name resolves to, which Gloo takes by itself; loopback where it resolves
+    to nothing."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

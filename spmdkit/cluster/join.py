@@ -29,7 +29,8 @@ from spmdkit.compat import gloo as compat_gloo
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 
-# Gloo's own time-out, which names nobody, comes this much after the watchdog's longest limit. Without it a process that is no neighbour of
+# Gloo's own time-out, which names nobody, comes this much after the watchdog's longest limit. Without it a process that
+# is no neighbour of
 # a dead one stays in its collective for ever.
 COLLECTIVE_MARGIN_S = 60
 # After the roll call everybody is there, so this only bounds a process that dies in the same second.
@@ -62,7 +63,8 @@ def join(
     `collective_timeout_s`: the longest that a process may make the others wait; CPU collectives fail a little later.
     `interface`: whose address CPU collectives give to the others, see interface.py.
     `epoch`: this process may leave and join again.
-    Where somebody else has called `jax.distributed.initialize` (ray.train's JaxTrainer, a user's own program) those are the processes, and it is not called again.
+    Where somebody else has called `jax.distributed.initialize` (ray.train's JaxTrainer, a user's own program) those are
+    the processes, and it is not called again.
     Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
     """
     joined = jax.distributed.is_initialized()
@@ -138,11 +140,12 @@ def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], nu
 def num_threads(num_devices: int) -> int:
     """Returns the size of XLA's thread pool (the environment's `NPROC`) that so many fake CPU devices need.
 
-    XLA runs CPU programs on max(cores, devices) threads, and a collective blocks one for each device that waits; a device
-    waits in several at once where the program does not order them. With no thread left, the one that they all wait for
-    never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2): two devices on two threads, minutes apart;
-    eight on ten at the first step of a pipeline with a cut sequence, and never on eighteen. Idle threads cost nothing, but making 16,000 of them
-    takes 39 s, and 5,000 two: beyond 256 devices there are fewer for each.
+    XLA runs CPU programs on max(cores, devices) threads, and a collective blocks one for each device that waits; a
+    device waits in several at once where the program does not order them. With no thread left, the one that they all
+    wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2): two devices on two threads,
+    minutes apart;
+    eight on ten at the first step of a pipeline with a cut sequence, and never on eighteen. Idle threads cost nothing,
+    but making 16,000 of them takes 39 s, and 5,000 two: beyond 256 devices there are fewer for each.
     """
     return num_devices + 3 * min(num_devices, 256) + (os.cpu_count() or 1)
 

@@ -3,8 +3,8 @@
 `jax.distributed.initialize` ends the process by SIGABRT when somebody does not come, and names nobody; with the port in
 use it is a SIGSEGV (jaxlib 0.10.2, 2026-11-20). So processes meet first on the same port over plain TCP:
 each sends one line of JSON, process 0 answers all of them at once with one line, closes the port, and JAX takes it
-over (or its service is elsewhere: `ClusterSpec.service`). As a side effect JAX's first connection finds its service already there, which saves gRPC's one-second back-off
-at every start.
+over (or its service is elsewhere: `ClusterSpec.service`). As a side effect JAX's first connection finds its service
+already there, which saves gRPC's one-second back-off at every start.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _call(spec: ClusterSpec, deadline: float) -> str:
 def _listen(spec: ClusterSpec) -> tuple[socket.socket, str]:
     """Returns a listening socket and the address bound: the coordinator's own, or all where it is not ours (NAT).
 
-    A launcher that holds the service keeps the port free for this user (keeper.reserve_port), so that it has to be shared with it.
+    A launcher that holds the service keeps the port free for this user (keeper.reserve_port), so that it has to be
+    shared with it.
     """
     assert spec.coordinator is not None
     coordinator, is_kept = spec.coordinator, spec.service is not None
@@ -174,7 +175,8 @@ def _answer(spec: ClusterSpec, deadline: float) -> None:
 
 
 def wait_for_service(spec: ClusterSpec, timeout_s: float) -> str:
-    """Returns the address of the service that a launcher holds as soon as it accepts: all processes are known to be there."""
+    """Returns the address of the service that a launcher holds as soon as it accepts: all processes are known to be
+    there."""
     assert spec.service is not None
     _wait_for_service(*split_address(spec.service), time.monotonic() + timeout_s)
     return spec.service

@@ -54,8 +54,9 @@ def untyped_axes() -> Iterator[None]:
 def outside_of_spmd_vmaps() -> Iterator[None]:
     """While the body traces, an enclosing `vmap(spmd_axis_name=)` names no axes.
 
-    Its names reach into a `shard_map` that is traced inside of it: what an inner vmap batches is then typed as differing along them too, and
-    JAX refuses its own cotangents ("Expected cotangent type float32[6] but got float32[6]", jax 0.10.2).
+    Its names reach into a `shard_map` that is traced inside of it: what an inner vmap batches is then typed as
+    differing along them too, and JAX refuses its own cotangents ("Expected cotangent type float32[6] but got
+    float32[6]", jax 0.10.2).
     """
     from jax._src import core
 
@@ -69,10 +70,12 @@ def outside_of_spmd_vmaps() -> Iterator[None]:
 
 @contextlib.contextmanager
 def where_values_are_known(args: Any) -> Iterator[None]:
-    """While the body of a `custom_jvp` rule traces what depends on `args` alone, operations are those of the trace around the rule.
+    """While the body of a `custom_jvp` rule traces what depends on `args` alone, operations are those of the trace
+    around the rule.
 
-    `jax.linearize` and reverse mode run a rule under a trace that tells known values from tangents. It takes loops apart, also one of
-    known values alone (jax 0.10.2: what a turn does not change is made before the loop), so that they are another program.
+    `jax.linearize` and reverse mode run a rule under a trace that tells known values from tangents. It takes loops
+    apart, also one of known values alone (jax 0.10.2: what a turn does not change is made before the loop), so that
+    they are another program.
     """
     from jax._src import core
     from jax._src.interpreters import partial_eval
@@ -87,7 +90,8 @@ def where_values_are_known(args: Any) -> Iterator[None]:
 
 
 def axes_are_typed() -> bool:
-    """Returns whether arrays carry the mesh axes along which they differ, as they do in a `shard_map` with `check_vma`."""
+    """Returns whether arrays carry the mesh axes along which they differ, as they do in a `shard_map` with
+    `check_vma`."""
     from jax._src import config
 
     return bool(config._check_vma.value)
@@ -112,7 +116,8 @@ def as_varying(tree: T, axes: Sequence[str]) -> T:
 
 
 def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Returns the parts of all devices along `axes` one after the other along dim 0, typed as the same on each of them."""
+    """Returns the parts of all devices along `axes` one after the other along dim 0, typed as the same on each of
+    them."""
     gathered: jax.Array = lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
     return gathered
 
@@ -120,8 +125,8 @@ def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def map_gathers_over_several_axes() -> None:
     """Gives `lax.all_gather` and `lax.psum_scatter` over a tuple of axes a rule for `vmap`: one axis after the other.
 
-    JAX (0.10.2) has none where a `vmap` binds one of them ("Please open a feature request!"); in a `shard_map` it needs none. What
-    has a rule keeps it. Called again, it changes nothing.
+    JAX (0.10.2) has none where a `vmap` binds one of them ("Please open a feature request!"); in a `shard_map` it needs
+    none. What has a rule keeps it. Called again, it changes nothing.
     """
     from jax._src.lax import parallel
     from jax.interpreters import batching
@@ -133,7 +138,8 @@ def map_gathers_over_several_axes() -> None:
 
 
 def _names(axis_data: Any, axis_name: Any) -> tuple[tuple[Any, int], ...] | None:
-    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; None where its own rule does."""
+    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; None where its own rule
+    does."""
     if not isinstance(axis_name, tuple) or len(axis_name) < 2 or axis_data.name not in axis_name:
         return None
     return tuple((name, axis_data.size if name == axis_data.name else lax.axis_size(name)) for name in axis_name)
@@ -172,11 +178,13 @@ def _scattered(
 
 
 def send_no_reduce_scatter() -> None:
-    """From now on a program for CPU devices sends a reduce-scatter as an all-to-all and adds the parts where they arrive; from jax 0.12 on, nothing.
+    """From now on a program for CPU devices sends a reduce-scatter as an all-to-all and adds the parts where they
+    arrive; from jax 0.12 on, nothing.
 
-    Between processes one reduce-scatter of a few bytes makes every later all-reduce of the same devices a hundred times slower, and ignores the
-    collectives' time-out (jax 0.10.2 to 0.11.2 over Gloo, https://github.com/jax-ml/jax/issues/40831). Also where it is the derivative of an
-    all-gather, or the user's own. The same bytes are sent; they are added in the order of the devices.
+    Between processes one reduce-scatter of a few bytes makes every later all-reduce of the same devices a hundred times
+    slower, and ignores the collectives' time-out (jax 0.10.2 to 0.11.2 over Gloo,
+    https://github.com/jax-ml/jax/issues/40831). Also where it is the derivative of an all-gather, or the user's own.
+    The same bytes are sent; they are added in the order of the devices.
     """
     from jax._src.lax import parallel
     from jax.interpreters import mlir
@@ -231,7 +239,8 @@ def jaxpr_of_result(closed: Any, index: int) -> str:
 
 
 def carried_inputs(scan: Any) -> tuple[int, int]:
-    """Returns (first, number) of the inputs of a `scan` equation that it carries: behind its constants, before what it reads in slices."""
+    """Returns (first, number) of the inputs of a `scan` equation that it carries: behind its constants, before what it
+    reads in slices."""
     if "num_consts" in scan.params:
         return scan.params["num_consts"], scan.params["num_carry"]
     constants, carry, _ = scan.params["ft_in"].unpack()
@@ -240,7 +249,8 @@ def carried_inputs(scan: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def whole_tracebacks() -> Iterator[None]:
-    """While the body runs, exceptions keep JAX's own frames: without them, what JAX refuses looks raised by the caller."""
+    """While the body runs, exceptions keep JAX's own frames: without them, what JAX refuses looks raised by the
+    caller."""
     before: str = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -260,14 +270,16 @@ def coordination_client() -> Any | None:
 
 
 def num_joined_processes() -> int:
-    """Returns how many processes `jax.distributed.initialize` was told of. `jax.process_count` would create the devices."""
+    """Returns how many processes `jax.distributed.initialize` was told of. `jax.process_count` would create the
+    devices."""
     from jax._src import distributed
 
     return int(distributed.global_state.num_processes or 1)
 
 
 def replace_coordination_client(client: Any) -> None:
-    """Puts `client` in the place of JAX's own for all Python code of this process. After JAX has its devices, which need the own one."""
+    """Puts `client` in the place of JAX's own for all Python code of this process. After JAX has its devices, which
+    need the own one."""
     from jax._src import distributed
 
     distributed.global_state.client = client
@@ -286,9 +298,11 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
-    """While the body runs, `jax.distributed.initialize` starts no coordination service on process 0; `jax.distributed.shutdown` calls `end` there.
+    """While the body runs, `jax.distributed.initialize` starts no coordination service on process 0;
+    `jax.distributed.shutdown` calls `end` there.
 
-    JAX has no option for that (0.10.2 to 0.12): whoever is process 0 holds the service, and its death is the end of all others by SIGABRT.
+    JAX has no option for that (0.10.2 to 0.12): whoever is process 0 holds the service, and its death is the end of all
+    others by SIGABRT.
     """
     from jax._src.lib import _jax
 
@@ -316,9 +330,11 @@ def backends_initialized() -> bool:
 
 
 def set_cpu_collective_timeout(seconds: int) -> None:
-    """Lets XLA's CPU collectives over processes fail after `seconds`, unless the environment says something else. Before JAX has devices.
+    """Lets XLA's CPU collectives over processes fail after `seconds`, unless the environment says something else.
+    Before JAX has devices.
 
-    A flag of XLA from jaxlib 0.10.2 to 0.12.0 at least, which no option of a compilation replaces; psum_scatter ignores it before 0.12.
+    A flag of XLA from jaxlib 0.10.2 to 0.12.0 at least, which no option of a compilation replaces; psum_scatter ignores
+    it before 0.12.
     """
     flag, flags = "--xla_cpu_collective_timeout_seconds", os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
@@ -337,8 +353,9 @@ def cudnn_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, H], logsumexp float32[B, N, T]) of cuDNN's flash attention.
 
-    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` and gives no gradient from one over
-    more keys (jax 0.10.2), so the operation below it is bound. It is not partitioned: use it where arrays are shards.
+    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` and gives no
+    gradient from one over more keys (jax 0.10.2), so the operation below it is bound. It is not partitioned: use it
+    where arrays are shards.
     """
     cudnn, none, options = _cudnn(q, causal, scale)
     out, logsumexp = cudnn._dot_product_attention_fwd_p.bind(q, k, v, *none, is_training=True, **options)
@@ -396,4 +413,5 @@ def splash_attention_gradient(
 
 
 CALLBACK_LOGGERS = ("jax._src.debugging", "jax._src.callback")
-"""Loggers through which JAX prints the traceback of a callback that raised, beside the error that it gives to the caller (jax 0.10.2)."""
+"""Loggers through which JAX prints the traceback of a callback that raised, beside the error that it gives to the
+caller (jax 0.10.2)."""

@@ -1,4 +1,5 @@
-"""What of JAX's persistent compile cache is private (jax 0.10.2 to 0.12): which object holds it, and who writes. As the package for everything else."""
+"""What of JAX's persistent compile cache is private (jax 0.10.2 to 0.12): which object holds it, and who writes. As the
+package for everything else."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def has_compilation_cache() -> bool:
 
 @contextlib.contextmanager
 def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
-    """While the body runs, JAX keeps what took `min_s` or longer to compile in `store` (`get(key)`, `put(key, bytes)`), on every process.
+    """While the body runs, JAX keeps what took `min_s` or longer to compile in `store` (`get(key)`, `put(key, bytes)`),
+    on every process.
 
     `path` is where XLA's own cache of autotuning goes, in a folder of its own.
     """
@@ -50,8 +52,8 @@ def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
 def _written_by_all(own: Any) -> Any:
     """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0.
 
-    In jax 0.10 its last argument is the program's callbacks into Python, with which it is not kept. Later there is none: such programs are
-    kept too, and get the callbacks of the process that reads them.
+    In jax 0.10 its last argument is the program's callbacks into Python, with which it is not kept. Later there is
+    none: such programs are kept too, and get the callbacks of the process that reads them.
     """
     from jax._src import compilation_cache
 

@@ -1,4 +1,5 @@
-"""What of JAX lets a process leave one job and join another (jax 0.10.2 to 0.12). As the package for everything else."""
+"""What of JAX lets a process leave one job and join another (jax 0.10.2 to 0.12). As the package for everything
+else."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ import jax
 
 
 def let_others_die() -> None:
-    """Before `jax.distributed.initialize`: that another process dies is no end of this one by JAX's own doing (0.10.2 to 0.12)."""
+    """Before `jax.distributed.initialize`: that another process dies is no end of this one by JAX's own doing (0.10.2
+    to 0.12)."""
     jax.config.update("jax_enable_recoverability", True)
 
 
 def reduce_one_by_one() -> None:
     """Lets XLA's CPU collectives over processes end at the first that fails. Before JAX has devices.
 
-    XLA joins all all-reduces of a step to one of many arrays. When another process dies, that of one array fails and those of the others begin all the same (jaxlib 0.10.2): the next
-    process of the ring then waits for ever for what nobody sends, or takes one array for another and is aborted by Gloo. Not joined, each is a collective of its own, and after
-    the first that fails none begins. Bytes and bits are the same.
+    XLA joins all all-reduces of a step to one of many arrays. When another process dies, that of one array fails and
+    those of the others begin all the same (jaxlib 0.10.2): the next process of the ring then waits for ever for what
+    nobody sends, or takes one array for another and is aborted by Gloo. Not joined, each is a collective of its own,
+    and after the first that fails none begins. Bytes and bits are the same.
     """
     flag, joins, flags = "--xla_disable_hlo_passes=", "cpu-all-reduce-combiner", os.environ.get("XLA_FLAGS", "").split()
     if not any(joins in each for each in flags):
@@ -27,7 +30,8 @@ def reduce_one_by_one() -> None:
 
 
 def leave_backend() -> None:
-    """Leaves the job that this process has joined, and gives up its devices and all that was compiled for them: it may join another one."""
+    """Leaves the job that this process has joined, and gives up its devices and all that was compiled for them: it may
+    join another one."""
     from jax._src import distributed
     from jax.extend.backend import clear_backends
 

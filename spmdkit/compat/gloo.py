@@ -1,4 +1,5 @@
-"""What XLA's CPU collectives tell other processes: JAX calls `make_gloo_tcp_collectives` without saying on which address (jax 0.10.2 to 0.12). As the package for everything else."""
+"""What XLA's CPU collectives tell other processes: JAX calls `make_gloo_tcp_collectives` without saying on which
+address (jax 0.10.2 to 0.12). As the package for everything else."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ _own: Any = None
 
 
 def advertise(address: str | None) -> None:
-    """Lets Gloo, in this process, give `address` to the others; None: what the host's name resolves to. Before JAX has devices."""
+    """Lets Gloo, in this process, give `address` to the others; None: what the host's name resolves to. Before JAX has
+    devices."""
     global _own
     from jax._src import xla_bridge
 

@@ -1,7 +1,8 @@
 """The kinds of value that a config field holds: their type, their range, and how they are written in a JSON schema.
 
-Types are strict: `"10"` is no number, `true` is no 1, `64.0` is no whole number. pydantic words the rule of a plain type ("should be a valid integer",
-"should be greater than 0"); a validator of ours raises `Wants` with its own. wording.py adds the place, what was found and the repair.
+Types are strict: `"10"` is no number, `true` is no 1, `64.0` is no whole number. pydantic words the rule of a plain
+type ("should be a valid integer", "should be greater than 0"); a validator of ours raises `Wants` with its own.
+wording.py adds the place, what was found and the repair.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ INT32_MAX = 2**31 - 1
 
 
 class Wants(ValueError):
-    """A value of a field is refused: what it should be, a value that works (as one writes it in YAML), and the names among which to look for a near one."""
+    """A value of a field is refused: what it should be, a value that works (as one writes it in YAML), and the names
+    among which to look for a near one."""
 
     def __init__(self, phrase: str, example: str = "", options: Sequence[str] = ()):
         super().__init__(f"should be {phrase}")
@@ -96,7 +98,8 @@ AxisSize = Annotated[int, Field(le=INT32_MAX, examples=[-1]), AfterValidator(_ax
 
 
 def choice(value: Any, names: Sequence[str], also: str = "") -> str:
-    """Returns `value` when it is one of `names`; the message lists them, and what else there is, and names the nearest."""
+    """Returns `value` when it is one of `names`; the message lists them, and what else there is, and names the
+    nearest."""
     if isinstance(value, str) and value in names:
         return value
     listed = [*names, also] if also else list(names)
@@ -355,7 +358,8 @@ Policy = Literal["stop", "skip", "rollback", "continue"]
 
 
 def policy_to_mapping(value: Any) -> Any:
-    """Returns `{loss, gradient, metrics, evaluation}` for the name of one policy; an evaluation changes nothing, so it can only stop a run."""
+    """Returns `{loss, gradient, metrics, evaluation}` for the name of one policy; an evaluation changes nothing, so it
+    can only stop a run."""
     if isinstance(value, dict | Section):
         return value
     policy = choice(value, POLICIES, "a mapping {loss, gradient, metrics, evaluation}")

@@ -1,7 +1,8 @@
 """optax optimizers and learning-rate schedules by name: bound to optax's own signatures, built, and tried on shapes.
 
-Only optax's public functions can be named: optimizers are those that take a learning rate, schedules those that return one. What an argument may be, optax
-knows: an optimizer traces one step of two small arrays, which runs nothing and touches no device. optax is imported when a config names one of its functions.
+Only optax's public functions can be named: optimizers are those that take a learning rate, schedules those that return
+one. What an argument may be, optax knows: an optimizer traces one step of two small arrays, which runs nothing and
+touches no device. optax is imported when a config names one of its functions.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ MAX_DEPTH = 32
 
 
 def check(config: Settings, folder: Path) -> list[Problem]:
-    """Returns every problem between the fields of a config whose fields are each right; `folder` is where relative paths start."""
+    """Returns every problem between the fields of a config whose fields are each right; `folder` is where relative
+    paths start."""
     return [
         *_task(config),
         *run_dir.problems(config, folder),

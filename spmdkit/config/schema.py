@@ -58,7 +58,8 @@ class Config(Settings):
         return (self.folder / (self.run_dir or f"runs/{stem}")).resolve()
 
     def task_reference(self) -> tuple[str, str]:
-        """Returns (absolute path of the .py file, name) or (module, name) of the task. Nothing is opened or imported."""
+        """Returns (absolute path of the .py file, name) or (module, name) of the task. Nothing is opened or
+        imported."""
         return split_reference(self.task, self.folder, self.where("task"))
 
     def where(self, key: str) -> str:

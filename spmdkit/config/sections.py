@@ -1,4 +1,5 @@
-"""The sections of a config, as frozen pydantic models: what stands behind one key. The description of a field is its help, schema and docs."""
+"""The sections of a config, as frozen pydantic models: what stands behind one key. The description of a field is its
+help, schema and docs."""
 
 from __future__ import annotations
 
@@ -292,7 +293,8 @@ class OnNonfinite(Section):
 
 
 class Watchdog(Section):
-    """How long a process may be silent, and a phase of it take, before the job ends: 75, or 76 with the stacks of all."""
+    """How long a process may be silent, and a phase of it take, before the job ends: 75, or 76 with the stacks of
+    all."""
 
     silence_s: fields.Seconds = Field(
         default=30.0,
@@ -326,7 +328,8 @@ class Watchdog(Section):
 
 
 class OnSpike(Section):
-    """What is done where a loss is far above those before it: more than z robust deviations (1.48 medians of the distance) above their median."""
+    """What is done where a loss is far above those before it: more than z robust deviations (1.48 medians of the
+    distance) above their median."""
 
     then: fields.Policy = Field(
         default="skip",
@@ -354,7 +357,8 @@ class CheckCopies(Section):
 
 
 class CompileCache(Section):
-    """Compiled programs that are kept on this machine's disk, so that a restart compiles nothing again. null: none are kept."""
+    """Compiled programs that are kept on this machine's disk, so that a restart compiles nothing again. null: none are
+    kept."""
 
     directory: fields.FileName | None = Field(
         default=None,

@@ -169,7 +169,8 @@ class Settings(Section):
     )
 
     def policies(self) -> Mapping[str, str]:
-        """Returns what is done about a step whose loss, gradient or metrics are not finite, or whose loss is a spike."""
+        """Returns what is done about a step whose loss, gradient or metrics are not finite, or whose loss is a
+        spike."""
         asked = self.on_nonfinite
         own: dict[str, str] = {"loss": asked.loss, "gradient": asked.gradient, "metrics": asked.metrics}
         return own | {"spike": "continue" if self.on_spike is None else self.on_spike.then}

@@ -33,7 +33,8 @@ PLAIN: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     ),
     "float": (re.compile(rf"(?:{_FLOAT})\Z"), lambda text: float(re.sub(r"\.(?=[iInN])", "", text))),
 }
-"""Kind -> (what it looks like without quotes, its value), in order; everything else is text. `show.py` writes by them."""
+"""Kind -> (what it looks like without quotes, its value), in order; everything else is text. `show.py` writes by
+them."""
 
 
 class Document(NamedTuple):

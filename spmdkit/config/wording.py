@@ -1,7 +1,8 @@
 """What pydantic found wrong, as problems: its rule, what was found, the smallest repair.
 
-The rule is pydantic's own sentence ("should be greater than or equal to 1") or that of a validator of ours (`fields.Wants`). Ours are the key, the value
-as YAML has it, and the repair: the nearest name, a bound, the default, or an example of the field.
+The rule is pydantic's own sentence ("should be greater than or equal to 1") or that of a validator of ours
+(`fields.Wants`). Ours are the key, the value as YAML has it, and the repair: the nearest name, a bound, the default, or
+an example of the field.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     Access, Ledger            how a user's examples are read, and which are left out      row_errors.py
     per_process, Share        data that are others on each process                     per_process.py, schedule.py
     HostBatch                 the rows of one step on this process                      host_batch.py
-    host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is read
+    host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is
+    read
     device_batches            the same, already on the devices, with the wait measured  stream.py
 
 Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.

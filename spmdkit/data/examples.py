@@ -1,8 +1,8 @@
 """Data that gives one example at a time: a user's random-access object, a list, or a `grain.MapDataset`.
 
 Every example must look like example 0: the same structure, shapes and dtypes, because a compiled step has one shape.
-`data[i]` must depend on i alone. It is called by one thread at a time, of training and evaluation together; with `data.threads` above 1 by several
-at once.
+`data[i]` must depend on i alone. It is called by one thread at a time, of training and evaluation together; with
+`data.threads` above 1 by several at once.
 
 A grain dataset is asked for index `epoch * len + i`, as grain itself counts, so its `random_map` draws anew in each
 epoch and still gives the same example when a run resumes.
@@ -84,7 +84,8 @@ class ExampleSource:
         return self._treedef.unflatten(rows)
 
     def left_out(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
-        """Returns bool[len(indices)] of those in whose place `gather` has given another one, None where none may be left out."""
+        """Returns bool[len(indices)] of those in whose place `gather` has given another one, None where none may be
+        left out."""
         ledger = self._access.ledger
         if ledger is None or not ledger.limit:
             return None

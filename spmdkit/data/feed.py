@@ -1,4 +1,5 @@
-"""`Feed`: from data on the host to global batches on the mesh, each process loading only the rows of its own devices."""
+"""`Feed`: from data on the host to global batches on the mesh, each process loading only the rows of its own
+devices."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from spmdkit.step.step import Batch
 class Feed:
     """The batches of one data set on one mesh.
 
-    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.step.row_order` says.
+    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.step.row_order`
+        says.
 
     Attributes:
         grid: (shards, microbatches, rows).
@@ -62,7 +64,8 @@ class Feed:
         return Batch(jax.tree.map(leaf, self._source.element()), mask)
 
     def stream(self, start: int, stop: int) -> data.DeviceBatches:
-        """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop`, included, loaded ahead on the devices."""
+        """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop`, included, loaded ahead on the
+        devices."""
         schedule, positions = self.schedule, self._positions
         if schedule.shares:  # the source has the rows of this process alone, in their order
             schedule, positions = schedule.local(jax.process_index()), None
@@ -106,7 +109,8 @@ class Feed:
             mask = np.ones(len(self._local_rows), bool)
         size = self.schedule.batch_size
 
-        # Half the time of `jax.device_put` of the tree: 13 against 27 us a leaf on two CPU devices (jax 0.10.2, 2026-11-20).
+        # Half the time of `jax.device_put` of the tree: 13 against 27 us a leaf on two CPU devices (jax 0.10.2,
+        # 2026-11-20).
         # As there, an array on a CPU device may be the very memory of the one in `local`.
         def place(x: np.ndarray) -> jax.Array:
             return jax.make_array_from_callback(
@@ -129,7 +133,8 @@ def _rows(indices: Iterable[Any], size: int) -> np.ndarray:
 
 
 def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatches: int) -> list[np.ndarray]:
-    """Returns for each process the positions of its rows in a global batch of `size`, in the order in which a `Feed` reads them."""
+    """Returns for each process the positions of its rows in a global batch of `size`, in the order in which a `Feed`
+    reads them."""
     shards = count(sizes, BATCH_AXES)
     positions = RowOrder(shards, microbatches, size // (shards * microbatches)).positions()
     held: dict[int, list[Any]] = {}

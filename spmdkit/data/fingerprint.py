@@ -1,8 +1,10 @@
-"""What tells one data set from another without reading all of it: its length, what an example looks like, and hashes of a fixed sample of rows.
+"""What tells one data set from another without reading all of it: its length, what an example looks like, and hashes of
+a fixed sample of rows.
 
-The sample is a function of the length alone, so that processes, and two starts of a run, look at the same rows. Arrays of up to
-`ROWS_IN_MEMORY` rows are looked at whole; of what is read example by example `ROWS_READ` rows are, in one order everywhere, as many as can be read
-in `READ_S`: each may cost a second. Who compares looks at the rows that all could read.
+The sample is a function of the length alone, so that processes, and two starts of a run, look at the same rows. Arrays
+of up to `ROWS_IN_MEMORY` rows are looked at whole; of what is read example by example `ROWS_READ` rows are, in one
+order everywhere, as many as can be read in `READ_S`: each may cost a second. Who compares looks at the rows that all
+could read.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
 
 
 def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
-    """Returns "row 17" -> digest of the rows that could be read, in an order in which also the first few are spread over all."""
+    """Returns "row 17" -> digest of the rows that could be read, in an order in which also the first few are spread
+    over all."""
     deadline, found = clock() + READ_S, dict[int, str]()
     for place, row in enumerate(_spread(sampled)):
         if place >= LEAST_READ and clock() > deadline:
@@ -112,7 +115,8 @@ def _rows(source: Source, rows: list[int]) -> list[tuple[int, list[Any]]]:
 
 
 def _row(source: Source, row: int, readings: int) -> str | None:
-    """Returns the digest of one row; None of one that cannot be read: whoever trains on it says so, with the user's own policy."""
+    """Returns the digest of one row; None of one that cannot be read: whoever trains on it says so, with the user's own
+    policy."""
     for _ in range(readings):
         with contextlib.suppress(ConfigError, UserCodeError):
             [(_, leaves)] = _rows(source, [row])

@@ -1,8 +1,8 @@
 """`sk.per_process(source)`: data that are other ones on each process, such as the files of its own disk.
 
-Their structure is compared, their lengths are added up, and the schedule is made from the lengths of all (`Schedule.shares`): no row is read
-twice in an epoch, and a process that has fewer rows than others is padded. The order of rows depends on which process has them, so such a
-run goes on with as many processes and the same lengths.
+Their structure is compared, their lengths are added up, and the schedule is made from the lengths of all
+(`Schedule.shares`): no row is read twice in an epoch, and a process that has fewer rows than others is padded. The
+order of rows depends on which process has them, so such a run goes on with as many processes and the same lengths.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class PerProcess:
 
 
 def per_process(source: Any) -> PerProcess:
-    """Returns data for a `Task` of which each process has others: every process reads `source`, its own, whole in each epoch."""
+    """Returns data for a `Task` of which each process has others: every process reads `source`, its own, whole in each
+    epoch."""
     return PerProcess(source)
 
 

@@ -1,8 +1,10 @@
-"""How a user's examples are read: one at a time unless asked otherwise, again where that may help, and which rows are left out.
+"""How a user's examples are read: one at a time unless asked otherwise, again where that may help, and which rows are
+left out.
 
-A row that cannot be read, also not again, may be left out. Where batches can be short (`remainder: mask`, and rows that do not fill them), its place is
-padding; otherwise the next row that can be read takes it, and counts twice in that batch. Which rows those were is a ledger of (number of the batch, row). What a checkpoint holds of it makes a restart leave out the same rows at the same places, also where
-a row that failed once could be read by now.
+A row that cannot be read, also not again, may be left out. Where batches can be short (`remainder: mask`, and rows that
+do not fill them), its place is padding; otherwise the next row that can be read takes it, and counts twice in that
+batch. Which rows those were is a ledger of (number of the batch, row). What a checkpoint holds of it makes a restart
+leave out the same rows at the same places, also where a row that failed once could be read by now.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Ledger:
         self._news.append({"row": row, "error": _short(error), "done": said})
 
     def news(self) -> list[dict[str, Any]]:
-        """Returns what has happened since the last call: data, row, error, what was done, and of a row left out its batch."""
+        """Returns what has happened since the last call: data, row, error, what was done, and of a row left out its
+        batch."""
         if not self._news:
             return []
         told, self._news = self._news, []

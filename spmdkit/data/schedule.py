@@ -41,7 +41,8 @@ class Schedule:
     out; with "mask" every example is in every epoch and the last batch may be short.
 
     `skipped`: batches (first, last) that are left out, in order and apart, counted as if none were; see `merged`.
-    `shares`: of the processes, where each has data of its own: a batch takes of each the next rows of its own order, and an epoch ends with the
+    `shares`: of the processes, where each has data of its own: a batch takes of each the next rows of its own order,
+        and an epoch ends with the
     longest; the rows of those that have no more are missing. `local` is what one of them reads.
     `epoch_steps`: batches of an epoch where others have more examples than these; None: as many as there are.
 

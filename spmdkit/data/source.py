@@ -32,7 +32,8 @@ from spmdkit.foundation.trees import describe, named_leaves
 
 
 class Source(Protocol):
-    """Random access by rows. `gather` may be called from several threads at once; a user's examples are then read in turn, or as `Access` says."""
+    """Random access by rows. `gather` may be called from several threads at once; a user's examples are then read in
+    turn, or as `Access` says."""
 
     @property
     def in_memory(self) -> bool:
@@ -42,10 +43,12 @@ class Source(Protocol):
         """Number of examples."""
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
-        """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len), of the batch of that number."""
+        """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len), of the batch
+        of that number."""
 
     def left_out(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
-        """Returns bool[len(indices)] of those that `gather` has left out of the batch of that number, None where none may be."""
+        """Returns bool[len(indices)] of those that `gather` has left out of the batch of that number, None where none
+        may be."""
 
     def element(self) -> Any:
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
@@ -55,7 +58,8 @@ def open_source(data: Any, what: str = "train_data", access: Access | None = Non
     """Returns `data` as a `Source`, checked; `what` names it in errors. The module's head says how data is read.
 
     Args:
-      access: how examples that the user's own code gives are read, one by one if it is not said; arrays are read by any number of threads.
+      access: how examples that the user's own code gives are read, one by one if it is not said; arrays are read by any
+          number of threads.
 
     Raises:
       ConfigError: no data, no random access, leaves of unequal length, a dtype that no device has.

@@ -1,9 +1,10 @@
 """Batches as a stream: read on the host by grain, put on the devices ahead of the step that needs them.
 
-Two stages. `host_batches` reads rows: grain's threads for data that is read or computed; arrays in memory without grain,
-which would take 8 us a batch and 0.3 s to import, where the copy takes microseconds. `device_batches` has one thread
-that puts batches on the devices ahead of time. grain's `experimental.device_put` is not used for that: it measures no
-wait, holds one batch more than asked, runs two threads, and hangs its consumer when the data raises SystemExit.
+Two stages. `host_batches` reads rows: grain's threads for data that is read or computed; arrays in memory without
+grain, which would take 8 us a batch and 0.3 s to import, where the copy takes microseconds. `device_batches` has one
+thread that puts batches on the devices ahead of time. grain's `experimental.device_put` is not used for that: it
+measures no wait, holds one batch more than asked, runs two threads, and hangs its consumer when the data raises
+SystemExit.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class DeviceBatches:
         return step, batch, wait_s
 
     def interrupt(self) -> None:
-        """Ends the iteration now, though the user's data may never come back: its thread is left behind. From any thread."""
+        """Ends the iteration now, though the user's data may never come back: its thread is left behind. From any
+        thread."""
         if self._stop.detach() is not None:
             self._slots.put(False)
         self._ready.put((None, None))

@@ -1,8 +1,11 @@
-"""`Wires`: this process's connections to the others for CPU collectives (Gloo), so that a collective that can never end can be left.
+"""`Wires`: this process's connections to the others for CPU collectives (Gloo), so that a collective that can never end
+can be left.
 
-Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; everybody else waits for a neighbour that has given up and lives, for ever (n >= 4).
-XLA has a time-out for that, one for every collective of the whole run. Here the connections are shut down by who waits, once somebody has said that one is
-dead: the collective then ends with an error within milliseconds. Only connections of Gloo: those on which this process listens for it, and to where another one does.
+Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; everybody else waits for a neighbour
+that has given up and lives, for ever (n >= 4).
+XLA has a time-out for that, one for every collective of the whole run. Here the connections are shut down by who waits,
+once somebody has said that one is dead: the collective then ends with an error within milliseconds. Only connections of
+Gloo: those on which this process listens for it, and to where another one does.
 
 Linux. Elsewhere nothing is found, and the time-out remains.
 """

@@ -1,11 +1,15 @@
 """`Epochs`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
 
-    1. The launcher says who the members of epoch k are (launch/membership_file.py). A thread hears it, ends every wait for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
-    2. The training thread comes out with an error, or sees between two steps that it is called; `takes` says that this is no failure.
+    1. The launcher says who the members of epoch k are (launch/membership_file.py). A thread hears it, ends every wait
+       for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
+    2. The training thread comes out with an error, or sees between two steps that it is called; `takes` says that this
+       is no failure.
     3. It leaves its backend, says that it is ready, and waits for the address of the next service.
-    4. It joins as the rank that it has now, and the run begins again as after a restart, but from the memory of the processes (peer_memory.py, redistribute.py).
+    4. It joins as the rank that it has now, and the run begins again as after a restart, but from the memory of the
+       processes (peer_memory.py, redistribute.py).
 
-Whatever goes otherwise than this ends the process with an error, and the launcher starts all again from the newest checkpoint: the way that always works.
+Whatever goes otherwise than this ends the process with an error, and the launcher starts all again from the newest
+checkpoint: the way that always works.
 Shown on CPU devices (Gloo) alone; on GPU and TPU nothing of this was tried.
 """
 
@@ -81,7 +85,8 @@ class Epochs:
     # ---- joining -------------------------------------------------------------------------------------------------------
 
     def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Epoch, tuple[str, ...]]:
-        """Returns (this process's place, what `join` needs of the epoch, `key=value`s of it), once all are there; `warm`: what a standby does before."""
+        """Returns (this process's place, what `join` needs of the epoch, `key=value`s of it), once all are there;
+        `warm`: what a standby does before."""
         self._wires = Wires()
         if not self._waits:
             return spec, Epoch(self.number, self._wires.noticed()), ()
@@ -154,7 +159,8 @@ class Epochs:
             raise Called("another process died")
 
     def after_step(self, run: Any, step: int, state: Any) -> None:
-        """Copies the state where that is due, and ends the epoch where all have agreed on it. On all processes, after each step, and before the first.
+        """Copies the state where that is due, and ends the epoch where all have agreed on it. On all processes, after
+        each step, and before the first.
 
         Raises:
             Called: the next epoch begins.
@@ -187,7 +193,8 @@ class Epochs:
     def restored(
         self, cluster: Cluster, program: Any, least: int, restore: Any
     ) -> tuple[int, Any, dict[str, Any], list[str]] | None:
-        """Returns (step, state, record, lines for the user) from the memory of all processes, None where a checkpoint of step `least` is newer or nothing is there."""
+        """Returns (step, state, record, lines for the user) from the memory of all processes, None where a checkpoint
+        of step `least` is newer or nothing is there."""
         if self.number == 1:
             return None
         where = found(cluster, self.memory, least)
@@ -203,7 +210,8 @@ class Epochs:
     # ---- leaving -------------------------------------------------------------------------------------------------------
 
     def takes(self, error: BaseException | None) -> bool:
-        """Returns whether an error is that another process has died, and the next epoch begins. May wait a moment for the launcher to say so."""
+        """Returns whether an error is that another process has died, and the next epoch begins. May wait a moment for
+        the launcher to say so."""
         if isinstance(error, Called):
             return self._order is not None
         if not isinstance(error, Exception):

@@ -1,12 +1,17 @@
-"""`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that one of them may die.
+"""`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that
+one of them may die.
 
-Every `elastic.peer_every` steps each process copies its own shards from the devices; of the leaves of which some shard is on one process alone (ZeRO, fsdp, tensor) each
-device also sends its shard to the same device of another process, by one permutation. A process that dies takes nothing with it that this one has not.
+Every `elastic.peer_every` steps each process copies its own shards from the devices; of the leaves of which some shard
+is on one process alone (ZeRO, fsdp, tensor) each device also sends its shard to the same device of another process, by
+one permutation. A process that dies takes nothing with it that this one has not.
 
-Wire: a shard of these leaves from each device, every `peer_every` steps; nothing where every process holds all (replicas alone).
-Memory of the host: two states of its devices, and as much again of what is sent. Two, since the last one may be whole on some processes only.
+Wire: a shard of these leaves from each device, every `peer_every` steps; nothing where every process holds all
+(replicas alone).
+Memory of the host: two states of its devices, and as much again of what is sent. Two, since the last one may be whole
+on some processes only.
 
-Source: the scheme is that of in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023; torchft and Oobleck keep replicas of the whole state instead).
+Source: the scheme is that of in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023; torchft and Oobleck keep
+replicas of the whole state instead).
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from spmdkit.foundation.trees import is_key, named_leaves
 
 KEPT = 2
 AWAY = 2
-"""So many processes further is the other copy, with four and more: the one that comes next after a dead one may have to die too (launch/membership.py, OUT_S)."""
+"""So many processes further is the other copy, with four and more: the one that comes next after a dead one may have to
+die too (launch/membership.py, OUT_S)."""
 
 Place = tuple[tuple[int, int], ...]
 """Where a shard lies in its leaf: (begin, end) of each dim."""
@@ -110,7 +116,8 @@ class Copier:
         self._from: dict[Any, Any] = {devices[there]: devices[here] for here, there in self._to}
 
     def take(self, step: int, state: Any, record: Mapping[str, Any]) -> Snapshot:
-        """Returns the state of `step`, as it is on the devices now, on the host. Waits for the device; on all processes.
+        """Returns the state of `step`, as it is on the devices now, on the host. Waits for the device; on all
+        processes.
 
         Raises:
             ConfigError: a leaf holds typed keys.
@@ -138,7 +145,8 @@ class Copier:
 
 
 def _copied_to(devices: list[Any]) -> list[tuple[int, int]]:
-    """Returns (position, position of the same device of the process that holds its copy) for all devices of a mesh, given in its order."""
+    """Returns (position, position of the same device of the process that holds its copy) for all devices of a mesh,
+    given in its order."""
     of = dict[int, list[int]]()
     for position, device in enumerate(devices):
         of.setdefault(device.process_index, []).append(position)

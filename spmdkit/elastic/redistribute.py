@@ -1,8 +1,9 @@
 """What each process of a new epoch lacks of the state, it gets from those that have it.
 
-All say what they hold (step, leaves, shards). The newest step of which every shard is somewhere is taken. Shards that some process needs on the new mesh and does not hold
-are put one after the other into a stream of bytes, the same for all; whoever is the first to hold one writes it, everybody else zeros, and the streams are added up: integers, so exact. Where
-nobody lacks anything (a death among replicas, nobody new) nothing is sent.
+All say what they hold (step, leaves, shards). The newest step of which every shard is somewhere is taken. Shards that
+some process needs on the new mesh and does not hold are put one after the other into a stream of bytes, the same for
+all; whoever is the first to hold one writes it, everybody else zeros, and the streams are added up: integers, so exact.
+Where nobody lacks anything (a death among replicas, nobody new) nothing is sent.
 
 Wire: an all-reduce of the shards that are lacking, in pieces of `PIECE_BYTES`; one program whatever the shapes.
 """
@@ -70,7 +71,8 @@ def newest_whole(by_process: list[list[Said]]) -> int | None:
 
 
 def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[Said | None]] | None:
-    """Returns (step, what each process holds of it) of the newest state that the processes have together, None where it is older than `least` or there is none."""
+    """Returns (step, what each process holds of it) of the newest state that the processes have together, None where it
+    is older than `least` or there is none."""
     texts = cluster.gather("memory", json.dumps([told(snapshot) for snapshot in memory.kept]))
     by_process = [[said(value) for value in json.loads(text)] for text in texts]
     step = newest_whole(by_process)
@@ -82,7 +84,8 @@ def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[S
 def completed(
     cluster: Cluster, memory: HostMemory, step: int, holders: list[Said | None], abstract_state: Any
 ) -> Snapshot:
-    """Returns the snapshot of `step` with everything that this process needs on the new mesh, received from the others where it lacks it. On all processes."""
+    """Returns the snapshot of `step` with everything that this process needs on the new mesh, received from the others
+    where it lacks it. On all processes."""
     first = next(i for i, each in enumerate(holders) if each is not None)
     leaves = holders[first].leaves  # type: ignore[union-attr]
     mine = next((each for each in memory.kept if each.step == step), None)

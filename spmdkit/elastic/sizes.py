@@ -1,11 +1,14 @@
-"""How many processes an elastic job is started with again, and with how many microbatches: the same examples of each step in the same order, whatever the number.
+"""How many processes an elastic job is started with again, and with how many microbatches: the same examples of each
+step in the same order, whatever the number.
 
-The global batch stays. A step of fewer devices takes it in more microbatches, so that no device gets more rows at once than it had with the number that was asked for:
+The global batch stays. A step of fewer devices takes it in more microbatches, so that no device gets more rows at once
+than it had with the number that was asked for:
 
     shards = product of the batch axes;  rows at once = batch_size / (shards * microbatches)
 
-A number that the mesh or the batch cannot be cut into is passed over for the next smaller one. Adding up in another order makes other last bits (1e-5), and the same
-number the same bits. Source: Horovod Elastic and torchelastic's MIN:MAX; those leave the global batch to the user.
+A number that the mesh or the batch cannot be cut into is passed over for the next smaller one. Adding up in another
+order makes other last bits (1e-5), and the same number the same bits. Source: Horovod Elastic and torchelastic's
+MIN:MAX; those leave the global batch to the user.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import BATCH_AXES, fake_devices
 
 ALLOWED = "processes"
-"""A file in the run's directory: how many processes the next start may have, where somebody has written a number into it."""
+"""A file in the run's directory: how many processes the next start may have, where somebody has written a number into
+it."""
 
 
 class Size(NamedTuple):
@@ -42,8 +46,8 @@ class Elastic:
 
     Attributes:
         devices_per_process: the same for all sizes.
-        wanted: where processes go on without their dead: processes now -> what `resize` returns of the number in the file `processes`, None unless that is
-            larger.
+        wanted: where processes go on without their dead: processes now -> what `resize` returns of the number in the
+            file `processes`, None unless that is larger.
         standby: how many processes wait to take a place.
 
     Raises:
@@ -123,7 +127,8 @@ class Elastic:
         )
 
     def _allowed(self) -> int | None:
-        """Returns the number in the file `processes` of the run's directory, None where there is none between MIN and MAX."""
+        """Returns the number in the file `processes` of the run's directory, None where there is none between MIN and
+        MAX."""
         try:
             number = int((self._run_dir / ALLOWED).read_text())
         except (OSError, ValueError):

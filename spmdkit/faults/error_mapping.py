@@ -1,4 +1,5 @@
-"""What an exception that is none of ours means: a callback of the user's in a compiled step, or the file system. Anything else is a bug."""
+"""What an exception that is none of ours means: a callback of the user's in a compiled step, or the file system.
+Anything else is a bug."""
 
 from __future__ import annotations
 
@@ -26,12 +27,14 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def of_foreign(error: BaseException) -> tuple[int, str] | None:
-    """Returns (exit code, message) of an exception whose cause is the user's or the machine's, None where it is a bug of ours."""
+    """Returns (exit code, message) of an exception whose cause is the user's or the machine's, None where it is a bug
+    of ours."""
     return of_callback(error) or _of_file_system(error)
 
 
 def quiet_callbacks() -> None:
-    """Keeps JAX from printing the traceback of a callback that raised: the step that it stood in raises too, and is told."""
+    """Keeps JAX from printing the traceback of a callback that raised: the step that it stood in raises too, and is
+    told."""
     from spmdkit import compat
 
     for name in compat.CALLBACK_LOGGERS:
@@ -46,15 +49,17 @@ def _no_traceback(record: logging.LogRecord) -> bool:
 
 
 callback_raised: list[Callable[[BaseException], None]] = []
-"""Who is told of an exception in a callback, in the thread in which it was raised, before anybody meets it in the step."""
+"""Who is told of an exception in a callback, in the thread in which it was raised, before anybody meets it in the
+step."""
 
 
 @contextlib.contextmanager
 def callbacks_that_raise(told: Callable[[int, str], None], after_s: float = 3.0) -> Iterator[None]:
-    """Calls `told(exit code, message)` in a thread of its own where a callback has raised and what is in here goes on for so long.
+    """Calls `told(exit code, message)` in a thread of its own where a callback has raised and what is in here goes on
+    for so long.
 
-    XLA's CPU devices wait in their collectives for the one whose callback raised, after 40 s abort the process with a C++ stack (jaxlib 0.10.2), and
-    the thread that waits for the step does not come back before.
+    XLA's CPU devices wait in their collectives for the one whose callback raised, after 40 s abort the process with a
+    C++ stack (jaxlib 0.10.2), and the thread that waits for the step does not come back before.
     """
     timers: list[threading.Timer] = []
     one_by_one = threading.Lock()  # the callbacks of several devices raise at once
@@ -106,7 +111,8 @@ def _is_ours(file: str) -> bool:
 
 
 def _of_file_system(error: BaseException) -> tuple[int, str] | None:
-    """A file that we could not use, when no better message was found; where the frame is the user's own it is their exception."""
+    """A file that we could not use, when no better message was found; where the frame is the user's own it is their
+    exception."""
     if not isinstance(error, OSError) or error.errno is None:
         return None
     frames = traceback.extract_tb(error.__traceback__)

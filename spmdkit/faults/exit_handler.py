@@ -56,7 +56,8 @@ taken_over = threading.Event()
 """Set while the watchdog ends the process: what the training thread then meets, peers that leave, is not the cause."""
 TAKEN_OVER_S = 10.0
 NAMED_S = 0.6
-"""How long a process that has lost another waits until the watchdog knows which: its own message could only name a socket."""
+"""How long a process that has lost another waits until the watchdog knows which: its own message could only name a
+socket."""
 
 _owned = [False]
 
@@ -95,7 +96,8 @@ def run_process(main: Callable[[], int | None]) -> int:
 
 
 def _flushed() -> int:
-    """Returns the exit code of a command that is done: a full disk behind what it printed is told now, and not by Python after the end."""
+    """Returns the exit code of a command that is done: a full disk behind what it printed is told now, and not by
+    Python after the end."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -1,7 +1,8 @@
-"""What one process can tell of all from their beats: who is silent, who holds up the others, who is slow. Pure, with the time handed in.
+"""What one process can tell of all from their beats: who is silent, who holds up the others, who is slow. Pure, with
+the time handed in.
 
-A beat is a line that each process writes every second: where its training thread stands, since when, and how long it may. Times in it are of
-its own clock without pauses, so that no clock is compared with another.
+A beat is a line that each process writes every second: where its training thread stands, since when, and how long it
+may. Times in it are of its own clock without pauses, so that no clock is compared with another.
 """
 
 from __future__ import annotations
@@ -115,8 +116,10 @@ STEPS = 40
 def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
     """Returns the processes that hold up the job, none while it may still go on.
 
-    Who works on his own for longer than he may holds up the others, whatever they do; in an evaluation that is who reads. In the step all wait for
-    all: there the job hangs when everybody is overdue, and first comes who gives no sign of life, then who has come less far.
+    Who works on his own for longer than he may holds up the others, whatever they do; in an evaluation that is who
+    reads. In the step all wait for
+    all: there the job hangs when everybody is overdue, and first comes who gives no sign of life, then who has come
+        less far.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -136,7 +139,8 @@ def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int,
 
 
 def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
-    """Returns who has given no sign of life for `limit_s`, or never came in twice that time; `seen`: when each beat was new, where the store answers."""
+    """Returns who has given no sign of life for `limit_s`, or never came in twice that time; `seen`: when each beat was
+    new, where the store answers."""
     never = [p for p in others if p not in seen and now > 2 * limit_s]
     return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
 
@@ -172,7 +176,8 @@ def _names(processes: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process that the others wait for, again and again: `phase` takes `share` of its time, and `usual` of the others'."""
+    """A process that the others wait for, again and again: `phase` takes `share` of its time, and `usual` of the
+    others'."""
 
     process: int
     phase: str
@@ -183,7 +188,8 @@ class Straggler:
 def straggler(
     before: Mapping[int, Mapping[str, float]], after: Mapping[int, Mapping[str, float]], wall_s: float
 ) -> Straggler | None:
-    """Returns who kept the others waiting in the last `wall_s` seconds, from the spread of the times of their phases, or None.
+    """Returns who kept the others waiting in the last `wall_s` seconds, from the spread of the times of their phases,
+    or None.
 
     Where all are slow alike, nobody is a straggler.
     """

@@ -1,4 +1,5 @@
-"""What a process and the launcher on its machine tell each other: that Python runs in it, which the launcher cannot see otherwise; and who is dead."""
+"""What a process and the launcher on its machine tell each other: that Python runs in it, which the launcher cannot see
+otherwise; and who is dead."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Launcher:
         self._said = 0
 
     def dead(self) -> dict[int, dict[str, Any]]:
-        """Returns who is dead: process -> `exit` and `said`, as a process that leaves says it itself (faults/watchdog.py)."""
+        """Returns who is dead: process -> `exit` and `said`, as a process that leaves says it itself
+        (faults/watchdog.py)."""
         if self._deaths is None:
             return {}
         with suppress(OSError, ValueError):  # half written: the rest is there the next time

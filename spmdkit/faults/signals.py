@@ -1,17 +1,23 @@
-"""`StopSignals`: what asks a run to stop. The first signal asks for a save and the end; Ctrl-C after that leaves at once.
+"""`StopSignals`: what asks a run to stop. The first signal asks for a save and the end; Ctrl-C after that leaves at
+once.
 
-| signal                                            | before the loop             | in the loop                                |
-| ------------------------------------------------- | --------------------------- | ------------------------------------------ |
-| SIGINT, SIGTERM, SIGHUP, SIGUSR1 (Slurm's notice) | leaves: nothing is unsaved  | this step, a save, code 42 at the same step everywhere |
-| SIGINT after one of these                         | 130, at once                | 130, at once                               |
-| SIGQUIT                                           | stacks of all threads; goes on (faults/stacks.py)                         ||
+| signal                                            | before the loop             | in the loop
+|
+| ------------------------------------------------- | --------------------------- |
+------------------------------------------ |
+| SIGINT, SIGTERM, SIGHUP, SIGUSR1 (Slurm's notice) | leaves: nothing is unsaved  | this step, a save, code 42 at the
+same step everywhere |
+| SIGINT after one of these                         | 130, at once                | 130, at once
+|
+| SIGQUIT                                           | stacks of all threads; goes on (faults/stacks.py)
+||
 
 Python runs a signal's handler between two bytecodes of the main thread, so a main thread that waits inside a
 collective for ever never gets there, and a second Ctrl-C would do nothing. The signal's number is therefore read from
 Python's wakeup descriptor, which the C handler writes itself, by a thread of its own.
 
-`jax.distributed.initialize` installs a C handler that swallows SIGTERM; the last one to install wins: call `again` after `join`. What was
-ignored from the start (SIGHUP under `nohup`) stays ignored.
+`jax.distributed.initialize` installs a C handler that swallows SIGTERM; the last one to install wins: call `again`
+after `join`. What was ignored from the start (SIGHUP under `nohup`) stays ignored.
 """
 
 from __future__ import annotations
@@ -87,7 +93,8 @@ class StopSignals:
 
     @contextmanager
     def nothing_to_save(self, leave: Callable[[BaseException], Any], run_is_open: bool = False) -> Iterator[None]:
-        """While the body runs, a signal ends it by an exception; a body that does not come out in time, by `leave(exception)`.
+        """While the body runs, a signal ends it by an exception; a body that does not come out in time, by
+        `leave(exception)`.
 
         `run_is_open`: Ctrl-C asks for a stop, as in the loop; before that it is a plain KeyboardInterrupt.
         """

@@ -1,4 +1,5 @@
-"""Where the threads of this process are in Python: for a message, on SIGQUIT, and when the interpreter itself is held."""
+"""Where the threads of this process are in Python: for a message, on SIGQUIT, and when the interpreter itself is
+held."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _idle(lines: list[str]) -> bool:
 
 
 def on_sigquit() -> bool:
-    """SIGQUIT shows the stacks of all threads on standard error, and all goes on. Works while the interpreter is held: its handler is C."""
+    """SIGQUIT shows the stacks of all threads on standard error, and all goes on. Works while the interpreter is held:
+    its handler is C."""
     number = getattr(signal, "SIGQUIT", None)
     if number is None or sys.__stderr__ is None:
         return False
@@ -56,7 +58,8 @@ def off_sigquit() -> None:
 
 
 def end_unless_called_again(seconds: float) -> None:
-    """Ends this process with code 1, after the stacks of all threads, unless it is called again in time: then no Python runs any more.
+    """Ends this process with code 1, after the stacks of all threads, unless it is called again in time: then no Python
+    runs any more.
 
     A thread in C waits for that (`faulthandler`), with a clock that goes on while the process is stopped.
     """
@@ -71,6 +74,7 @@ def never_end() -> None:
 
 
 def stop_without_end(number: int, frame: FrameType | None) -> None:
-    """Handler of SIGTSTP (Ctrl-Z): stops this process as asked, without the deadline that would end it when it goes on."""
+    """Handler of SIGTSTP (Ctrl-Z): stops this process as asked, without the deadline that would end it when it goes
+    on."""
     never_end()
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,8 +1,8 @@
 """Standard output and error that nobody reads any more end nothing: `| head`, a closed terminal, `>&-`.
 
-A descriptor that is closed at the start is opened on /dev/null, or the next file or socket would get its number, and be printed into. Where
-the reader goes away later, the descriptor is put on /dev/null at the first write that fails: what is printed after that, by us, by the
-user's functions, by C++, goes nowhere.
+A descriptor that is closed at the start is opened on /dev/null, or the next file or socket would get its number, and be
+printed into. Where the reader goes away later, the descriptor is put on /dev/null at the first write that fails: what
+is printed after that, by us, by the user's functions, by C++, goes nowhere.
 """
 
 from __future__ import annotations

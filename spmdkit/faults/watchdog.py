@@ -1,4 +1,5 @@
-"""The watchdog: every process says each second where it stands, all watch all, and a job that cannot go on ends, named and in time.
+"""The watchdog: every process says each second where it stands, all watch all, and a job that cannot go on ends, named
+and in time.
 
 | what is seen                                          | code | who is named                                     |
 | ----------------------------------------------------- | ---- | ------------------------------------------------ |
@@ -8,9 +9,11 @@
 | beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
 | the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |
 
-Beats go through the coordination service's store, so that it works whoever started the processes; the service is in a process of its own (keeper/).
-Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock leaves out pauses: a job that was suspended as a whole, or a machine
-whose clock was set forward, goes on. Before 76 all processes put their Python stacks into the store, and one of them tells all.
+Beats go through the coordination service's store, so that it works whoever started the processes; the service is in a
+process of its own (keeper/).
+Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock
+leaves out pauses: a job that was suspended as a whole, or a machine whose clock was set forward, goes on. Before 76 all
+processes put their Python stacks into the store, and one of them tells all.
 
 JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
 
@@ -44,7 +47,8 @@ FEW = 64
 GATHER_S = 1.0
 """How long the others get for their stacks before the job ends."""
 LEADER_LAST_S = 0.6
-"""Where process 0 holds the store itself (joined by the user's own code): so long at most it waits until the others have left, or JAX would abort them."""
+"""Where process 0 holds the store itself (joined by the user's own code): so long at most it waits until the others
+have left, or JAX would abort them."""
 OWN_WORDS_S = 0.3
 """How long a process may take to say itself why it cannot go on, after another has left."""
 SIGNALLED = 128
@@ -52,7 +56,8 @@ AGREED = (ExitCode.NOT_WRITTEN, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.C
 FOLLOWED = (ExitCode.PEER_LOST, SIGNALLED + signal.SIGABRT)
 """How a process ends that another one has left, in its own words or in JAX's: no cause."""
 AGREED_S = 5.0
-"""The same after one has left with an error that all meet at one place, each on its own: a busy machine gets there late."""
+"""The same after one has left with an error that all meet at one place, each on its own: a busy machine gets there
+late."""
 OWN_END_S = 30.0
 """How long it may take to end for a reason that it shares with the one that has left, and is about to say."""
 
@@ -152,7 +157,8 @@ class Watchdog:
         taken, self.notices = self.notices, []
         return taken
 
-    # ---- the thread that looks ----------------------------------------------------------------------------------------
+    # ---- the thread that looks
+    # ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._stopped.wait(TICK_S):
@@ -197,7 +203,8 @@ class Watchdog:
             self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
 
     def _patience_s(self, code: int | None) -> float:
-        """Returns how long the training thread has for words of its own, after another process has left with `code`; None: without a word."""
+        """Returns how long the training thread has for words of its own, after another process has left with `code`;
+        None: without a word."""
         if code is None or code > SIGNALLED:
             return 0.0
         compares = (
@@ -218,10 +225,12 @@ class Watchdog:
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
 
-    # ---- the thread that talks ----------------------------------------------------------------------------------------
+    # ---- the thread that talks
+    # ----------------------------------------------------------------------------------------
 
     def _talk(self) -> None:
-        """Puts this process's beat and reads all others'. Hangs while the store does not answer; then `_lost` sees it."""
+        """Puts this process's beat and reads all others'. Hangs while the store does not answer; then `_lost` sees
+        it."""
         while not self._stopped.wait(TICK_S * max(1.0, self._num / 8)):
             self._exchange()
 

@@ -2,18 +2,20 @@
 
     checksum(leaf) = sum over the words of the leaf of mix(position in the whole leaf, bits)        64 bits
 
-Added up over shards, so that each device reads its own shard once and one number crosses the wire. One definition for the agreement on
-parameters before the first step and for the vote on copies while training (the chunks of a checkpoint have checksums of their own):
+Added up over shards, so that each device reads its own shard once and one number crosses the wire. One definition for
+the agreement on parameters before the first step and for the vote on copies while training (the chunks of a checkpoint
+have checksums of their own):
 
-- A word is up to 32 bits of one element: one for 8, 16 and 32 bits and below (booleans are 0 and 1), two for 64 bits and complex64, four
-  for complex128, the low half first, real before imaginary. Typed keys are the uint32 of their data. Bits count, not values: 0.0 and -0.0
-  differ, and so do two NaNs of other bits.
-- The position of a word is a pair of uint32: (`outer`, `inner`), the row-major index of the element over the leading and over the
-  trailing dims, times the words of an element, plus the word's own number. The trailing dims are as many as hold fewer than 2^32 words:
+- A word is up to 32 bits of one element: one for 8, 16 and 32 bits and below (booleans are 0 and 1), two for 64 bits
+  and complex64, four for complex128, the low half first, real before imaginary. Typed keys are the uint32 of their
+  data. Bits count, not values: 0.0 and -0.0 differ, and so do two NaNs of other bits.
+- The position of a word is a pair of uint32: (`outer`, `inner`), the row-major index of the element over the leading
+  and over the trailing dims, times the words of an element, plus the word's own number. The trailing dims are as many
+  as hold fewer than 2^32 words:
   all of them but for enormous leaves, where `outer` is then 0.
-- JAX without x64 has no uint64, so the 64 bits are two lanes of 32 bits, each added modulo 2^32 by itself; the number is
-  `high * 2^32 + low`. `low` is a bijection of the word at its position: one changed word, however it changed, always changes the sum. `high`
-  mixes `low` once more, so that several changes cancel in both lanes with a chance of 2^-64.
+- JAX without x64 has no uint64, so the 64 bits are two lanes of 32 bits, each added modulo 2^32 by itself; the number
+  is `high * 2^32 + low`. `low` is a bijection of the word at its position: one changed word, however it changed, always
+  changes the sum. `high` mixes `low` once more, so that several changes cancel in both lanes with a chance of 2^-64.
 
 It finds accidents, not forgers. Wire: 8 bytes a leaf, added over all devices.
 """
@@ -41,8 +43,8 @@ _FIRST, _SECOND, _THIRD = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35), np.uint3
 def checksums(tree: Any) -> dict[str, int]:
     """Returns {path of the leaf: its checksum, 0 <= n < 2^64} of a tree of jax arrays. Waits for the device.
 
-    Every process of a run calls it at the same moment: a leaf that is cut over processes is added up by all. Compiles once for each kind of leaf
-    (shape, dtype, sharding).
+    Every process of a run calls it at the same moment: a leaf that is cut over processes is added up by all. Compiles
+    once for each kind of leaf (shape, dtype, sharding).
     """
     return values(lanes_of(tree))
 
@@ -64,12 +66,14 @@ def as_int(lanes: Any) -> int:
 
 
 def leaf_lanes(leaf: jax.Array) -> jax.Array:
-    """Returns uint32[2], (low, high), of a whole leaf; pure, for any jitted program. The partitioner sees to the shards."""
+    """Returns uint32[2], (low, high), of a whole leaf; pure, for any jitted program. The partitioner sees to the
+    shards."""
     return shard_lanes(leaf, (0,) * leaf.ndim, leaf.shape)
 
 
 def shard_lanes(shard: jax.Array, start: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-    """Returns uint32[2] of one shard of a leaf: what it adds to the leaf's lanes. For `shard_map`; `psum` over the shards gives the leaf's.
+    """Returns uint32[2] of one shard of a leaf: what it adds to the leaf's lanes. For `shard_map`; `psum` over the
+    shards gives the leaf's.
 
     Args:
         start: index of the shard's first element in the whole leaf, a number or traced integer for each dim.
@@ -102,7 +106,8 @@ def _words(x: jax.Array) -> jax.Array:
 def _positions(
     block: Sequence[int], start: Sequence[Any], shape: Sequence[int], per_element: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (outer, inner), uint32 that broadcast to `block`: the position in the whole leaf of each element's first word."""
+    """Returns (outer, inner), uint32 that broadcast to `block`: the position in the whole leaf of each element's first
+    word."""
     first = inner_dims_from(shape, per_element)
     outer = inner = jnp.zeros((1,) * len(shape), jnp.uint32)
     for dim in range(len(shape)):

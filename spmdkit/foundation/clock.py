@@ -1,4 +1,5 @@
-"""A clock that leaves out pauses, for deadlines that a suspended job, a stopped process or a sleeping laptop must survive."""
+"""A clock that leaves out pauses, for deadlines that a suspended job, a stopped process or a sleeping laptop must
+survive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Names that several parts of spmdkit share, each written once: mesh axes, logical axes, `cpu:N`, our environment variables, keys of metrics.jsonl."""
+"""Names that several parts of spmdkit share, each written once: mesh axes, logical axes, `cpu:N`, our environment
+variables, keys of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -52,19 +53,22 @@ PROCESS_ID = "SPMDKIT_PROCESS_ID"
 DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
 RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
 SERVICE = "SPMDKIT_SERVICE"
-"""The address of JAX's coordination service where a launcher holds it, which also keeps the port of COORDINATOR free."""
+"""The address of JAX's coordination service where a launcher holds it, which also keeps the port of COORDINATOR
+free."""
 
 ERROR_FILE = "SPMDKIT_ERROR_FILE"
 """Names the file into which a process that fails writes its message, for the launcher that set the variable."""
 
 BEAT_FILE = "SPMDKIT_BEAT_FILE"
-"""Names the file in which a process says several times a second that Python runs in it, for the launcher that set the variable."""
+"""Names the file in which a process says several times a second that Python runs in it, for the launcher that set the
+variable."""
 
 DEATHS_FILE = "SPMDKIT_DEATHS_FILE"
 """Names the file in which the launcher says which processes are dead, and how they ended."""
 
 STEP_FILE = "SPMDKIT_STEP_FILE"
-"""Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set the variable."""
+"""Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set
+the variable."""
 
 ORDER_FILE = "SPMDKIT_ORDER_FILE"
 """Names the file in which the launcher says who the processes of the next epoch are (launch/membership_file.py)."""
@@ -79,7 +83,8 @@ COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
 """off: no compile cache; otherwise the folder of it, where the config names none."""
 
 COMPILE_ONLY = "SPMDKIT_COMPILE_ONLY"
-"""Lets `train` end when its step is compiled: set by a launcher that fills the compile cache for another number of processes (launch/precompile.py)."""
+"""Lets `train` end when its step is compiled: set by a launcher that fills the compile cache for another number of
+processes (launch/precompile.py)."""
 
 DRILL_FILE = "SPMDKIT_DRILL_FILE"
 """Names the file in which a drill orders a fault of one process, and the process says when it came."""

@@ -29,7 +29,8 @@ FILE_MODE, FOLDER_MODE = 0o640, 0o750
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a path beside `path`, for a file or a folder; what is there at the end takes its place. After an exception nothing is left.
+    """Yields a path beside `path`, for a file or a folder; what is there at the end takes its place. After an exception
+    nothing is left.
 
     A file replaces one that is there. Readers see the old or the new.
     """
@@ -44,7 +45,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, besides: tuple[str, ...]) -> None:
-    """Removes what writers that were killed have left beside their files in a folder, which the caller alone writes; `besides`: files that others write there too."""
+    """Removes what writers that were killed have left beside their files in a folder, which the caller alone writes;
+    `besides`: files that others write there too."""
     for path in folder.glob(".*.partial"):
         found = _PARTIAL.fullmatch(path.name)
         if found is not None and found["name"] not in besides:
@@ -60,7 +62,8 @@ def _remove(path: Path) -> None:
 
 
 def tighten(path: Path) -> None:
-    """Takes all rights from others, and those to write from the group, of a file or of a folder and what is in it. Links are not followed."""
+    """Takes all rights from others, and those to write from the group, of a file or of a folder and what is in it.
+    Links are not followed."""
     for parent, folders, names in os.walk(path):
         for name in (*folders, *names):
             _chmod(os.path.join(parent, name))
@@ -68,9 +71,11 @@ def tighten(path: Path) -> None:
 
 
 def below(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path, path below `folder`) of every file in it. Texts: a new name in a `Path` costs a place in CPython's table of interned strings.
+    """Yields (path, path below `folder`) of every file in it. Texts: a new name in a `Path` costs a place in CPython's
+    table of interned strings.
 
-    The names of a save are new each time. Up to Python 3.11 they fill the table until it is made anew, twice as large; 3.12 never frees one.
+    The names of a save are new each time. Up to Python 3.11 they fill the table until it is made anew, twice as large;
+    3.12 never frees one.
     """
     top = os.fspath(folder)
     for parent, _, names in os.walk(top):
@@ -110,7 +115,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def digest(content: bytes) -> str:
-    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays have `checksum.py`, and the checksums of checkpoint/orbax_backend.py."""
+    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays have `checksum.py`, and the checksums
+    of checkpoint/orbax_backend.py."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
@@ -128,7 +134,8 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def strict_json(value: Any) -> Any:
-    """Returns `value` with non-finite floats as the strings "NaN", "Infinity", "-Infinity", scalar arrays as numbers, paths as strings."""
+    """Returns `value` with non-finite floats as the strings "NaN", "Infinity", "-Infinity", scalar arrays as numbers,
+    paths as strings."""
     if type(value) is int or type(value) is str or (type(value) is float and math.isfinite(value)):
         return value  # most of them are
     if isinstance(value, Mapping):
@@ -154,5 +161,6 @@ def not_writable(path: Path, error: OSError) -> ConfigError:
 
 
 def not_written(path: Path, error: OSError) -> CheckpointWriteError:
-    """Returns the error of a run's file that was written until now, and cannot be any more: the disk is full or has gone."""
+    """Returns the error of a run's file that was written until now, and cannot be any more: the disk is full or has
+    gone."""
     return CheckpointWriteError(str(not_writable(path, error)))

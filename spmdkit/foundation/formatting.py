@@ -1,4 +1,5 @@
-"""What people read: losses, rates, durations, sizes and counts in one form everywhere, and the name that was probably meant."""
+"""What people read: losses, rates, durations, sizes and counts in one form everywhere, and the name that was probably
+meant."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def format_count(value: float) -> str:
 
 
 def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Returns a value in the largest of its units, given from large to small, in which it is at least one as written."""
+    """Returns a value in the largest of its units, given from large to small, in which it is at least one as
+    written."""
     size, unit = next((u for u in units if value >= 0.9995 * u[0]), units[-1])
     return f"{value / size:.3g}{unit}"
 
@@ -74,11 +76,13 @@ def format_bytes(num_bytes: float) -> str:
 
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys, or turns round, instead of showing: control characters but newline and tab, marks of direction, half characters."""
+"""What a terminal obeys, or turns round, instead of showing: control characters but newline and tab, marks of
+direction, half characters."""
 
 
 def visible(text: str) -> str:
-    """Returns a text that a terminal shows as it is: what it would obey is written out, as `\\x1b`. For names of files, leaves and metrics."""
+    """Returns a text that a terminal shows as it is: what it would obey is written out, as `\\x1b`. For names of files,
+    leaves and metrics."""
     return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -95,7 +99,8 @@ MOST_LINES, MOST_COLUMNS = 24, 1000
 
 
 def bounded(text: str) -> str:
-    """Returns a message that fits on a screen: of too many lines, and of a line that is too long, the beginning and the end."""
+    """Returns a message that fits on a screen: of too many lines, and of a line that is too long, the beginning and the
+    end."""
     lines = [_cut(line) for line in text.splitlines()]
     if len(lines) > MOST_LINES:
         left_out = len(lines) - MOST_LINES + 1

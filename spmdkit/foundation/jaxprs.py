@@ -1,7 +1,8 @@
-"""One walker of jaxprs: an equation's own jaxprs, all equations of a program, each body by itself, equations with what is around them.
+"""One walker of jaxprs: an equation's own jaxprs, all equations of a program, each body by itself, equations with what
+is around them.
 
-A jaxpr may be closed or open here; what comes back is open. Rules that depend on an operation's meaning (which inputs a scan carries, how
-often a body runs) stay with those who ask.
+A jaxpr may be closed or open here; what comes back is open. Rules that depend on an operation's meaning (which inputs a
+scan carries, how often a body runs) stay with those who ask.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def opened(jaxpr: Any) -> Any:
 
 
 def inner(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs in an equation's parameters: bodies, branches, what a call calls. Of a custom rule, the function itself."""
+    """Yields the jaxprs in an equation's parameters: bodies, branches, what a call calls. Of a custom rule, the
+    function itself."""
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, ClosedJaxpr | Jaxpr):

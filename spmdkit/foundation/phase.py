@@ -1,7 +1,10 @@
-"""Where training stands in this process: phase, step, since when. Whoever watches reads it; whoever works says `at`, `during` or `waiting`.
+"""Where training stands in this process: phase, step, since when. Whoever watches reads it; whoever works says `at`,
+`during` or `waiting`.
 
-There is one, as there is one stack: a watcher in another thread, and the messages of a hang, look at it without being handed anything.
-Only the thread that called `begin` is listened to: a reader, a saver, a second training in a notebook's thread change nothing.
+There is one, as there is one stack: a watcher in another thread, and the messages of a hang, look at it without being
+handed anything.
+Only the thread that called `begin` is listened to: a reader, a saver, a second training in a notebook's thread change
+nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ class Doing(NamedTuple):
     """What the training thread is doing.
 
     Attributes:
-        phase: `import`, `compile`, `restore`, `data`, `step`, `evaluation`, `save`, `hook NAME`, or `waiting` (for other processes, who say
-            themselves where they stand).
+        phase: `import`, `compile`, `restore`, `data`, `step`, `evaluation`, `save`, `hook NAME`, or `waiting` (for
+            other processes, who say themselves where they stand).
         detail: what is waited for.
         step: the step that is trained, 0 before the first.
         since: monotonic seconds.
@@ -62,7 +65,8 @@ def end() -> None:
 
 
 def ends() -> None:
-    """Says that this process ends by itself, for a reason that it shares with others: that they have left need not end it."""
+    """Says that this process ends by itself, for a reason that it shares with others: that they have left need not end
+    it."""
     global _ends_since
     _ends_since = time.monotonic()
 

@@ -1,6 +1,7 @@
 """Things found by name: a folder of the package, a file for each kind, and in it `make(**options)`.
 
-`communication/reducers/` and `communication/sync/` are such folders. `base.py` in each holds the interface as types. Nothing is imported before it is asked for.
+`communication/reducers/` and `communication/sync/` are such folders. `base.py` in each holds the interface as types.
+Nothing is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def names(folder: str) -> list[str]:
 
 
 def split(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`; of `{stale: 2}` the number, which `make` gives its name."""
+    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`; of `{stale: 2}` the number, which `make` gives
+    its name."""
     if isinstance(choice, str):
         return choice, {}
     name, options = next(iter(choice.items()))
@@ -96,7 +98,8 @@ def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
 
 
 def _by_name(folder: str, name: str, options: Any) -> Any:
-    """Returns the options of `{stale: 2}`, a number for the only option that there is, under its name; any others as they are."""
+    """Returns the options of `{stale: 2}`, a number for the only option that there is, under its name; any others as
+    they are."""
     if isinstance(options, bool) or not isinstance(options, int | float) or name not in names(folder):
         return options
     only = list(inspect.signature(_make_of(folder, name)).parameters)

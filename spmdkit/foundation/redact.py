@@ -1,7 +1,9 @@
-"""What looks like a secret, and its text without it: `***` in every file that a run writes, in its record and in what it says.
+"""What looks like a secret, and its text without it: `***` in every file that a run writes, in its record and in what
+it says.
 
-A value is secret by its name (`api_token`, `password`, `AWS_SECRET_ACCESS_KEY`), or by its look (a login in a URL, `Bearer ...`, the tokens of
-well-known services, a private key). What a name has told is remembered, so that the same text is hidden in a message too.
+A value is secret by its name (`api_token`, `password`, `AWS_SECRET_ACCESS_KEY`), or by its look (a login in a URL,
+`Bearer ...`, the tokens of well-known services, a private key). What a name has told is remembered, so that the same
+text is hidden in a message too.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _known: set[str] = set()
 
 @functools.lru_cache(maxsize=4096)
 def named(name: str) -> bool:
-    """Returns whether a value of this name is a secret. Kept: each text that is written asks for all variables of the environment."""
+    """Returns whether a value of this name is a secret. Kept: each text that is written asks for all variables of the
+    environment."""
     words = {word.lower() for word in _SPLIT.split(name) if word}
     if words & {"token", "tokens"} and words & _OF_TEXT:
         return False
@@ -83,7 +86,8 @@ def remember(value: Any, name: str = "", depth: int = 0) -> None:
 
 
 def remember_command(words: Sequence[str], files: bool = True) -> None:
-    """Takes note of the secrets in a command's `key=value` and, where `files`, in the YAML files that it names, as far as they can be read."""
+    """Takes note of the secrets in a command's `key=value` and, where `files`, in the YAML files that it names, as far
+    as they can be read."""
     import yaml  # 20 ms
 
     for word in words:

@@ -1,8 +1,9 @@
-"""The last start of a run: how far it came, and whether it said how it ended. Known also when its process is gone without a word.
+"""The last start of a run: how far it came, and whether it said how it ended. Known also when its process is gone
+without a word.
 
-`events.jsonl` holds `running` from the start of each, and `stopped`, `preempted` or `fault` at its end; `last_step` the step that was last
-dispatched, in a page of memory that the kernel keeps for a process that dies. A run that left by `os._exit(0)` has the exit code of one that is
-done, and is told apart by them.
+`events.jsonl` holds `running` from the start of each, and `stopped`, `preempted` or `fault` at its end; `last_step` the
+step that was last dispatched, in a page of memory that the kernel keeps for a process that dies. A run that left by
+`os._exit(0)` has the exit code of one that is done, and is told apart by them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _WIDTH = 20
 
 
 class StepMark:
-    """The number of the step that was last dispatched, in each of some files; writing it costs less than a microsecond and waits for no disk.
+    """The number of the step that was last dispatched, in each of some files; writing it costs less than a microsecond
+    and waits for no disk.
 
     A file that cannot be mapped is left out: what it holds is for a message.
     """
@@ -126,7 +128,8 @@ def running(step: int) -> dict[str, Any]:
 
 
 def newest_saved(run_dir: Path) -> int | None:
-    """Returns the newest step that a run has said to be committed, wherever its checkpoints are; None where it has said so of none."""
+    """Returns the newest step that a run has said to be committed, wherever its checkpoints are; None where it has said
+    so of none."""
     saved = (event.get("step") for event in _events(run_dir / EVENTS) if event.get("event") == "saved")
     return max((step for step in saved if isinstance(step, int)), default=None)
 
@@ -137,7 +140,8 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(found: dict[str, Any]) -> bool:
-    """Returns whether the process that `this_process` described has ended for certain: it was of this machine, since the machine was started."""
+    """Returns whether the process that `this_process` described has ended for certain: it was of this machine, since
+    the machine was started."""
     here = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
     return here and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
 
@@ -185,7 +189,8 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _born(pid: int) -> int | None:
-    """Returns when a process was started, in ticks since the machine was: the number of one that is gone may be another's by now."""
+    """Returns when a process was started, in ticks since the machine was: the number of one that is gone may be
+    another's by now."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         return int(text.rpartition(")")[2].split()[19])

@@ -30,7 +30,8 @@ def canonical_dtype(dtype: Any) -> Any:
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """Returns the dtype to which JAX promotes all of them, also where the user has forbidden promotion that nobody asked for."""
+    """Returns the dtype to which JAX promotes all of them, also where the user has forbidden promotion that nobody
+    asked for."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jax.numpy.promote_types, dtypes)
 

@@ -1,7 +1,9 @@
-"""The user's own code: finding what a config names, and calling it so that what goes wrong is said as theirs, with their own line.
+"""The user's own code: finding what a config names, and calling it so that what goes wrong is said as theirs, with
+their own line.
 
-A config may name only what says that it is meant for this: `task: os:system` must not run a command. So what is called has to be
-declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.synchronization`, `@sk.sink`) in the very module that is named, or be an object of that kind.
+A config may name only what says that it is meant for this: `task: os:system` must not run a command. So what is called
+has to be declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.synchronization`, `@sk.sink`) in the very module that is
+named, or be an object of that kind.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def call_user(fn: Callable[[], T], what: str) -> T:
     """Returns `fn()`, while it runs or traces the user's function called `what`.
 
     Raises:
-        ConfigError: JAX, or a library of models, refused what the function does (shapes, dtypes, branches on values), or
-            spmdkit did (`sk.mean` of something else).
+        ConfigError: JAX, or a library of models, refused what the function does (shapes, dtypes, branches on values),
+            or spmdkit did (`sk.mean` of something else).
         UserCodeError: the function itself raised; `__cause__` has its frames.
     """
     try:
@@ -136,7 +138,8 @@ def _is_library(filename: str) -> bool:
 
 
 def declared(kind: str) -> Callable[[T], T]:
-    """Returns the decorator that declares a function as a `kind`: a config can name it, in the module that declares it."""
+    """Returns the decorator that declares a function as a `kind`: a config can name it, in the module that declares
+    it."""
 
     def declare(fn: T) -> T:
         module = sys._getframe(1).f_globals.get("__name__", "")
@@ -190,7 +193,8 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
 
 
 def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:
-    """Returns what an entry of a config names, as `module:name` or `{module:name: options}`: a `returns`, or what a function makes of the options.
+    """Returns what an entry of a config names, as `module:name` or `{module:name: options}`: a `returns`, or what a
+    function makes of the options.
 
     Raises:
         ConfigError: it is not found, not declared, no `returns`, or does not take the options.
@@ -242,7 +246,8 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
 
 
 def _mark(found: Any) -> tuple[str | None, str | None]:
-    """Returns (kind, module) of a declared function. That of a class does not go to the classes that inherit from it."""
+    """Returns (kind, module) of a declared function. That of a class does not go to the classes that inherit from
+    it."""
     return getattr(found, "__dict__", {}).get(_MARK, (None, None))
 
 
@@ -310,7 +315,8 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
 
 
 def _not_to_its_end(kind: str, what: str, error: BaseException) -> SpmdkitError:
-    """Returns the error of a module or a task that did not run to its end: what asks the whole process to leave is 70 wherever it stands."""
+    """Returns the error of a module or a task that did not run to its end: what asks the whole process to leave is 70
+    wherever it stands."""
     said = _raised(kind, what, error)
     return UserCodeError(said) if isinstance(error, SystemExit) else ConfigError(said)
 

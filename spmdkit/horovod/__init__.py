@@ -4,9 +4,10 @@
     params = hvd.broadcast_parameters(params, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optax.sgd(0.01 * hvd.size()))
 
-Calls take arrays of this process and wait for the other ranks, so they stand outside of `jax.jit`. Everything is agreed before it is sent: where
-ranks differ, also in which operation they call, every rank raises `HorovodInternalError` and says what each has asked. For new
-programs use `spmdkit train`, which reduces inside of the compiled step. What is different from Horovod: docs/coming_from.md.
+Calls take arrays of this process and wait for the other ranks, so they stand outside of `jax.jit`. Everything is agreed
+before it is sent: where ranks differ, also in which operation they call, every rank raises `HorovodInternalError` and
+says what each has asked. For new programs use `spmdkit train`, which reduces inside of the compiled step. What is
+different from Horovod: docs/coming_from.md.
 """
 
 from __future__ import annotations

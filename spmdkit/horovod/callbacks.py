@@ -1,7 +1,9 @@
-"""What Horovod's Keras callbacks do, for a loop of one's own: learning rates by schedule, warm-up with momentum correction, averages of metrics.
+"""What Horovod's Keras callbacks do, for a loop of one's own: learning rates by schedule, warm-up with momentum
+correction, averages of metrics.
 
-The learning rate and the momentum are numbers in the optimizer's state, where `optax.inject_hyperparams` puts them; a callback takes the state and
-returns it. Source: horovod/_keras/callbacks.py (0.28.1); Goyal et al., "Accurate, Large Minibatch SGD" (2017), sections 2.2 and 3.
+The learning rate and the momentum are numbers in the optimizer's state, where `optax.inject_hyperparams` puts them; a
+callback takes the state and returns it. Source: horovod/_keras/callbacks.py (0.28.1); Goyal et al., "Accurate, Large
+Minibatch SGD" (2017), sections 2.2 and 3.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ class LearningRateScheduleCallback:
     """Sets the learning rate to `initial_lr * multiplier(epoch)` between two epochs.
 
     Args:
-        multiplier: a function of the epoch, which has a fraction unless `staircase`; or a number, to the power of epochs since `start_epoch`.
+        multiplier: a function of the epoch, which has a fraction unless `staircase`; or a number, to the power of
+            epochs since `start_epoch`.
         end_epoch: the first epoch without; None: none is.
         staircase: True changes it at the first batch of an epoch, False at each batch, which needs `steps_per_epoch`.
-        momentum_correction: True scales the momentum by new over old rate for the batch of the change: the velocity was made of steps of the old rate.
+        momentum_correction: True scales the momentum by new over old rate for the batch of the change: the velocity was
+            made of steps of the old rate.
     """
 
     def __init__(
@@ -121,7 +125,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class MetricAverageCallback:
-    """Replaces the numbers of `logs` by their means over ranks, each rank counting once. Weigh them yourself where ranks saw unequal numbers of examples.
+    """Replaces the numbers of `logs` by their means over ranks, each rank counting once. Weigh them yourself where
+    ranks saw unequal numbers of examples.
 
     Raises HorovodInternalError on every rank where one has other names.
     """
@@ -137,7 +142,8 @@ class MetricAverageCallback:
 
 
 def scaled_learning_rate(learning_rate: float, backward_passes_per_step: int = 1, op: Any = Average) -> float:
-    """Returns the rate of one device times the ranks and passes whose examples one step averages; with Adasum as it is."""
+    """Returns the rate of one device times the ranks and passes whose examples one step averages; with Adasum as it
+    is."""
     return learning_rate * (topology.size() if op == Average else 1) * backward_passes_per_step
 
 

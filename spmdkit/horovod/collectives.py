@@ -1,8 +1,10 @@
 """The collectives behind the operations: one compiled program for each kind, over a mesh of one device of each rank.
 
-Wire, per rank, N ranks, B bytes of the array: allreduce `2 (N-1)/N B`, with Product or Adasum `(N-1) B`; allgather `(N-1)` times the longest
-part; broadcast `2 (N-1)/N B` (a sum of bits with zeros, so that every bit arrives); alltoall and reducescatter `(N-1)` times the longest part:
-reducescatter is an all_to_all and a local sum, since one psum_scatter over Gloo makes later all-reduces a hundred times slower (jax 0.10.2).
+Wire, per rank, N ranks, B bytes of the array: allreduce `2 (N-1)/N B`, with Product or Adasum `(N-1) B`; allgather
+`(N-1)` times the longest part; broadcast `2 (N-1)/N B` (a sum of bits with zeros, so that every bit arrives); alltoall
+and reducescatter `(N-1)` times the longest part:
+reducescatter is an all_to_all and a local sum, since one psum_scatter over Gloo makes later all-reduces a hundred times
+slower (jax 0.10.2).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Wire:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def run(self, arrays: list[jax.Array] | None, said: Wants) -> Any:
-        """Returns the result of an operation that all ranks have asked for. `arrays` None: this rank has joined and gives zeros."""
+        """Returns the result of an operation that all ranks have asked for. `arrays` None: this rank has joined and
+        gives zeros."""
         want = next(want for want in said.values() if want is not None)
         if arrays is None:
             shapes = zip(want.get("shapes") or (), want.get("dtypes") or (), strict=True)
@@ -154,7 +157,8 @@ class Wire:
 
 
 def shares(size: int, num: int) -> list[int]:
-    """Returns how many rows each rank gets in a reducescatter: the first ones one more where it does not come out even."""
+    """Returns how many rows each rank gets in a reducescatter: the first ones one more where it does not come out
+    even."""
     return [size // num + (i < size % num) for i in range(num)]
 
 
@@ -182,8 +186,8 @@ def adasum(every: jax.Array) -> jax.Array:
 
         a + b -> (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-    The sum of orthogonal arrays, the mean of equal ones. Source: Maleki et al., "Scaling distributed training with adaptive summation"
-    (2021); horovod/common/ops/adasum/adasum.h, which counts a norm of zero as a coefficient of one.
+    The sum of orthogonal arrays, the mean of equal ones. Source: Maleki et al., "Scaling distributed training with
+    adaptive summation" (2021); horovod/common/ops/adasum/adasum.h, which counts a norm of zero as a coefficient of one.
     """
     wide = jnp.promote_types(every.dtype, jnp.float32)
     rows = [x.astype(wide) for x in every]
@@ -234,7 +238,8 @@ def padded_to(x: jax.Array, rows: int) -> jax.Array:
 
 
 def as_bits(x: jax.Array, always: bool = False) -> jax.Array:
-    """Returns what moves without arithmetic as integers: XLA's CPU backend would widen narrow floats, and a sum would change bits.
+    """Returns what moves without arithmetic as integers: XLA's CPU backend would widen narrow floats, and a sum would
+    change bits.
 
     `always`: wide floats too.
     """

@@ -1,4 +1,5 @@
-"""What a reduction sends: `Compression.none`, or `Compression.fp16`, which sends floating point as float16. Source: horovod/torch/compression.py."""
+"""What a reduction sends: `Compression.none`, or `Compression.fp16`, which sends floating point as float16. Source:
+horovod/torch/compression.py."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Compressor:
 
 
 class Float16Compressor(Compressor):
-    """Floating point is cast to float16 before and back after: half of the bytes, sums up to 65,504. Other dtypes are left alone."""
+    """Floating point is cast to float16 before and back after: half of the bytes, sums up to 65,504. Other dtypes are
+    left alone."""
 
     @staticmethod
     def compress(x: jax.Array) -> tuple[jax.Array, Any]:

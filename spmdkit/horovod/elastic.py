@@ -1,7 +1,9 @@
-"""State that survives an error: `State` with commit, restore and sync; `ElasticSampler`; `run`, which goes on from the last commit.
+"""State that survives an error: `State` with commit, restore and sync; `ElasticSampler`; `run`, which goes on from the
+last commit.
 
-What an error is here: ranks that asked for different things, or an operation that failed (`HorovodInternalError`, on every rank). A process that died,
-and another number of processes, are a new start: `spmdkit launch --max-restarts`, and a state that the script keeps on disk.
+What an error is here: ranks that asked for different things, or an operation that failed (`HorovodInternalError`, on
+every rank). A process that died, and another number of processes, are a new start: `spmdkit launch --max-restarts`, and
+a state that the script keeps on disk.
 Source: horovod/common/elastic.py, horovod/torch/elastic (Horovod 0.28.1).
 """
 
@@ -28,7 +30,8 @@ MOST_FAILURES = 3
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Raised by `commit` and `check_host_updates` on every rank after `on_hosts_updated` was called on one. `skip_sync`: nobody has come."""
+    """Raised by `commit` and `check_host_updates` on every rank after `on_hosts_updated` was called on one.
+    `skip_sync`: nobody has come."""
 
     def __init__(self, skip_sync: bool = False):
         super().__init__("the hosts of the job have changed")
@@ -36,7 +39,8 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State:
-    """What training needs to go on: each keyword argument is an attribute, a pytree of arrays, a Python object of `hvd.broadcast_object`, or an `ElasticSampler`.
+    """What training needs to go on: each keyword argument is an attribute, a pytree of arrays, a Python object of
+    `hvd.broadcast_object`, or an `ElasticSampler`.
 
     A commit is a copy in host memory.
     """
@@ -69,7 +73,8 @@ class State:
         self._news.append((timestamp, removed_only))
 
     def commit(self) -> None:
-        """Keeps what the attributes are now. Raises HostsUpdatedInterrupt on every rank when one was told of other hosts."""
+        """Keeps what the attributes are now. Raises HostsUpdatedInterrupt on every rank when one was told of other
+        hosts."""
         self.save()
         self.num_commits += 1
         self.check_host_updates()
@@ -114,7 +119,8 @@ class State:
 
 
 class ElasticSampler:
-    """This rank's share of the examples of an epoch that were not processed, in the order of a seed; shared out again by `reset`.
+    """This rank's share of the examples of an epoch that were not processed, in the order of a seed; shared out again
+    by `reset`.
 
     Source: horovod/torch/elastic/sampler.py.
 
@@ -166,7 +172,8 @@ class ElasticSampler:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `func(state, ...)` that begins with `state.sync()` and, after an error of all ranks, begins again from the last commit.
+    """Returns `func(state, ...)` that begins with `state.sync()` and, after an error of all ranks, begins again from
+    the last commit.
 
     Raises: what `func` raises otherwise; HorovodInternalError the third time without a commit in between.
     """

@@ -1,4 +1,5 @@
-"""The operations that wait, with Horovod's gradients under `jax.grad` outside of jit. They are rules of Horovod, and no derivative of a global loss:
+"""The operations that wait, with Horovod's gradients under `jax.grad` outside of jit. They are rules of Horovod, and no
+derivative of a global loss:
 
 | call | gradient with respect to what this rank gave, g what it gets |
 | --- | --- |
@@ -8,8 +9,9 @@
 | alltoall | g sent back, where each row came from |
 | reducescatter | allgather of g; times size for Sum |
 
-A loss that ranks add up has the sum where these have the mean: scale by `hvd.size()`, or train with `spmdkit train`, where gradients are those of
-the mean over the global batch. Horovod's rules for Min, Max, Product and Adasum reduce g in the same way, which is no derivative of anything:
+A loss that ranks add up has the sum where these have the mean: scale by `hvd.size()`, or train with `spmdkit train`,
+where gradients are those of the mean over the global batch. Horovod's rules for Min, Max, Product and Adasum reduce g
+in the same way, which is no derivative of anything:
 they raise here. Source: the `backward` functions of horovod/torch/mpi_ops.py (0.28.1).
 """
 
@@ -124,7 +126,8 @@ def broadcast(
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the rows that all ranks sent to this one; with `splits`, rows for each rank, also how many came from each."""
+    """Returns the rows that all ranks sent to this one; with `splits`, rows for each rank, also how many came from
+    each."""
 
     def forward(array: Any) -> list[jax.Array]:
         return list(synchronize(ops.alltoall_async(array, splits, name, process_set)))
@@ -182,7 +185,8 @@ def _differentiable(
     tensors: Sequence[Any],
     num_constant: int = 0,
 ) -> list[jax.Array]:
-    """Returns `forward(*tensors)` with `backward(gradients, *constants)` as its rule; the last `num_constant` results have no gradient."""
+    """Returns `forward(*tensors)` with `backward(gradients, *constants)` as its rule; the last `num_constant` results
+    have no gradient."""
     if not any(isinstance(x, jax.core.Tracer) for x in tensors):
         return forward(*tensors)
     call = jax.custom_vjp(lambda *arrays: tuple(forward(*arrays)))

@@ -1,15 +1,20 @@
-"""What all ranks of a process set want next, agreed before anything is sent: so a mistake is an error on every rank and never a hang.
+"""What all ranks of a process set want next, agreed before anything is sent: so a mistake is an error on every rank and
+never a hang.
 
-Horovod's background thread negotiates by name, so that ranks may ask for operations in any order. Here a rank takes part in a *round* when
-it waits for something. Each rank says everything that it has asked for and not got; the first rank of the set collects the lists and
-answers with all of them; then each rank computes the same decision from the same table (`decide`):
+Horovod's background thread negotiates by name, so that ranks may ask for operations in any order. Here a rank takes
+part in a *round* when it waits for something. Each rank says everything that it has asked for and not got; the first
+rank of the set collects the lists and answers with all of them; then each rank computes the same decision from the same
+table (`decide`):
 
 - an operation that every rank asks for, or all that have not joined, runs; the order is that of the lowest rank's list;
-- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them, which says what each has asked;
-- where no operation of a round can run, all wait for something else, and would for ever: an error on each of them. Live Horovod hangs there.
+- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them, which says
+  what each has asked;
+- where no operation of a round can run, all wait for something else, and would for ever: an error on each of them. Live
+  Horovod hangs there.
 
-The texts go through JAX's coordination service (two short requests a round, 1 to 3 ms on loopback), not through a collective: a collective has no
-limit in time and names nobody. Rounds of different sets do not touch, so sets of different ranks work at once.
+The texts go through JAX's coordination service (two short requests a round, 1 to 3 ms on loopback), not through a
+collective: a collective has no limit in time and names nobody. Rounds of different sets do not touch, so sets of
+different ranks work at once.
 Source: horovod/common/controller.cc (ComputeResponseList, ConstructResponse), stall_inspector.cc.
 """
 
@@ -37,7 +42,8 @@ OFFERED_TO_THE_JOINED = ("Sum", "Average", "Adasum")
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed on every rank that took part in it: they asked for different things, or a rank went away or did not come."""
+    """An operation failed on every rank that took part in it: they asked for different things, or a rank went away or
+    did not come."""
 
     exit_code = ExitCode.PEER_LOST
 
@@ -50,7 +56,8 @@ class Patience(NamedTuple):
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Patience:
-        """Returns what Horovod's variables say; no limit there (0, the default) is ten minutes here, since nothing waits for ever."""
+        """Returns what Horovod's variables say; no limit there (0, the default) is ten minutes here, since nothing
+        waits for ever."""
         return cls(
             float(env.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or cls._field_defaults["warn_s"]),
             float(env.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or cls._field_defaults["at_most_s"],
@@ -113,7 +120,8 @@ class Rounds:
         return {int(rank): asked for rank, asked in told["wants"].items()}
 
     def _collect(self, folder: str, wants: list[dict[str, Any]]) -> str:
-        """The first rank: waits for the lists of all others, answers, and removes the round before, which everybody has read."""
+        """The first rank: waits for the lists of all others, answers, and removes the round before, which everybody has
+        read."""
         asked, deadline = {self._ranks[0]: wants}, time.monotonic() + self._board.patience.at_most_s
         try:
             for rank in self._ranks[1:]:
@@ -129,7 +137,8 @@ class Rounds:
         return answer
 
     def _wait(self, key: str, missing: list[int], wants: list[dict[str, Any]], at_most_s: float) -> str:
-        """Returns what is put under `key`. Raises HorovodInternalError when a rank says that it failed, or after `at_most_s`."""
+        """Returns what is put under `key`. Raises HorovodInternalError when a rank says that it failed, or after
+        `at_most_s`."""
         begin, warned = time.monotonic(), False
         while True:
             waited = time.monotonic() - begin
@@ -158,7 +167,8 @@ class Agreed(NamedTuple):
     """What a round comes to.
 
     Attributes:
-        run: names in the order in which they run, each with what each rank has said of it; None for one that has joined.
+        run: names in the order in which they run, each with what each rank has said of it; None for one that has
+            joined.
         errors: name -> why it cannot run.
         joined: the ranks that have joined.
         stuck: why nothing of this round can ever run, or None.

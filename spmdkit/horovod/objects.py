@@ -1,7 +1,9 @@
-"""Python objects and pytrees between ranks, as JSON and arrays: never pickle, which would run what another process sends.
+"""Python objects and pytrees between ranks, as JSON and arrays: never pickle, which would run what another process
+sends.
 
-What goes through: None, bool, int, float, str, bytes, list, tuple, dict with keys of these, numpy scalars and arrays, JAX arrays (which
-arrive as numpy). What has no plain form in JSON is an object of one key, `!` and its kind. Source: horovod/torch/functions.py, with cloudpickle there.
+What goes through: None, bool, int, float, str, bytes, list, tuple, dict with keys of these, numpy scalars and arrays,
+JAX arrays (which arrive as numpy). What has no plain form in JSON is an object of one key, `!` and its kind. Source:
+horovod/torch/functions.py, with cloudpickle there.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from spmdkit.horovod.queue import synchronize
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns `root_rank`'s object on every rank. Raises TypeError there for what has no form in JSON, with its place; the others get `HorovodInternalError`."""
+    """Returns `root_rank`'s object on every rank. Raises TypeError there for what has no form in JSON, with its place;
+    the others get `HorovodInternalError`."""
     is_root, text, error = process_set.queue().rank == root_rank, b"", None
     if is_root:
         try:
@@ -51,7 +54,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
-    """Returns `root_rank`'s values of a pytree of arrays and numbers on every rank, in one program. Arrays do not change in place: keep what is returned."""
+    """Returns `root_rank`'s values of a pytree of arrays and numbers on every rank, in one program. Arrays do not
+    change in place: keep what is returned."""
     leaves, form = jax.tree.flatten(params)
     handle = ops.broadcast_all_async(leaves, root_rank, process_set=process_set, leaves=ops.names_of(params))
     values = synchronize(handle)
@@ -64,8 +68,8 @@ def broadcast_optimizer_state(
 ) -> Any:
     """Returns `root_rank`'s optimizer state, a pytree as optax's `init` makes it, on every rank.
 
-    An optax transformation itself holds no state: it is made from parameters, which `broadcast_parameters` has made equal, and comes
-    back as it is. `model` is Horovod's and has no meaning here.
+    An optax transformation itself holds no state: it is made from parameters, which `broadcast_parameters` has made
+    equal, and comes back as it is. `model` is Horovod's and has no meaning here.
     """
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer
@@ -128,5 +132,6 @@ def _object(plain: Any) -> Any:
 
 
 def _padded(text: bytes) -> bytes:
-    """Returns a line of a power of two of bytes, so that few programs are compiled; JSON holds no line ends, and does not mind spaces."""
+    """Returns a line of a power of two of bytes, so that few programs are compiled; JSON holds no line ends, and does
+    not mind spaces."""
     return text.ljust((1 << max(8, len(text).bit_length())) - 1) + b"\n"

@@ -1,7 +1,8 @@
-"""The operations: allreduce, allgather, broadcast, alltoall, reducescatter, grouped and asynchronous forms, barrier and join.
+"""The operations: allreduce, allgather, broadcast, alltoall, reducescatter, grouped and asynchronous forms, barrier and
+join.
 
-They take numpy or JAX arrays and return JAX arrays of this process, in the dtype that was given; 64 bits need `jax_enable_x64`. They are
-called outside of `jax.jit`, where ranks can meet. Their gradients are in gradients.py.
+They take numpy or JAX arrays and return JAX arrays of this process, in the dtype that was given; 64 bits need
+`jax_enable_x64`. They are called outside of `jax.jit`, where ranks can meet. Their gradients are in gradients.py.
 Source: horovod/torch/mpi_ops.py (Horovod 0.28.1); what its tests assert is in tests/horovod.
 """
 
@@ -71,7 +72,8 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
     error: Exception | None = None,
 ) -> Handle:
-    """Returns a handle of the concatenations of several arrays. `error`: what is wrong on this rank, raised here and told to the others."""
+    """Returns a handle of the concatenations of several arrays. `error`: what is wrong on this rank, raised here and
+    told to the others."""
     arrays = [local_array(x, "allgather") for x in tensors]
     scalar = any(x.ndim == 0 for x in arrays)
     if scalar:
@@ -90,7 +92,8 @@ def broadcast_all_async(
 ) -> Handle:
     """Returns a handle of several arrays of one rank on all of them.
 
-    `error`: what is wrong on this rank, raised here and told to the others; `leaves`: names of the arrays in a tree, which ranks have to share.
+    `error`: what is wrong on this rank, raised here and told to the others; `leaves`: names of the arrays in a tree,
+        which ranks have to share.
     """
     queue = process_set.queue()
     arrays = [local_array(x, "broadcast") for x in tensors]
@@ -153,27 +156,31 @@ def broadcast_async(tensor: Any, *args: Any, **options: Any) -> Handle:
 
 
 def reducescatter_async(tensor: Any, *args: Any, **options: Any) -> Handle:
-    """Returns a handle of this rank's part of the reduction of one array; arguments as in `grouped_reducescatter_async`."""
+    """Returns a handle of this rank's part of the reduction of one array; arguments as in
+    `grouped_reducescatter_async`."""
     return grouped_reducescatter_async([tensor], *args, **options).of_one()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set is here. Raises HorovodInternalError with the missing ones after the wait's limit."""
+    """Returns when every rank of the set is here. Raises HorovodInternalError with the missing ones after the wait's
+    limit."""
     queue = process_set.queue()
     queue.wait(queue.ask({"op": "barrier"}))
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data; until all have said so it gives zeros to the allreduces of the others, which divide by all ranks.
+    """Says that this rank has no more data; until all have said so it gives zeros to the allreduces of the others,
+    which divide by all ranks.
 
-    `device` is Horovod's and has no meaning here. Returns the rank that joined last, the same on every rank; the highest of
-    several that came in one round.
+    `device` is Horovod's and has no meaning here. Returns the rank that joined last, the same on every rank; the
+    highest of several that came in one round.
     """
     return global_process_set.queue().join()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Returns a process set that is open, made by all ranks with the same ranks. Raises ValueError for a set that is open already."""
+    """Returns a process set that is open, made by all ranks with the same ranks. Raises ValueError for a set that is
+    open already."""
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))
@@ -217,7 +224,8 @@ def refuse_traced(tree: Any, what: str) -> None:
 def local_array(x: Any, what: str) -> jax.Array:
     """Returns what is given as an array of this process.
 
-    Raises: NotImplementedError inside of jit, vmap and the like; ValueError for an array of several processes, and integers that do not fit.
+    Raises: NotImplementedError inside of jit, vmap and the like; ValueError for an array of several processes, and
+        integers that do not fit.
     """
     refuse_traced(x, what)
     if isinstance(x, jax.Array):

@@ -1,4 +1,5 @@
-"""`DistributedOptimizer`: an optax transformation whose gradients are reduced over the ranks, outside of jit; `sparse_allreduce_async`.
+"""`DistributedOptimizer`: an optax transformation whose gradients are reduced over the ranks, outside of jit;
+`sparse_allreduce_async`.
 
 Source: horovod/torch/optimizer.py, horovod/tensorflow/gradient_aggregation.py (Horovod 0.28.1).
 """
@@ -38,7 +39,8 @@ class DistributedState(NamedTuple):
 
 
 class Distributed(optax.GradientTransformationExtraArgs):
-    """What `DistributedOptimizer` returns. Methods of Horovod's own that mean nothing here say why when they are called."""
+    """What `DistributedOptimizer` returns. Methods of Horovod's own that mean nothing here say why when they are
+    called."""
 
     __slots__ = ()
 
@@ -61,12 +63,14 @@ def DistributedOptimizer(
 ) -> Distributed:
     """Returns a transformation that reduces all gradients in one program, then does what `optimizer` does, compiled.
 
-    Its `update` is called outside of jit, by every rank of the process set at the same step. A BCOO leaf is sent as rows and places, and
-    dense from there on. With Adasum it is the update of `optimizer` that is combined, as in Horovod.
+    Its `update` is called outside of jit, by every rank of the process set at the same step. A BCOO leaf is sent as
+    rows and places, and dense from there on. With Adasum it is the update of `optimizer` that is combined, as in
+    Horovod.
 
     Args:
         named_parameters: names and values of all leaves, checked and otherwise without meaning.
-        backward_passes_per_step: calls that are added up on this rank before one reduction; the others return updates of zero.
+        backward_passes_per_step: calls that are added up on this rank before one reduction; the others return updates
+            of zero.
         gradient_predivide_factor: with Average, gradients are divided by it before the sum, and multiplied after.
         num_groups, groups: must be left out: all gradients are one group already.
         sparse_as_dense: True sends a sparse gradient in full.
@@ -115,7 +119,8 @@ def reduced(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Any:
-    """Returns the gradients reduced over the ranks of a process set: dense ones together, sparse ones each by its rows."""
+    """Returns the gradients reduced over the ranks of a process set: dense ones together, sparse ones each by its
+    rows."""
     if not process_set.included():
         return dense(gradients)
     leaves, form = jax.tree.flatten(gradients, is_leaf=_is_sparse)
@@ -141,9 +146,11 @@ def reduced(
 def sparse_allreduce_async(
     tensor: sparse.BCOO, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], sparse.BCOO]:
-    """Returns a function that returns the sum (hvd.Average: the mean) as a sparse array: the entries of all ranks, each at its place, not added up.
+    """Returns a function that returns the sum (hvd.Average: the mean) as a sparse array: the entries of all ranks, each
+    at its place, not added up.
 
-    Wire: what each rank has, to all others: `(N-1)` times the longest; less than dense while all ranks together hold few entries.
+    Wire: what each rank has, to all others: `(N-1)` times the longest; less than dense while all ranks together hold
+        few entries.
     """
     if op not in (ops.Sum, Average):
         raise NotImplementedError(

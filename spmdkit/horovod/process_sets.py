@@ -1,4 +1,5 @@
-"""`ProcessSet`: ranks that operate together, each set with a mesh, rounds and a queue of its own; sets of different ranks work at once.
+"""`ProcessSet`: ranks that operate together, each set with a mesh, rounds and a queue of its own; sets of different
+ranks work at once.
 
 Source: horovod/common/process_sets.py (Horovod 0.28.1).
 """
@@ -12,7 +13,8 @@ from spmdkit.horovod.queue import Queue
 
 
 class ProcessSet:
-    """A set of ranks. `process_set_id` is None until `hvd.init(process_sets=[...])` or `hvd.add_process_set` has opened it.
+    """A set of ranks. `process_set_id` is None until `hvd.init(process_sets=[...])` or `hvd.add_process_set` has opened
+    it.
 
     Raises: ValueError for what are no ranks.
     """
@@ -44,7 +46,8 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Returns the place of this process in the set, or None while the set is not open or this process is not in it."""
+        """Returns the place of this process in the set, or None while the set is not open or this process is not in
+        it."""
         if self.process_set_id is None or self._rank not in self.ranks:
             return None
         return self.ranks.index(self._rank)
@@ -54,7 +57,8 @@ class ProcessSet:
         return None if self.process_set_id is None else self._rank in self.ranks
 
     def queue(self) -> Queue:
-        """Returns what operations of the set go through. Raises ValueError where it is not open, or this process is not in it."""
+        """Returns what operations of the set go through. Raises ValueError where it is not open, or this process is not
+        in it."""
         if self.process_set_id is None:
             what = (
                 "Horovod has not been initialized; use hvd.init()"

@@ -1,4 +1,5 @@
-"""What a rank has asked of a process set and not got yet: `Handle` and `Queue`. Operations run in the rounds of negotiation.py."""
+"""What a rank has asked of a process set and not got yet: `Handle` and `Queue`. Operations run in the rounds of
+negotiation.py."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class Queue:
         return handle
 
     def wait(self, handle: Handle) -> Any:
-        """Returns the result of an operation, taking part in rounds until it has run. Raises HorovodInternalError where it cannot."""
+        """Returns the result of an operation, taking part in rounds until it has run. Raises HorovodInternalError where
+        it cannot."""
         while not handle.is_done:
             self.step()
         if handle.error is not None:
@@ -84,7 +86,8 @@ class Queue:
         return handle.result
 
     def join(self) -> int:
-        """Serves the others with zeros until all have joined; returns the rank that joined last, the highest of those that did in one round."""
+        """Serves the others with zeros until all have joined; returns the rank that joined last, the highest of those
+        that did in one round."""
         return int(self.wait(self.ask({"op": JOIN}, name=JOIN)))
 
     def fail(self, why: str) -> None:
@@ -143,7 +146,8 @@ def synchronize(handle: Handle) -> Any:
 
 
 def poll(handle: Handle) -> bool:
-    """Returns whether the result is there. It takes part in a round, so it waits until the other ranks wait for something too."""
+    """Returns whether the result is there. It takes part in a round, so it waits until the other ranks wait for
+    something too."""
     if not handle.is_done:
         handle.queue.step()
     leaves = jax.tree.leaves(handle.result)

@@ -1,4 +1,5 @@
-"""Who is here: `init`, `rank`, `size`, and the same within a host (`local_`) and across hosts (`cross_`). One process is one rank.
+"""Who is here: `init`, `rank`, `size`, and the same within a host (`local_`) and across hosts (`cross_`). One process
+is one rank.
 
 Source: horovod/common/basics.py (Horovod 0.28.1).
 """
@@ -42,7 +43,8 @@ _is_left_to_us = False
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
-    """Meets the other processes: those of `spmdkit launch`, Slurm, torchrun or any dialect of `spmdkit.cluster`. Again: does nothing.
+    """Meets the other processes: those of `spmdkit launch`, Slurm, torchrun or any dialect of `spmdkit.cluster`. Again:
+    does nothing.
 
     Args:
         comm: ranks to work with; all of them, since JAX's devices are those of all processes.
@@ -76,7 +78,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Ends what `init` began; `init` may follow. What was not synchronized is given up. The processes stay joined until they end: arrays live on."""
+    """Ends what `init` began; `init` may follow. What was not synchronized is given up. The processes stay joined until
+    they end: arrays live on."""
     global _world
     if _world is not None:
         for process_set in _world.sets.values():
@@ -127,7 +130,8 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process among those of its host: the device to pin, where a process sees all devices of a host."""
+    """Returns the number of this process among those of its host: the device to pin, where a process sees all devices
+    of a host."""
     return place(world().hosts, rank())["local_rank"]
 
 
@@ -165,7 +169,8 @@ def place(hosts: Sequence[str], rank: int) -> dict[str, int]:
 
 
 def _leave_together() -> None:
-    """The end of the interpreter waits for all ranks; one that raises tells the others, which would wait for it, and does not wait."""
+    """The end of the interpreter waits for all ranks; one that raises tells the others, which would wait for it, and
+    does not wait."""
     global _is_left_to_us
     if _is_left_to_us or world().cluster.num_processes == 1:
         return

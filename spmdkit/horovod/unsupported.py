@@ -1,4 +1,5 @@
-"""Names of Horovod that mean nothing here: each raises when it is called, and says why and what to use instead; and what was built in.
+"""Names of Horovod that mean nothing here: each raises when it is called, and says why and what to use instead; and
+what was built in.
 
 Names are those of horovod/torch, tensorflow, keras and mxnet (0.28.1); tests/horovod/test_names.py has the list.
 """
@@ -129,7 +130,8 @@ ABSENT: dict[str, tuple[str, str]] = {
 
 
 def absent_from(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that says why a name of `hvd`, or of a module or class in it, means nothing here. Raises AttributeError for any other name."""
+    """Returns a function that says why a name of `hvd`, or of a module or class in it, means nothing here. Raises
+    AttributeError for any other name."""
     known = f"{module}.{name}" if module else name
     if known not in ABSENT:
         raise AttributeError(f"'spmdkit.horovod{f'.{module}' if module else ''}' has no attribute {name!r}")

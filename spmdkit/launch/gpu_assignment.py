@@ -1,7 +1,9 @@
-"""Which GPUs each process of this machine sees: consecutive ones by its number, so that no two processes share one. One process alone sees all.
+"""Which GPUs each process of this machine sees: consecutive ones by its number, so that no two processes share one. One
+process alone sees all.
 
-A process of JAX takes most of the memory of every GPU that it sees, so the second of two that see the same ones fails. Each is shown its own by
-CUDA_VISIBLE_DEVICES, whose indices (or uuids) are looked at before JAX is imported; the launcher itself uses no GPU.
+A process of JAX takes most of the memory of every GPU that it sees, so the second of two that see the same ones fails.
+Each is shown its own by CUDA_VISIBLE_DEVICES, whose indices (or uuids) are looked at before JAX is imported; the
+launcher itself uses no GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ DEVICES = Path("/dev")
 
 
 def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
-    """Returns the GPUs that a process with these variables would see, by the names that CUDA_VISIBLE_DEVICES takes; none where JAX is told to use others."""
+    """Returns the GPUs that a process with these variables would see, by the names that CUDA_VISIBLE_DEVICES takes;
+    none where JAX is told to use others."""
     platforms = env.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
@@ -26,7 +29,8 @@ def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
 
 
 def pinned(seen: list[str], num_processes: int, process: int, each: int | None) -> dict[str, str]:
-    """Returns the variable of one process: its part of `seen`, `each` GPUs or as many as all can have; nothing where there are not enough for that.
+    """Returns the variable of one process: its part of `seen`, `each` GPUs or as many as all can have; nothing where
+    there are not enough for that.
 
     Processes on CPUs are started on machines with few GPUs too; whether devices suffice is said by those who join.
     """

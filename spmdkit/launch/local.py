@@ -1,11 +1,13 @@
 """`launch`: several processes of one command on this machine, as one: one output, one Ctrl-C, one exit code.
 
-Each concern is a file: how a process is started and ends with us (process.py), how its output comes out (output.py), when the others must end
-(supervisor.py), who is to blame (root_cause.py), whether all are started again (restart_policy.py), what is kept of their output (logs.py). What is here is this
-machine's: addresses, environments, the last words. Hosts and schedulers are other ways to start and other policies over the same parts.
+Each concern is a file: how a process is started and ends with us (process.py), how its output comes out (output.py),
+when the others must end (supervisor.py), who is to blame (root_cause.py), whether all are started again
+(restart_policy.py), what is kept of their output (logs.py). What is here is this machine's: addresses, environments,
+the last words. Hosts and schedulers are other ways to start and other policies over the same parts.
 
-Guarantees: no child outlives the launcher, not even a `kill -9` of it (Linux); when a process fails, all are gone about two seconds later; everything
-listens on the loopback interface only; nothing is left on the disk but the logs of a run, in its own directory.
+Guarantees: no child outlives the launcher, not even a `kill -9` of it (Linux); when a process fails, all are gone about
+two seconds later; everything listens on the loopback interface only; nothing is left on the disk but the logs of a run,
+in its own directory.
 """
 
 from __future__ import annotations
@@ -103,10 +105,12 @@ def launch(
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
-    signal kills them. `max_restarts`: how often all are started again after a failure (restart_policy.py); a launcher that was told to stop starts nothing.
+    signal kills them. `max_restarts`: how often all are started again after a failure (restart_policy.py); a launcher
+    that was told to stop starts nothing.
     `witness`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
-    processes are started again (elastic.py). `wanted`: processes go on without their dead (membership.py); how many there are to be now. `standby`: how many wait for
-    a death (standby.py). `precompile`: what compiles ahead for other numbers. To be called from the main thread.
+    processes are started again (elastic.py). `wanted`: processes go on without their dead (membership.py); how many
+    there are to be now. `standby`: how many wait for a death (standby.py). `precompile`: what compiles ahead for other
+    numbers. To be called from the main thread.
     """
     if num_processes < 1:
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
@@ -300,7 +304,8 @@ class _Starter:
         return self.start(process, variables, descriptors, overrides)
 
     def shows_output(self) -> None:
-        """Lets what they print be read. After all of the first are started: a thread that reads holds up the start of the next."""
+        """Lets what they print be read. After all of the first are started: a thread that reads holds up the start of
+        the next."""
         for child in self.children:
             if child.output is None and not child.in_waiting:
                 shown = self.job.witness is None

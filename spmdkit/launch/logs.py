@@ -1,4 +1,5 @@
-"""`Logs`: what each process of an attempt prints, in `logs/attempt_k/p003/stdout.txt` and `stderr.txt` beside the run."""
+"""`Logs`: what each process of an attempt prints, in `logs/attempt_k/p003/stdout.txt` and `stderr.txt` beside the
+run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ MOST_WAITING = 10_000
 
 
 class Logs:
-    """Keeps lines until `open`, and writes them from then on. A disk that takes none ends it quietly: the terminal has them."""
+    """Keeps lines until `open`, and writes them from then on. A disk that takes none ends it quietly: the terminal has
+    them."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, str, str]] = deque(maxlen=MOST_WAITING)
@@ -26,7 +28,8 @@ class Logs:
         self.folder: Path | None = None
 
     def open(self, run_dir: Path, num_processes: int) -> None:
-        """Makes the folder of the next attempt in a run's directory. Does nothing when called again, and follows no link."""
+        """Makes the folder of the next attempt in a run's directory. Does nothing when called again, and follows no
+        link."""
         with self._lock, suppress(OSError):
             parent = run_dir / "logs"
             if self.folder is not None or parent.is_symlink():

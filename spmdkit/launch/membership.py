@@ -1,10 +1,12 @@
-"""`Succession`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what they do, and where they meet again.
+"""`Succession`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what
+they do, and where they meet again.
 
     a member dies       -> order k: who the members of epoch k are; newcomers are started for it
     all say ready k     -> a coordination service of its own for epoch k, and its address
 
-What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without epochs, and `--max-restarts` starts it again; so does an epoch in
-which not all come within `READY_S`, or the third one in a row after which no step was done.
+What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without epochs,
+and `--max-restarts` starts it again; so does an epoch in which not all come within `READY_S`, or the third one in a row
+after which no step was done.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ from spmdkit.launch.supervisor import Child, Note
 READY_S = 120.0
 """How long processes may take to come out of what they do, and newcomers to import."""
 OUT_S = 4.0
-"""How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its connections are closed (compat.epochs.reduce_one_by_one says how that
-comes, and has made it rare), is killed, and counts as another dead one."""
+"""How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its
+connections are closed (compat.epochs.reduce_one_by_one says how that comes, and has made it rare), is killed, and
+counts as another dead one."""
 IDLE_S, BUSY_SHARE = 0.8, 0.01
-"""Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for good, and is killed at once."""
+"""Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for
+good, and is killed at once."""
 STUCK = ("step", "data", "waiting")
 """Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
 MOST_IDLE = 3
@@ -41,7 +45,8 @@ LOOK_EVERY_S = 1.0
 LEAST = 2
 
 Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
-"""(processes before, lost) -> (processes of the next epoch, `key=value` for their config), None where no number will do."""
+"""(processes before, lost) -> (processes of the next epoch, `key=value` for their config), None where no number will
+do."""
 Wanted = Callable[[int], "tuple[int, list[str]] | None"]
 """Processes now -> the same of more processes, None where nobody asks for them."""
 
@@ -50,7 +55,8 @@ class Succession:
     """The epochs of one attempt.
 
     Args:
-        resize, wanted: how many are to go on after a death; and how many there are to be now, None where nobody asks for more.
+        resize, wanted: how many are to go on after a death; and how many there are to be now, None where nobody asks
+            for more.
         newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
         keeper: of the first epoch.
         standby: how many processes wait to take the place of a dead one.
@@ -89,7 +95,8 @@ class Succession:
         self._standbys, self._left_at = Standbys(standby, self._start_standby), -1
         self.gave_up = ""
 
-    # ---- what a process is given ---------------------------------------------------------------------------------------
+    # ---- what a process is given
+    # ---------------------------------------------------------------------------------------
 
     def given(self, process: int, born: int = 1) -> tuple[Mapping[str, str], list[int]]:
         """Returns variables and open descriptors of one process."""
@@ -181,7 +188,8 @@ class Succession:
         """Returns the step that each has begun last, None before the first."""
         return [step_of(self._children[process].step.read()) for process in processes]
 
-    # ---- every turn of the launcher ------------------------------------------------------------------------------------
+    # ---- every turn of the launcher
+    # ------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
         """Does what is due; returns False where all have to be started anew."""

@@ -1,4 +1,5 @@
-"""`Order`: what a launcher says of an epoch to its processes, in a file without a name that it hands down open; and what they say back.
+"""`Order`: what a launcher says of an epoch to its processes, in a file without a name that it hands down open; and
+what they say back.
 
 launcher                                               process
 a member is dead: number 2, members [0, 1, 4, 3] --->  leaves what it does, and its backend
@@ -68,7 +69,8 @@ class Orders:
     """The files of one process; `orders_of` opens them.
 
     Attributes:
-        member: the number that the launcher gave to this process; below 0: a standby, which waits to become another one.
+        member: the number that the launcher gave to this process; below 0: a standby, which waits to become another
+            one.
         born: the number of the epoch that it was started for.
     """
 

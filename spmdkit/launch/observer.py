@@ -1,4 +1,5 @@
-"""`Witness`: who looks on while a launcher's processes run, from inside of its loop, twenty times a second: a drill, which hurts them on order."""
+"""`Witness`: who looks on while a launcher's processes run, from inside of its loop, twenty times a second: a drill,
+which hurts them on order."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Witness(Protocol):
         ...
 
     def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
-        """Returns variables and open descriptors that a process is started with besides. Called for each process of each attempt."""
+        """Returns variables and open descriptors that a process is started with besides. Called for each process of
+        each attempt."""
         ...
 
     def look(self, children: Sequence[Child]) -> None:
@@ -30,5 +32,6 @@ class Witness(Protocol):
         ...
 
     def ended(self, children: Sequence[Child], asked: int | None) -> None:
-        """Learns that an attempt is over and all of it gone; `asked`: the signal that the launcher was sent meanwhile."""
+        """Learns that an attempt is over and all of it gone; `asked`: the signal that the launcher was sent
+        meanwhile."""
         ...

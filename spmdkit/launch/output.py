@@ -18,8 +18,8 @@ TAIL_LINES = 20
 GREETING = re.compile(
     r"\[Gloo\] Rank (\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"
 )
-"""What Gloo says on standard output for every group of processes; not for people. Its threads write several at once, one into the other, and what the
-process writes next may stand behind the beginning of one."""
+"""What Gloo says on standard output for every group of processes; not for people. Its threads write several at once,
+one into the other, and what the process writes next may stand behind the beginning of one."""
 
 
 def without_greeting(line: str) -> str | None:
@@ -29,7 +29,8 @@ def without_greeting(line: str) -> str | None:
 
 
 class Output:
-    """Two threads that copy one process's lines to ours, where they are `shown`, and into its logs. `tail` is the end of what it wrote to standard error."""
+    """Two threads that copy one process's lines to ours, where they are `shown`, and into its logs. `tail` is the end
+    of what it wrote to standard error."""
 
     def __init__(
         self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock, logs: Logs, shown: bool = True

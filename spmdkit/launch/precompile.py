@@ -1,9 +1,12 @@
-"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that an epoch of such a size compiles nothing.
+"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that an epoch of such a
+size compiles nothing.
 
-For each size, one after the other, a job of so many processes is started with the same config, at the lowest priority, up to the point where its step is compiled: before it has a state
-or opens the run. These are real processes, since XLA's key holds the devices and their arrangement.
+For each size, one after the other, a job of so many processes is started with the same config, at the lowest priority,
+up to the point where its step is compiled: before it has a state or opens the run. These are real processes, since
+XLA's key holds the devices and their arrangement.
 
-Cost: the memory of such a job with its data and without a state, and what cores have left, once for each size and config.
+Cost: the memory of such a job with its data and without a state, and what cores have left, once for each size and
+config.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Processes of ours: started so that they die with us, asked how they ended, sent signals. Used wherever spmdkit starts Python.
+"""Processes of ours: started so that they die with us, asked how they ended, sent signals. Used wherever spmdkit starts
+Python.
 
-`start` lets the kernel kill the child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). Two traps of it: the signal comes when the
-*thread* that started the child ends, so every child is started by a thread that lasts as long as this process; and Python code between fork and exec
-(`preexec_fn`) can deadlock where JAX's threads run, so a small Python asks the kernel and then becomes the command (about 20 ms).
+`start` lets the kernel kill the child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). Two traps of
+it: the signal comes when the *thread* that started the child ends, so every child is started by a thread that lasts as
+long as this process; and Python code between fork and exec (`preexec_fn`) can deadlock where JAX's threads run, so a
+small Python asks the kernel and then becomes the command (about 20 ms).
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ try:
 except OSError as error:
     sys.exit(f"{{sys.argv[2]}}: {{error.strerror}}")
 """
-"""Asks the kernel, looks whether the parent died in between, and becomes the command; -I -S: nothing else of Python is loaded. A Ctrl-C meanwhile
-ends it without a traceback; a command of ours takes it as soon as it can (spmdkit/__main__.py)."""
+"""Asks the kernel, looks whether the parent died in between, and becomes the command; -I -S: nothing else of Python is
+loaded. A Ctrl-C meanwhile ends it without a traceback; a command of ours takes it as soon as it can
+(spmdkit/__main__.py)."""
 
 _starter: concurrent.futures.ThreadPoolExecutor | None = None
 _lock = threading.Lock()
@@ -61,7 +64,8 @@ def _lasting_thread() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def exit_status(pid: int) -> int | None:
-    """Returns the exit status (negative for a signal), or None while it runs. The dead stay zombies until they are waited for.
+    """Returns the exit status (negative for a signal), or None while it runs. The dead stay zombies until they are
+    waited for.
 
     So their group's number is not given to anybody else before the group is killed.
     """
@@ -72,7 +76,8 @@ def exit_status(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped (SIGSTOP, a debugger), which is nobody's fault; True also where that cannot be seen."""
+    """Returns whether a process is stopped (SIGSTOP, a debugger), which is nobody's fault; True also where that cannot
+    be seen."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] in "tT"
@@ -81,7 +86,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def busy_ns(pid: int) -> int | None:
-    """Returns for how many nanoseconds the main thread of a process and XLA's pools of threads have run, None where that cannot be seen.
+    """Returns for how many nanoseconds the main thread of a process and XLA's pools of threads have run, None where
+    that cannot be seen.
 
     All others only look after something, a few times a second: up to 10 % of a core together.
     """

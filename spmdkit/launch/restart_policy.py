@@ -22,7 +22,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 class Restarts:
     """Counts the attempts of one launcher.
 
-    A start after a preemption (42) costs nothing, any other one of `most`. Three attempts in a row after which no newer step was committed are the last.
+    A start after a preemption (42) costs nothing, any other one of `most`. Three attempts in a row after which no newer
+    step was committed are the last.
     The wait doubles with each of these, from 1 s to 60, and begins anew where there was progress.
 
     Attributes:

@@ -47,16 +47,17 @@ def coded(code: int) -> str:
 def cause(exits: list[Exit]) -> Exit | None:
     """Returns the process that failed first, or None when all returned 0.
 
-    Strongest sign first: it wrote an error of its own, rather than one of another process; it died by a signal other than 6 (JAX aborts by 6 when a *peer*
-    dies); it returned another code; it saved and stopped on request; it wrote that a peer went away; it aborted; we
-    ended it.
+    Strongest sign first: it wrote an error of its own, rather than one of another process; it died by a signal other
+    than 6 (JAX aborts by 6 when a *peer* dies); it returned another code; it saved and stopped on request; it wrote
+    that a peer went away; it aborted; we ended it.
     """
     failed = [e for e in exits if e.code != 0]
     return min(failed, key=_weakness) if failed else None
 
 
 def lost(exits: list[Exit]) -> frozenset[int]:
-    """Returns who is gone as if its machine was: killed by a signal that is not ours, held, or missed by the others. Not who said itself why it left."""
+    """Returns who is gone as if its machine was: killed by a signal that is not ours, held, or missed by the others.
+    Not who said itself why it left."""
     killed = {
         e.process for e in exits if e.judged is not None or (e.status < 0 and not e.ended_by_us and e.code != ABORTED)
     }

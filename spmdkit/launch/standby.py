@@ -1,7 +1,9 @@
-"""`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies: no newcomer has to be started for it.
+"""`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies: no
+newcomer has to be started for it.
 
-Each is started as a newcomer is, with a number below 0, and waits for an order (membership_file.py) that says which process it is from now on. Another one is started when all
-train again. One that ends while it waits is nobody's loss; after `MOST_FAILED` of them no more are started.
+Each is started as a newcomer is, with a number below 0, and waits for an order (membership_file.py) that says which
+process it is from now on. Another one is started when all train again. One that ends while it waits is nobody's loss;
+after `MOST_FAILED` of them no more are started.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Standbys:
             self._waiting.append(self._start(-self._started))
 
     def adopt(self, process: int) -> tuple[int, Child] | None:
-        """Returns (the number, the child) of the one that waits the longest, which is `process` from now on; None where none waits."""
+        """Returns (the number, the child) of the one that waits the longest, which is `process` from now on; None where
+        none waits."""
         while self._waiting:
             child = self._waiting.pop(0)
             if child.exit is None:

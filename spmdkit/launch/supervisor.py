@@ -34,7 +34,8 @@ STACKS_S = 0.5
 
 
 class Note:
-    """A file without a name in which a process says something to the launcher, which hands it down open: nothing is left on the disk."""
+    """A file without a name in which a process says something to the launcher, which hands it down open: nothing is
+    left on the disk."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process that writes into it
@@ -95,7 +96,8 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 @contextmanager
 def queued_signals() -> Iterator[deque[int]]:
-    """Signals that ask to stop are collected for the supervisor instead of ending the launcher; what is ignored stays so (`nohup`)."""
+    """Signals that ask to stop are collected for the supervisor instead of ending the launcher; what is ignored stays
+    so (`nohup`)."""
     received: deque[int] = deque()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -218,7 +220,8 @@ class Supervisor:
                         send(other.popen.pid, signal.SIGKILL)  # a stopped one can take nothing else
 
     def _tell_of(self, exit: Exit) -> None:
-        """Tells the others at once that a process is dead, and how it ended: they cannot go on, and end with that as their reason."""
+        """Tells the others at once that a process is dead, and how it ended: they cannot go on, and end with that as
+        their reason."""
         if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
             return
         said = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
@@ -271,7 +274,8 @@ def end(children: Sequence[Child]) -> None:
 
 
 def _left_at_work(child: Child) -> str:
-    """Returns what to say of a process that left with code 0 while its own record says that it runs, or an empty string."""
+    """Returns what to say of a process that left with code 0 while its own record says that it runs, or an empty
+    string."""
     try:
         if not json.loads(child.errors.read()).get("running"):
             return ""
@@ -285,7 +289,8 @@ def _left_at_work(child: Child) -> str:
 
 
 def _told(errors: Note, members: Sequence[int]) -> dict[str, Any]:
-    """Returns what the process wrote before it left: its message, when, and whose fault it is, of whom it knows the ranks."""
+    """Returns what the process wrote before it left: its message, when, and whose fault it is, of whom it knows the
+    ranks."""
     try:
         record = json.loads(errors.read())
         ranks = [int(rank) for rank in record.get("blamed", ())]

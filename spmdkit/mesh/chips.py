@@ -1,7 +1,8 @@
 """The table of chips: peak arithmetic, memory, links. What a plan's time and "does it fit" are computed from.
 
-All figures are of one *device*, as JAX counts devices: a TPU 7x chip is two devices, and its figures are the chip's, halved. Rates are of one direction. Peak means peak: what a program
-reaches of it is `Chip.reached`, a rule of thumb until `spmdkit plan --calibrate` measures it on the machine itself.
+All figures are of one *device*, as JAX counts devices: a TPU 7x chip is two devices, and its figures are the chip's,
+halved. Rates are of one direction. Peak means peak: what a program reaches of it is `Chip.reached`, a rule of thumb
+until `spmdkit plan --calibrate` measures it on the machine itself.
 
 | chip | bf16 FLOP/s | memory      | bytes/s | link, one way        | between hosts or slices |
 | ---- | ----------- | ----------- | ------- | -------------------- | ----------------------- |
@@ -13,12 +14,13 @@ reaches of it is `Chip.reached`, a rule of thumb until `spmdkit plan --calibrate
 | h100 | 989e12      | 80 GiB      | 3.35e12 | NVLink 450e9         | network 50e9            |
 | h200 | 989e12      | 141 GB      | 4.8e12  | NVLink 450e9         | network 50e9            |
 
-Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute, memory,
-DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" (ICI bytes/s of a link, wrap-around of axes, DCN,
-about 1 us a hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100 Tensor Core GPU"
-and "H200 Tensor Core GPU", SXM form, without sparsity; DGX H100/H200: eight GPUs and eight 400 Gb/s ports a host.
-TPU float32: the matrix unit multiplies bfloat16, and XLA makes a float32 product (Precision.HIGHEST) of six such passes; with
-the default precision it is one. GPU float32: TF32 with JAX's default precision, half of bfloat16.
+Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute,
+memory, DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" (ICI bytes/s of a link, wrap-around of
+axes, DCN, about 1 us a hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100
+Tensor Core GPU" and "H200 Tensor Core GPU", SXM form, without sparsity; DGX H100/H200: eight GPUs and eight 400 Gb/s
+ports a host.
+TPU float32: the matrix unit multiplies bfloat16, and XLA makes a float32 product (Precision.HIGHEST) of six such
+passes; with the default precision it is one. GPU float32: TF32 with JAX's default precision, half of bfloat16.
 """
 
 from __future__ import annotations
@@ -143,7 +145,8 @@ def _tpu(
 ) -> Chip:
     """Returns a TPU from the figures of its chip.
 
-    `limit_gib` is what libtpu 0.0.42 lets a program use of a device: its message to a program that is too large says it.
+    `limit_gib` is what libtpu 0.0.42 lets a program use of a device: its message to a program that is too large says
+    it.
     """
     share = 1 / devices_per_chip
     return Chip(
@@ -181,7 +184,8 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
         host_link=Link("host", 64e9, _PCIE_S),
         reached=_GPU_REACHED,
         devices_per_host=8,
-        # JAX takes 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more; CUDA itself and NCCL need 1 to 2 GiB.
+        # JAX takes 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more; CUDA itself and NCCL need 1 to 2
+        # GiB.
         reserved_bytes=2 * GIB,
         launch_s=2e-6,
     )

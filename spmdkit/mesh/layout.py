@@ -4,8 +4,8 @@ A leaf's placement comes from the first of these that speaks about it:
   1. a rule of the config, 2. a rule of the task, 3. metadata that linen or nnx put on it,
   4. `fsdp: auto`, the largest dim that the fsdp axis divides, from a size on; 5. a copy on every device.
 
-ZeRO stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5) say
-what the fsdp axis cuts: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+ZeRO stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
+5) say what the fsdp axis cuts: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
 
     stage 3: W[D_fsdp, F]  all_gather before use, forward and backward; reduce_scatter of the gradient
     stage 2: W[D, F]       reduce_scatter of the gradient, all_gather of the new parameters
@@ -84,8 +84,8 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
         sizes: size of every mesh axis.
 
     Raises:
-        ConfigError: a rule that matches nothing, a leaf that two rules of one table claim, an indivisible dim, an unknown
-            name, a mesh axis used twice on a leaf, or a large leaf that nobody asked to replicate.
+        ConfigError: a rule that matches nothing, a leaf that two rules of one table claim, an indivisible dim, an
+            unknown name, a mesh axis used twice on a leaf, or a large leaf that nobody asked to replicate.
     """
     leaves = named_leaves(params)
     table = options.axes
@@ -215,8 +215,8 @@ def follow(
 ):
     """Returns the placements of a tree that holds copies of the parameters (optimizer state, moving averages).
 
-    A leaf whose path ends with a parameter's path and has its shape lives as that parameter does under ZeRO 3; any other
-    leaf (counters, factored moments) is placed by `fsdp: auto` from its own shape.
+    A leaf whose path ends with a parameter's path and has its shape lives as that parameter does under ZeRO 3; any
+    other leaf (counters, factored moments) is placed by `fsdp: auto` from its own shape.
     """
     by_path = {p.path: p for p in params}
     result = []
@@ -241,7 +241,8 @@ def _twin(path: str, shape: tuple[int, ...], by_path: Mapping[str, LeafPlacement
 
 
 def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
-    """Returns path -> dim names for the leaves whose model carries them (`nn.with_partitioning`, `nnx.with_partitioning`)."""
+    """Returns path -> dim names for the leaves whose model carries them (`nn.with_partitioning`,
+    `nnx.with_partitioning`)."""
     found: dict[str, Sequence[Dim]] = {}
     boxed = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: _names_of(x) is not None)[0]
     for path, box in boxed:

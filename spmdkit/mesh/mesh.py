@@ -26,8 +26,9 @@ from spmdkit.foundation.constants import REPLICA_AXES as REPLICA_AXES
 def resolve(asked: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
     """Returns the size of every axis in `AXES`; one -1 in `asked` takes what the others leave of `num_devices`.
 
-    An empty `asked` is one device, the debugging default. Where devices are in several slices and `replica` is not asked for, it is their number if
-    the other sizes leave room for that: slices are joined by the slowest links, and this is the axis for those.
+    An empty `asked` is one device, the debugging default. Where devices are in several slices and `replica` is not
+    asked for, it is their number if the other sizes leave room for that: slices are joined by the slowest links, and
+    this is the axis for those.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices.
@@ -73,7 +74,8 @@ def _repair(asked: Mapping[str, int], fixed: int, num_devices: int) -> str:
 
 
 def slices(devices: Sequence[jax.Device]) -> int:
-    """Returns in how many TPU slices devices are; 1 for all others. (Devices of a GPU have the index of their host or NVLink domain there.)"""
+    """Returns in how many TPU slices devices are; 1 for all others. (Devices of a GPU have the index of their host or
+    NVLink domain there.)"""
     if not devices or devices[0].platform != "tpu":
         return 1
     return len({getattr(device, "slice_index", 0) for device in devices})

@@ -29,7 +29,8 @@ FLAGS_WITHOUT_NUMBERS = re.compile(
     r"--(?:\w+_)?(?:dump|dumping|logs?|logging|print|trace|traceme|debug|verbose|verbosity|timeout|time_out|deadline)(?:_\w+)?"
     r"|--\w+_(?:device_count|cache_dir|data_dir|hlo_profile)|--(?:v|vmodule|minloglevel|logtostderr|alsologtostderr|stderrthreshold)"
 )
-"""Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number, by whole words: what they write, where, and how long they wait.
+"""Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number, by whole words: what they write, where, and how long
+they wait.
 
 What says how a kernel is chosen (`xla_gpu_load_autotune_results_from`, `..._algorithm_denylist_path`) does change them.
 """
@@ -91,7 +92,8 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def numeric_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of `NUMERIC` that are set, flags sorted and without those that change no number. Empty ones are left out."""
+    """Returns the variables of `NUMERIC` that are set, flags sorted and without those that change no number. Empty ones
+    are left out."""
     found = {name: environ[name].strip() for name in sorted(environ) if NUMERIC.fullmatch(name)}
     for name in {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & found.keys():
         flags = sorted(flag for flag in found[name].split() if not FLAGS_WITHOUT_NUMBERS.fullmatch(flag.split("=")[0]))

@@ -1,4 +1,5 @@
-"""The bar at the bottom of a terminal, by rich: steps and the words below them, or a spinner while something is compiled."""
+"""The bar at the bottom of a terminal, by rich: steps and the words below them, or a spinner while something is
+compiled."""
 
 from __future__ import annotations
 

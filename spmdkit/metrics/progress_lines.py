@@ -31,7 +31,8 @@ def evaluation_line(record: Mapping[str, Any], total_steps: int) -> str:
 
 
 def _fit(first: list[str], optional: list[str], last: list[str], columns: int) -> str:
-    """Returns the pieces that are not empty, two spaces apart, in at most `columns`; from the end, `optional` ones go first."""
+    """Returns the pieces that are not empty, two spaces apart, in at most `columns`; from the end, `optional` ones go
+    first."""
     while len(text := "  ".join(filter(None, (*first, *optional, *last)))) > columns and (optional or last):
         (optional or last).pop()
     return text[:columns]

@@ -1,17 +1,19 @@
 """Attention over a sequence that is cut, by trading the cut: before it heads for sequence, after it sequence for heads.
 
-    q, k, v [B, T_c, N, H]  -- all-to-all -->  [B, T, N_c, H]  -- attention -->  [B, T, N_c, H]  -- all-to-all -->  [B, T_c, N, H]
+    q, k, v [B, T_c, N, H]  -- all-to-all -->  [B, T, N_c, H]  -- attention -->  [B, T, N_c, H]  -- all-to-all -->  [B,
+    T_c, N, H]
 
-Each device attends over whole sequences for its share of the heads, so masks, segments and kernels are those of one device, and the
-work is the same on each. What is saved for the backward pass is cut by heads and never sent again.
+Each device attends over whole sequences for its share of the heads, so masks, segments and kernels are those of one
+device, and the work is the same on each. What is saved for the backward pass is cut by heads and never sent again.
 
 Wire, per device and call, with |x| the bytes of a shard of x and C devices:
 
     forward    (C-1)/C (|q| + |k| + |v| + |out|) + (C-1) |ids|
-    backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, of segments and of positions where given
+    backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, of segments and of positions where
+    given
 
-When: heads enough (N a multiple of tensor x context); C times less on the wire than a ring for large C. When not: few key heads, which
-have to be repeated up to one per device.
+When: heads enough (N a multiple of tensor x context); C times less on the wire than a ring for large C. When not: few
+key heads, which have to be repeated up to one per device.
 Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
@@ -51,7 +53,8 @@ def forward(
 def tangent(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, tangents: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Returns the tangent of `out` by those of q, k and v, this device's part of the sequence; `own` as in `backward`."""
+    """Returns the tangent of `out` by those of q, k and v, this device's part of the sequence; `own` as in
+    `backward`."""
     attend = lambda q, k, v: implementation.forward(q, k, v, _mask(causal, own), scale)[0].astype(q.dtype)
     return _to_sequence(jax.jvp(attend, kept[:3], tuple(_to_heads(t) for t in tangents))[1])
 

@@ -1,4 +1,5 @@
-"""`sk.attention`: softmax attention on every mesh, in the form and by the implementation that the config and the devices say.
+"""`sk.attention`: softmax attention on every mesh, in the form and by the implementation that the config and the
+devices say.
 
     out[B_x, T_c, N_t, H] = softmax(scale q[B_x, T_c, N_t, H] . k[B_x, S_c, K_t, H]^T) v[B_x, S_c, K_t, H]
 
@@ -13,15 +14,17 @@ x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / 
     cudnn             NVIDIA GPU          attention_cudnn.py
     splash            TPU                 attention_splash.py
 
-The forward pass keeps q, k, v, `out` and `lse` (named "attention", so that `remat: {save: [attention]}` does not compute it again); the
-backward pass is written by hand, and computes the scores again block by block. So no array of T^2 values outlives a block.
+The forward pass keeps q, k, v, `out` and `lse` (named "attention", so that `remat: {save: [attention]}` does not
+compute it again); the backward pass is written by hand, and computes the scores again block by block. So no array of
+T^2 values outlives a block.
 
-Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice. Forward mode
-(`jax.jvp`; xla only) has a part in the backward one's place: the tangent of the forward pass, which it computes again beside it. Inside of
-`sk.manual` the arguments are shards, key heads those of the device's query heads (`own_kv_heads`), and it runs as it is; the
-surrounding part keeps the same.
-Wire: as in the files of the two forms. K key heads fewer than the tensor axis t are repeated r = t / K times; then dk and dv are added up
-over the copies and whole again on each device, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the bytes of a device's own head.
+Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice.
+Forward mode (`jax.jvp`; xla only) has a part in the backward one's place: the tangent of the forward pass, which it
+computes again beside it. Inside of `sk.manual` the arguments are shards, key heads those of the device's query heads
+(`own_kv_heads`), and it runs as it is; the surrounding part keeps the same.
+Wire: as in the files of the two forms. K key heads fewer than the tensor axis t are repeated r = t / K times; then dk
+and dv are added up over the copies and whole again on each device, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the
+bytes of a device's own head.
 Source: Vaswani et al. (2017); Ainslie et al., "GQA" (2023), for the grouped heads.
 """
 
@@ -73,16 +76,19 @@ def attention(
 
     Args:
         causal: a query sees the keys of its own position and of earlier ones.
-        positions_BT: int32[B, T] or [T], where tokens stand for the causal mask; default: as `sk.context_positions` says, which is
+        positions_BT: int32[B, T] or [T], where tokens stand for the causal mask; default: as `sk.context_positions`
+            says, which is
             cheaper: blocks that are hidden are then known and left out.
-        segment_ids_BT: int32[B, T], of packed sequences: tokens see their own segment alone. A negative id is padding: zeros come out.
+        segment_ids_BT: int32[B, T], of packed sequences: tokens see their own segment alone. A negative id is padding:
+            zeros come out.
         scale: of the scores; default `1 / sqrt(H)`.
         implementation: instead of the config's `attention.implementation`.
 
     Layout: q, k, v and the result as `batch`, `sequence`, `heads`; ids as `batch`, `sequence`.
 
     Raises:
-        ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not run here;
+        ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not
+            run here;
             tokens that were not put into the order of the mesh.
     """
     context = trace_context.current()
@@ -116,7 +122,8 @@ def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(repeated, axis_index("heads") * own, own, axis=2)
 
 
-# ---- two parts, forward and backward ------------------------------------------------------------------------------------
+# ---- two parts, forward and backward
+# ------------------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
@@ -217,7 +224,8 @@ def _keys_dims(keys: Keys) -> Any:
 
 
 def _alike(context: trace_context.Context, operands: Any) -> Any:
-    """Inside of `shard_map`: returns all operands typed as differing where one of them, or a device's part of the sequence, does."""
+    """Inside of `shard_map`: returns all operands typed as differing where one of them, or a device's part of the
+    sequence, does."""
     found = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
     if context.in_manual:
         found |= set(axes("sequence"))
@@ -279,7 +287,8 @@ def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, 
     return tuple(own) if order() == "contiguous" else tuple(length // 2 for length in own)
 
 
-# ---- what cannot be --------------------------------------------------------------------------------------------------------
+# ---- what cannot be
+# --------------------------------------------------------------------------------------------------------
 
 
 def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_ids: Any) -> None:

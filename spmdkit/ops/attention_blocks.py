@@ -2,18 +2,20 @@
 
     s = scale Q[T, H] . K[S, H]^T    out = softmax(s) V    lse = log sum_S exp(s)
 
-Softmax, sums and the result are in float32; products have operands in the dtype of `q`. Forward keeps `out` and `lse` only; backward computes
-the scores again. Beyond BLOCK queries or keys the scores exist for one pair of blocks at a time (online softmax), in one loop
-over the pairs that the mask leaves: with `causal` the n (n + 1) / 2 lower ones of n^2.
+Softmax, sums and the result are in float32; products have operands in the dtype of `q`. Forward keeps `out` and `lse`
+only; backward computes the scores again. Beyond BLOCK queries or keys the scores exist for one pair of blocks at a time
+(online softmax), in one loop over the pairs that the mask leaves: with `causal` the n (n + 1) / 2 lower ones of n^2.
 
 A query that sees no key has out = 0, lse = -inf and a gradient of zero.
 
 Every implementation of attention has this pair of functions, so that the ring can join the results of any of them:
 
     forward(q_BTNH, k_BSKH, v_BSKH, mask, scale) -> out_BTNH, lse_BTN (float32)
-    backward(q, k, v, out, lse, dout_BTNH, mask, scale) -> dq, dk, dv      `out` and `lse` over all keys, also those of other blocks
+    backward(q, k, v, out, lse, dout_BTNH, mask, scale) -> dq, dk, dv      `out` and `lse` over all keys, also those of
+    other blocks
 
-Shape suffixes: B examples, T queries, S keys, N query heads, K key heads, G = N / K, H width of a head, t and s inside one block.
+Shape suffixes: B examples, T queries, S keys, N query heads, K key heads, G = N / K, H width of a head, t and s inside
+one block.
 
 Memory: temporaries of 3 x 4 B N BLOCK^2 bytes at most, and float32 copies of what is returned.
 Source: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao, "FlashAttention-2" (2023), section 3.
@@ -142,7 +144,8 @@ XLA = Implementation(forward, backward)
 
 
 def product_flops(q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask) -> float:
-    """Returns the arithmetic of one product over all scores that a causal mask leaves; a pass has two, a gradient five or more."""
+    """Returns the arithmetic of one product over all scores that a causal mask leaves; a pass has two, a gradient five
+    or more."""
     return 2.0 * q_BTNH.size * k_BSKH.shape[1] * (0.5 if mask.causal else 1)
 
 
@@ -190,7 +193,8 @@ class _Cut:
     def over_pairs(
         self, one_pair: Callable[..., tuple[jax.Array, ...]], start: tuple[jax.Array, ...], operands: object
     ):
-        """Returns the carry of `one_pair(carry, i, j)` after all pairs of a query block and a key block that may meet."""
+        """Returns the carry of `one_pair(carry, i, j)` after all pairs of a query block and a key block that may
+        meet."""
         axes = sorted(set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands) if hasattr(x, "dtype"))))
         start = compat.as_varying(start, axes)
         pairs = [(i, j) for i in range(self.num_q) for j in range(self.num_k)]

@@ -1,7 +1,10 @@
-"""cuDNN's flash attention, on NVIDIA GPUs from Ampere on: bfloat16 or float16, heads of a width up to 128 (Hopper: 256), no ids.
+"""cuDNN's flash attention, on NVIDIA GPUs from Ampere on: bfloat16 or float16, heads of a width up to 128 (Hopper:
+256), no ids.
 
-Keeps `out` and `lse`, and computes the scores again in the backward pass. Segment ids would have to become a mask of T^2 values.
-Source: NVIDIA cuDNN documentation, "Attention"; called as `jax.nn.dot_product_attention(implementation="cudnn")` does (jax 0.10.2).
+Keeps `out` and `lse`, and computes the scores again in the backward pass. Segment ids would have to become a mask of
+T^2 values.
+Source: NVIDIA cuDNN documentation, "Attention"; called as `jax.nn.dot_product_attention(implementation="cudnn")` does
+(jax 0.10.2).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Splash attention, a Pallas kernel of JAX for TPUs: skips blocks that a causal mask hides, takes segment ids and grouped heads.
+"""Splash attention, a Pallas kernel of JAX for TPUs: skips blocks that a causal mask hides, takes segment ids and
+grouped heads.
 
-Keeps `out` and `lse`, and computes the scores again in the backward pass. Lengths are multiples of 128; heads narrower than a
-multiple of 128 are filled up with zeros, which changes no score (the matrix unit is 128 wide anyway).
+Keeps `out` and `lse`, and computes the scores again in the backward pass. Lengths are multiples of 128; heads narrower
+than a multiple of 128 are filled up with zeros, which changes no score (the matrix unit is 128 wide anyway).
 Source: jax 0.10.2, `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 
@@ -54,7 +55,8 @@ SPLASH = splash()
 
 
 def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str, ...]) -> str | None:
-    """Returns why splash attention cannot take blocks of `lengths` tokens on `device` (None: any TPU), or None when it can."""
+    """Returns why splash attention cannot take blocks of `lengths` tokens on `device` (None: any TPU), or None when it
+    can."""
     if device is not None and device.platform != "tpu":
         return f"it runs on TPUs, and the mesh has {device.platform} devices ({device.device_kind})"
     if "positions" in ids:
@@ -88,7 +90,8 @@ def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, interpret: bool)
 def _masks() -> tuple[Any, Any]:
     """Returns the causal and the full mask, in which a tile of one value is one value.
 
-    The kernel's set-up asks every tile whether it is empty or full: with real tiles 22 s for 32,768 tokens (2 cores, 2026-11-21).
+    The kernel's set-up asks every tile whether it is empty or full: with real tiles 22 s for 32,768 tokens (2 cores,
+    2026-11-21).
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

@@ -1,8 +1,10 @@
-"""`both_modes(forward, tangent, backward)`: a function with a gradient written by hand, like `jax.custom_vjp`, and a forward mode beside it.
+"""`both_modes(forward, tangent, backward)`: a function with a gradient written by hand, like `jax.custom_vjp`, and a
+forward mode beside it.
 
-A `jax.custom_vjp` has no forward mode: JAX refuses `jax.jvp`. Here the derivative is one operation that is linear in the tangents. Where
-it is computed, `tangent` computes it; where it is transposed, as reverse mode does, `backward` stands in its place, and `tangent` is
-never traced. So a first derivative in reverse mode is the program of a `custom_vjp`, with the same residuals: what `forward` keeps.
+A `jax.custom_vjp` has no forward mode: JAX refuses `jax.jvp`. Here the derivative is one operation that is linear in
+the tangents. Where it is computed, `tangent` computes it; where it is transposed, as reverse mode does, `backward`
+stands in its place, and `tangent` is never traced. So a first derivative in reverse mode is the program of a
+`custom_vjp`, with the same residuals: what `forward` keeps.
 
 Both are ordinary functions, and derivatives of theirs are further ones, in any mode, as far as they have any.
 """
@@ -33,10 +35,12 @@ def both_modes(
 
     Args:
         forward: `(*args) -> (result, kept)`, pytrees of arrays.
-        tangent: `(kept, tangents) -> tangent of the result`, linear in the tangents: a tuple like `args`, None for integers.
-        backward: `(kept, cotangent of the result) -> cotangents`, the transpose of `tangent`: a tuple like `args`, None for integers.
-        alone: `(*args) -> result` where no derivative is asked for; default: `forward`. With it, `forward` can call the function that is
-            returned, and so have derivatives that its own operations have not.
+        tangent: `(kept, tangents) -> tangent of the result`, linear in the tangents: a tuple like `args`, None for
+            integers.
+        backward: `(kept, cotangent of the result) -> cotangents`, the transpose of `tangent`: a tuple like `args`, None
+            for integers.
+        alone: `(*args) -> result` where no derivative is asked for; default: `forward`. With it, `forward` can call the
+            function that is returned, and so have derivatives that its own operations have not.
     """
 
     @jax.custom_jvp
@@ -160,7 +164,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, linear: _Linear) -> li
 
 
 def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, linear: _Linear) -> Any:
-    """Maps both directions; a tangent that is not mapped gets the sum of its cotangents. Without a mapped operand no result is mapped."""
+    """Maps both directions; a tangent that is not mapped gets the sum of its cotangents. Without a mapped operand no
+    result is mapped."""
     if all(d is None for d in dims):
         return linear.bind(*operands), [None] * len(linear.types)
     num, mapped = linear.num_fixed, [d is not None for d in dims]

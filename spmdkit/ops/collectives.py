@@ -1,4 +1,5 @@
-"""Collectives inside `sk.manual`, by the logical name of what is cut. Over no axes each is the identity; outside of a part they are refused.
+"""Collectives inside `sk.manual`, by the logical name of what is cut. Over no axes each is the identity; outside of a
+part they are refused.
 
 N devices stand along the axes; `bytes` is what one device holds of the operand. Sent per device and call, with a ring:
 
@@ -52,17 +53,20 @@ def axes(*names: str) -> tuple[str, ...]:
 
 
 def axis_size(names: Names) -> int:
-    """Returns the number of devices along the axes behind `names`; outside of a part too, where an op chooses what to do by it.
+    """Returns the number of devices along the axes behind `names`; outside of a part too, where an op chooses what to
+    do by it.
 
     Raises:
-        ConfigError: `batch` outside of a part: its axes cut one replica's examples, and who asks there wants the number of replicas.
+        ConfigError: `batch` outside of a part: its axes cut one replica's examples, and who asks there wants the number
+            of replicas.
     """
     found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
     return trace_context.current().cuts.size(*found)
 
 
 def axis_index(names: Names) -> jax.Array | int:
-    """Returns this device's position along the axes behind `names`, int32[]; 0 over no axes. Only inside `sk.manual`."""
+    """Returns this device's position along the axes behind `names`, int32[]; 0 over no axes. Only inside
+    `sk.manual`."""
     found = _axes_in_part("axis_index", names)
     return lax.axis_index(found) if found else 0
 
@@ -103,7 +107,8 @@ def all_to_all(x: jax.Array, names: Names, split_dim: int, join_dim: int) -> jax
 
 
 def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
-    """Returns the `x` of the device that stands `by` places before this one along the single axis behind `name`, as a ring."""
+    """Returns the `x` of the device that stands `by` places before this one along the single axis behind `name`, as a
+    ring."""
     found = _axes_in_part("ring_shift", name)
     if not found:
         return x
@@ -125,7 +130,8 @@ def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
     """Returns the mesh axes behind `names` for a collective.
 
     Raises:
-        ConfigError: it stands outside of a part, on a mesh of several devices: arrays are no shards there, and nothing would be sent.
+        ConfigError: it stands outside of a part, on a mesh of several devices: arrays are no shards there, and nothing
+            would be sent.
     """
     context = trace_context.current()
     mesh = context.cuts.mesh

@@ -1,21 +1,23 @@
 """The order in which a mesh with a context axis holds a sequence, and the way into it and back.
 
-A sequence of T tokens is cut over the C devices of the context axis. Under a causal mask token t needs t + 1 keys, so that with
-neighbouring parts the last device works C times as long as the first. The zig-zag order cuts 2 C chunks and gives device i
-the chunks i and 2C-1-i: an early and a late one, the same work for each.
+A sequence of T tokens is cut over the C devices of the context axis. Under a causal mask token t needs t + 1 keys, so
+that with neighbouring parts the last device works C times as long as the first. The zig-zag order cuts 2 C chunks and
+gives device i the chunks i and 2C-1-i: an early and a late one, the same work for each.
 
     zigzag       C = 2, chunks 0 1 2 3:   device 0 holds 0 3, device 1 holds 1 2
     contiguous   device 0 holds 0 1, device 1 holds 2 3
 
-A model puts what runs along the sequence (inputs, targets shifted before, loss masks, segment ids) into this order once:
+A model puts what runs along the sequence (inputs, targets shifted before, loss masks, segment ids) into this order
+once:
 
     inputs_BT, targets_BT = sk.context_order((tokens_BT[:, :-1], tokens_BT[:, 1:]))
     positions_T = sk.context_positions(inputs_BT.shape[1])            # for rotary and learned positions
 
-After that everything is per token, and `sk.attention` knows the order. A mean over tokens does not depend on it. Without a context
-axis these functions return what they are given.
+After that everything is per token, and `sk.attention` knows the order. A mean over tokens does not depend on it.
+Without a context axis these functions return what they are given.
 
-Wire: into the order nothing (each device slices the whole sequence that it has); back (C-1)/C to 1 times the shard's bytes.
+Wire: into the order nothing (each device slices the whole sequence that it has); back (C-1)/C to 1 times the shard's
+bytes.
 Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2 (chunks i and 2C-1-i).
 """
 
@@ -37,7 +39,8 @@ Order = Literal["zigzag", "contiguous"]
 
 
 def order() -> Order:
-    """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours together."""
+    """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours
+    together."""
     choice = trace_context.current().chosen.attention
     return (
         "zigzag"
@@ -47,7 +50,8 @@ def order() -> Order:
 
 
 def context_order(tree: Any, dim: int = 1) -> Any:
-    """Returns the arrays of `tree` with their `dim`, a whole sequence, in the order of the mesh and cut over its context axis.
+    """Returns the arrays of `tree` with their `dim`, a whole sequence, in the order of the mesh and cut over its
+    context axis.
 
     Layout: in, dim 0 as `batch` and `dim` whole; out, `dim` as `sequence`. With `dim=0` there is no batch dim.
 
@@ -73,7 +77,8 @@ def context_order(tree: Any, dim: int = 1) -> Any:
 
 
 def context_positions(length: int) -> jax.Array:
-    """Returns int32[length], the position in the sequence of each place in the order of the mesh, cut over its context axis.
+    """Returns int32[length], the position in the sequence of each place in the order of the mesh, cut over its context
+    axis.
 
     Inside of `sk.manual`: int32[length / C], those of this device.
     """

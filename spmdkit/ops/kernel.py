@@ -1,12 +1,16 @@
-"""`kernel(fn, flops)`: a hand-written kernel inside of `sk.manual`, where arrays carry the mesh axes along which they differ.
+"""`kernel(fn, flops)`: a hand-written kernel inside of `sk.manual`, where arrays carry the mesh axes along which they
+differ.
 
-`pallas_call` wants those axes written into the shapes of its results, and kernels that others maintain do not write them
-(splash attention of jax 0.10.2: "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"). So `fn` becomes one
-operation whose results differ along every axis along which an operand does, and which is traced without these types. That is
-right for whatever sends nothing to other devices. It has no gradient of its own: use it inside a `jax.custom_vjp`.
+`pallas_call` wants those axes written into the shapes of its results, and kernels that others maintain do not write
+them (splash attention of jax 0.10.2: "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"). So `fn`
+becomes one operation whose results differ along every axis along which an operand does, and which is traced without
+these types. That is right for whatever sends nothing to other devices. It has no gradient of its own: use it inside a
+`jax.custom_vjp`.
 
-Where a kernel does not say what it costs, XLA takes it to be free, and its scheduler finds no work to hide a transfer behind:
-on v5p every turn of the ring waited for its keys (TPU compiler of libtpu 0.0.42, 2026-11-21). So the cost is written in here.
+Where a kernel does not say what it costs, XLA takes it to be free, and its scheduler finds no work to hide a transfer
+behind:
+on v5p every turn of the ring waited for its keys (TPU compiler of libtpu 0.0.42, 2026-11-21). So the cost is written in
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
     """Returns `fn(*arrays) -> arrays`, traced without the types of `shard_map`; `fn` sends nothing to other devices.
 
     Args:
-        flops: of `fn`, for XLA's scheduler (split over the `pallas_call` in it that name no cost of their own) and for `plan`.
+        flops: of `fn`, for XLA's scheduler (split over the `pallas_call` in it that name no cost of their own) and for
+            `plan`.
     """
 
     def kernel_call(*args: Any) -> Any:
@@ -54,7 +59,8 @@ def _is_no_call(eqn: Any) -> bool:
 
 
 def _with_cost(jaxpr: Any, flops: int) -> Any:
-    """Returns the jaxpr with the cost of every `pallas_call` that names none: arithmetic, and each operand and result once."""
+    """Returns the jaxpr with the cost of every `pallas_call` that names none: arithmetic, and each operand and result
+    once."""
 
     def changed(eqn: Any) -> Any:
         if _is_call(eqn):

@@ -1,21 +1,22 @@
 """`sk.manual`: a part of a model in which every device sees its own shards and collectives are written out.
 
-    y = sk.manual(fn, in_dims=[("batch", "sequence", None), ("embed", "mlp")], out_dims=("batch", "sequence", None))(x, w)
+    y = sk.manual(fn, in_dims=[("batch", "sequence", None), ("embed", "mlp")], out_dims=("batch", "sequence", None))(x,
+    w)
 
-Outside of it arrays are global and the partitioner chooses the collectives. Inside `fn` an array is what one device holds, and
-what crosses the wire is what `fn` says: `axes("mlp")` gives the mesh axes behind a logical name, and `all_gather`,
-`reduce_scatter`, `all_reduce`, `all_to_all` and `ring_shift` take such axes. Over no axes they are the identity, so that one
-text serves every mesh.
+Outside of it arrays are global and the partitioner chooses the collectives. Inside `fn` an array is what one device
+holds, and what crosses the wire is what `fn` says: `axes("mlp")` gives the mesh axes behind a logical name, and
+`all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` and `ring_shift` take such axes. Over no axes they are the
+identity, so that one text serves every mesh.
 
-How: one `jax.shard_map`, manual over all mesh axes, as an operation with rules of its own for vmap and for gradients (`ops/part.py`). The
-gradient is such a part too. It finds kept what `remat` names, and the inputs; the rest it computes a second time. What all_gather
-joins is never kept: it is gathered again for the backward pass.
+How: one `jax.shard_map`, manual over all mesh axes, as an operation with rules of its own for vmap and for gradients
+(`ops/part.py`). The gradient is such a part too. It finds kept what `remat` names, and the inputs; the rest it computes
+a second time. What all_gather joins is never kept: it is gathered again for the backward pass.
 
-Gradients are right by type (`check_vma`): an operand that is the same along an axis gets the sum of its cotangents over it, and
-`all_gather` turns into `reduce_scatter`. Nothing is ever summed over replica axes here; that is the reducer's.
+Gradients are right by type (`check_vma`): an operand that is the same along an axis gets the sum of its cotangents over
+it, and `all_gather` turns into `reduce_scatter`. Nothing is ever summed over replica axes here; that is the reducer's.
 
-Wire: forward, what `fn` sends; backward, every all_gather again, whatever else is computed a second time, the transpose of each
-collective, and one all-reduce over every axis along which an operand is the same and its cotangent is not.
+Wire: forward, what `fn` sends; backward, every all_gather again, whatever else is computed a second time, the transpose
+of each collective, and one all-reduce over every axis along which an operand is the same and its cotangent is not.
 Source: jax documentation, "shard_map" (typing of manual axes, 2025).
 """
 
@@ -49,19 +50,21 @@ def manual(
 
     Args:
         fn: `fn(*shards) -> shards`, pytrees of arrays. It closes over no traced array: pass it as an argument.
-        in_dims: for each argument a pytree prefix of dims. Dims are a tuple with, for each dim, a logical name (`layout.axes`),
-            a mesh axis, several of them joined by `+` (cut over the first, then over the next), or None; names that are
-            missing at the end are None.
+        in_dims: for each argument a pytree prefix of dims. Dims are a tuple with, for each dim, a logical name
+            (`layout.axes`), a mesh axis, several of them joined by `+` (cut over the first, then over the next), or
+            None; names that are missing at the end are None.
         out_dims: the same for the result. Along an axis that they do not name, a result has to be the same.
         name: what messages call it; default the function's own.
-        kernel: whether `fn` calls a kernel (Pallas, cuDNN), which neither the partitioner nor a vmap over devices can cut.
+        kernel: whether `fn` calls a kernel (Pallas, cuDNN), which neither the partitioner nor a vmap over devices can
+            cut.
 
-    On a mesh without model axes, in a per-replica step and inside of another `manual`, `fn` is called as it is; with `kernel` only
-    where its arrays are those of one device (ZeRO 1 and 2 and the stages of a pipeline are a vmap over devices).
+    On a mesh without model axes, in a per-replica step and inside of another `manual`, `fn` is called as it is; with
+    `kernel` only where its arrays are those of one device (ZeRO 1 and 2 and the stages of a pipeline are a vmap over
+    devices).
 
     Raises:
-        ConfigError: a dim is not divisible by its axes, a name is unknown, or a result differs along an axis that its dims
-            do not name.
+        ConfigError: a dim is not divisible by its axes, a name is unknown, or a result differs along an axis that its
+            dims do not name.
     """
     name = name or getattr(fn, "__name__", "fn")
 
@@ -100,7 +103,8 @@ def manual(
 
 
 def cuts(context: trace_context.Context, kernel: bool = False) -> bool:
-    """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part around it."""
+    """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part
+    around it."""
     if context.in_manual or context.cuts.form == "manual" or context.cuts.mesh is None:
         return False
     if kernel:
@@ -169,7 +173,8 @@ def _typed(context: trace_context.Context, what: str, x: Any, spec: PartitionSpe
 def _trace_once(
     context: trace_context.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], bool]:
-    """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and refuses what cannot be right.
+    """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and refuses what cannot be
+    right.
 
     Raises:
         ConfigError: `fn` closes over traced arrays, or JAX's types have added up a derivative that it takes.

@@ -1,9 +1,10 @@
-"""A part of `sk.manual` as JAX sees it: one operation, a `shard_map` over all mesh axes, with rules for vmap and for derivatives.
+"""A part of `sk.manual` as JAX sees it: one operation, a `shard_map` over all mesh axes, with rules for vmap and for
+derivatives.
 
-Its batching rule puts the mapped dim of an enclosing `vmap(spmd_axis_name=)` (the replicas of the mapped form, the stages of a pipeline) in
-front of each spec. The body itself is never batched over mesh axes: JAX's own rule refuses residuals of operands that are not mapped
-(`_RepError`, jax 0.10.2). Its gradient is such a part too. What it finds kept of the forward pass is what `remat` names
-(`ops/remat.py`), and the inputs; the rest it computes a second time.
+Its batching rule puts the mapped dim of an enclosing `vmap(spmd_axis_name=)` (the replicas of the mapped form, the
+stages of a pipeline) in front of each spec. The body itself is never batched over mesh axes: JAX's own rule refuses
+residuals of operands that are not mapped (`_RepError`, jax 0.10.2). Its gradient is such a part too. What it finds kept
+of the forward pass is what `remat` names (`ops/remat.py`), and the inputs; the rest it computes a second time.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the outermost first.
+    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the
+    outermost first.
 
     Attributes:
-        watched: name and body where it takes a derivative itself, which types could add up over the devices of every vmap around it.
+        watched: name and body where it takes a derivative itself, which types could add up over the devices of every
+            vmap around it.
         num_fixed: of a part that is linear in its last operands (tangents), the number of those before them.
-        pull: the transpose of such a part on shards, `(the first operands, cotangents) -> cotangents of the last operands`.
+        pull: the transpose of such a part on shards, `(the first operands, cotangents) -> cotangents of the last
+            operands`.
     """
 
     body: Callable[..., tuple[jax.Array, ...]]
@@ -74,7 +78,8 @@ class Part:
         return tuple(PartitionSpec(*of(i), *spec) for i, spec in enumerate(self.in_specs))
 
     def _in_levels(self, fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
-        """Returns `fn` of shards with the dims of the vmaps in front, all typed as differing along the axes of these."""
+        """Returns `fn` of shards with the dims of the vmaps in front, all typed as differing along the axes of
+        these."""
         over = tuple(a for level in self.levels for a in level.axes or ())
 
         def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
@@ -149,7 +154,8 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
 
 def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[PartitionSpec] = (), pull: Any = None) -> Part:
-    """Returns the part `(*args, *more, *tangents of some args) -> tangents of the results`, which is linear in the tangents.
+    """Returns the part `(*args, *more, *tangents of some args) -> tangents of the results`, which is linear in the
+    tangents.
 
     Args:
         more_specs: of further operands between the two, for the transpose alone.
@@ -271,7 +277,8 @@ def _abstract(*avals: Any, part: Part) -> list[Any]:
 
 
 def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, part: Part) -> Any:
-    """Adds one level: mapped operands carry it in front, and so does every result. Without a mapped one there is no level."""
+    """Adds one level: mapped operands carry it in front, and so does every result. Without a mapped one there is no
+    level."""
     if all(d is None for d in dims):
         return part.bind(*args), [None] * len(part.local_shapes)
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]

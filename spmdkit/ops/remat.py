@@ -5,16 +5,19 @@
     dots_no_batch     keep products without batch dims (weights x activations, not attention scores)
     full              keep only the inputs of each wrapped block           least memory, about one more forward pass
     {save: [names]}   keep what `jax.ad_checkpoint.checkpoint_name` marks with one of these names
-    {offload: [...]}  the same, in the host's memory: written there as the forward pass makes it, read back for the backward pass
+    {offload: [...]}  the same, in the host's memory: written there as the forward pass makes it, read back for the
+                      backward pass
 
-What a named value costs: a saved one its bytes of device memory for each block; an offloaded one as many of host memory (and of the link
-to the host, once each way, beside the arithmetic), and on the device only the block at hand. Names inside of `sk.manual` count as those around it.
+What a named value costs: a saved one its bytes of device memory for each block; an offloaded one as many of host memory
+(and of the link to the host, once each way, beside the arithmetic), and on the device only the block at hand. Names
+inside of `sk.manual` count as those around it.
 `none` keeps there everything but what all_gather joins, which is gathered again.
 
-On XLA's CPU backend the host's memory is the device's: the program is the same and moves nothing. On TPU the offloaded bytes are
-`memory_analysis().host_temp_size_in_bytes` (read by the TPU compiler in tests/ops/test_remat_tpu.py).
+On XLA's CPU backend the host's memory is the device's: the program is the same and moves nothing. On TPU the offloaded
+bytes are `memory_analysis().host_temp_size_in_bytes` (read by the TPU compiler in tests/ops/test_remat_tpu.py).
 
-Wire: nothing of its own; what is computed again sends its collectives again. Offloaded values cross to the host and back.
+Wire: nothing of its own; what is computed again sends its collectives again. Offloaded values cross to the host and
+back.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); `jax.checkpoint_policies`.
 """
 
@@ -55,7 +58,8 @@ def policy(remat: str) -> Remat | None:
 
 
 def everything_but_gathered(prim: Any, *args: Any, **params: Any) -> bool:
-    """The policy of parts without remat: what all_gather joins would be N times what a device holds, and moving it costs nothing."""
+    """The policy of parts without remat: what all_gather joins would be N times what a device holds, and moving it
+    costs nothing."""
     return prim.name not in _GATHERED
 
 
@@ -112,8 +116,8 @@ def check_names(key: str, names: Sequence[str], marks: Collection[str], what: st
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn` wrapped in `jax.checkpoint` under the policy that the config's `remat` names.
 
-    Wrap the block that a model repeats: `x = sk.remat(block)(x, layer_params)`. A task that wraps nothing gets the policy
-    around its whole loss. With `remat: none` this returns `fn` itself.
+    Wrap the block that a model repeats: `x = sk.remat(block)(x, layer_params)`. A task that wraps nothing gets the
+    policy around its whole loss. With `remat: none` this returns `fn` itself.
     """
 
     @functools.wraps(fn)

@@ -1,20 +1,23 @@
-"""Matrix products whose weights are cut over devices: a column product, a row product, and a pair with a function between.
+"""Matrix products whose weights are cut over devices: a column product, a row product, and a pair with a function
+between.
 
     column   x[B_b, T_st, D] . W[D_f, F_t]  ->  h[B_b, T_s, F_t]     all_gather x over t and W over f; no sum is needed
     row      h[B_b, T_s, F_t] . W[F_t, D_f]  ->  y[B_b, T_st, D]      all_gather W over f; reduce_scatter y over t
 
-`b` are the axes of the batch, `s` those of the sequence (context), `t` those of the hidden dim (tensor) and `f` those of the
-weights' storage (fsdp). Between the two the hidden dim stays cut, so any function that treats its channels (or heads) alone
-runs on shards: gates, recurrences over T, attention. Between two pairs the sequence is cut over tensor too (`norm_sequence`), so
-that norms and residuals are neither computed nor kept t times (Korthikanti). With `sequence` there instead, x is the same
-along tensor, and y leaves by an all_reduce (Shoeybi): the same bytes, t times the activations.
+`b` are the axes of the batch, `s` those of the sequence (context), `t` those of the hidden dim (tensor) and `f` those
+of the weights' storage (fsdp). Between the two the hidden dim stays cut, so any function that treats its channels (or
+heads) alone runs on shards: gates, recurrences over T, attention. Between two pairs the sequence is cut over tensor too
+(`norm_sequence`), so that norms and residuals are neither computed nor kept t times (Korthikanti). With `sequence`
+there instead, x is the same along tensor, and y leaves by an all_reduce (Shoeybi): the same bytes, t times the
+activations.
 
-A dim of a weight that is cut over an axis of the batch or of the sequence is stored so and gathered inside (ZeRO 3): once
-forward, once more for the backward pass, and its gradient leaves by a reduce_scatter. Put several pairs into one
+A dim of a weight that is cut over an axis of the batch or of the sequence is stored so and gathered inside (ZeRO 3):
+once forward, once more for the backward pass, and its gradient leaves by a reduce_scatter. Put several pairs into one
 `sk.manual`, and `remat` says what is kept between them; a gathered weight never is.
 
-Wire, sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; X and Y the bytes of
-x and y with the sequence gathered over t, W those of all its weights gathered over f (still cut over t):
+Wire, sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the
+sequence; X and Y the bytes of x and y with the sequence gathered over t, W those of all its weights gathered over f
+(still cut over t):
 
     forward    (N_t-1)/N_t (X + Y)     + (N_f-1)/N_f W
     backward   (N_t-1)/N_t (2 X + Y)   + 2 (N_f-1)/N_f W   + 2 (N_c-1)/N_c W/N_f
@@ -70,8 +73,8 @@ def column_row(
     Args:
         x_BTD: any number of leading dims.
         columns: weights [D, *F], each with hidden dims of its own.
-        between: sees shards: whole sequences of the context shard, and its part of the hidden dims. It closes over no traced
-            array (`extra` brings them) and mixes nothing along the hidden dim that is cut.
+        between: sees shards: whole sequences of the context shard, and its part of the hidden dims. It closes over no
+            traced array (`extra` brings them) and mixes nothing along the hidden dim that is cut.
         row: weight [*F, D]; F as `between` returns it.
         hidden: logical name of the hidden dim that is cut, the first of F.
         dims: of x and of the result.
@@ -79,7 +82,8 @@ def column_row(
         row_dims: default `(hidden, None, ..., "embed")`.
         extra: further arguments of `between`, with `extra_dims` for each, as in `sk.manual`.
 
-    Layout: x and result as in `dims`; weights as in their dims. Works in the global view and inside of `sk.manual`, where all are shards.
+    Layout: x and result as in `dims`; weights as in their dims. Works in the global view and inside of `sk.manual`,
+        where all are shards.
 
     Raises:
         ConfigError: a dim that its axes do not divide, or shapes that do not fit.
@@ -106,7 +110,8 @@ def column_row(
 def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
     """Returns `x . weight`, [B, T, *F], cut on F: the first half of a pair.
 
-    Layout: x as in `dims`, weight `("embed", hidden)`; result as x, whole on the part of the sequence that tensor cuts, and `hidden`.
+    Layout: x as in `dims`, weight `("embed", hidden)`; result as x, whole on the part of the sequence that tensor cuts,
+        and `hidden`.
     Wire: (N_t-1)/N_t X + (N_f-1)/N_f W forward; twice that backward, and 2 (N_c-1)/N_c W/N_f.
     """
     w_dims = _column_dims([weight], hidden, None)[0]
@@ -158,11 +163,12 @@ def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
 def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax.Array) -> jax.Array:
     """Returns a weight whole over the axes that only store it: all of its width dim, and those of the rows elsewhere.
 
-    It is typed as differing where `x` does *before* it is gathered. So its gradient is scattered first, and what the other axes
-    of the rows add up is a shard; the other way round they would add up the whole.
+    It is typed as differing where `x` does *before* it is gathered. So its gradient is scattered first, and what the
+    other axes of the rows add up is a shard; the other way round they would add up the whole.
 
-    A last dim is gathered as the first: along the last one the TPU compiler (libtpu 0.0.42) has no reduce_scatter on v5e, and the
-    gather's transpose would send an all_reduce, twice the bytes. The barrier keeps the compiler from undoing that.
+    A last dim is gathered as the first: along the last one the TPU compiler (libtpu 0.0.42) has no reduce_scatter on
+    v5e, and the gather's transpose would send an all_reduce, twice the bytes. The barrier keeps the compiler from
+    undoing that.
     """
     w = compat.as_varying(w, sorted(compat.varying_axes(x)))
     for dim, name in enumerate(w_dims):
@@ -182,7 +188,8 @@ def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax
 
 
 def scatter_gradient(grad: jax.Array, like: jax.Array, w_dims: Dims, dims: Dims, width_dim: int) -> jax.Array:
-    """Returns the gradient of a weight's shard `like` from that of the gathered weight: the transpose of `gather_weight`.
+    """Returns the gradient of a weight's shard `like` from that of the gathered weight: the transpose of
+    `gather_weight`.
 
     For gradients written by hand: what differs along an axis where the weight is the same is added up.
     """
@@ -220,7 +227,8 @@ def _column_dims(columns: Sequence[jax.Array], hidden: str, given: Sequence[Dims
 
 
 def _shared(name: str | None, hidden_axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes by which `norm_sequence` is cut more finely than `sequence`, if the hidden dim is cut over them."""
+    """Returns the axes by which `norm_sequence` is cut more finely than `sequence`, if the hidden dim is cut over
+    them."""
     if name != "norm_sequence":
         return ()
     cut = axes(name)

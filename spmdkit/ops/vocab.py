@@ -3,16 +3,17 @@
     embed          tokens[B_b, T_s] , E[V_t, D_f]               ->  x[B_b, T_st, D]
     cross_entropy  h[B_b, T_st, D] . W[D_f, V_t] , targets      ->  loss[B_b, T_s]      logits[B, T, V] exist nowhere
 
-`b` are the axes of the batch, `s` those of the sequence (context), `t` those of the vocabulary (tensor), `f` those of the weights'
-storage (fsdp).
+`b` are the axes of the batch, `s` those of the sequence (context), `t` those of the vocabulary (tensor), `f` those of
+the weights' storage (fsdp).
 
-Each device looks up the ids that are in its part of the vocabulary, zero for the others, and one reduction adds the parts. The
-loss needs of every token the largest logit, the sum of exponentials and the target's logit; each is a reduction over a device's own
-columns, then over t. A device computes at most `chunk` tokens' logits at a time, forward and backward, and the backward pass computes
-them again from the logsumexp, so that its part of the logits is never whole either.
+Each device looks up the ids that are in its part of the vocabulary, zero for the others, and one reduction adds the
+parts. The loss needs of every token the largest logit, the sum of exponentials and the target's logit; each is a
+reduction over a device's own columns, then over t. A device computes at most `chunk` tokens' logits at a time, forward
+and backward, and the backward pass computes them again from the logsumexp, so that its part of the logits is never
+whole either.
 
-Wire, sent per device and step; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; n tokens of a
-device after the gather over t, X their bytes [n, D], W those of table or head gathered over f, [D, V/N_t]:
+Wire, sent per device and step; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; n
+tokens of a device after the gather over t, X their bytes [n, D], W those of table or head gathered over f, [D, V/N_t]:
 
     embed, by table    forward  (N_t-1)/N_t X   + (N_f-1)/N_f W                 backward  the same + 2 (N_c-1)/N_c W/N_f
     embed, by tokens   forward  (N_t-1)/N_t X   + (N_f-1)/N_f X/N_t             backward  the same + 2 (N_c-1)/N_c W/N_f
@@ -23,8 +24,8 @@ device after the gather over t, X their bytes [n, D], W those of table or head g
 XLA makes one of the two gathers of head and hidden, forward and backward, where nothing lies between them.
 
 When not: a vocabulary so small that its logits fit (256 bytes): a plain product and softmax is as good.
-Source: Shoeybi et al., "Megatron-LM" (2019), section 3 (the parallel cross-entropy); Wijmans et al., "Cut Your Losses in
-Large-Vocabulary Language Models" (2024) (logits in blocks); Chowdhery et al., "PaLM" (2022), section 5 (z-loss).
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3 (the parallel cross-entropy); Wijmans et al., "Cut Your Losses
+in Large-Vocabulary Language Models" (2024) (logits in blocks); Chowdhery et al., "PaLM" (2022), section 5 (z-loss).
 
 Shape suffixes: B examples, T positions, D width, V vocabulary, N tokens of one device (B T), C tokens of one chunk.
 """
@@ -69,9 +70,11 @@ def embed(
     """Returns the rows of the table at the tokens, [B, T, D]; zeros for ids outside of it.
 
     Args:
-        dims: of the result; with `norm_sequence` the reduction over the vocabulary leaves each device its part of the sequence.
-        by: what moves over the axes that store the table's width: the table, or the ids there and the vectors back; auto takes
-            what sends less, and the table where the vectors, cut into so many parts and padded again, took more memory.
+        dims: of the result; with `norm_sequence` the reduction over the vocabulary leaves each device its part of the
+            sequence.
+        by: what moves over the axes that store the table's width: the table, or the ids there and the vectors back;
+            auto takes what sends less, and the table where the vectors, cut into so many parts and padded again, took
+            more memory.
 
     Layout: tokens cut as `dims` without the vocabulary's axes; table `("vocab", "embed")`.
     """
@@ -114,22 +117,25 @@ def cross_entropy(
     vocab_size: int | None = None,
     dims: Dims = ROWS,
 ) -> jax.Array:
-    """Returns `-log softmax(hidden . head)[target]`, float32[B, T], without logits of more than `chunk` tokens on any device.
+    """Returns `-log softmax(hidden . head)[target]`, float32[B, T], without logits of more than `chunk` tokens on any
+    device.
 
     Args:
         targets_BT: ids, integers; an id outside the vocabulary gives NaN, unless `where` leaves it out.
         where: bool[B, T]; zero, and no gradient, where False.
         z_loss: adds `z_loss * log(sum(exp(logits)))**2`, which keeps the logits from drifting.
         chunk: tokens of a device whose logits exist at a time; default: half a GiB of them.
-        vocab_size: number of ids that exist, where the head has been padded to a multiple of the tensor axis; the other columns get
-            no probability and no gradient.
+        vocab_size: number of ids that exist, where the head has been padded to a multiple of the tensor axis; the other
+            columns get no probability and no gradient.
         dims: of `hidden_BTD`.
 
-    Layout: hidden as in `dims`, head `("embed", "vocab")`, the rest and the result cut as the rows of `dims` without the vocabulary's
+    Layout: hidden as in `dims`, head `("embed", "vocab")`, the rest and the result cut as the rows of `dims` without
+        the vocabulary's
     axes. Products and sums in float32; the gradients have the dtypes of hidden and head.
 
     Raises:
-        ConfigError: V is not divisible by the axes of `vocab`: pad the head and give `vocab_size`; targets that are no integers.
+        ConfigError: V is not divisible by the axes of `vocab`: pad the head and give `vocab_size`; targets that are no
+            integers.
     """
     _check_ids("sk.cross_entropy: targets_BT", targets_BT)
     head_dims: Dims = ("embed", "vocab")
@@ -164,7 +170,8 @@ def cross_entropy(
 
 
 def padded_vocab(vocab_size: int, multiple: int = 128) -> int:
-    """Returns the smallest multiple that holds the vocabulary: the length of a head or table that any such mesh can cut."""
+    """Returns the smallest multiple that holds the vocabulary: the length of a head or table that any such mesh can
+    cut."""
     return -(-vocab_size // multiple) * multiple
 
 
@@ -268,16 +275,18 @@ class _Core:
         return d_hidden, scatter_gradient(d_head_DV.astype(head.dtype), head, self.head_dims, self.dims, 0)
 
     def _columns_in(self, num_rows: int, num_columns: int) -> int | None:
-        """Returns into how many equal groups of columns the backward pass cuts the head, or None where no number fits."""
+        """Returns into how many equal groups of columns the backward pass cuts the head, or None where no number
+        fits."""
         chunk = self.chunk or max(1, LOGITS_BYTES // (4 * num_columns))
         least = -(-num_rows // chunk)
         return next((n for n in range(least, min(4 * least, num_columns) + 1) if num_columns % n == 0), None)
 
     def _by_columns(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any, parts: int) -> Any:
-        """Returns the gradients, some columns of all rows at a time: each column's is written once, and no sum of them is kept.
+        """Returns the gradients, some columns of all rows at a time: each column's is written once, and no sum of them
+        is kept.
 
-        By rows, the head's gradient would be a float32 sum over the chunks, twice in memory while it is added to (8B on v5p: 3.9 GiB
-        of 7.9 GiB of temporaries, 2026-11-21).
+        By rows, the head's gradient would be a float32 sum over the chunks, twice in memory while it is added to (8B on
+        v5p: 3.9 GiB of 7.9 GiB of temporaries, 2026-11-21).
         """
         hidden_ND, width = rows[0], head_DV.shape[1] // parts
         zeros = (jnp.zeros(head_DV.shape, head_DV.dtype), jnp.zeros(hidden_ND.shape, jnp.float32))
@@ -293,7 +302,8 @@ class _Core:
         return lax.scan(one, compat.as_varying(zeros, differs), jnp.arange(parts, dtype=jnp.int32))[0]
 
     def _by_rows(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any, _: int) -> Any:
-        """Returns the gradients, some rows and all columns at a time; for a number of columns without a fitting divisor."""
+        """Returns the gradients, some rows and all columns at a time; for a number of columns without a fitting
+        divisor."""
 
         def one(d_head_DV: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
             d_CV = self._slope(rows, head_DV, first)

@@ -1,8 +1,10 @@
-"""Servers and workers as actors of Ray: a process each, on this machine or on the machines of a Ray cluster. Extra `ray`.
+"""Servers and workers as actors of Ray: a process each, on this machine or on the machines of a Ray cluster. Extra
+`ray`.
 
-`address: local` starts a Ray of this run alone (ray_local.py). Servers come back by themselves (`max_restarts=-1`), empty; a call is never made
-twice by Ray (`max_task_retries=0`), and is made again by us, which the servers' tables make safe: Ray alone applies a push twice when a server dies
-between applying and answering (Ray 2.60, 2026-11-22). Arrays of a push travel through Ray's object store, and are read where they lie.
+`address: local` starts a Ray of this run alone (ray_local.py). Servers come back by themselves (`max_restarts=-1`),
+empty; a call is never made twice by Ray (`max_task_retries=0`), and is made again by us, which the servers' tables make
+safe: Ray alone applies a push twice when a server dies between applying and answering (Ray 2.60, 2026-11-22). Arrays of
+a push travel through Ray's object store, and are read where they lie.
 
 On a cluster whose nodes come and go, a worker waits until one has room, and joins then.
 """
@@ -26,7 +28,8 @@ ANSWER_S = 120.0
 
 
 KNOCK_S = 10.0
-"""How long whoever listens at a cluster's address may take to let us in. Ray itself knocks for minutes at an address where nobody is (2.60)."""
+"""How long whoever listens at a cluster's address may take to let us in. Ray itself knocks for minutes at an address
+where nobody is (2.60)."""
 
 
 def _knock(address: str) -> None:
@@ -193,7 +196,8 @@ class Actors:
     """The transport.
 
     Args:
-        config: of the run; its task has to be found by every process, so it cannot be one that was handed to `sk.train`.
+        config: of the run; its task has to be found by every process, so it cannot be one that was handed to
+            `sk.train`.
         directory: of the run, for the token of its own Ray.
         num: servers and workers.
     """

@@ -1,8 +1,10 @@
-"""Which batches are settled at a server: applied, or dropped for good. Two servers can differ by a push that reached one of them alone.
+"""Which batches are settled at a server: applied, or dropped for good. Two servers can differ by a push that reached
+one of them alone.
 
-That happens when a worker dies while it pushes, and when a snapshot is made meanwhile. Such a batch is given out again, and whoever has it settled
-takes it no second time, whichever worker sends it: so each leaf gets each batch once. It stays so where a run goes on with other servers: a leaf
-takes along which batches its server of before has settled (`Alike`), until all leaves of its new server have the same.
+That happens when a worker dies while it pushes, and when a snapshot is made meanwhile. Such a batch is given out again,
+and whoever has it settled takes it no second time, whichever worker sends it: so each leaf gets each batch once. It
+stays so where a run goes on with other servers: a leaf takes along which batches its server of before has settled
+(`Alike`), until all leaves of its new server have the same.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 
 
 class Settled:
-    """A set of batch numbers: all below `low`, and a few above, since batches are settled about in the order of their numbers."""
+    """A set of batch numbers: all below `low`, and a few above, since batches are settled about in the order of their
+    numbers."""
 
     def __init__(self, low: int, above: Iterable[int] = ()):
         self.low, self.above = low, set(above)
@@ -77,7 +80,8 @@ def merged(parts: Iterable[Alike]) -> list[Alike]:
 def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers: int) -> list[dict[str, Any]]:
     """Returns the table of each server from those of a snapshot, whose leaves may have lain on others.
 
-    The first server gives out again what some leaves have settled and others lack; batches from `next_batch` on it gives out anyway.
+    The first server gives out again what some leaves have settled and others lack; batches from `next_batch` on it
+    gives out anyway.
 
     Args:
         owned: path of a leaf -> its server.

@@ -1,7 +1,9 @@
-"""The chief: gives servers their state, starts workers, replaces what dies, and puts what servers hold together. It computes nothing.
+"""The chief: gives servers their state, starts workers, replaces what dies, and puts what servers hold together. It
+computes nothing.
 
-A worker that dies is started again in a new incarnation; the others do not notice. When a server dies, all servers go back to the last checkpoint
-under a new epoch: so the state is one that training has been in, and a push is applied to the new state at most once.
+A worker that dies is started again in a new incarnation; the others do not notice. When a server dies, all servers go
+back to the last checkpoint under a new epoch: so the state is one that training has been in, and a push is applied to
+the new state at most once.
 
 The role is TensorFlow 1's chief: it initialises or restores, and saves; workers save nothing.
 """
@@ -63,7 +65,8 @@ class Chief:
     Args:
         owned: path of a leaf -> its server.
         servers, workers: how many.
-        load: returns (state on the host, table of each server of whoever saved it, or None) to begin with, and to go back to.
+        load: returns (state on the host, table of each server of whoever saved it, or None) to begin with, and to go
+            back to.
         optimizer: of the servers.
         give_up: whether to wait no longer for a server that is away.
         life: incarnation in which workers begin, later than all that the tables know.
@@ -97,7 +100,8 @@ class Chief:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def install(self) -> int:
-        """Gives every server its part of the state to begin with, under a new epoch; returns the number of updates that are in it."""
+        """Gives every server its part of the state to begin with, under a new epoch; returns the number of updates that
+        are in it."""
         state, tables = self._load()
         self._first, self._epoch, self._cursor = state, self._epoch + 1, 0
         num = len(self.endpoints)
@@ -139,7 +143,8 @@ class Chief:
         return [self._start(number) for number in self._incarnations]
 
     def wait_for_workers(self, longest_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Returns once all workers are ready to compute, after `longest_s` at the latest, or when one has ended: nobody begins far ahead of the others."""
+        """Returns once all workers are ready to compute, after `longest_s` at the latest, or when one has ended: nobody
+        begins far ahead of the others."""
         end = time.monotonic() + longest_s
         while time.monotonic() < end and not self._give_up():
             here = self._ask(self.endpoints[0], "status", sys.maxsize)["here"]
@@ -162,7 +167,8 @@ class Chief:
         return self._start(number)
 
     def _admit(self, number: int) -> None:
-        """Tells all servers of a worker's new life; a batch with which the old one has reached the first server alone is given out again."""
+        """Tells all servers of a worker's new life; a batch with which the old one has reached the first server alone
+        is given out again."""
         life = number, self._incarnations[number], len(self._incarnations)
         last, *others = [self._ask(endpoint, "admit", *life) for endpoint in self.endpoints]
         if last is not None and any(other != last for other in others):
@@ -187,7 +193,8 @@ class Chief:
         return seen
 
     def _servers_are_there(self, seen: Seen) -> bool:
-        """Asks all servers where they stand; gives them their state again where one has lost it. Returns whether they all have one."""
+        """Asks all servers where they stand; gives them their state again where one has lost it. Returns whether they
+        all have one."""
         found = []
         for number, endpoint in enumerate(self.endpoints):
             try:

@@ -1,7 +1,9 @@
-"""The worker's compiled step: the step of the same task on the worker's own mesh, whose optimizer keeps the gradient and moves nothing.
+"""The worker's compiled step: the step of the same task on the worker's own mesh, whose optimizer keeps the gradient
+and moves nothing.
 
-So masks, `sk.mean`, keys, microbatches, precision, clipping and the reducer are those of synchronous training, on whatever mesh a worker has. Batch
-b is the batch of step b, and its keys are those of step b: one worker without staleness computes what one device does.
+So masks, `sk.mean`, keys, microbatches, precision, clipping and the reducer are those of synchronous training, on
+whatever mesh a worker has. Batch b is the batch of step b, and its keys are those of step b: one worker without
+staleness computes what one device does.
 
 Wire: inside of a worker, that of a step of its mesh.
 """
@@ -74,7 +76,8 @@ def check_task(config: Config, task: Task) -> None:
 
 
 class Gradient(NamedTuple):
-    """What a worker has computed: the gradient by path, the loss and its count, metrics, what of it is not finite, and the new model state."""
+    """What a worker has computed: the gradient by path, the loss and its count, metrics, what of it is not finite, and
+    the new model state."""
 
     arrays: Arrays
     loss: float
@@ -88,8 +91,8 @@ class GradientStep:
     """Gradients of a task at given parameters, one batch after the other.
 
     Args:
-        turn: held while it computes. Two programs of several devices in one process, begun by two threads at once, would each wait for a device
-            that the other has.
+        turn: held while it computes. Two programs of several devices in one process, begun by two threads at once,
+            would each wait for a device that the other has.
     """
 
     def __init__(

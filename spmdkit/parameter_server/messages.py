@@ -38,7 +38,8 @@ class Push:
         batch: the number of the batch.
         gradient: this server's leaves; None: the batch is given up, since something was not finite.
         loss, weight: the loss, and its count, by which a mean weighs the gradient.
-        told: for the first server alone: metrics, `seconds` of the computation, and the `state` (old, new) of a model with mutable state.
+        told: for the first server alone: metrics, `seconds` of the computation, and the `state` (old, new) of a model
+            with mutable state.
     """
 
     worker: int
@@ -54,8 +55,9 @@ class Push:
 
 
 class Answer(NamedTuple):
-    """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced` (of an earlier life), `epoch`
-    (of parameters that were lost), `again` (this batch is settled here), `done` (there are enough updates); and the updates that the server has applied."""
+    """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced`
+    (of an earlier life), `epoch` (of parameters that were lost), `again` (this batch is settled here), `done` (there
+    are enough updates); and the updates that the server has applied."""
 
     outcome: str
     version: int

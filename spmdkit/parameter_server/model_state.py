@@ -13,8 +13,8 @@ from spmdkit.parameter_server.partition import Arrays
 def moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
     """Returns the model state after steps of workers, (old, new) of each.
 
-    Of one worker that began with the current state: what it made of it. Otherwise numbers move by the mean of what the workers added to theirs, and
-    what cannot be added to (flags) is that of the last.
+    Of one worker that began with the current state: what it made of it. Otherwise numbers move by the mean of what the
+    workers added to theirs, and what cannot be added to (flags) is that of the last.
     """
     _, last = states[-1]
     if current is None or (fresh and len(states) == 1):

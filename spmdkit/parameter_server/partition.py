@@ -1,11 +1,11 @@
 """Which server holds which leaf of the parameters, and what of the optimizer's state goes with it.
 
-A leaf lives whole on one server. `greedy` gives the largest leaf that is left to the server with the fewest bytes (TensorFlow 1's
-`GreedyLoadBalancingStrategy`), `round_robin` takes the leaves in turn (`replica_device_setter`'s default), `rules` name a server for paths, as
-`layout.rules` name axes; what no rule claims goes greedily.
+A leaf lives whole on one server. `greedy` gives the largest leaf that is left to the server with the fewest bytes
+(TensorFlow 1's `GreedyLoadBalancingStrategy`), `round_robin` takes the leaves in turn (`replica_device_setter`'s
+default), `rules` name a server for paths, as `layout.rules` name axes; what no rule claims goes greedily.
 
-A server updates its leaves alone. So an optimizer whose update of one leaf looks at others (a global norm) is refused on several servers: its
-jaxpr says so.
+A server updates its leaves alone. So an optimizer whose update of one leaf looks at others (a global norm) is refused
+on several servers: its jaxpr says so.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[str, int]]) -> dict[st
 
 
 def shard(tree: Any, owned: Mapping[str, int], server: int) -> Any:
-    """Returns a tree like the parameters, with None, which JAX takes for no leaf, in place of what other servers hold."""
+    """Returns a tree like the parameters, with None, which JAX takes for no leaf, in place of what other servers
+    hold."""
     leaves, structure = jax.tree.flatten(tree)
     kept = [x if owned[path] == server else None for (path, _), x in zip(named_leaves(tree), leaves, strict=True)]
     return jax.tree.unflatten(structure, kept)
@@ -98,7 +99,8 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
     """Checks that each server can do its part of an update with its own leaves. Traces the update; makes no array.
 
     Raises:
-        ConfigError: the optimizer cannot be made of a part of the tree, needs more than a gradient and the loss, or looks at leaves of others.
+        ConfigError: the optimizer cannot be made of a part of the tree, needs more than a gradient and the loss, or
+            looks at leaves of others.
     """
     abstract = lambda tree: jax.eval_shape(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), tree))
     params = abstract(params)
@@ -138,7 +140,8 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
 
 
 def holder_of(path: str, owned: Mapping[str, int]) -> int | None:
-    """Returns the server of a leaf of the parameters, or of a leaf of the optimizer's state that follows one; None where it follows none."""
+    """Returns the server of a leaf of the parameters, or of a leaf of the optimizer's state that follows one; None
+    where it follows none."""
     parts = path.split("/")
     return next((owned[end] for i in range(len(parts)) if (end := "/".join(parts[i:])) in owned), None)
 

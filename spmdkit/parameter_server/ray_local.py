@@ -1,10 +1,14 @@
-"""A Ray of one run alone, on this machine: on the loopback interface, behind a token, and gone when the run is, however it ends.
+"""A Ray of one run alone, on this machine: on the loopback interface, behind a token, and gone when the run is, however
+it ends.
 
 - `address="local"`: a Ray that was killed leaves a file by which any other start would try to join the dead one.
-- Token: Ray asks for one by default, and keeps it where all users of the machine can read it; here it is a file of the run, 0600.
-- Loopback: Ray replaces 127.0.0.1 by the host's address; what does so is left out while it starts, and then GCS and raylet listen on 127.0.0.1.
-- The end: when the driver is killed, Ray's actors and raylet go within 10 s, two agents stay for up to 90. A small process of ours (no JAX, no Ray)
-  sees the driver's end by a pipe, kills what carries this run's mark in its environment, and removes the session's folder.
+- Token: Ray asks for one by default, and keeps it where all users of the machine can read it; here it is a file of the
+  run, 0600.
+- Loopback: Ray replaces 127.0.0.1 by the host's address; what does so is left out while it starts, and then GCS and
+  raylet listen on 127.0.0.1.
+- The end: when the driver is killed, Ray's actors and raylet go within 10 s, two agents stay for up to 90. A small
+  process of ours (no JAX, no Ray) sees the driver's end by a pipe, kills what carries this run's mark in its
+  environment, and removes the session's folder.
 
 All of it measured with Ray 2.60 (2026-11-22).
 """
@@ -64,7 +68,8 @@ try:
 except OSError:
     pass
 """
-"""Waits for the end of its input, which is the driver's end, and cleans up. It kills only what carries the mark of this run."""
+"""Waits for the end of its input, which is the driver's end, and cleans up. It kills only what carries the mark of this
+run."""
 
 
 class LocalRay:
@@ -132,7 +137,8 @@ class LocalRay:
         services.resolve_ip_for_localhost = lambda host: host
         try:
             with warnings.catch_warnings():
-                # Of Python 3.12 and JAX, since Ray forks while JAX's threads run; what runs between fork and exec is a few lines of Ray.
+                # Of Python 3.12 and JAX, since Ray forks while JAX's threads run; what runs between fork and exec is a
+                # few lines of Ray.
                 warnings.simplefilter("ignore")
                 ray.init(
                     address="local",

@@ -1,19 +1,23 @@
 """What a server does: it holds its leaves, applies gradients as they come, and remembers which it has applied.
 
-A push names itself: (worker, incarnation, number). `seen` is what a server has answered to the last push of each worker, and is part of the state
-that is saved: the same push, sent again after a lost answer or a restart, is answered and not applied. An incarnation is one life of a worker;
-pushes of an earlier life are refused once the chief knows of its end. An epoch is one life of the servers' state: when a server dies, all go back
-to the last checkpoint, and gradients of what was lost are refused. A batch that other servers lack is given out again: completed_batches.py.
+A push names itself: (worker, incarnation, number). `seen` is what a server has answered to the last push of each
+worker, and is part of the state that is saved: the same push, sent again after a lost answer or a restart, is answered
+and not applied. An incarnation is one life of a worker;
+pushes of an earlier life are refused once the chief knows of its end. An epoch is one life of the servers' state: when
+a server dies, all go back to the last checkpoint, and gradients of what was lost are refused. A batch that other
+servers lack is given out again: completed_batches.py.
 
     staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
 
-`aggregate` k > 1 waits for the gradients of k workers, all of the same parameters, and applies their mean by the counts of their losses; those that
-come later are dropped (backup workers). Each server decides for itself, as each ps of TensorFlow 1 does.
+`aggregate` k > 1 waits for the gradients of k workers, all of the same parameters, and applies their mean by the counts
+of their losses; those that come later are dropped (backup workers). Each server decides for itself, as each ps of
+TensorFlow 1 does.
 
-Nothing here knows how calls travel. Methods are called one at a time and return at once; a call that is made twice is answered alike.
+Nothing here knows how calls travel. Methods are called one at a time and return at once; a call that is made twice is
+answered alike.
 
-Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), backup workers; Zhang et al., "Staleness-aware Async-SGD" (2016), the
-division by the staleness; TensorFlow's `ConditionalAccumulator`.
+Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), backup workers; Zhang et al., "Staleness-aware
+Async-SGD" (2016), the division by the staleness; TensorFlow's `ConditionalAccumulator`.
 """
 
 from __future__ import annotations
@@ -86,7 +90,8 @@ class Server:
     def install(
         self, epoch: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
     ) -> None:
-        """Takes a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of a snapshot.
+        """Takes a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of a
+        snapshot.
 
         Args:
             members: worker -> its incarnation.
@@ -119,7 +124,8 @@ class Server:
             self._progress.update({int(k): v for k, v in table.get("progress", ())})
 
     def admit(self, worker: int, incarnation: int, members: int) -> int | None:
-        """Takes a worker's new life, the last one being over: its pushes are refused from here on, and its batches go to others.
+        """Takes a worker's new life, the last one being over: its pushes are refused from here on, and its batches go
+        to others.
 
         Returns the last batch of it that is settled here.
         """
@@ -159,7 +165,8 @@ class Server:
             }
 
     def snapshot(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Returns (epoch, arrays as `install` takes them, table): what was applied, and by whom, at one moment; None where there is nothing."""
+        """Returns (epoch, arrays as `install` takes them, table): what was applied, and by whom, at one moment; None
+        where there is nothing."""
         with self._lock:
             if self._state is None:
                 return None
@@ -198,7 +205,8 @@ class Server:
             self._here[worker] = incarnation
 
     def take(self, worker: int, incarnation: int, number: int) -> int | None:
-        """Returns the batch for a worker's push `number`, on the first server; asked again, the same one. None: there is no state, or another life of the worker."""
+        """Returns the batch for a worker's push `number`, on the first server; asked again, the same one. None: there
+        is no state, or another life of the worker."""
         with self._lock:
             if self._state is None or incarnation < self._seen.get(worker, (0,))[0]:
                 return None
@@ -211,7 +219,8 @@ class Server:
             return out[number]
 
     def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> Pulled | None:
-        """Returns the parameters; None where there are none yet, or none of a later (epoch, version), unless there are enough updates."""
+        """Returns the parameters; None where there are none yet, or none of a later (epoch, version), unless there are
+        enough updates."""
         with self._lock:
             if self._state is None:
                 return None
@@ -308,7 +317,8 @@ class Server:
             self._note(push, staleness)
 
     def _kept_where_none(self, new: dict[str, Any], of_parts: list[list[Push]]) -> dict[str, Any]:
-        """Returns the state with the old leaves of parts that take none; what belongs to no leaf (a count of updates) moves with the first part."""
+        """Returns the state with the old leaves of parts that take none; what belongs to no leaf (a count of updates)
+        moves with the first part."""
         takes = {path: i for i, part in enumerate(self._parts) for path in part.paths}
         old, arrays = to_arrays(self._state), to_arrays(new)
         pick = lambda path: arrays[path] if of_parts[holder_of(path, takes) or 0] else old[path]

@@ -1,4 +1,5 @@
-"""Servers and workers in this process: a worker is a thread, a call a function call. For tests of the algorithm, and `transport: threads`.
+"""Servers and workers in this process: a worker is a thread, a call a function call. For tests of the algorithm, and
+`transport: threads`.
 
 Servers and workers can be killed, and answers lost, as on a cluster: `kill_server`, `Running.kill`, `loses`.
 """

@@ -1,7 +1,8 @@
-"""How chief, workers and servers reach each other: the interface, which an implementation in one process (threads.py) and Ray (actors.py) keep.
+"""How chief, workers and servers reach each other: the interface, which an implementation in one process (threads.py)
+and Ray (actors.py) keep.
 
-A call may be lost with its server, and its answer may be lost after it was done: either raises `Unavailable`, and whoever called asks again. What
-makes that safe is the server's (server.py), not the transport's.
+A call may be lost with its server, and its answer may be lost after it was done: either raises `Unavailable`, and
+whoever called asks again. What makes that safe is the server's (server.py), not the transport's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Endpoint(Protocol):
 
 
 class Ending(NamedTuple):
-    """How a worker ended: `done`; `failed`, by an error that it would meet again, of a kind and with a text; `lost`, without a word."""
+    """How a worker ended: `done`; `failed`, by an error that it would meet again, of a kind and with a text; `lost`,
+    without a word."""
 
     how: str
     kind: str = ""

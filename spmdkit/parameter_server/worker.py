@@ -1,7 +1,8 @@
 """A worker: pulls, computes, pushes, until every server has enough.
 
-With `overlap` the last gradient is on its way, and the next parameters come, while the next one is computed: by a worker's own hand every gradient is
-then one update stale. Without it a worker waits for its push: alone, its staleness is zero.
+With `overlap` the last gradient is on its way, and the next parameters come, while the next one is computed: by a
+worker's own hand every gradient is then one update stale. Without it a worker waits for its push: alone, its staleness
+is zero.
 
 It keeps nothing: a worker that dies loses what it was computing. Whoever takes its place has a new incarnation.
 """
@@ -120,7 +121,8 @@ class Worker:
         following.result()
         return sent
 
-    # ---- parts of a turn -----------------------------------------------------------------------------------------------
+    # ---- parts of a turn
+    # -----------------------------------------------------------------------------------------------
 
     def _fetch(self, number: int, newer_than: Sequence[tuple[int, int]] = ()) -> Ready | None:
         """Returns what the push `number` is computed from; None where no more is needed."""
@@ -176,7 +178,8 @@ class Worker:
         return _Computed(found, skips, self.clock() - begin)
 
     def _push(self, ready: Ready, computed: _Computed) -> list[tuple[int, int]]:
-        """Returns (epoch, version), of each server, which the next parameters have to be newer than: where the gradient waits for those of others."""
+        """Returns (epoch, version), of each server, which the next parameters have to be newer than: where the gradient
+        waits for those of others."""
         found, pushes = computed.gradient, []
         for server, paths in enumerate(self.owned):
             told: dict[str, Any] | None = None

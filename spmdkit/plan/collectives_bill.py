@@ -4,7 +4,8 @@ Bytes are what one device *sends* per step with ring algorithms, for a group of 
 
 | op                  | bytes sent            | `size`                                            |
 | ------------------- | --------------------- | ------------------------------------------------- |
-| all_reduce          | 2 (N-1)/N * size      | what each device puts in and gets out; the mean where a cast makes them differ |
+| all_reduce          | 2 (N-1)/N * size      | what each device puts in and gets out; the mean where a cast makes them
+                                              differ |
 | all_gather          | (N-1)/N * size        | what each device gets out                         |
 | reduce_scatter      | (N-1)/N * size        | what each device puts in                          |
 | all_to_all          | (N-1)/N * size        | what each device puts in                          |
@@ -13,10 +14,11 @@ Bytes are what one device *sends* per step with ring algorithms, for a group of 
 | broadcast           | size                  | what the root puts in                             |
 
 Where devices differ it is the most that any device sends. A group of one device costs nothing. Trip counts of loops are
-multiplied in; under an unknown one `bytes` is None and `bytes_at_least` counts the loop once. Of a conditional, the branch that
-sends most is counted. A combined collective (a tuple of arrays) is one operation with the sum of the sizes.
+multiplied in; under an unknown one `bytes` is None and `bytes_at_least` counts the loop once. Of a conditional, the
+branch that sends most is counted. A combined collective (a tuple of arrays) is one operation with the sum of the sizes.
 
-Source: NCCL tests, doc/PERFORMANCE.md (bus bandwidth factors); "How to Scale Your Model", "Sharded matrices", jax-ml.github.io/scaling-book.
+Source: NCCL tests, doc/PERFORMANCE.md (bus bandwidth factors); "How to Scale Your Model", "Sharded matrices",
+jax-ml.github.io/scaling-book.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Collective:
     Attributes:
         op: one of `OPS`.
         axes: mesh axes along which the devices of a group differ, in the mesh's order.
-        spans: positions of each of these axes in one group; less than the axis is long where only a part of it takes part.
+        spans: positions of each of these axes in one group; less than the axis is long where only a part of it takes
+            part.
         dtype: of the largest array, as XLA spells it (`f32`, `bf16`).
         size: bytes of the arrays in the table above, once.
         bytes: sent by one device per step; None under an unknown trip count.
@@ -53,7 +56,8 @@ class Collective:
         in_loop: whether a `while` is around it.
         trip_count: executions per step, all loops multiplied; None where unknown.
         group_size: devices of one group (the largest).
-        groups: logical device numbers (places in the flattened mesh); for collective_permute the (source, target) pairs.
+        groups: logical device numbers (places in the flattened mesh); for collective_permute the (source, target)
+            pairs.
         source: `file.py:12` of the user's line, or of the line in spmdkit that asked for it; None where XLA made it up.
         op_name: the path of JAX's names.
         cause: the strategy that asked for it, one of `cause.CAUSES`.

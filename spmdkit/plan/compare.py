@@ -41,7 +41,8 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_written(*paths: Path) -> Iterator[None]:
-    """Runs what shows the plans of these files. Raises ConfigError where one does not hold what `spmdkit plan` writes."""
+    """Runs what shows the plans of these files. Raises ConfigError where one does not hold what `spmdkit plan`
+    writes."""
     if not paths:
         yield
         return
@@ -56,7 +57,8 @@ def as_written(*paths: Path) -> Iterator[None]:
 
 
 def compare(a: Document, b: Document) -> dict[str, Any]:
-    """Returns what differs from plan `a` to plan `b`: `{name: [before, after]}` in groups; what is equal is left out."""
+    """Returns what differs from plan `a` to plan `b`: `{name: [before, after]}` in groups; what is equal is left
+    out."""
     return {
         "what": _changed(_facts(a), _facts(b)),
         "step_s": [a["predicted_step_s"], b["predicted_step_s"]],
@@ -109,7 +111,8 @@ def _codes(plan: Document) -> set[str]:
     return {f"{f['code']} {f['source'] or ''}".strip() for f in plan["findings"]}
 
 
-# ---- on the terminal --------------------------------------------------------------------------------------------------
+# ---- on the terminal
+# --------------------------------------------------------------------------------------------------
 
 
 def show_comparison(a: Document, b: Document, names: tuple[str, str], to: Console | None = None) -> None:

@@ -116,7 +116,8 @@ def _update_bytes(fused: Computation, root: Instruction, whole: int) -> int:
 
 
 def _is_same(user: Instruction, of: Instruction) -> bool:
-    """Returns whether an operation in a fusion only gives an array another form (an inner fusion of one array: a bitcast for the compiler's tiles)."""
+    """Returns whether an operation in a fusion only gives an array another form (an inner fusion of one array: a
+    bitcast for the compiler's tiles)."""
     if user.opcode == "fusion":
         return len(user.operands) == 1 and len(user.shapes) == 1 and user.bytes == of.bytes
     return user.opcode in ("bitcast", "reshape")

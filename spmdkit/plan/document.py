@@ -1,17 +1,21 @@
-"""`plan_program`: everything that is known of a step before it runs, as one JSON object, which all faces of a plan show.
+"""`plan_program`: everything that is known of a step before it runs, as one JSON object, which all faces of a plan
+show.
 
-The object is what `spmdkit plan --json` prints and what `plan.json` in a run's directory holds; the table, the page and the
-comparison read nothing else, so a plan on disk is as good as a fresh one. All bytes and FLOPs are of one device and one
-step, unless a name says `global`. Keys:
+The object is what `spmdkit plan --json` prints and what `plan.json` in a run's directory holds; the table, the page and
+the comparison read nothing else, so a plan on disk is as good as a fresh one. All bytes and FLOPs are of one device and
+one step, unless a name says `global`. Keys:
 
     target, compiler, notes           the machine, which compiler made the program, what the plan is not exact about
     num_devices, mesh, form           axis -> size (all axes), how the step is compiled
     fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
-    collectives                       one row for each kind, most bytes first; phase, every, until: where a run calls several programs
+    collectives                       one row for each kind, most bytes first; phase, every, until: where a run calls
+                                      several programs
     collective_bytes                  their sum, of the step
-    wire                              by_axes, by_cause: bytes, of the step; on_average, at_most: with the programs that run after some steps
-    flops, model_flops                of matrix products: what the compiled program computes, with what devices repeat; and a device's share of what the model
-                                      asks for, without what remat and stages compute again or for nothing. MFU is of the latter
+    wire                              by_axes, by_cause: bytes, of the step; on_average, at_most: with the programs that
+                                      run after some steps
+    flops, model_flops                of matrix products: what the compiled program computes, with what devices repeat;
+                                      and a device's share of what the model asks for, without what remat and stages
+                                      compute again or for nothing. MFU is of the latter
     flops_by_dtype, elementwise_flops a device's share of the step, from its jaxpr
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
     findings                          severity, code, message, source, fix
@@ -128,7 +132,8 @@ def _document(
 def phases(program: Program, reading: Reading) -> list[tuple[Document, Bill]]:
     """Returns (phase, bill) of each program that a run calls; a single one has no phase.
 
-    A phase is its name, `every`: the steps from one call to the next, and of one that takes the step's place at the start `until`: its last step.
+    A phase is its name, `every`: the steps from one call to the next, and of one that takes the step's place at the
+    start `until`: its last step.
     """
     others = list[tuple[Document, Bill]]()
     for phase in program.phases:
@@ -140,7 +145,8 @@ def phases(program: Program, reading: Reading) -> list[tuple[Document, Bill]]:
 
 
 def over_a_run(program: Program, of_phases: Sequence[tuple[Document, Bill]]) -> Document:
-    """Returns what a device sends in a step with the programs that run after some steps: on average, and at most in one; {} where there are none.
+    """Returns what a device sends in a step with the programs that run after some steps: on average, and at most in
+    one; {} where there are none.
 
     Programs at the start of a run are left out: the average is that of a long run.
     """
@@ -171,7 +177,8 @@ def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:
 
 
 def _without_program(program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic) -> Document:
-    """Returns the plan of a step that the compiler refused: its state is known from the layout, its temporaries from the message."""
+    """Returns the plan of a step that the compiler refused: its state is known from the layout, its temporaries from
+    the message."""
     needed, inputs = program.step_bytes, program.held.device["inputs"]
     peak, limit = needed.peak_bytes, target.memory_limit_bytes
     fits = needed.temp_bytes > 0 and peak <= limit  # v4: refused for one core, which has half of the chip's memory
@@ -248,7 +255,8 @@ def _arithmetic(program: Program, arithmetic: Arithmetic, model: Arithmetic, com
     """Returns the counts of one device.
 
     Args:
-        compiled: FLOPs of products in the compiled program; 0 where there is none, or no products in it: then the step's share is said.
+        compiled: FLOPs of products in the compiled program; 0 where there is none, or no products in it: then the
+            step's share is said.
     """
     num = int(program.mesh.devices.size)
     params = sum(x.size for x in jax.tree.leaves(program.abstract_state.params))
@@ -286,7 +294,8 @@ def _time(program: Program, target: Target, model: Arithmetic, time: Time) -> Do
 
 
 def tokens_of_batch(program: Program) -> int | None:
-    """Returns the tokens of a global batch: the largest integer leaf [batch, positions]; None for a task without one."""
+    """Returns the tokens of a global batch: the largest integer leaf [batch, positions]; None for a task without
+    one."""
     leaves = jax.tree.leaves(program.abstract_batch.examples)
     found = [x.shape[0] * x.shape[1] for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
     return max(found, default=None)

@@ -1,12 +1,14 @@
 """What `train` asks before it begins: does it fit? And the plan of its step, written beside the run.
 
-Whether a step fits is what the compiler says (`Program.step_bytes`) and nothing else. The rest of the plan is for people: a thread of
-process 0 reads the text of the compiled step while the run goes on, and writes `plan.json` and `plan.html`; whatever it raises is one
-line and an event, never the end of a run. Only a `budget` makes a run wait for its plan, since it asks what the step costs.
+Whether a step fits is what the compiler says (`Program.step_bytes`) and nothing else. The rest of the plan is for
+people: a thread of process 0 reads the text of the compiled step while the run goes on, and writes `plan.json` and
+`plan.html`; whatever it raises is one line and an event, never the end of a run. Only a `budget` makes a run wait for
+its plan, since it asks what the step costs.
 
 A refusal on one process is one on all: each tells process 0, which tells all.
 
-What a plan is made of is imported where one is made: 28 modules, 0.06 s of the processor that the first step need not wait for (2026-11-23).
+What a plan is made of is imported where one is made: 28 modules, 0.06 s of the processor that the first step need not
+wait for (2026-11-23).
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ if TYPE_CHECKING:
 MOST_WAIT_S = 60.0
 """How long the end of a run waits for its plan."""
 GIVE_WAY_S = 0.0002
-"""How long the run waits for the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7 ms, with this 0.9 ms
-(jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
+"""How long the run waits for the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7
+ms, with this 0.9 ms (jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
 
 
 def common_limit(cluster: Cluster) -> int | None:
-    """Returns the bytes of one device that a program may use on every process: the smallest that one of them knows, or None."""
+    """Returns the bytes of one device that a program may use on every process: the smallest that one of them knows, or
+    None."""
     own = memory_limit(cluster.devices)
     if cluster.num_processes == 1:
         return own
@@ -98,7 +101,8 @@ def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes
 
 
 def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:
-    """Returns the smallest change of the config whose compiled step fits, as overrides, or None among the first `most`."""
+    """Returns the smallest change of the config whose compiled step fits, as overrides, or None among the first
+    `most`."""
     from spmdkit.plan.search.variants import smaller_steps
 
     for changes in smaller_steps(program.config, program.batch_shards)[:most]:
@@ -150,7 +154,8 @@ def _name(cluster: Cluster) -> str:
 def plan_beside(
     program: Program, cluster: Cluster, directory: Path, say: Callable[[str], None], note: Callable[..., None]
 ) -> Callable[[], None]:
-    """Begins to write the plan of a compiled step beside its run, and returns a function that waits for it, for a bounded time.
+    """Begins to write the plan of a compiled step beside its run, and returns a function that waits for it, for a
+    bounded time.
 
     Args:
         say: takes the one line that is said where it fails.

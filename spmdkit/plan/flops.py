@@ -1,9 +1,9 @@
 """`count`: the arithmetic of a traced step, from its jaxpr: every scan's body times its length.
 
-A compiler's own count (`cost_analysis`) takes a scanned body once, so a stack of 32 layers would cost one. Counted are matrix
-products and convolutions, 2 x multiply-adds, as everybody counts who speaks of model FLOPs; the rest of the arithmetic, one
-for each element that an operation makes, is kept beside it. The numbers are of the whole mesh: inside `shard_map` a body's
-shapes are one device's, and count as often as there are devices on the mapped axes.
+A compiler's own count (`cost_analysis`) takes a scanned body once, so a stack of 32 layers would cost one. Counted are
+matrix products and convolutions, 2 x multiply-adds, as everybody counts who speaks of model FLOPs; the rest of the
+arithmetic, one for each element that an operation makes, is kept beside it. The numbers are of the whole mesh: inside
+`shard_map` a body's shapes are one device's, and count as often as there are devices on the mapped axes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one step of the whole mesh computes. A loop whose number of passes the program decides while it runs counts as one pass.
+    """What one step of the whole mesh computes. A loop whose number of passes the program decides while it runs counts
+    as one pass.
 
     Attributes:
         by_dtype: dtype of the operands -> FLOPs of matrix products and convolutions.

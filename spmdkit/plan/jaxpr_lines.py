@@ -1,4 +1,5 @@
-"""Reading a step's jaxpr: its equations under the paths that XLA shows for them, the user's line, what depends on the batch."""
+"""Reading a step's jaxpr: its equations under the paths that XLA shows for them, the user's line, what depends on the
+batch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map":
 
 
 def paths(jaxpr: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yields (op_name without the operation's own, equation) for a jaxpr that was traced from a function called `name`."""
+    """Yields (op_name without the operation's own, equation) for a jaxpr that was traced from a function called
+    `name`."""
 
     def enter(eqn: Any, prefix: str) -> tuple[str, str]:
         stack = str(eqn.source_info.name_stack)

@@ -1,7 +1,9 @@
-"""Memory of one device for one step: what the compiler reserves (`spmdkit.program.memory`), cut into parts that a user knows.
+"""Memory of one device for one step: what the compiler reserves (`spmdkit.program.memory`), cut into parts that a user
+knows.
 
-The layout cuts the arguments into parameters, optimizer state and the rest. Gradients and activations are both temporaries: gradients
-are counted from their layout, the rest is activations and work space. On a TPU arrays are padded to whole tiles, which is a part of its own.
+The layout cuts the arguments into parameters, optimizer state and the rest. Gradients and activations are both
+temporaries: gradients are counted from their layout, the rest is activations and work space. On a TPU arrays are padded
+to whole tiles, which is a part of its own.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@
                   instructions + collectives that wait + what the started ones (async) need beyond the instructions
     step          all of these, + state that lives in host memory, in and out, + the host's call
 
-The FLOPs of an instruction are read from the program, so what a device does in vain (an axis that repeats work) and what is
-computed twice (remat) costs time here. Model FLOPs, of which MFU is a share, are counted from the jaxpr without remat. Bytes
-of an instruction are what it reads and writes in main memory; of a slice of a stacked array, the slice.
+The FLOPs of an instruction are read from the program, so what a device does in vain (an axis that repeats work) and
+what is computed twice (remat) costs time here. Model FLOPs, of which MFU is a share, are counted from the jaxpr without
+remat. Bytes of an instruction are what it reads and writes in main memory; of a slice of a stacked array, the slice.
 
-What it does not know: who finds his operands in a cache (small ones do, on CPU), stragglers, traffic of others on the links,
-how well a particular product fills the matrix unit. Compare it with itself: the order of plans is what it is good at.
+What it does not know: who finds his operands in a cache (small ones do, on CPU), stragglers, traffic of others on the
+links, how well a particular product fills the matrix unit. Compare it with itself: the order of plans is what it is
+good at.
 
 Source: Williams, Waterman, Patterson, "Roofline" (CACM 2009); "How to Scale Your Model", chapter "All About Rooflines".
 """
@@ -38,7 +39,8 @@ _COST_NOTHING = {
     "async-start", "async-done", "async-update", "call-start", "call-done", "iota", "add-dependency",
 }  # fmt: skip
 OVERLAPPED_ON_GPU = frozenset({"parameter gather", "gradient reduction", "gradient scatter", "update gather"})
-"""Causes that XLA's GPU scheduler hides behind arithmetic; the fake devices' program does not say which are started early."""
+"""Causes that XLA's GPU scheduler hides behind arithmetic; the fake devices' program does not say which are started
+early."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""A plan on the terminal, at most 100 columns: does it fit, what crosses the wire, how long is a step, what to change."""
+"""A plan on the terminal, at most 100 columns: does it fit, what crosses the wire, how long is a step, what to
+change."""
 
 from __future__ import annotations
 

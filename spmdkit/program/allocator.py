@@ -1,13 +1,16 @@
-"""The C library's allocator while a run trains on CPU devices: the block of a step's temporaries is kept for the next step.
+"""The C library's allocator while a run trains on CPU devices: the block of a step's temporaries is kept for the next
+step.
 
-XLA:CPU asks for all temporaries of a step as one block and gives it back at the end. glibc maps a block above 32 MiB anew each time: 65,000 page
-faults a step for 260 MiB, a third of its time (docs/benchmarks.md). Three settings of `mallopt` keep the block in the heap, and none does it
-alone. One arena: a thread with an arena of its own cannot hold so large a block in it and maps it, whatever the others say; this counts
-only before threads have theirs, so it is set before a run joins. No mapping, and no giving back at the top of the heap: set once the step
-is compiled, or what compiling needed would stay as well.
+XLA:CPU asks for all temporaries of a step as one block and gives it back at the end. glibc maps a block above 32 MiB
+anew each time: 65,000 page faults a step for 260 MiB, a third of its time (docs/benchmarks.md). Three settings of
+`mallopt` keep the block in the heap, and none does it alone. One arena: a thread with an arena of its own cannot hold
+so large a block in it and maps it, whatever the others say; this counts only before threads have theirs, so it is set
+before a run joins. No mapping, and no giving back at the top of the heap: set once the step is compiled, or what
+compiling needed would stay as well.
 
-Never at import, and in no command but `train` and `bench communication`, which times what `train` does. It stays for the life of the process. SPMDKIT_ALLOCATOR=system leaves the allocator alone, and so does any
-setting of it that the environment has for the C library itself. Other C libraries (musl, macOS) are left alone.
+Never at import, and in no command but `train` and `bench communication`, which times what `train` does. It stays for
+the life of the process. SPMDKIT_ALLOCATOR=system leaves the allocator alone, and so does any setting of it that the
+environment has for the C library itself. Other C libraries (musl, macOS) are left alone.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ def one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
 
 
 def keep_memory() -> bool:
-    """Gives back what is free now, and from here on nothing; returns whether the allocator took it. After `one_arena` only."""
+    """Gives back what is free now, and from here on nothing; returns whether the allocator took it. After `one_arena`
+    only."""
     taken = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
     return taken

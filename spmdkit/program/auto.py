@@ -1,8 +1,9 @@
 """`microbatches: auto` and `remat: auto`: the mildest step whose compiled memory fits the device.
 
-Nothing runs and nothing runs out of memory: each candidate is compiled, and the compiler says what it needs (`memory.step_bytes`). Memory
-falls with the number of microbatches, so the smallest that fits is found by halving; less is kept for the backward pass (remat: none,
-dots, full) only where no number of microbatches is enough, since that costs arithmetic: about a third more at `full`.
+Nothing runs and nothing runs out of memory: each candidate is compiled, and the compiler says what it needs
+(`memory.step_bytes`). Memory falls with the number of microbatches, so the smallest that fits is found by halving; less
+is kept for the backward pass (remat: none, dots, full) only where no number of microbatches is enough, since that costs
+arithmetic: about a third more at `full`.
 """
 
 from __future__ import annotations

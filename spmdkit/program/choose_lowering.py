@@ -1,6 +1,8 @@
-"""How a step is compiled: the first form of the mesh's in which the user's functions can be traced, and what it needs to be kept.
+"""How a step is compiled: the first form of the mesh's in which the user's functions can be traced, and what it needs
+to be kept.
 
-forms of the mesh -> the first that is traced -> the reducer's place in the train state -> what the step has used -> remat
+forms of the mesh -> the first that is traced -> the reducer's place in the train state -> what the step has used ->
+remat
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class ChosenForm(NamedTuple):
         traced: the step in that context, where it was traced last; otherwise None.
         state: where the train state lives, with what the reducer keeps.
         kept: what the reducer keeps, abstract: `TrainState.reducer`.
-        refused: forms that were tried before, and what each said: as text, since an error keeps all that its frames hold.
+        refused: forms that were tried before, and what each said: as text, since an error keeps all that its frames
+            hold.
     """
 
     context: trace_context.Context
@@ -84,9 +87,11 @@ def choose_form(
 def _first_traced(
     task_step: TaskStep, contexts: Sequence[trace_context.Context]
 ) -> tuple[trace_context.Context, jax.stages.Traced, tuple[tuple[trace_context.Form, str], ...]]:
-    """Returns (the first context in whose form the user's functions can be traced, its trace, what refused those before).
+    """Returns (the first context in whose form the user's functions can be traced, its trace, what refused those
+    before).
 
-    What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is raised.
+    What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is
+    raised.
     """
     errors = list[SpmdkitError]()
     for context in contexts:
@@ -102,7 +107,8 @@ def _first_traced(
 def _with_state_of(
     task_step: TaskStep, reducer: Reducer, context: trace_context.Context
 ) -> tuple[TaskStep, trace_context.Context, tuple[Any, ...]]:
-    """Returns (the step, its context, what is kept) with a reducer that keeps something, for which the train state gets its place."""
+    """Returns (the step, its context, what is kept) with a reducer that keeps something, for which the train state gets
+    its place."""
     gradients: list[Any] = []
     call_user(lambda: task_step.shapes(context, gradients=gradients), task_step.what)
     context = context.choosing(reducer=reducer).anew()

@@ -1,18 +1,26 @@
-"""The persistent compile cache: what XLA has compiled is kept on this machine's disk, so that a restart compiles nothing again.
+"""The persistent compile cache: what XLA has compiled is kept on this machine's disk, so that a restart compiles
+nothing again.
 
-JAX has such a cache (`jax_compilation_cache_dir`) and leaves it off. On by default it has to be private, since what is read from it is run; whole, since runs are killed; and right on a machine of
-another kind, since a home directory is shared. So `train` and `eval` give JAX a store of their own, while they run:
+JAX has such a cache (`jax_compilation_cache_dir`) and leaves it off. On by default it has to be private, since what is
+read from it is run; whole, since runs are killed; and right on a machine of another kind, since a home directory is
+shared. So `train` and `eval` give JAX a store of their own, while they run:
 
-- a folder that only its owner can enter (0700), below ~/.cache/spmdkit/compile; one that belongs to somebody else, or that others can write, is not used, and a note says so;
-- in it one folder for each *kind of machine*: jaxlib's version and size, Python's word size, the CPU's model and features, the number of cores (XLA:CPU cuts loops by it, so the
-  bits of a sum depend on it). XLA:CPU checks features as it loads, and then goes on: SIGILL (openxla/xla#44565, uwplasma/vmex#142);
-- an entry is written beside its place and renamed, with a digest in front; one that was torn or changed is removed, and compiled again. (JAX 0.10.2 writes in place, and never replaces an entry that it cannot read.)
-- every process writes, where JAX lets process 0 alone: on CPU each process has keys of its own, and hosts have disks of their own;
+- a folder that only its owner can enter (0700), below ~/.cache/spmdkit/compile; one that belongs to somebody else, or
+  that others can write, is not used, and a note says so;
+- in it one folder for each *kind of machine*: jaxlib's version and size, Python's word size, the CPU's model and
+  features, the number of cores (XLA:CPU cuts loops by it, so the bits of a sum depend on it). XLA:CPU checks features
+  as it loads, and then goes on: SIGILL (openxla/xla#44565, uwplasma/vmex#142);
+- an entry is written beside its place and renamed, with a digest in front; one that was torn or changed is removed, and
+  compiled again. (JAX 0.10.2 writes in place, and never replaces an entry that it cannot read.)
+- every process writes, where JAX lets process 0 alone: on CPU each process has keys of its own, and hosts have disks of
+  their own;
 - source lines are part of the key, since plans and findings name them;
 - the least recently used entries go when the folder is larger than `max_bytes`.
 
-The rest of the key is JAX's: the program, the compiler's options, XLA_FLAGS, devices and their arrangement. Programs with host callbacks are not kept (JAX's rule). `plan` and `verify` compile always: what the
-compiler warns of is said only when it compiles. Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py, compiler.py (0.10.2).
+The rest of the key is JAX's: the program, the compiler's options, XLA_FLAGS, devices and their arrangement. Programs
+with host callbacks are not kept (JAX's rule). `plan` and `verify` compile always: what the compiler warns of is said
+only when it compiles. Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py,
+compiler.py (0.10.2).
 """
 
 from __future__ import annotations
@@ -85,7 +93,8 @@ class Executables:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Removes the entries that were used longest ago, until the rest is no larger than may be; and what killed processes have left half written."""
+        """Removes the entries that were used longest ago, until the rest is no larger than may be; and what killed
+        processes have left half written."""
         entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process makes room too
@@ -113,7 +122,8 @@ def _digest(key: str, value: bytes) -> bytes:
 
 
 def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """Returns (the folder for this kind of machine, what to say of it); the folder is None where there is no cache, and the text says why.
+    """Returns (the folder for this kind of machine, what to say of it); the folder is None where there is no cache, and
+    the text says why.
 
     Args:
         folder: the parent that the config names; None: the environment's, or below the user's cache.

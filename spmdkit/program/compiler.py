@@ -1,11 +1,12 @@
 """What spmdkit asks of the compiler, in one place: options of XLA for each platform, each with its measured reason.
 
-TPU. By default (libtpu 0.0.42) the compiler decomposes an all_gather over a whole wrapped torus (v5p 4x4x4, fsdp 64) into an all_reduce
-of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice, of which it fuses back those that it has not
-combined: twice the bytes of ZeRO 3. In time that is right there, since its all_reduce drives all six links of a chip, and the
-TensorCore's own all_gather one ring. Cutting the gather into stages in the program gives the bytes, and one ring.
-The options send both to the SparseCores (v5p, v6e, 7x), which drive several rings and leave the TensorCore to the arithmetic; on v5e
-they stay on the TensorCore, native.
+TPU. By default (libtpu 0.0.42) the compiler decomposes an all_gather over a whole wrapped torus (v5p 4x4x4, fsdp 64)
+into an all_reduce of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice, of which it fuses back
+those that it has not combined: twice the bytes of ZeRO 3. In time that is right there, since its all_reduce drives all
+six links of a chip, and the TensorCore's own all_gather one ring. Cutting the gather into stages in the program gives
+the bytes, and one ring.
+The options send both to the SparseCores (v5p, v6e, 7x), which drive several rings and leave the TensorCore to the
+arithmetic; on v5e they stay on the TensorCore, native.
 
 | bytes over the formula, layers of `column_row` | default           | with the options      |
 | ---------------------------------------------- | ----------------- | --------------------- |
@@ -16,10 +17,11 @@ they stay on the TensorCore, native.
 | v5e 8x8, fsdp 64                               | 2.00              | 1.00, half of the gathers asynchronous |
 | v6e 8x8, fsdp 64                               | 2.00              | 1.00, asynchronous    |
 
-The whole step of configs/llama_8b_v5p.yaml on v5p 4x4x4 sends 40.4 GiB a device, of configs/llama_70b_v5p.yaml on 8x8x16 262 GiB, without an all_reduce of
-more than a MiB (289 GiB with the legalizer's constraints).
+The whole step of configs/llama_8b_v5p.yaml on v5p 4x4x4 sends 40.4 GiB a device, of configs/llama_70b_v5p.yaml on
+8x8x16 262 GiB, without an all_reduce of more than a MiB (289 GiB with the legalizer's constraints).
 
-Ahead-of-time compilations, 2026-11-21 (the first again in tests/ops/test_tensor_tpu.py); no TPU has run them. `compiler_options` of the config overrules each.
+Ahead-of-time compilations, 2026-11-21 (the first again in tests/ops/test_tensor_tpu.py); no TPU has run them.
+`compiler_options` of the config overrules each.
 Source: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (the same options, for v6e and 7x).
 """
 
@@ -50,7 +52,8 @@ _SPARSE_CORE: Mapping[str, Value] = {
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
     "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
-    # The TensorCore's constraints on shapes, which would make all_reduces of some: 8192 x 7168 over 256, 4096 x 128256 over 64.
+    # The TensorCore's constraints on shapes, which would make all_reduces of some: 8192 x 7168 over 256, 4096 x 128256
+    # over 64.
     "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": False,
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
@@ -72,7 +75,8 @@ _QUICK: Mapping[str, Value] = {
 
 @functools.cache
 def quick_options() -> Mapping[str, Value]:
-    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time, those that it knows in this version.
+    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time, those that it
+    knows in this version.
 
     There are none where JAX computes on something else.
     """
@@ -127,7 +131,8 @@ def compile(
     """Returns the compiled program.
 
     Raises:
-        ConfigError: the compiler does not know one of the config's options, refuses its value, or has no deterministic form of an operation.
+        ConfigError: the compiler does not know one of the config's options, refuses its value, or has no deterministic
+            form of an operation.
     """
     chosen: Any = options(devices, own, deterministic) or None  # JAX's type says text and flags, and takes numbers too
     try:
@@ -152,10 +157,11 @@ def compile(
 def temp_bytes(stats: Any, platform: str) -> int:
     """Returns the bytes of temporaries that a program reserves on one device.
 
-    TPU: `temp_size_in_bytes` counts buffers of loops more than once (libtpu 0.0.42): a program of 1.34 GiB arguments and outputs with
-    `temp_size_in_bytes` 18.3 GB compiles for a chip of 16.9 GB, and is refused only when arguments, outputs and the buffer
-    assignment's temporaries exceed the chip. `peak_memory_in_bytes` is those three without fragmentation: 1.3 % below the
-    buffer assignment for configs/llama_8b_v5p.yaml, 3.5 % for configs/llama_70b_v5p.yaml (2026-11-22).
+    TPU: `temp_size_in_bytes` counts buffers of loops more than once (libtpu 0.0.42): a program of 1.34 GiB arguments
+        and outputs with
+    `temp_size_in_bytes` 18.3 GB compiles for a chip of 16.9 GB, and is refused only when arguments, outputs and the
+    buffer assignment's temporaries exceed the chip. `peak_memory_in_bytes` is those three without fragmentation: 1.3 %
+    below the buffer assignment for configs/llama_8b_v5p.yaml, 3.5 % for configs/llama_70b_v5p.yaml (2026-11-22).
 
     Args:
         stats: `compiled.memory_analysis()`.

@@ -36,7 +36,8 @@ SettingOut = Callable[[], AbstractContextManager[None]]
 
 
 class Evaluator:
-    """The evaluation of one program: traced when it is made, so that a mistake is told before training, compiled when called.
+    """The evaluation of one program: traced when it is made, so that a mistake is told before training, compiled when
+    called.
 
     Attributes:
         names: of the metrics that are one number.

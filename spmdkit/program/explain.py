@@ -1,4 +1,5 @@
-"""What was applied to a step, in the order in which a gradient meets it, and why: a line each, of `program.explain()` and `spmdkit layout`.
+"""What was applied to a step, in the order in which a gradient meets it, and why: a line each, of `program.explain()`
+and `spmdkit layout`.
 
 Read from the context of the step and the layout; nothing is compiled.
 """

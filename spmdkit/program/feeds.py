@@ -80,7 +80,8 @@ def _shares(
 
 
 def limited(config: Config, batch: Batch, on: Mesh) -> tuple[Batch, jax.Array | None]:
-    """Returns (the abstract batch of a step, the first limit of its loss, which nothing is above): without one where spikes are let be."""
+    """Returns (the abstract batch of a step, the first limit of its loss, which nothing is above): without one where
+    spikes are let be."""
     if config.on_spike is None:
         return batch, None
     limit = placed_limit(on, None)

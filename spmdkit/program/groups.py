@@ -69,7 +69,8 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
 
 
 def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
-    """Returns the reducer by which a sync has groups agree; one with error feedback without it, unless that is asked for.
+    """Returns the reducer by which a sync has groups agree; one with error feedback without it, unless that is asked
+    for.
 
     Raises:
         ConfigError: there is no such reducer, or it keeps something from one agreement to the next, or tells something.
@@ -135,7 +136,8 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
     """Returns what the sync keeps, abstract, after its functions were traced on `params`, one copy.
 
     Raises:
-        ConfigError: what it agrees on or shows is not one copy of the parameters, or it does not keep what it began with.
+        ConfigError: what it agrees on or shows is not one copy of the parameters, or it does not keep what it began
+            with.
         UserCodeError: a function of it raised.
     """
     sync, what = groups.sync, f"sync {name}"
@@ -171,7 +173,8 @@ def _one_of(num: int, x: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct) -> ja
 
 
 def check_reducer(groups: Groups, config: Config) -> None:
-    """Refuses a reducer that keeps something while groups train alone: what becomes of it when they agree is not defined.
+    """Refuses a reducer that keeps something while groups train alone: what becomes of it when they agree is not
+    defined.
 
     Raises:
         ConfigError: always.

@@ -1,4 +1,5 @@
-"""What a task brings to the train state, before any array is made: its variables, checked and traced, and its optimizer."""
+"""What a task brings to the train state, before any array is made: its variables, checked and traced, and its
+optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from spmdkit.step.state import Variables
 
 
 def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
-    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters, model state; notes).
+    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters, model state;
+    notes).
 
     Raises:
         ConfigError: `init` returns no arrays, or some that cannot be trained or kept.
@@ -128,7 +130,8 @@ def check_precision(config: Config) -> None:
 
 
 def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
-    """Returns a note about the arrays of a batch that are rounded before the loss sees them, unless `precision.inputs` is set.
+    """Returns a note about the arrays of a batch that are rounded before the loss sees them, unless `precision.inputs`
+    is set.
 
     Args:
         batches: abstract examples of training and of the evaluation.
@@ -183,7 +186,8 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
 def _with_any_extra(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that may be given anything beside a gradient, and takes of it what it knows.
 
-    optax asks that of every one that takes more than a gradient; `optax.contrib.sam` (0.2.8) takes `grad_fn` and nothing else.
+    optax asks that of every one that takes more than a gradient; `optax.contrib.sam` (0.2.8) takes `grad_fn` and
+    nothing else.
     """
     inner = optax.with_extra_args_support(optimizer)
     parameters = inspect.signature(inner.update).parameters.values()

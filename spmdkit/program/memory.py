@@ -1,10 +1,12 @@
-"""`step_bytes`: what one device holds while a step runs. One formula, for `auto`, for a plan and for the start of a run.
+"""`step_bytes`: what one device holds while a step runs. One formula, for `auto`, for a plan and for the start of a
+run.
 
     peak = arguments + outputs that are no donated argument + temporaries + code
 
-all of which are allocated while the step runs (the state is donated, so the new state lies in the old one's place). The compiler says
-the four sums (`compiled.memory_analysis()`, read by `compiler.temp_bytes`). Arguments are at least what the layout says is there: a
-leaf that the step never reads is no argument of the program. The CPU backend counts what lives on the host as its own; it is taken out.
+all of which are allocated while the step runs (the state is donated, so the new state lies in the old one's place). The
+compiler says the four sums (`compiled.memory_analysis()`, read by `compiler.temp_bytes`). Arguments are at least what
+the layout says is there: a leaf that the step never reads is no argument of the program. The CPU backend counts what
+lives on the host as its own; it is taken out.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ class StepBytes:
         temp_bytes: gradients, activations and work space at their largest.
         code_bytes: the program itself, where it lives in the device's memory.
         host_temp_bytes: temporaries in the host's memory.
-        refused: what the compiler said, where it refused the step for its size; then `temp_bytes` is what it says it needs, 0 where it
-            gives no number.
+        refused: what the compiler said, where it refused the step for its size; then `temp_bytes` is what it says it
+            needs, 0 where it gives no number.
     """
 
     argument_bytes: int
@@ -109,7 +111,8 @@ class StepBytes:
         return self.argument_bytes + self.new_bytes + self.temp_bytes + self.code_bytes
 
     def fits(self, limit_bytes: int | None) -> bool:
-        """Returns whether the step can run where a program may use so much of a device; None: nobody knows, and everything fits."""
+        """Returns whether the step can run where a program may use so much of a device; None: nobody knows, and
+        everything fits."""
         return not self.refused and (limit_bytes is None or self.peak_bytes <= limit_bytes)
 
 
@@ -152,7 +155,8 @@ def _needed(said: str) -> int:
 
 
 def memory_limit(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes of one device that a program may use: as the backend says, the machine's share (CPU), or the chip's."""
+    """Returns the bytes of one device that a program may use: as the backend says, the machine's share (CPU), or the
+    chip's."""
     first = devices[0]
     if first.platform == "cpu":
         local = sum(d.process_index == jax.process_index() for d in devices)

@@ -1,15 +1,18 @@
 """Whether what padding rows contain changes what a step or an evaluation gives: seen by running a short batch twice.
 
-A row that only fills up a short batch must not count. `sk.mean` leaves such rows out of the values that it is given, but it cannot
-see whether those were made from padding rows too: batch statistics, a loss over pairs, a ranking, a sum along the wrong dim. So
-the same short batch runs twice, its padding filled with other numbers, and nothing that comes out may change.
+A row that only fills up a short batch must not count. `sk.mean` leaves such rows out of the values that it is given,
+but it cannot see whether those were made from padding rows too: batch statistics, a loss over pairs, a ranking, a sum
+along the wrong dim. So the same short batch runs twice, its padding filled with other numbers, and nothing that comes
+out may change.
 
     short    some rows of every shard and microbatch are marked as padding, beside those that are
     first    padding rows hold what they held
-    second   they hold other rows of the batch, floating point numbers times LARGE: integers and pairs (example, label) stay legal
+    second   they hold other rows of the batch, floating point numbers times LARGE: integers and pairs (example, label)
+             stay legal
 
-A loss that leaves padding out gives the same bits twice: the program and its keys are the same. What counts rows by their number
-alone (`x.shape[0]`) does not follow the contents and is not seen here; `spmdkit verify` compares with a batch without padding.
+A loss that leaves padding out gives the same bits twice: the program and its keys are the same. What counts rows by
+their number alone (`x.shape[0]`) does not follow the contents and is not seen here; `spmdkit verify` compares with a
+batch without padding.
 
 Cost: two forward passes, and in training one more compilation, of what is left of the step without gradient and update.
 """
@@ -37,7 +40,8 @@ LARGE = 8.0
 """Times the numbers of other rows: large enough to show, small enough that `exp` of what is usual stays finite."""
 
 TOLERANCE = 1e-4
-"""Relative change that is none. Rounding does not reach it: what leaves padding out is equal to the bit on most devices."""
+"""Relative change that is none. Rounding does not reach it: what leaves padding out is equal to the bit on most
+devices."""
 
 MOVED = 0.01
 """By at most how much parameters are larger while the step is probed."""
@@ -47,7 +51,8 @@ Grid = tuple[int, int, int]
 
 
 class PaddingEffect(NamedTuple):
-    """A number that follows the contents of padding rows: its path, and its value with the one filling and with the other."""
+    """A number that follows the contents of padding rows: its path, and its value with the one filling and with the
+    other."""
 
     path: str
     first: float
@@ -75,7 +80,8 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
     first = filled(0.0)
     found = with_first(LARGE)
     if any(c.broken for c in found.values()):
-        # Large numbers may leave the domain of a function (a logarithm) whose values at padding rows are multiplied by zero.
+        # Large numbers may leave the domain of a function (a logarithm) whose values at padding rows are multiplied by
+        # zero.
         found = with_first(1.0)
     changed = {path: c for path, c in found.items() if c.broken or c.difference > TOLERANCE * c.size}
     if changed:
@@ -85,7 +91,8 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
 
 
 def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
-    """Returns the batch made short, its padding filled with `factor` times other rows, or as it is where `factor` is zero.
+    """Returns the batch made short, its padding filled with `factor` times other rows, or as it is where `factor` is
+    zero.
 
     Rows move between devices only where a shard has one row of a microbatch.
     """
@@ -104,10 +111,11 @@ def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
 
 
 def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
-    """Returns (bool[batch] of rows to take for padding; shift, dim: the place of another row for each, counted backwards).
+    """Returns (bool[batch] of rows to take for padding; shift, dim: the place of another row for each, counted
+    backwards).
 
-    The last half of the rows of each microbatch on each shard, as padding is the end of a batch; where there is one row, every
-    second shard, else every second microbatch.
+    The last half of the rows of each microbatch on each shard, as padding is the end of a batch; where there is one
+    row, every second shard, else every second microbatch.
     """
     dim = 2 if grid[2] > 1 else 0 if grid[0] > 1 else 1
     index = np.arange(math.prod(grid)).reshape(grid)
@@ -117,7 +125,8 @@ def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
 
 
 class _Compared(NamedTuple):
-    """Two arrays: the largest change of an element, the largest element, whether one stopped being finite, an element of each."""
+    """Two arrays: the largest change of an element, the largest element, whether one stopped being finite, an element
+    of each."""
 
     difference: jax.Array
     size: jax.Array
@@ -148,8 +157,9 @@ def check_first_dims(
 ) -> None:
     """Refuses a `sk.mean` of values whose first dim is not the examples, though it is as long as they are many.
 
-    Where padding was left out of the values by `sk.example_mask()`, no filling shows that time steps are then taken for padding rows. So
-    the step is traced once more with twice the rows: as many means have to leave padding out. Other losses are not traced again.
+    Where padding was left out of the values by `sk.example_mask()`, no filling shows that time steps are then taken for
+    padding rows. So the step is traced once more with twice the rows: as many means have to leave padding out. Other
+    losses are not traced again.
 
     Args:
         context: of the step as it was traced.
@@ -179,8 +189,9 @@ def check_first_dims(
 def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed: Any, whole: Any) -> jax.stages.Lowered:
     """Returns `(state, batch) -> tree of what must not follow padding` from the trace of the step; nothing is donated.
 
-    That is the metrics (what a reducer tells asks for the gradient) and the floating point leaves of the model state, or of the parameters where a step has no metrics. Gradient
-    and update are not computed: nothing asks for them. It computes with parameters that have been moved a little.
+    That is the metrics (what a reducer tells asks for the gradient) and the floating point leaves of the model state,
+    or of the parameters where a step has no metrics. Gradient and update are not computed: nothing asks for them. It
+    computes with parameters that have been moved a little.
 
     Args:
         placed: shardings of the state.
@@ -206,7 +217,8 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
 
 
 def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:
-    """Returns a parameter a little larger, each element by another number: a head that begins at zero hides all that is before it."""
+    """Returns a parameter a little larger, each element by another number: a head that begins at zero hides all that is
+    before it."""
     if placed.memory_kind == "pinned_host" or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     angles = [lax.broadcasted_iota(jnp.float32, x.shape, dim) * (dim + 1.3) for dim in range(x.ndim)]

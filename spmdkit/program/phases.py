@@ -1,4 +1,5 @@
-"""The programs that a run calls beside its step: that of the reducer's warm-up, that of the steps before groups train alone, those in which they agree."""
+"""The programs that a run calls beside its step: that of the reducer's warm-up, that of the steps before groups train
+alone, those in which they agree."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ class Phase:
 Whole = tuple[
     StateLayout, Callable[[], trace_context.Context], int, Callable[[], Any], Callable[[], trace_context.Context]
 ]
-"""Of a step of the whole mesh: where one copy of its state lives, its context, the number of replicas; and what the guard of a step of groups gives, and
-the context of that step."""
+"""Of a step of the whole mesh: where one copy of its state lives, its context, the number of replicas; and what the
+guard of a step of groups gives, and the context of that step."""
 
 
 def phases_of(
@@ -107,7 +108,8 @@ def lowered_agreement(task_step: TaskStep, whole: Whole, turn: int) -> jax.stage
 
 
 def lowered_beside(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
-    """Returns the step of groups with a turn that crosses beside it: of the state before the step, whose parameters neither changes for the other.
+    """Returns the step of groups with a turn that crosses beside it: of the state before the step, whose parameters
+    neither changes for the other.
 
     Nothing that the turn computes is used in the step, so that the compiler can send while it computes.
     """

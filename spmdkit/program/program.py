@@ -1,8 +1,8 @@
 """`Program`: the one place where everything meets. Abstract first, arrays last.
 
-config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`, `eval`, `plan`,
-`verify` and a user's own loop all use the same `Program`; nothing is allocated before it is known to fit together, and what
-is wrong is said in that order.
+config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`,
+`eval`, `plan`, `verify` and a user's own loop all use the same `Program`; nothing is allocated before it is known to
+fit together, and what is wrong is said in that order.
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ class Program:
         config, task, mesh: the resolved config, the user's task, the device mesh.
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.lowering`).
-        notes: remarks for the user that are no errors; ledgers: what was done about rows that could not be read, of training and of the evaluation.
+        notes: remarks for the user that are no errors; ledgers: what was done about rows that could not be read, of
+            training and of the evaluation.
         refused_forms: forms that were tried before `form`, with what refused each.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
-        code: what of the last step was not finite, on the devices (`spmdkit.step.finite_check`), or None; feed: batches of training; limit: of `on_spike`.
-        may_be_donated: whether a step looks if its state was given to an earlier one: not where nobody but the loop has it.
-        probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be short.
+        code: what of the last step was not finite, on the devices (`spmdkit.step.finite_check`), or None; feed: batches
+            of training; limit: of `on_spike`.
+        may_be_donated: whether a step looks if its state was given to an earlier one: not where nobody but the loop has
+            it.
+        probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be
+            short.
     """
 
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
@@ -208,11 +212,13 @@ class Program:
 
     @functools.cached_property
     def step_bytes(self) -> memory.StepBytes:
-        """What one device holds while the step runs. Compiles it where that was not done; it may be refused for its size."""
+        """What one device holds while the step runs. Compiles it where that was not done; it may be refused for its
+        size."""
         return memory.step_bytes(lambda: self.compiled, self.held, self._devices[0].platform)
 
     def with_step(self, changes: Mapping[str, Any]) -> Program:
-        """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else is shared."""
+        """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else
+        is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
         for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "lowered_init", "_compiled_init"):
@@ -230,7 +236,8 @@ class Program:
         return self.config.remat != "none" or self.sizes["pipeline"] > 1
 
     def traced_once(self) -> jax.stages.Traced:
-        """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together on one device."""
+        """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together
+        on one device."""
         context = self._step_context.choosing(remat=None, remat_whole=False).anew()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
@@ -244,10 +251,12 @@ class Program:
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
 
-        `batch` comes from `batches` or `put`. Never waits for the device, but the first time: for short batches, groups that train alone, a reducer's warm-up or look.
+        `batch` comes from `batches` or `put`. Never waits for the device, but the first time: for short batches, groups
+        that train alone, a reducer's warm-up or look.
 
         Raises:
-            ConfigError: padding rows of a short batch would count, or the reducer sees in the first one that it is the wrong one.
+            ConfigError: padding rows of a short batch would count, or the reducer sees in the first one that it is the
+                wrong one.
         """
         if self.may_be_donated:
             check_not_donated(state, "program.step")
@@ -294,7 +303,8 @@ class Program:
         return jax.jit(groups.added, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-        """Returns the metrics of a step as device scalars over all groups; where all replicas have agreed they are that already.
+        """Returns the metrics of a step as device scalars over all groups; where all replicas have agreed they are that
+        already.
 
         A program of its own, on all processes: call it at the steps whose metrics are read.
         """
@@ -307,7 +317,8 @@ class Program:
         return current if self.groups is None else groups.whole(self.groups, current, self._agree)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
-        """Refuses a step in which the contents of padding rows change what it gives; see `spmdkit.program.padding_check`. Waits for the device."""
+        """Refuses a step in which the contents of padding rows change what it gives; see
+        `spmdkit.program.padding_check`. Waits for the device."""
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
         if found := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
@@ -329,7 +340,8 @@ class Program:
         return self._compile(self.__dict__.pop("lowered_init", None) or self.lowered_init)
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the devices."""
+        """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the
+        devices."""
         with self.stream(start, stop) as stream:
             yield from ((number, batch) for number, batch, _ in stream)
 
@@ -338,12 +350,14 @@ class Program:
         return self.feed.stream(start, self.config.steps if stop is None else stop)
 
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Leaves batches out of the schedule beside those of the config: numbers (first, last), counted as if none were left out."""
+        """Leaves batches out of the schedule beside those of the config: numbers (first, last), counted as if none were
+        left out."""
         skipped = data.merged([*self.config.data.left_out(), *ranges])
         self.schedule = self.feed.schedule = dataclasses.replace(self.schedule, skipped=skipped)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
-        """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own data."""
+        """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own
+        data."""
         return self.feed.put(examples, mask)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -386,7 +400,8 @@ class Program:
         return whole if self.groups is None else whole.cutting(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.counts` arrays. Waits for the device."""
+        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.counts` arrays. Waits for
+        the device."""
         check_not_donated(current, "program.eval")
         return self.evaluator(current)
 
@@ -400,5 +415,6 @@ class Program:
         return jax.jit(check, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def non_finite_leaf(self, current: TrainState) -> str | None:
-        """Returns the path of the first leaf of the state that holds a NaN or an infinity, or None. Waits for the device."""
+        """Returns the path of the first leaf of the state that holds a NaN or an infinity, or None. Waits for the
+        device."""
         return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)

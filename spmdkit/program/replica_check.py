@@ -1,10 +1,12 @@
-"""Copies of the train state on several devices: whether their bits are the same, which one is the odd one, and how it gets the bits of the others.
+"""Copies of the train state on several devices: whether their bits are the same, which one is the odd one, and how it
+gets the bits of the others.
 
     hash[device, leaf] = checksum of the device's own part of the leaf         spmdkit.foundation.checksum, 64 bits
     copies             = devices that hold the same part: equal positions along the axes that cut the leaf
 
     three or more   the majority is right, the odd one is named
-    two             they differ, and nobody knows which is right; an audit may: the same inputs twice on each device, bits compared
+    two             they differ, and nobody knows which is right; an audit may: the same inputs twice on each device,
+                    bits compared
     one             nothing to compare with (fsdp with zero: 3)
 
 Wire: one all_gather of 8 bytes for each leaf and device. A leaf that is mended: one all_reduce of it over its copies.
@@ -40,7 +42,8 @@ class Difference(NamedTuple):
     Attributes:
         leaf: its number, in flattening order.
         path: of the leaf.
-        odd: places in the mesh, counted row by row, of the devices outside of the majority; without one, of all of them.
+        odd: places in the mesh, counted row by row, of the devices outside of the majority; without one, of all of
+            them.
         source: place of a device of the majority; None where there is none.
         num: of copies.
     """
@@ -161,10 +164,11 @@ class Copies:
     # ---- the audit ---------------------------------------------------------------------------------------------------
 
     def audit(self, state: TrainState, batch: Batch) -> list[int]:
-        """Returns the places of the devices that compute other bits from the same inputs a second time; the state stays as it is.
+        """Returns the places of the devices that compute other bits from the same inputs a second time; the state stays
+        as it is.
 
-        In the manual form no gradient is added over replicas for it, so that a device shows its own arithmetic. In other forms sums carry one
-        device's mistake to all.
+        In the manual form no gradient is added over replicas for it, so that a device shows its own arithmetic. In
+        other forms sums carry one device's mistake to all.
         """
         copy = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=self._program.state_sharding)
         step = self._audit_step

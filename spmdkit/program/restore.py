@@ -1,10 +1,12 @@
-"""Restoring what is kept once for each replica or group of replicas, where their number, the reducer or the sync has changed.
+"""Restoring what is kept once for each replica or group of replicas, where their number, the reducer or the sync has
+changed.
 
-Everything else in a train state has one shape on every mesh; `Checkpoints.restore` puts it on the new one. The reducer's state is
-[replicas, *leaf]: what is missing begins at zero, what is left over is dropped with one line, and another number of replicas is the
-reducer's `carry_over`, leaf by leaf. With groups, parameters and all that follows them are [groups, *leaf]: groups of another number begin
-with the mean of those that were saved; what their sync keeps, one copy for all (an outer optimizer), goes on. Gradients that wait in a delay
-line (`sync: stale`) are dropped where another number of them is to wait.
+Everything else in a train state has one shape on every mesh; `Checkpoints.restore` puts it on the new one. The
+reducer's state is [replicas, *leaf]: what is missing begins at zero, what is left over is dropped with one line, and
+another number of replicas is the reducer's `carry_over`, leaf by leaf. With groups, parameters and all that follows
+them are [groups, *leaf]: groups of another number begin with the mean of those that were saved; what their sync keeps,
+one copy for all (an outer optimizer), goes on. Gradients that wait in a delay line (`sync: stale`) are dropped where
+another number of them is to wait.
 
 While a leaf of another number is read, each device holds the copies of all old replicas or groups of its part of it.
 """
@@ -78,7 +80,8 @@ def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[Tra
 
 
 def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[bool, bool]:
-    """Returns (whether a checkpoint holds what the program's sync keeps, whether that begins anew); a sync may keep nothing."""
+    """Returns (whether a checkpoint holds what the program's sync keeps, whether that begins anew); a sync may keep
+    nothing."""
     asked = {path: leaf.shape for path, leaf in named_leaves(program.abstract_state) if path.startswith("sync/")}
     held = all(saved.get(path) == shape for path, shape in asked.items())
     return bool(asked) and held, bool(asked) and not held
@@ -96,7 +99,8 @@ def _late(program: Program) -> int:
 
 
 def _without_line(opt_state: Any, delayed: bool) -> Any:
-    """Returns the abstract state of the optimizer, of which the gradients that wait are not read, as it was saved: behind a delay line or not."""
+    """Returns the abstract state of the optimizer, of which the gradients that wait are not read, as it was saved:
+    behind a delay line or not."""
     alone = opt_state.optimizer if isinstance(opt_state, Delayed) else opt_state
     return Delayed(alone, (), None) if delayed else alone  # type: ignore[arg-type]
 
@@ -148,7 +152,8 @@ def _with_reducer(
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Returns what to read for a leaf that was saved as `shape`: the copies of all replicas on every new one, cut as the leaf is."""
+    """Returns what to read for a leaf that was saved as `shape`: the copies of all replicas on every new one, cut as
+    the leaf is."""
     if shape == leaf.shape:
         return leaf
     placed: Any = leaf.sharding
@@ -159,7 +164,8 @@ def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
 def _on_this_mesh(
     program: Program, asked: Mapping[str, jax.ShapeDtypeStruct], old: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Returns path -> array for every leaf that is asked for; those of one leaf of the gradient are carried over together."""
+    """Returns path -> array for every leaf that is asked for; those of one leaf of the gradient are carried over
+    together."""
     by_leaf: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for path, x in asked.items():
         leaf, _, name = path.rpartition("/")

@@ -1,8 +1,10 @@
 """The text of a user's project: the files that a config names, and every module of their own project that they import.
 
-One function for all who ask whether two texts are one: processes before the first step, a certificate, a start beside the one before.
-Read from the imports as they are written, in functions too; nothing is imported or run. A module belongs to the project where its file lies
-outside of Python, of installed packages and of spmdkit; where the task itself is installed, the package that it is in belongs to it.
+One function for all who ask whether two texts are one: processes before the first step, a certificate, a start beside
+the one before.
+Read from the imports as they are written, in functions too; nothing is imported or run. A module belongs to the project
+where its file lies outside of Python, of installed packages and of spmdkit; where the task itself is installed, the
+package that it is in belongs to it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _PYTHON = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "pl
 
 
 class _File(NamedTuple):
-    """One file of a project: its name for people, which is the same on every host, and the package that its relative imports start from."""
+    """One file of a project: its name for people, which is the same on every host, and the package that its relative
+    imports start from."""
 
     name: str
     path: Path
@@ -34,10 +37,11 @@ class _File(NamedTuple):
 
 
 def texts(config: Config) -> dict[str, str]:
-    """Returns `{name: text}` of all files that the config's task, reducer, hooks and sinks stand in and import, sorted by name.
+    """Returns `{name: text}` of all files that the config's task, reducer, hooks and sinks stand in and import, sorted
+    by name.
 
-    Names are those of the config (`tasks/mine.py`) or follow from the module's (`models/net.py`). A file that cannot be read has no text: whoever
-    imports it says so.
+    Names are those of the config (`tasks/mine.py`) or follow from the module's (`models/net.py`). A file that cannot be
+    read has no text: whoever imports it says so.
     """
     named = [_target(entry) for entry in _named_by(config)]
     files_named = [target for target in named if target.endswith(".py")]
@@ -87,11 +91,13 @@ def _target(entry: str) -> str:
     return entry.rpartition(":")[0]
 
 
-# ---- what a text imports -----------------------------------------------------------------------------------------------
+# ---- what a text imports
+# -----------------------------------------------------------------------------------------------
 
 
 def imported(text: str, package: str) -> list[str]:
-    """Returns the dotted names that a module imports, each once; of `from a import b` both `a` and `a.b`, which may be a module.
+    """Returns the dotted names that a module imports, each once; of `from a import b` both `a` and `a.b`, which may be
+    a module.
 
     Args:
         package: the package that the module is in, for relative imports.
@@ -128,7 +134,8 @@ def _absolute(name: str, package: str) -> str:
     return ".".join([*parts[: len(parts) - level + 1], *([rest] if rest else [])])
 
 
-# ---- where a module is -------------------------------------------------------------------------------------------------
+# ---- where a module is
+# -------------------------------------------------------------------------------------------------
 
 
 class _Finder:
@@ -144,7 +151,8 @@ class _Finder:
         self._found: dict[str, list[_File]] = {}
 
     def files_of(self, name: str) -> list[_File]:
-        """Returns the files that importing a dotted name runs: those of the packages around it, then its own. None of a library."""
+        """Returns the files that importing a dotted name runs: those of the packages around it, then its own. None of a
+        library."""
         if name not in self._found:
             self._found[name] = list(self._search(name))
         return self._found[name]
@@ -178,7 +186,8 @@ class _Finder:
         return top in self._own or not _is_library(str(path))
 
     def _by_python(self, top: str) -> tuple[str, list[Path]]:
-        """Returns what Python itself knows of a top-level name: packages installed for editing have finders of their own."""
+        """Returns what Python itself knows of a top-level name: packages installed for editing have finders of their
+        own."""
         try:
             spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
         except (ImportError, ValueError, AttributeError):

@@ -1,4 +1,5 @@
-"""What the config says about one step, as the context that functions see while they are traced; and the forms that a mesh allows."""
+"""What the config says about one step, as the context that functions see while they are traced; and the forms that a
+mesh allows."""
 
 from __future__ import annotations
 

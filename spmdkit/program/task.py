@@ -31,20 +31,25 @@ class Task:
 
     Attributes:
         init: `init(key) -> params`, or `-> sk.Variables(params, state)` for a model with mutable state.
-        loss_fn: `loss_fn(params, batch, key) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`; with model state
-            `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. Sees one replica's examples.
+        loss_fn: `loss_fn(params, batch, key) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`; with model
+            state `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. Sees one replica's
+            examples.
         optimizer: an optax transformation, or a function of the learning rate (a number or schedule) that returns one;
             then the config's `learning_rate` is passed in.
-        train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, or a grain MapDataset.
+        train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, or a grain
+            MapDataset.
         eval_data: the same; evaluated whole, any size.
-        eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`; default:
+        eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;
+            default:
             `loss_fn` with `key=None`.
         train_step: `train_step(state, batch) -> (state, metrics)`, instead of the default step around `loss_fn`.
         view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
-        agree: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica adds), `max`, or
-            `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it is asked for. See `spmdkit.step.model_state.agreement`.
-        hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see `spmdkit/run/hooks/base.py`.
+        agree: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica
+            adds), `max`, or `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it
+            is asked for. See `spmdkit.step.model_state.agreement`.
+        hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see
+            `spmdkit/run/hooks/base.py`.
         unit: what one example is called in messages.
     """
 
@@ -132,7 +137,8 @@ def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...])
 
 
 def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
-    """Returns the hooks that a config names, each as `module:name` or `{module:name: options}`: a hook, or a function that makes one.
+    """Returns the hooks that a config names, each as `module:name` or `{module:name: options}`: a hook, or a function
+    that makes one.
 
     Raises:
         ConfigError: it is not found, not declared, or no hook.
@@ -150,7 +156,8 @@ def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> 
         args: keyword arguments of the function (`task_args`).
 
     Raises:
-        ConfigError: no such file, module or name; it is not declared; the import raised; the function refused its arguments.
+        ConfigError: no such file, module or name; it is not declared; the import raised; the function refused its
+            arguments.
     """
     text = f"{target}:{name}"
     found = user_code.find(text, "task", folder, Task)

@@ -1,12 +1,13 @@
 """Programs that XLA is known to compile into wrong numbers without a word: refused when the step is traced.
 
-One so far (jaxlib 0.10.2): the gradient of a max or min pool whose windows overlap by half or more, along a dim that is cut. In JAX
-it is `select_and_scatter_add` with window >= 2 * stride; the partitioner exchanges too few rows there. docs/xla_pool.md has a
-reproduction in plain JAX, what was measured wrong and what right.
+One so far (jaxlib 0.10.2): the gradient of a max or min pool whose windows overlap by half or more, along a dim that is
+cut. In JAX it is `select_and_scatter_add` with window >= 2 * stride; the partitioner exchanges too few rows there.
+docs/xla_pool.md has a reproduction in plain JAX, what was measured wrong and what right.
 
-A dim is cut where an activation constraint (`sk.shard`) says so, or where the partitioner carries such a cut along. So a pool is
-right only if its operand is made whole there just before, or if no constraint cuts that dim of an array of so many dims, nor any
-dim over `context` (a reshape may have moved it). Inside `shard_map` arrays are shards and nothing is partitioned.
+A dim is cut where an activation constraint (`sk.shard`) says so, or where the partitioner carries such a cut along. So
+a pool is right only if its operand is made whole there just before, or if no constraint cuts that dim of an array of so
+many dims, nor any dim over `context` (a reshape may have moved it). Inside `shard_map` arrays are shards and nothing is
+partitioned.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-    """Saves the state of `step`, unless it is saved already. Returns when the arrays are copied; writing goes on behind.
+    """Saves the state of `step`, unless it is saved already. Returns when the arrays are copied; writing goes on
+    behind.
 
     Raises:
         NonFiniteError: the state is not finite: it would replace a good checkpoint.
@@ -72,7 +73,8 @@ def save(run: Run, step: int, state: TrainState) -> None:
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
-                # Of several processes the one whose devices have seen the gradient knows the batch; that is agreed on later than now.
+                # Of several processes the one whose devices have seen the gradient knows the batch; that is agreed on
+                # later than now.
                 raise NonFiniteError(run.due.why_stopping() or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
             run.message(_bad_state(run, step, bad))
             return
@@ -96,7 +98,8 @@ AFTER_BAD_STATE = "Lower the learning rate or set clip_norm, and start again fro
 
 
 def check_last(run: Run, state: TrainState) -> None:
-    """Refuses a state that is not finite at the end of training, whatever `on_nonfinite` says: also where nothing is saved.
+    """Refuses a state that is not finite at the end of training, whatever `on_nonfinite` says: also where nothing is
+    saved.
 
     Raises:
         NonFiniteError: the last update made it so, which no loss has seen.

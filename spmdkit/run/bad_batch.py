@@ -1,4 +1,5 @@
-"""The batch that made a step not finite: its number, its rows, those that hold a NaN or an infinity themselves; and as a file to look at."""
+"""The batch that made a step not finite: its number, its rows, those that hold a NaN or an infinity themselves; and as
+a file to look at."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MOST_ROWS = 8
 
 
 def named(program: Program, step: int) -> str:
-    """Returns `batch 12 (16 rows of train_data: 3, 17, 20 ...; row 17 is not finite itself)`. Reads rows only of arrays in memory."""
+    """Returns `batch 12 (16 rows of train_data: 3, 17, 20 ...; row 17 is not finite itself)`. Reads rows only of arrays
+    in memory."""
     indices, mask = program.schedule.batch(step)
     rows = [int(i) for i in indices[mask]]
     text = f"batch {program.schedule.number(step)} ({len(rows)} rows of {program.schedule.what}: {_listed(rows)}"
@@ -50,7 +52,8 @@ def not_finite_rows(batch: HostBatch) -> list[int]:
 
 
 def dump(program: Program, step: int, folder: Path) -> Path:
-    """Writes the whole batch of a step to `folder/<step>.npz`, with `rows`, its indices in the data, and `mask`; returns the path.
+    """Writes the whole batch of a step to `folder/<step>.npz`, with `rows`, its indices in the data, and `mask`;
+    returns the path.
 
     Raises:
         OSError: it cannot be written.

@@ -1,7 +1,8 @@
 """What is saved when a task's own code ends a run: the state of the last good step, within `checkpoint.on_error_s`.
 
-The state is there as long as the step after it has not been started: the data of the next batch raised, or a hook. What raises inside a step
-(`jax.debug.callback`) takes the state with it, since a step is given its memory. Several processes save together or not at all: they stop before the same step, and each hears why (step_barrier.py).
+The state is there as long as the step after it has not been started: the data of the next batch raised, or a hook. What
+raises inside a step (`jax.debug.callback`) takes the state with it, since a step is given its memory. Several processes
+save together or not at all: they stop before the same step, and each hears why (step_barrier.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ NOTHING_TO_KEEP = (CheckpointWriteError, HangError, NonFiniteError, Preempted, R
 
 
 def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
-    """Saves `state`, that of `run.step`, before `error` ends the run, and says so. Never raises, and never takes longer than asked."""
+    """Saves `state`, that of `run.step`, before `error` ends the run, and says so. Never raises, and never takes longer
+    than asked."""
     options = run.config.checkpoint
     if options is None or run.checkpoints is None or options.on_error_s is None or isinstance(error, NOTHING_TO_KEEP):
         return

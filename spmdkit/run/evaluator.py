@@ -1,7 +1,9 @@
-"""The evaluator of TF_CONFIG: one process beside those that train, which evaluates each new checkpoint until the run is finished.
+"""The evaluator of TF_CONFIG: one process beside those that train, which evaluates each new checkpoint until the run is
+finished.
 
-As TensorFlow's: it is no part of the cluster, so that training never waits for it, and it may be killed and started again at any time. It has its own devices (those of the
-config, all in this process), reads `run_dir/checkpoints` and writes `run_dir/evaluator.jsonl`, one line for each step; what stands there is not evaluated again.
+As TensorFlow's: it is no part of the cluster, so that training never waits for it, and it may be killed and started
+again at any time. It has its own devices (those of the config, all in this process), reads `run_dir/checkpoints` and
+writes `run_dir/evaluator.jsonl`, one line for each step; what stands there is not evaluated again.
 Checkpoints that retention has deleted before it came to them are passed over: the newest always is evaluated.
 Source: tensorflow.org/guide/distributed_training, "TF_CONFIG" (task type "evaluator"); tf.estimator.train_and_evaluate.
 """
@@ -136,7 +138,8 @@ class _GoneError(Exception):
 
 
 def _is_finished(cluster: Cluster, directory: Place, last: int) -> bool:
-    """Returns whether the newest checkpoint is the run's last: of its last step, or of where a hook has stopped it for good."""
+    """Returns whether the newest checkpoint is the run's last: of its last step, or of where a hook has stopped it for
+    good."""
     checkpoints = _checkpoints(cluster, directory)
     newest = checkpoints.latest()
     if newest is None:

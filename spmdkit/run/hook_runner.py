@@ -1,4 +1,5 @@
-"""`Due`: calls the hooks of a run in their order, and returns what is done: what they ask for, agreed by all processes at one step."""
+"""`Due`: calls the hooks of a run in their order, and returns what is done: what they ask for, agreed by all processes
+at one step."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ class Due:
     # ---- agreeing ----------------------------------------------------------------------------------------------------
 
     def decision(self, step: int) -> Decision:
-        """Returns what is done after `step`, the same on every process. To be called by all of them at every step in turn."""
+        """Returns what is done after `step`, the same on every process. To be called by all of them at every step in
+        turn."""
         cluster = self._cluster
         if cluster.num_processes > 1 and cluster.agree(f"actions/{self._epoch}", step, bool(self._pending), self._lag):
             self._now += self._everybodys(step)
@@ -137,7 +139,8 @@ class Due:
         return decide(asked)
 
     def why_stopping(self) -> str:
-        """Returns why some process asks to stop, the same on all, or an empty text. To be called by all of them at one place."""
+        """Returns why some process asks to stop, the same on all, or an empty text. To be called by all of them at one
+        place."""
         whys = [action.why for action in (*self._now, *self._pending) if isinstance(action, Stop)]
         return next(filter(None, self._cluster.gather("why", next(iter(whys), ""))), "")
 
@@ -155,14 +158,16 @@ class Due:
         self._epoch += 1
         return self._epoch
 
-    # ---- what travels in a checkpoint ---------------------------------------------------------------------------------
+    # ---- what travels in a checkpoint
+    # ---------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Returns the hooks' own state, JSON values by name."""
         return {hook.name: self._checked(hook, hook.state()) for hook in self._hooks if hook.state is not None}
 
     def restore(self, saved: Mapping[str, Any]) -> Iterable[str]:
-        """Gives the hooks their state back. Returns the names of those that a checkpoint knows and that are not there any more."""
+        """Gives the hooks their state back. Returns the names of those that a checkpoint knows and that are not there
+        any more."""
         for hook in self._hooks:
             if hook.restore is not None and hook.name in saved:
                 user_code.call_user(lambda h=hook: h.restore(saved[h.name]), f"hook '{hook.name}': restore")  # type: ignore[misc]

@@ -86,7 +86,8 @@ def train(
         config: a `Config`, or the path of its file.
         cluster: the joined processes; default: joins those that the environment names.
         task: instead of the one that the config names.
-        allow: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data` ...; see run/recovery/resume_check.py.
+        allow: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data`
+            ...; see run/recovery/resume_check.py.
 
     Raises:
         ConfigError, CheckpointError: said before anything is changed in the directory.
@@ -231,7 +232,8 @@ def _say_finished(run: Run) -> None:
 
 
 def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
-    """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped it."""
+    """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped
+    it."""
     program, due, together, stop = run.program, run.due, run.together, None
     run.telling.throughput.start()
     due.tell("begin", run, run.step, state)
@@ -268,7 +270,8 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
 def next_of_all(
     run: Run, state: TrainState, batches: DeviceBatches, stop: Stop | None
 ) -> tuple[int, Any, float] | None:
-    """Returns (step, batch, seconds waited for it) when every process can begin that step; None where none begins another.
+    """Returns (step, batch, seconds waited for it) when every process can begin that step; None where none begins
+    another.
 
     Raises:
         UserCodeError, ConfigError: the data or a hook raised, here or (`OtherFailed`) in another process.
@@ -342,7 +345,8 @@ def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog
 def open_on_all_processes(
     config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None
 ) -> Program:
-    """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless progress is off."""
+    """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless
+    progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
     made = lambda: task_of(config) if task is None else with_hooks(task, config)

@@ -1,7 +1,9 @@
-"""Training by a parameter server: this process is the chief. It initialises or restores, watches, writes, evaluates and saves; workers compute.
+"""Training by a parameter server: this process is the chief. It initialises or restores, watches, writes, evaluates and
+saves; workers compute.
 
-What a step is to other runs, an applied update is here. Records, evaluations and checkpoints come at the first look after they are due, so their
-steps need not be multiples. A checkpoint is that of a synchronous run, with the servers' tables in its record: either can go on from it.
+What a step is to other runs, an applied update is here. Records, evaluations and checkpoints come at the first look
+after they are due, so their steps need not be multiples. A checkpoint is that of a synchronous run, with the servers'
+tables in its record: either can go on from it.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def opened(config: Config, cluster: Cluster, program: Program, task: Task | None
 
 
 def run_servers(run: Run, state: TrainState, roles: Roles) -> tuple[TrainState, Stop | None]:
-    """Returns the state after the last update, or when the run is asked to stop, and what stopped it; as `run_steps` of a synchronous run."""
+    """Returns the state after the last update, or when the run is asked to stop, and what stopped it; as `run_steps` of
+    a synchronous run."""
     asked = options(run.config)
     transport = _transport(run, roles)
     if run.signals is not None:
@@ -334,7 +337,8 @@ def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_s
 
 
 def saved_tables(run: Run) -> list[dict[str, Any]] | None:
-    """Returns the table of each server that saved the checkpoint at which the run stands; None where it has none, or was saved by a synchronous run."""
+    """Returns the table of each server that saved the checkpoint at which the run stands; None where it has none, or
+    was saved by a synchronous run."""
     if run.checkpoints is None or not run.step or run.step not in run.checkpoints.steps():
         return None
     found: Mapping[str, Any] = run.checkpoints.read_record(run.step).get(RECORD) or {}

@@ -59,7 +59,8 @@ class Telling:
             self.progress.message(redact.in_text(text))
 
     def write(self, record: Mapping[str, Any], kind: str) -> None:
-        """Writes a record `{"step", ...}` of host values; arrays among scalars are one of their own, of the kind `histogram`. On process 0."""
+        """Writes a record `{"step", ...}` of host values; arrays among scalars are one of their own, of the kind
+        `histogram`. On process 0."""
         if kind != "scalars":
             self.sinks.write(record, kind)
             return

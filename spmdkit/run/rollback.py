@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
-    """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is forgotten.
+    """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is
+    forgotten.
 
     Everything that training writes goes back with it: checkpoints, sinks, the schedule, the hooks' own state.
 

@@ -1,6 +1,8 @@
-"""A run: its directory and lock, what all processes agree on, and what it restores. What is due around a step is in hooks/, what is told in reporter.py, the loop in loop.py.
+"""A run: its directory and lock, what all processes agree on, and what it restores. What is due around a step is in
+hooks/, what is told in reporter.py, the loop in loop.py.
 
-    run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  tensorboard/  profile/
+    run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  tensorboard/
+    profile/
 
 Only process 0 writes files other than checkpoints. What depends on time or on a signal is decided once and known to all
 processes, at the same step.
@@ -51,7 +53,8 @@ FENCE_EVERY_S = 0.1
 
 
 class Run:
-    """What happens around the steps. A context manager: entered with the directory locked, left with all of it written."""
+    """What happens around the steps. A context manager: entered with the directory locked, left with all of it
+    written."""
 
     def __init__(
         self,
@@ -225,7 +228,8 @@ class Run:
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
     def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Returns the metrics of `step` on the host: floats, and of `sk.counts` arrays. Waits for the device, once for each step."""
+        """Returns the metrics of `step` on the host: floats, and of `sk.counts` arrays. Waits for the device, once for
+        each step."""
         if self._numbers is None or self._numbers[0] != step:
             found = self.program.metrics(values)
             if len(found) > 1:  # all on their way before the first is waited for
@@ -302,14 +306,16 @@ class Run:
             jax.block_until_ready(self.flying.popleft())
 
     def finish(self, save_again: Callable[[], None]) -> None:
-        """Waits until everything is on disk. Raises CheckpointWriteError where the last save did not commit, however often it was tried."""
+        """Waits until everything is on disk. Raises CheckpointWriteError where the last save did not commit, however
+        often it was tried."""
         if self.saves is not None:
             self.saves.finish(save_again)
             # A process that left before process 0 has committed would make a launcher end process 0.
             self.cluster.barrier("committed")
 
     def part(self) -> None:
-        """Leaves the cluster. Together, and only after success: a process that left alone would make JAX abort the others."""
+        """Leaves the cluster. Together, and only after success: a process that left alone would make JAX abort the
+        others."""
         if self.watchdog is not None:
             self.watchdog.stop()
         self.cluster.shutdown()

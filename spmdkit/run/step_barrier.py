@@ -1,17 +1,22 @@
-"""No process begins a step before all can: so an error of the user's in one of them finds all others with the state of the last good step.
+"""No process begins a step before all can: so an error of the user's in one of them finds all others with the state of
+the last good step.
 
-A step gets the memory of the state before it. A process that is inside a step which another one cannot begin, since its data raised, has nothing
-left to save. So where a user's own code runs between steps (examples one by one, hooks), each process says when it is ready for the next step, and
-waits until all are. One that cannot says why instead; nobody begins the step, all save the state they have, and end with its exit code.
+A step gets the memory of the state before it. A process that is inside a step which another one cannot begin, since its
+data raised, has nothing left to save. So where a user's own code runs between steps (examples one by one, hooks), each
+process says when it is ready for the next step, and waits until all are. One that cannot says why instead; nobody
+begins the step, all save the state they have, and end with its exit code.
 
     process 1   | ready 7 | step 7 | data of step 8 raise -> "cannot" | save step 7 | 70
     the others  | ready 7 | step 7 | ready 8, wait ................. | save step 7 | 70, process 1 is named
 
-What a hook raises after a step is kept until its process is to get ready for the next: what all have decided to do after that step is done by all.
+What a hook raises after a step is kept until its process is to get ready for the next: what all have decided to do
+after that step is done by all.
 
-Wire, per step: one put and usually one listing of the store, 0.3 ms on a quiet machine (cluster/store.py), beside the step in flight. Two processes on two
-busy cores took 7.7 and 8.6 ms a step with it, 8.8 and 7.0 without (2026-11-23). `checkpoint.on_error_s: null` saves that.
-Where nothing of the user's runs between steps, nothing is asked; nor with more processes than `MOST`, whose listings one process would have to answer.
+Wire, per step: one put and usually one listing of the store, 0.3 ms on a quiet machine (cluster/store.py), beside the
+step in flight. Two processes on two busy cores took 7.7 and 8.6 ms a step with it, 8.8 and 7.0 without (2026-11-23).
+`checkpoint.on_error_s: null` saves that.
+Where nothing of the user's runs between steps, nothing is asked; nor with more processes than `MOST`, whose listings
+one process would have to answer.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ from spmdkit.foundation import phase
 MOST = 64
 """Processes up to which all wait for all."""
 SHORTEST_S, LONGEST_S, SHARE = 0.0002, 0.005, 0.1
-"""A pause before the store is asked again: a tenth of the wait so far, so that nobody begins much later than he could."""
+"""A pause before the store is asked again: a tenth of the wait so far, so that nobody begins much later than he
+could."""
 TOLD_S = 5.0
 """How long process 0, which holds the store, waits at the end until the others need it no more."""
 
@@ -47,7 +53,8 @@ class Together:
     """The processes of one run, between their steps.
 
     Args:
-        wanted: whether code of the user's runs between steps here, and the state is to be saved when that raises. All do what one wants.
+        wanted: whether code of the user's runs between steps here, and the state is to be saved when that raises. All
+            do what one wants.
 
     Attributes:
         is_on: whether processes wait for each other.
@@ -73,7 +80,8 @@ class Together:
 
     @contextmanager
     def setting_out(self) -> Iterator[None]:
-        """The body gets this process ready for what all do next; what it raises is told to the others. Left when all are ready.
+        """The body gets this process ready for what all do next; what it raises is told to the others. Left when all
+        are ready.
 
         Raises:
             OtherFailed: one of the others cannot.
@@ -98,7 +106,8 @@ class Together:
             self._end("stops")
 
     def part(self) -> None:
-        """Returns when the others need the store no more: process 0, which holds it, leaves last. Bounded, and never raises."""
+        """Returns when the others need the store no more: process 0, which holds it, leaves last. Bounded, and never
+        raises."""
         if not (self.is_on and self.ended):
             return
         with suppress(RendezvousError):

@@ -1,4 +1,5 @@
-"""What the watchdog and a signal do with a run, from their own threads: take down that it ends, and outlive a source of data that hangs."""
+"""What the watchdog and a signal do with a run, from their own threads: take down that it ends, and outlive a source of
+data that hangs."""
 
 from __future__ import annotations
 
@@ -45,10 +46,11 @@ def newest_on_disk(run: Any) -> str:
 
 
 def outlive_input(run: Any, number: int) -> None:
-    """After a request to stop, in a thread of its own: a source of data that gives nothing must not keep the run from its end.
+    """After a request to stop, in a thread of its own: a source of data that gives nothing must not keep the run from
+    its end.
 
-    The run saves what it has, also with several processes where they wait for each other between steps (step_barrier.py). Where they do not, the
-    others are inside the step that this one misses.
+    The run saves what it has, also with several processes where they wait for each other between steps
+    (step_barrier.py). Where they do not, the others are inside the step that this one misses.
     """
     asked = time.monotonic()
     while (place := phase.place()).phase != "end":

@@ -1,1 +1,2 @@
-"""What is computed in one step: records a trace may ask, means, the gradient and its forms, the train state, what leaves."""
+"""What is computed in one step: records a trace may ask, means, the gradient and its forms, the train state, what
+leaves."""

@@ -1,4 +1,5 @@
-"""`Sums`: what one replica has added up in a step, and what all of them have: the one thing that crosses between replicas."""
+"""`Sums`: what one replica has added up in a step, and what all of them have: the one thing that crosses between
+replicas."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from spmdkit.step.metrics.mean import Mean, Means
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Sums over examples; every part adds over microbatches and replicas, or merges where it is a metric (`metric.merged`, `.crossed`).
+    """Sums over examples; every part adds over microbatches and replicas, or merges where it is a metric
+    (`metric.merged`, `.crossed`).
 
     Attributes:
         loss: the loss as (sum, count); None in an evaluation.
         metrics: by name; means, sums, maxima, counts.
-        gradient: of `loss.sum`, a tree like the parameters; of a sum of means that of its value (multi_term_loss.py). None in an evaluation.
+        gradient: of `loss.sum`, a tree like the parameters; of a sum of means that of its value (multi_term_loss.py).
+            None in an evaluation.
         count_gradient: of `loss.count`, where the count depends on the parameters; otherwise None.
     """
 
@@ -29,7 +32,8 @@ class Sums:
     count_gradient: Any = None
 
     def mean_gradient(self, loss: Mean | Means) -> Any:
-        """Returns the gradient of `S / C` from those of its sum S and its count C, `G_s / C - S / C^2 G_c`; S and C are `loss`.
+        """Returns the gradient of `S / C` from those of its sum S and its count C, `G_s / C - S / C^2 G_c`; S and C are
+        `loss`.
 
         One division here, not one per element and use: the optimizer's fused loops would each repeat it.
         """

@@ -1,12 +1,15 @@
-"""`unless`: a step whose state is left as it was where a flag says so, each leaf chosen where it is made and not at the end.
+"""`unless`: a step whose state is left as it was where a flag says so, each leaf chosen where it is made and not at the
+end.
 
     mu' = b mu + (1 - b) g                 mu' = skip ? mu : b mu + (1 - b) g
     p'  = p - r mu'                        p'  = skip ? p  : p - r mu'
-    mu' = skip ? mu : mu'                  (what is computed from mu' is itself left out, or metrics of a step that is skipped)
+    mu' = skip ? mu : mu'                  (what is computed from mu' is itself left out, or metrics of a step that is
+                                           skipped)
     p'  = skip ? p  : p'
 
-The two columns give the same state. On the left the old and the new `mu` live at once, so that XLA copies what it could have updated in place: Adam under `skip` read six
-more gradients than without (four of them copies of mu and nu), on the right none (XLA's CPU compiler, jaxlib 0.10.2, 2026-11-23).
+The two columns give the same state. On the left the old and the new `mu` live at once, so that XLA copies what it could
+have updated in place: Adam under `skip` read six more gradients than without (four of them copies of mu and nu), on the
+right none (XLA's CPU compiler, jaxlib 0.10.2, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ def unless(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: Kept, *args: 
     """Returns (new, rest) of `step(*args) -> (new, rest, skip)`, with the leaves of `old` where `skip` is true.
 
     Args:
-        step: traced once. `rest` is what it is: of a step that is skipped it may be computed from old leaves in place of new ones.
+        step: traced once. `rest` is what it is: of a step that is skipped it may be computed from old leaves in place
+            of new ones.
         old: of the structure of `new`, whose leaves may be among `args`.
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
@@ -57,7 +61,8 @@ def unless(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: Kept, *args: 
 
 
 def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]) -> tuple[dict[Var, Any], set[Var]]:
-    """Returns (variable -> what it is where the step is skipped, the results that need no choice of their own any more)."""
+    """Returns (variable -> what it is where the step is skipped, the results that need no choice of their own any
+    more)."""
     made = {v: eqn for eqn in later for v in eqn.outvars}
     choose, done = dict[Var, Any](), set[Var]()
     for v, old in zip(outs, olds, strict=True):

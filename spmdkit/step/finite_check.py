@@ -1,12 +1,16 @@
-"""The guard of a step: whether its loss, its gradient and its metrics are finite, as a code for each device, and what a step that is not leaves.
+"""The guard of a step: whether its loss, its gradient and its metrics are finite, as a code for each device, and what a
+step that is not leaves.
 
-    code    0, or the sum of what is not finite, LOSS, GRADIENT, METRICS, and of SPIKE, a loss above the limit that the host has set
-    stop    each device looks at its own part of the gradient, and the host joins the codes where it reads them: nothing is sent
+    code    0, or the sum of what is not finite, LOSS, GRADIENT, METRICS, and of SPIKE, a loss above the limit that the
+            host has set
+    stop    each device looks at its own part of the gradient, and the host joins the codes where it reads them: nothing
+            is sent
     skip    the code is joined in the step, and a step that is not finite leaves everything but its number as it was
     rollback  joined too: every process knows at which step to go back
 
-The gradient is what the optimizer is given, in the cut in which it updates (`state.apply_gradients`). A step that calls it inside of a loop,
-branch or `jit` of its own, or never, is looked at by its new parameters, where a gradient that is not finite ends.
+The gradient is what the optimizer is given, in the cut in which it updates (`state.apply_gradients`). A step that calls
+it inside of a loop, branch or `jit` of its own, or never, is looked at by its new parameters, where a gradient that is
+not finite ends.
 
 Wire: nothing, or one all-reduce of a scalar over all devices. Reads the gradient once.
 """
@@ -42,7 +46,8 @@ def guarded(
     gradients: Sequence[Any] | None,
     limit: jax.Array | None = None,
 ) -> tuple[TrainState, jax.Array | None]:
-    """Returns (the state that the step leaves, its code): int32[]; where it is not joined and devices hold parts of the gradient, int32[parts].
+    """Returns (the state that the step leaves, its code): int32[]; where it is not joined and devices hold parts of the
+    gradient, int32[parts].
 
     Args:
         gradients: what the optimizer was given, a tree for each call; None: look at the new parameters.
@@ -157,10 +162,10 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
     """Returns bool[], whether an array holds no NaN and no infinity. Reads it once.
 
     Args:
-        platform: of the devices that have it, or a part of it, as a whole; None where it may be cut. On `cpu` numbers are joined, part with part,
-            until little is left to reduce. Beside an optimizer (gradient of 6.4 MiB, a step of 10 ms on two devices, jaxlib 0.10.2, 2026-11-25)
-            this takes 0.4 % of the step, the first join alone 1.7 %. The largest magnitude would not do: there a maximum over floats is a
-            kernel that loses a NaN on its way.
+        platform: of the devices that have it, or a part of it, as a whole; None where it may be cut. On `cpu` numbers
+            are joined, part with part, until little is left to reduce. Beside an optimizer (gradient of 6.4 MiB, a step
+            of 10 ms on two devices, jaxlib 0.10.2, 2026-11-25) this takes 0.4 % of the step, the first join alone 1.7
+            %. The largest magnitude would not do: there a maximum over floats is a kernel that loses a NaN on its way.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
         return jnp.array(True)
@@ -173,7 +178,8 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
 
 
 def _parts(x: jax.Array, most: int) -> list[jax.Array]:
-    """Returns at most so many parts of equal size along the first long dim; the last may begin within the one before it, which a join does not mind."""
+    """Returns at most so many parts of equal size along the first long dim; the last may begin within the one before
+    it, which a join does not mind."""
     axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
     size = x.shape[axis]
     each = -(-size // most)

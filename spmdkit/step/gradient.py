@@ -45,9 +45,9 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """Returns a function that computes the loss, its metrics and the gradient over the whole global batch.
 
     `sk.value_and_grad(loss_fn)(params, batch, key) -> ((loss, metrics), grads)`, or with model state
-    `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Right on every mesh, for any number
-    of microbatches and in both dialects: in a global `train_step` it sees global arrays, in a per-replica one the
-    replica's own; the result is the same, and already reduced. Metrics are numbers; those that are
+    `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Right on every mesh, for any
+    number of microbatches and in both dialects: in a global `train_step` it sees global arrays, in a per-replica one
+    the replica's own; the result is the same, and already reduced. Metrics are numbers; those that are
     arrays (`sk.counts`) stay what they are, with `.value`, and can be returned by the step.
 
     Raises:
@@ -71,7 +71,8 @@ def _number(metric: Metric) -> Any:
 
 
 def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
-    """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over everything."""
+    """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over
+    everything."""
 
     def means_and_gradient(params: Any, *args: Any) -> Any:
         context = trace_context.current()
@@ -102,8 +103,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     """Returns a function `(params, model_state, batch, key, number) -> {name: metric}` over the whole global batch.
 
-    With a key `eval_fn` gets one of its own as its last argument: another one in each batch, of which this is `number`, and on
-    each replica. Example keys follow from the place in the whole set.
+    With a key `eval_fn` gets one of its own as its last argument: another one in each batch, of which this is `number`,
+    and on each replica. Example keys follow from the place in the whole set.
     """
 
     def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
@@ -275,8 +276,8 @@ def _same_kind(state: Any, new_state: Any) -> Any:
 def _known_count(context: trace_context.Context, total: Any, of_one: Any) -> Any:
     """Returns `total`, where it is a mean with its count as a constant where that of one microbatch is one.
 
-    A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10 ms, mostly
-    in the optimizer's fused loops, which read it (two CPU devices, jaxlib 0.10.2, 2026-11-20).
+    A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10
+    ms, mostly in the optimizer's fused loops, which read it (two CPU devices, jaxlib 0.10.2, 2026-11-20).
     """
     if isinstance(total, Means):
         parts = zip(total.parts, of_one.parts, strict=True)
@@ -323,7 +324,8 @@ def whole_rows(
 ) -> trace_context.Examples:
     """Returns the rows that a whole `train_step` sees: all of the global batch (of its group), or those of one replica.
 
-    So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use `sk.value_and_grad`.
+    So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use
+    `sk.value_and_grad`.
     """
     num = _num_rows(examples)
     own = context.cuts.num_shards * (context.cuts.num_replicas if replica is None else 1)
@@ -390,4 +392,5 @@ SEAMS = {
     "loss_key": _loss_key,
     "cut_microbatches": _cut_microbatches,
 }
-"""What `verify` replaces, to put a known mistake into a program (verify/mutations.py): its name there, and the function, whatever it is called."""
+"""What `verify` replaces, to put a known mistake into a program (verify/mutations.py): its name there, and the
+function, whatever it is called."""

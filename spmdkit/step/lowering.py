@@ -7,14 +7,16 @@
 |        |                        | `shard_map` around the reducer alone         |                                  |
 | plain  | no replica axis        | none                                         | the partitioner, from the layout |
 
-Two measured reasons for this shape (jax 0.10.2): differentiating with respect to anything that is the same on all replicas inside
-a typed `shard_map` already sums over the axis, silently, so the manual form is untyped (`check_vma=False`); a `shard_map` that is manual
-over some axes only aborts the process when a gather meets a sharded operand, so the mapped form never uses one.
+Two measured reasons for this shape (jax 0.10.2): differentiating with respect to anything that is the same on all
+replicas inside a typed `shard_map` already sums over the axis, silently, so the manual form is untyped
+(`check_vma=False`); a `shard_map` that is manual over some axes only aborts the process when a gather meets a sharded
+operand, so the mapped form never uses one.
 
-That what leaves the manual form is the same on all replicas is no matter of types then: sums and model state leave through one
-reduction (tests count them), and `verify` compares the replicas' bits.
+That what leaves the manual form is the same on all replicas is no matter of types then: sums and model state leave
+through one reduction (tests count them), and `verify` compares the replicas' bits.
 
-Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 count `fsdp` among them; ZeRO 2 sends a reduce_scatter there.
+Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 count `fsdp` among them; ZeRO 2 sends a reduce_scatter
+there.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ def map_replicas(
     kinds: agreement.Kinds,
     call: Call | None,
 ) -> Any:
-    """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask) -> (Sums, state)`.
+    """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask)
+    -> (Sums, state)`.
 
-    Gradients are trees like the parameters, and leave in the gradient's placement; divided already where the reducer takes no sums.
+    Gradients are trees like the parameters, and leave in the gradient's placement; divided already where the reducer
+    takes no sums.
 
     Args:
         kinds: how replicas agree on each leaf of the model state.
@@ -94,7 +98,8 @@ def _inside_replica(
     kinds: agreement.Kinds,
     call: Call | None,
 ) -> Any:
-    """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one reduction."""
+    """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one
+    reduction."""
     index = lax.axis_index(REPLICA_AXES)
     own_params, own_state, batch, mask = as_local(context, (params, state, batch, context.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
@@ -138,7 +143,8 @@ def _manual(
         mesh=context.cuts.mesh,
         in_specs=(PartitionSpec(), states, rows, rows, kept_specs),
         out_specs=(PartitionSpec(), states, kept_specs),
-        # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters, and of every
+        # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters,
+        # and of every
         # constant with respect to which the loss itself differentiates. Here a replica differentiates for itself.
         check_vma=False,
     )
@@ -170,8 +176,10 @@ def _mapped(
         return local(index, params, state, rows, mask)
 
     in_axes = (0 if own_state else None, 0, 0)
-    # The axes of a `vmap` around all of this, over groups of replicas, are named there, and have size one here. Else all are named: without
-    # a name of size one the TPU's partitioner sends all_reduces in place of reduce_scatters (libtpu 0.0.42, `hsdp` on v5e).
+    # The axes of a `vmap` around all of this, over groups of replicas, are named there, and have size one here. Else
+    # all are named: without
+    # a name of size one the TPU's partitioner sends all_reduces in place of reduce_scatters (libtpu 0.0.42, `hsdp` on
+    # v5e).
     alone = context.group[1] == 1
     names = [
         tuple(a for a in axes if alone or context.cuts.size(a) > 1) or None
@@ -192,7 +200,8 @@ def _mapped(
 
 
 def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call: Call | None) -> Any:
-    """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual `shard_map`."""
+    """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual
+    `shard_map`."""
     axes = tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1)
     if not axes:
         sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
@@ -237,7 +246,8 @@ def _kept_specs(context: trace_context.Context, gradient: Any, kept: Any) -> Any
 
 
 def whole_kept_specs(context: trace_context.Context, kept: Any) -> Any:
-    """Returns the specs of a reducer's state where no gradient is cut: of one that goes by shards leaf by leaf, otherwise one for all."""
+    """Returns the specs of a reducer's state where no gradient is cut: of one that goes by shards leaf by leaf,
+    otherwise one for all."""
     if not context.chosen.reducer.by_shard:
         return PartitionSpec(_non_trivial(context, REPLICA_AXES))
     return jax.tree.map(lambda x: kept_spec(context, PartitionSpec(), x.shape[1:]), kept)
@@ -268,7 +278,8 @@ def part_shape(context: trace_context.Context, spec: PartitionSpec, shape: tuple
 
 
 def replica_axes_of(context: trace_context.Context, gradient: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its gradient."""
+    """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its
+    gradient."""
     cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
     return tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1 and a not in cut)
 
@@ -293,7 +304,8 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
     return -1
 
 
-# ---- placing and typing -----------------------------------------------------------------------------------------------
+# ---- placing and typing
+# -----------------------------------------------------------------------------------------------
 
 
 def constrain(context: trace_context.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:

@@ -1,10 +1,13 @@
 """A loss of several means with counts of their own: what each of their sums counts for in the gradient.
 
-    g = sum_k d/dp (S_k / C_k) = sum_r sum_m sum_k [ dS_krm/dp / C_k  -  S_k / C_k^2 dC_krm/dp ]     (means k, replicas r, microbatches m)
+    g = sum_k d/dp (S_k / C_k) = sum_r sum_m sum_k [ dS_krm/dp / C_k  -  S_k / C_k^2 dC_krm/dp ]     (means k, replicas
+    r, microbatches m)
 
-One pull-back gives it, where C_k is known before: over all replicas, and over all microbatches, none of which has been differentiated yet.
-Counts that follow from shapes alone are known. Others are added over replicas, and with microbatches computed in a pass before the
-gradient's, of which all but what counts need is dead code. Where counts depend on the parameters that pass gives S_k too.
+One pull-back gives it, where C_k is known before: over all replicas, and over all microbatches, none of which has been
+differentiated yet.
+Counts that follow from shapes alone are known. Others are added over replicas, and with microbatches computed in a pass
+before the gradient's, of which all but what counts need is dead code. Where counts depend on the parameters that pass
+gives S_k too.
 
 Wire: one all-reduce of a few numbers where a count does not follow from shapes.
 """
@@ -83,7 +86,8 @@ def of_microbatches(
 
 
 def _times(part: Mean, times: int) -> Mean:
-    """Returns a mean whose count follows from shapes, of so many microbatches; its sum, of another trace, is left out."""
+    """Returns a mean whose count follows from shapes, of so many microbatches; its sum, of another trace, is left
+    out."""
     alike = lambda x: x.dtype.type(float(x) * times)
     num = alike(part.num) if isinstance(part.num, np.floating) else None
     return Mean(jnp.zeros(jnp.shape(part.sum), jnp.result_type(part.sum)), alike(part.count), num)
@@ -97,7 +101,8 @@ def pulled(
     pull: Callable[[Any], Any],
     depends: bool,
 ) -> tuple[Any, Any]:
-    """Returns (gradient of the sum, that of the count or None) of one microbatch; of a sum of means (that of its value, None).
+    """Returns (gradient of the sum, that of the count or None) of one microbatch; of a sum of means (that of its value,
+    None).
 
     Args:
         whole: the sum of means over everything; None where this microbatch is the only one.
@@ -114,7 +119,8 @@ def pulled(
 
 
 def _shares(whole: Means, primals: Any, depends: bool) -> Any:
-    """Returns the cotangents of the sums and counts of one microbatch: what each counts for in the sum of means over everything."""
+    """Returns the cotangents of the sums and counts of one microbatch: what each counts for in the sum of means over
+    everything."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
     # In a per-replica step what is of all replicas is typed so, and each replica's own sum takes its own.
     like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))

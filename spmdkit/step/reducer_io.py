@@ -1,8 +1,10 @@
-"""`Carried`: how the state of a reducer gets into a step and out of it again with what it tells, and the gradient to the step's guard; the only thing that leaves a trace by another way than its results.
+"""`Carried`: how the state of a reducer gets into a step and out of it again with what it tells, and the gradient to
+the step's guard; the only thing that leaves a trace by another way than its results.
 
-A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer behind it may keep something from step
-to step. It lives in `TrainState.reducer`, one entry for each call in the order of tracing. Each call takes its entry and puts the new one,
-once; what was put has to be an array of the step itself, and so a call inside of the user's own loop, branch, `vmap` or `jit` is refused.
+A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer behind it may
+keep something from step to step. It lives in `TrainState.reducer`, one entry for each call in the order of tracing.
+Each call takes its entry and puts the new one, once; what was put has to be an array of the step itself, and so a call
+inside of the user's own loop, branch, `vmap` or `jit` is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Carried:
         """Returns the state of the next call, whose gradient is shaped like `gradient`; None where it has none.
 
         Raises:
-            ConfigError: the call stands inside of a loop, branch, `vmap` or `jit` of the user's, or is one more than in the first trace.
+            ConfigError: the call stands inside of a loop, branch, `vmap` or `jit` of the user's, or is one more than in
+                the first trace.
         """
         if self._gradients is not None:
             self._gradients.append(gradient)
@@ -69,12 +72,14 @@ class Carried:
             self._put.append(state)
 
     def tell(self, numbers: Mapping[str, jax.Array]) -> None:
-        """Takes what the reducer tells of a call, for the metrics of the step (`told`); of several calls the largest. Nothing leaves a loop of the user's."""
+        """Takes what the reducer tells of a call, for the metrics of the step (`told`); of several calls the largest.
+        Nothing leaves a loop of the user's."""
         if compat.current_trace() is self._trace:
             self.told |= {name: jnp.maximum(self.told.get(name, x), x) for name, x in numbers.items()}
 
     def see(self, gradient: Any) -> None:
-        """Takes note of a gradient that the optimizer is given, for the guard of the step; one inside of a trace of the user's own cannot leave it."""
+        """Takes note of a gradient that the optimizer is given, for the guard of the step; one inside of a trace of the
+        user's own cannot leave it."""
         if compat.current_trace() is self._trace:
             self._seen.append(gradient)
         else:

@@ -1,9 +1,11 @@
-"""The reducer's state as a part of the train state: what of it there is on a mesh, where it lives, and what becomes of it on another mesh.
+"""The reducer's state as a part of the train state: what of it there is on a mesh, where it lives, and what becomes of
+it on another mesh.
 
     TrainState.reducer[call] = {leaf of the gradient: {name: [replicas of the leaf, *leaf]}}
 
-A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too. Where a reducer adds shards
-(`Reducer.by_shard`), the replicas are the positions along `replica`, and the other replica axes cut the leaf's state.
+A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too.
+Where a reducer adds shards (`Reducer.by_shard`), the replicas are the positions along `replica`, and the other replica
+axes cut the leaf's state.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def check_effect(
         sizes: of the whole mesh; the context's are those of one group where groups train alone.
 
     Raises:
-        ConfigError: there are several devices and one replica, ZeRO 2 cuts every gradient, or the step never calls `sk.value_and_grad`.
+        ConfigError: there are several devices and one replica, ZeRO 2 cuts every gradient, or the step never calls
+            `sk.value_and_grad`.
     """
     if reducer.is_sum:
         return

@@ -1,4 +1,5 @@
-"""What crosses between replicas in a step: gradients by the config's reducer, everything else as an exact sum, or a maximum.
+"""What crosses between replicas in a step: gradients by the config's reducer, everything else as an exact sum, or a
+maximum.
 
 Runs inside a `shard_map` that is manual over all mesh axes. With `sum` XLA makes one all-reduce of both.
 """
@@ -63,8 +64,8 @@ def reduced(
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns what is no gradient, of all replicas: sums added, maxima (`sk.max`) in one more all-reduce where there are any, and gathered
-    what has a way of its own to merge."""
+    """Returns what is no gradient, of all replicas: sums added, maxima (`sk.max`) in one more all-reduce where there
+    are any, and gathered what has a way of its own to merge."""
     return crossed(
         tree,
         lambda sums: reducer.add(sums, axes),
@@ -144,8 +145,8 @@ def _states_of(gradients: Any, kept: Any) -> list[LeafState]:
 def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
     """Returns this device's part along `dim` of the sum over `fsdp`.
 
-    The dim that is cut is sent as the last but one. The TPU compiler (libtpu 0.0.42) has a reduce_scatter for that one alone; along any
-    other it sends an all_reduce, twice the bytes, and slices (docs/collectives.md, `zero2`).
+    The dim that is cut is sent as the last but one. The TPU compiler (libtpu 0.0.42) has a reduce_scatter for that one
+    alone; along any other it sends an all_reduce, twice the bytes, and slices (docs/collectives.md, `zero2`).
 
     Wire: (N-1)/N of x.
     """

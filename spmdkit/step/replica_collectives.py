@@ -1,15 +1,16 @@
 """`sk.all_gather`, `sk.psum`, `sk.pmean`: what a loss asks of the other replicas; and where it stands among them.
 
-Inside of a loss arrays are one replica's own rows. What is made of everybody's (contrastive negatives, statistics of the batch) crosses by
-these, on every mesh and in every form of a step: on one replica each is the identity. Derivatives go through them: each replica
-differentiates its own sum, and what others have of its rows comes back to it.
+Inside of a loss arrays are one replica's own rows. What is made of everybody's (contrastive negatives, statistics of
+the batch) crosses by these, on every mesh and in every form of a step: on one replica each is the identity. Derivatives
+go through them: each replica differentiates its own sum, and what others have of its rows comes back to it.
 
 R replicas; `bytes` is what one replica holds of the operand. Sent per replica and call, with a ring:
 
     all_gather    (R-1) bytes          backward: reduce_scatter, the same bytes
     psum, pmean   2 (R-1)/R bytes      backward: all_reduce, the same bytes
 
-In a per-replica `train_step` they are the same over the replicas of the step. In a global one arrays are whole, and nothing is left to cross.
+In a per-replica `train_step` they are the same over the replicas of the step. In a global one arrays are whole, and
+nothing is left to cross.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ from spmdkit.step.metrics.user_metric import Own, is_own, taken
 
 
 def all_gather(tree: Any, with_mask: bool = False) -> Any:
-    """Returns `tree` of all replicas: each leaf [rows, ...] as [replicas * rows, ...], in the order of the batch. With microbatches, of one.
+    """Returns `tree` of all replicas: each leaf [rows, ...] as [replicas * rows, ...], in the order of the batch. With
+    microbatches, of one.
 
-    This replica's own rows begin at `sk.replica_index() * rows`. Where a batch can be short some rows are padding, and must not count
-    among everybody's (as negatives, in a statistic): the mask tells.
+    This replica's own rows begin at `sk.replica_index() * rows`. Where a batch can be short some rows are padding, and
+    must not count among everybody's (as negatives, in a statistic): the mask tells.
 
     Args:
         tree: arrays whose first dim are the examples, or others with at least one dim.
         with_mask: returns (tree, bool[replicas * rows]), False on padding rows.
 
     Raises:
-        ConfigError: some rows are padding and nothing asks for the mask; a leaf is a scalar; called where arrays are global.
+        ConfigError: some rows are padding and nothing asks for the mask; a leaf is a scalar; called where arrays are
+            global.
     """
     axes = _axes("sk.all_gather")
     trace_context.current().noticed.called("all_gather")
@@ -110,20 +113,21 @@ def psum(tree: Any) -> Any:
     Wire: one all-reduce of the tree.
 
     Raises:
-        ConfigError: a leaf is already the same on all replicas, so the sum would be a factor of N (seen in per-replica steps); called
-            where arrays are global.
+        ConfigError: a leaf is already the same on all replicas, so the sum would be a factor of N (seen in per-replica
+            steps); called where arrays are global.
     """
     return _reduced("sk.psum", tree)
 
 
 def pmean(tree: Any) -> Any:
-    """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other metrics merge.
+    """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other
+    metrics merge.
 
     Wire: one all-reduce of the tree.
 
     Raises:
-        ConfigError: a leaf is already the same on all replicas, so it was reduced twice (seen in per-replica steps); called where arrays
-            are global.
+        ConfigError: a leaf is already the same on all replicas, so it was reduced twice (seen in per-replica steps);
+            called where arrays are global.
     """
     summed = _reduced("sk.pmean", _taken(tree))
     num = num_replicas()
@@ -158,7 +162,8 @@ def _reduced(name: str, tree: Any) -> Any:
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Returns the names of the replica axes that are bound where a loss or a per-replica step is traced; none on one replica.
+    """Returns the names of the replica axes that are bound where a loss or a per-replica step is traced; none on one
+    replica.
 
     Raises:
         ConfigError: called where arrays are global, or are the shards of a device.

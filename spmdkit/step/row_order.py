@@ -1,9 +1,11 @@
-"""`RowOrder`: which example of the global batch a row is. The one place that knows; everything that cuts or numbers rows asks it.
+"""`RowOrder`: which example of the global batch a row is. The one place that knows; everything that cuts or numbers
+rows asks it.
 
     row (s, m, i) of [shards, microbatches, rows]  is  position (m, s, i) of [microbatches, shards, rows]
 
-Each of the S shards of a batch holds its own part of every microbatch. So cutting microbatches moves nothing, and microbatch m is the same
-set of examples on every mesh, at every number of replicas, and in every group of replicas that trains alone.
+Each of the S shards of a batch holds its own part of every microbatch. So cutting microbatches moves nothing, and
+microbatch m is the same set of examples on every mesh, at every number of replicas, and in every group of replicas that
+trains alone.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class RowOrder:
         return self.position(*np.unravel_index(np.arange(self.size), (self.shards, self.microbatches, self.rows)))
 
     def of_shards(self, first: Any, num: int) -> jax.Array:
-        """Returns int32[num * microbatches * rows], the positions of the rows of `num` neighbouring shards from `first` on."""
+        """Returns int32[num * microbatches * rows], the positions of the rows of `num` neighbouring shards from `first`
+        on."""
         places = jnp.arange(num * self.microbatches * self.rows, dtype=jnp.int32)
         shard, micro, row = jnp.unravel_index(places, (num, self.microbatches, self.rows))
         return jnp.asarray(self.position(first + shard, micro, row), jnp.int32)

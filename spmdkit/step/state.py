@@ -35,10 +35,11 @@ class Variables(NamedTuple):
 
 @dataclass(frozen=True)
 class Mirrored:
-    """The parameters of a per-replica step: the replica's own copy, and that of which it is a copy, which is the same on all.
+    """The parameters of a per-replica step: the replica's own copy, and that of which it is a copy, which is the same
+    on all.
 
-    The copy is typed varying, so that `jax.grad` gives the replica's own gradient; the update needs the other, so that the result is
-    provably the same on all replicas. JAX cannot type a varying value back without sending it.
+    The copy is typed varying, so that `jax.grad` gives the replica's own gradient; the update needs the other, so that
+    the result is provably the same on all replicas. JAX cannot type a varying value back without sending it.
 
     Attributes:
         own: the parameters as the state holds them, the very same objects.
@@ -68,7 +69,8 @@ class TrainState:
     """The state of training after `step` steps.
 
     Attributes:
-        step: int32[], completed steps, counted by the program whatever a step returns; within a step, updates are added.
+        step: int32[], completed steps, counted by the program whatever a step returns; within a step, updates are
+            added.
         params: the user's pytree.
         opt_state: of the optax optimizer.
         model_state: mutable model state, or None.
@@ -76,12 +78,12 @@ class TrainState:
         rng: uint32[2] (rbg: [4]), the data of the run's root key; the program's too, which never changes it.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
-        reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in the order in which
-            they are traced; empty where it keeps nothing. `spmdkit.step.reducer_state`.
-        sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state` and `ema` are
-            [groups, ...]. `spmdkit.step.groups.groups`.
-        mirrored: inside of a per-replica step, what the parameters are a copy of; else None. It goes with the parameters through the user's
-            own `jit` and `jax.tree.map`, leaf by leaf.
+        reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in
+            the order in which they are traced; empty where it keeps nothing. `spmdkit.step.reducer_state`.
+        sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state`
+            and `ema` are [groups, ...]. `spmdkit.step.groups.groups`.
+        mirrored: inside of a per-replica step, what the parameters are a copy of; else None. It goes with the
+            parameters through the user's own `jit` and `jax.tree.map`, leaf by leaf.
     """
 
     step: jax.Array
@@ -116,7 +118,8 @@ class TrainState:
 
     @property
     def key(self) -> jax.Array:
-        """The random key of this step, the same on every replica: a function of (seed, step), and of the updates within the step."""
+        """The random key of this step, the same on every replica: a function of (seed, step), and of the updates within
+        the step."""
         return step_rng.step_key(self.rng, self.step)
 
     def replace(self, **changes: Any) -> TrainState:
@@ -127,14 +130,14 @@ class TrainState:
         """Returns the state after one update of the optimizer with the reduced gradient `grads`.
 
         Args:
-            extra: for optimizers that take more than a gradient, as in optax: `value=loss`; of a line search also `grad=grads` and
-                `value_fn`, parameters -> loss over the whole batch. The default step gives all three.
+            extra: for optimizers that take more than a gradient, as in optax: `value=loss`; of a line search also
+                `grad=grads` and `value_fn`, parameters -> loss over the whole batch. The default step gives all three.
 
         Layout: with ZeRO 1 to 3 the update runs on the fsdp shard of each leaf.
 
         Raises:
-            ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica dialect), or the
-                optimizer needs more than it is given.
+            ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica dialect), or
+                the optimizer needs more than it is given.
         """
         context = trace_context.current()
         params = originals(self).params
@@ -155,7 +158,8 @@ class TrainState:
         return self.replace(
             mirrored=None if self.mirrored is None else Mirrored(new_params, new_params, self.mirrored),
             step=self.step + 1,
-            # The program sets both back: so a second update within the step draws from another key, and from that of no other step.
+            # The program sets both back: so a second update within the step draws from another key, and from that of no
+            # other step.
             rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
             params=new_params,
             opt_state=opt_state,
@@ -216,7 +220,8 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
 
 
 def check_not_donated(state: Any, what: str) -> None:
-    """Refuses a state whose arrays an earlier step has taken. On two or more CPU devices jaxlib 0.10.2 would end the process by SIGSEGV.
+    """Refuses a state whose arrays an earlier step has taken. On two or more CPU devices jaxlib 0.10.2 would end the
+    process by SIGSEGV.
 
     Costs some 20 us for 100 leaves (2026-11-22).
 
@@ -246,7 +251,8 @@ def constrain_update(context: trace_context.Context, tree: Any) -> Any:
 
 
 def originals(state: TrainState) -> TrainState:
-    """Returns the state with each leaf that is the replica's own copy of a parameter replaced by what it is a copy of."""
+    """Returns the state with each leaf that is the replica's own copy of a parameter replaced by what it is a copy
+    of."""
     return state if state.mirrored is None else state.mirrored.of(state.replace(mirrored=None))
 
 

@@ -1,4 +1,5 @@
-"""The training step as one function `(state, batch) -> (state, metrics)`, from a loss, a global step or a per-replica one."""
+"""The training step as one function `(state, batch) -> (state, metrics)`, from a loss, a global step or a per-replica
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ COMPILED_NAME = "train_step"
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 Stepped = tuple[TrainState, dict[str, Any], Any]
-"""What a step to compile gives: the state, its metrics, and the code of its guard (None where it does not look; `spmdkit.step.finite_check`)."""
+"""What a step to compile gives: the state, its metrics, and the code of its guard (None where it does not look;
+`spmdkit.step.finite_check`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +60,8 @@ class Batch:
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
     """Returns the step that a task with only a `loss_fn` gets.
 
-    The optimizer is also given the loss and the loss as a function of the parameters. Most ignore them, and they cost nothing.
+    The optimizer is also given the loss and the loss as a function of the parameters. Most ignore them, and they cost
+    nothing.
     """
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -72,9 +75,11 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
 
 def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
-    """Returns `params -> loss` over the whole batch, whose gradient is the one that `compute(params) -> ((loss, ...), grads)` gives.
+    """Returns `params -> loss` over the whole batch, whose gradient is the one that `compute(params) -> ((loss, ...),
+    grads)` gives.
 
-    For line searches, which differentiate it: on a mesh JAX's own gradient would be another program than `sk.value_and_grad`'s.
+    For line searches, which differentiate it: on a mesh JAX's own gradient would be another program than
+    `sk.value_and_grad`'s.
     """
 
     @jax.custom_vjp
@@ -90,7 +95,8 @@ def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
 
 
 def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
-    """Returns the step with what hooks do in it: `in_step(old, new, metrics) -> (new, metrics)` of each, in their order."""
+    """Returns the step with what hooks do in it: `in_step(old, new, metrics) -> (new, metrics)` of each, in their
+    order."""
     calls = [hook.in_step for hook in sorted(hooks, key=lambda hook: hook.order) if hook.in_step is not None]
     if not calls:
         return train_step
@@ -116,7 +122,8 @@ def global_step(
 
     Args:
         to_device: brings host-placed leaves in.
-        gradients: a list that a trace fills with the shapes of what each call of `sk.value_and_grad` reduces; see `reducer_state.calls_of`.
+        gradients: a list that a trace fills with the shapes of what each call of `sk.value_and_grad` reduces; see
+            `reducer_state.calls_of`.
     """
 
     def stepped(state: TrainState, batch: Batch) -> Stepped:
@@ -161,7 +168,8 @@ def replica_step(
     Parameters are handed over as the replica's own copy; what leaves must be provably mirrored.
 
     Args:
-        typed: False for a trace that shows which sums are the user's own and not those of JAX's types; it proves nothing.
+        typed: False for a trace that shows which sums are the user's own and not those of JAX's types; it proves
+            nothing.
 
     Raises:
         ConfigError: the new state or a metric differs between replicas.
@@ -206,9 +214,11 @@ def replica_step(
 
 
 def owned(state: TrainState, new_state: TrainState, context: trace_context.Context | None = None) -> TrainState:
-    """Returns the new state with what is the program's and not the step's: the number of steps, and the root of all keys.
+    """Returns the new state with what is the program's and not the step's: the number of steps, and the root of all
+    keys.
 
-    Whatever a step returns there, the next one has the next number and so another key; one that updates four times is one step.
+    Whatever a step returns there, the next one has the next number and so another key; one that updates four times is
+    one step.
 
     Args:
         context: notes whether the step has made another average of the parameters.

@@ -1,7 +1,8 @@
 """What a function that is being traced may ask about where it runs: the mesh, the form, its own examples.
 
-`sk.mean`, `sk.example_keys`, `sk.shard`, `sk.remat` and `sk.value_and_grad` are pure functions of their arguments and of
-these two records, which the program puts in place while it traces the user's function, as `vmap` does with axis names.
+`sk.mean`, `sk.example_keys`, `sk.shard`, `sk.remat` and `sk.value_and_grad` are pure functions of their arguments and
+of these two records, which the program puts in place while it traces the user's function, as `vmap` does with axis
+names.
 Outside of a program they see the defaults: one device, no padding.
 """
 
@@ -28,14 +29,16 @@ from spmdkit.step.reducer_io import Carried
 from spmdkit.step.usage import Noticed
 
 _tokens = itertools.count()
-# JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they were made under.
+# JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they
+# were made under.
 _traced_under = jax.make_user_context(None)
 
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
 RING, ALL_TO_ALL, MOE = "spmdkit/ring", "spmdkit/all_to_all", "spmdkit/moe"
 PIPELINE, TENSOR, VOCAB = "spmdkit/pipeline", "spmdkit/tensor", "spmdkit/vocab"
 SYNC, GUARD = "spmdkit/sync", "spmdkit/guard"
-"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, each op, the agreement of groups, and the look at what is finite; in profiles, and for `plan`."""
+"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, each op, the
+agreement of groups, and the look at what is finite; in profiles, and for `plan`."""
 
 Form = Literal["plain", "mapped", "manual"]
 
@@ -120,12 +123,14 @@ class Choices:
 
     Attributes:
         compute_dtype: of parameters and inputs while the loss is computed; None: as they are.
-        inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or patterns of paths.
+        inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or
+            patterns of paths.
         reduce_dtype: in which gradients are added; None: that of the parameters.
         reducer: how gradients are added over replicas.
         remat: what `sk.remat` keeps (`ops.remat.Remat`); None: nothing is computed twice.
         remat_whole: `remat` goes around the whole loss, since the task wraps no part.
-        agree: path of a leaf of the model state -> how the task says that replicas agree on it (step/model_state/agreement.py).
+        agree: path of a leaf of the model state -> how the task says that replicas agree on it
+            (step/model_state/agreement.py).
         logical_axes: name of a dim -> mesh axes that cut it.
         attention: how `sk.attention` runs.
         pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
@@ -192,12 +197,14 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Context:
-    """What a step that is being traced runs in: how the mesh cuts it, what the user chose, where in the trace we are, what it noticed.
+    """What a step that is being traced runs in: how the mesh cuts it, what the user chose, where in the trace we are,
+    what it noticed.
 
     Attributes:
         cuts: how the mesh cuts the step.
         chosen: by the user.
-        group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one here.
+        group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one
+            here.
         mask: bool[global batch] or None; False marks padding rows.
         carried: the reducer's state on its way through this trace.
         inside: True while a per-replica step is traced, inside `shard_map`.
@@ -322,13 +329,15 @@ def _token(held: Context | Examples | None) -> int | None:
 def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     """Returns `x` with each dim cut over the mesh axes of its logical name; `None` leaves a dim whole.
 
-    An activation constraint: values do not change, only where they live. Without one the partitioner may guess wrong and
-    keep whole activations on every device. A dim that is left whole is made whole: `sk.shard(w, None, None)` gathers a
-    weight. No-op on a mesh that cuts no array.
+    An activation constraint: values do not change, only where they live. Without one the partitioner may guess wrong
+    and keep whole activations on every device. A dim that is left whole is made whole: `sk.shard(w, None, None)`
+    gathers a weight. No-op on a mesh that cuts no array.
 
-    Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`; `batch` means the axes that cut
-    one replica's examples. `rows` means all axes that cut a batch: in a global `train_step`, where arrays are whole, for what does not
-    come from the batch (collocation points, rollouts), which every replica would otherwise compute whole. In a loss it is `batch`.
+    Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`; `batch` means the axes that
+        cut
+    one replica's examples. `rows` means all axes that cut a batch: in a global `train_step`, where arrays are whole,
+    for what does not come from the batch (collocation points, rollouts), which every replica would otherwise compute
+    whole. In a loss it is `batch`.
 
     Raises:
         ValueError: not one name per dim, or a name that no table knows.
@@ -364,7 +373,8 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
 
 
 def _dividing(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
-    """Returns those of `axes` that can cut `length` rows evenly: all that are larger than one, or as many from the first on."""
+    """Returns those of `axes` that can cut `length` rows evenly: all that are larger than one, or as many from the
+    first on."""
     many = tuple(a for a in axes if context.cuts.size(a) > 1)
     while many and length % context.cuts.size(*many):
         many = many[:-1]
@@ -372,9 +382,10 @@ def _dividing(context: Context, axes: tuple[str, ...], length: int) -> tuple[str
 
 
 def rows(num: int) -> jax.Array:
-    """Returns int32[num], 0 to num - 1, cut over the axes that cut a batch: begin with it what a global `train_step` makes of nothing.
+    """Returns int32[num], 0 to num - 1, cut over the axes that cut a batch: begin with it what a global `train_step`
+    makes of nothing.
 
-    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.rows(4096))` are points that the replicas share
-    out. In a loss they are all of one replica.
+    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.rows(4096))` are points that the
+    replicas share out. In a loss they are all of one replica.
     """
     return shard(jnp.arange(num, dtype=jnp.int32), "rows")

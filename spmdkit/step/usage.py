@@ -1,6 +1,7 @@
-"""`Noticed`: what a trace has noticed of the user's code. Besides the results of a trace and `Carried` nothing else leaves it.
-What one call of `sk.value_and_grad` notes of its own loss (gradient.py: whether a count depends on the parameters) ends with that call: here it would
-be said of the step's other calls too.
+"""`Noticed`: what a trace has noticed of the user's code. Besides the results of a trace and `Carried` nothing else
+leaves it.
+What one call of `sk.value_and_grad` notes of its own loss (gradient.py: whether a count depends on the parameters) ends
+with that call: here it would be said of the step's other calls too.
 
 It only ever grows, so that a function that is traced twice, or not again where JAX has kept its trace, says the same.
 """
@@ -23,7 +24,8 @@ Function = Literal[
     "context_order",
     "pipeline",
 ]
-"""Functions of spmdkit whose call is noticed; `mean` stands for every metric, `ema` for a new average of the parameters, `optimizer` for its update."""
+"""Functions of spmdkit whose call is noticed; `mean` stands for every metric, `ema` for a new average of the
+parameters, `optimizer` for its update."""
 
 
 @dataclass

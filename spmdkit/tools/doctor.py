@@ -1,4 +1,5 @@
-"""What these machines have, and whether a run can be trusted to them: `spmdkit doctor`, on one process or on all of a launch."""
+"""What these machines have, and whether a run can be trusted to them: `spmdkit doctor`, on one process or on all of a
+launch."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ COLLECTIVE_S = 30.0
 
 
 def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | None = None) -> dict[str, Any]:
-    """Returns what is shown, by name, with `problems` (what no run should be trusted to) and `slow`. Called by all processes at once.
+    """Returns what is shown, by name, with `problems` (what no run should be trusted to) and `slow`. Called by all
+    processes at once.
 
     Args:
         config: whose run directory is written to, and whose mesh is measured.
@@ -112,7 +114,8 @@ def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | Non
 
 
 def _compile_cache(config: Config | None) -> str:
-    """Returns where what XLA compiles is kept, and how much of it there is for this kind of machine, or why nothing is."""
+    """Returns where what XLA compiles is kept, and how much of it there is for this kind of machine, or why nothing
+    is."""
     options = config.compile_cache if config is not None else None
     if config is not None and options is None:
         return "off (compile_cache: null)"

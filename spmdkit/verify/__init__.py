@@ -4,12 +4,16 @@ task_runner.py  the user's task, made ready to be compared, run on one mesh     
 compare.py      errors between two results, and how large they may be;  noise.py  what is rounding alone
 dtypes.py       numbers of any width, complex too
 difference.py   where two results part, in numbers;  diagnosis.py  what that means, and the repair
-locate.py       which line is the first to differ;  tracing.py  a step with all its values;  sharding_relation.py  a value here and there
-search.py       the walk from results that differ back to where they begin to;  locate_step.py  the same for a step of `sk.verify`
+locate.py       which line is the first to differ;  tracing.py  a step with all its values;  sharding_relation.py  a
+value here and there
+search.py       the walk from results that differ back to where they begin to;  locate_step.py  the same for a step of
+`sk.verify`
 mutants.py      programs with one known mistake, which have to be caught;  mutations.py, user_mistakes.py  the mistakes
 runner.py       a case or a mutant -> its outcome, in this process;  worker.py, pool.py  in others
-cases.py        which meshes;  report.py  all of them -> a report;  table.py  for people;  certificate.py  for `train`;  command.py
-external_step.py  `sk.verify(make, meshes=[...])`: a step that uses nothing of spmdkit;  device_binding.py  which devices it holds
+cases.py        which meshes;  report.py  all of them -> a report;  table.py  for people;  certificate.py  for `train`;
+command.py
+external_step.py  `sk.verify(make, meshes=[...])`: a step that uses nothing of spmdkit;  device_binding.py  which
+devices it holds
 
 The package itself is what a user calls: `sk.verify(make, meshes=[...])`.
 """

@@ -1,4 +1,5 @@
-"""Which cases there are: every mesh of a number of devices, or the config's own; the batch size that fits all of them."""
+"""Which cases there are: every mesh of a number of devices, or the config's own; the batch size that fits all of
+them."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from spmdkit.mesh.mesh import AXES, resolve
 from spmdkit.program.step_context import reducer_of
 
 ROWS = 2
-"""Rows on each device and microbatch. One is not enough for convolutions on meshes with replica and model axes (docs/guide.md)."""
+"""Rows on each device and microbatch. One is not enough for convolutions on meshes with replica and model axes
+(docs/guide.md)."""
 
 DEFAULT_DEVICES = 8
 
 
 def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
-    """Returns every mesh of `num_devices` whose axes are at most `max_axis`, as the sizes larger than one; few axes first."""
+    """Returns every mesh of `num_devices` whose axes are at most `max_axis`, as the sizes larger than one; few axes
+    first."""
 
     def sizes(rest: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         if not axes:
@@ -61,7 +64,8 @@ def own_mesh(config: Config, num_devices: int) -> dict[str, int]:
 
 
 def choose_batch_size(config: Config, given: bool, num_devices: int, microbatches: Sequence[int]) -> int:
-    """Returns the config's batch size where it was `given` by an override, otherwise a small one that every mesh can cut."""
+    """Returns the config's batch size where it was `given` by an override, otherwise a small one that every mesh can
+    cut."""
     if given:
         return config.batch_size
     return ROWS * num_devices * math.lcm(*microbatches)
@@ -90,7 +94,8 @@ def describe_case(mesh: dict[str, int], microbatches: int) -> str:
 
 
 def provable(config: Config) -> str | dict[str, Any]:
-    """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it loses nothing.
+    """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it
+    loses nothing.
 
     Without its warm-up: what is compared would be `sum`.
     """

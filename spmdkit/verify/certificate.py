@@ -1,13 +1,16 @@
-"""A certificate: what `verify` has proven, of which task and which mathematics, on which meshes. `train` can require one.
+"""A certificate: what `verify` has proven, of which task and which mathematics, on which meshes. `train` can require
+one.
 
-It holds for the text of the task and of all that it imports from the user's project, for the settings that decide what is computed, for
-spmdkit and the versions that it was made with, and for the meshes that it lists. It does not hold for sizes: `verify` runs a small model, so
-whole numbers among `task_args`, batch sizes, steps and learning rates may differ.
+It holds for the text of the task and of all that it imports from the user's project, for the settings that decide what
+is computed, for spmdkit and the versions that it was made with, and for the meshes that it lists. It does not hold for
+sizes: `verify` runs a small model, so whole numbers among `task_args`, batch sizes, steps and learning rates may
+differ.
 
 It needs mutants: a comparison that was not shown to see mistakes proves nothing about several devices.
 
-Its seal is a digest of all that it says, without a key: a file that was changed, cut short or written by hand is refused. It guards against
-mistakes (a proof of last week, of another branch, edited to fit); whoever means to deceive can compute a seal too, or run a changed spmdkit.
+Its seal is a digest of all that it says, without a key: a file that was changed, cut short or written by hand is
+refused. It guards against mistakes (a proof of last week, of another branch, edited to fit); whoever means to deceive
+can compute a seal too, or run a changed spmdkit.
 """
 
 from __future__ import annotations
@@ -123,7 +126,8 @@ def require(config: Config, sizes: Mapping[str, int]) -> None:
         sizes: of all mesh axes.
 
     Raises:
-        ConfigError: it is missing, forged, did not pass, or is of another task, other settings, versions or another mesh.
+        ConfigError: it is missing, forged, did not pass, or is of another task, other settings, versions or another
+            mesh.
     """
     if config.certificate is None:
         return
@@ -152,7 +156,8 @@ def _read(path: Path, where: str, again: str) -> dict[str, Any]:
 
 
 def _missed(found: Mapping[str, Any]) -> str:
-    """Returns what is wrong with the mutants of a certificate: each has to be caught, but for those that the task has no place for."""
+    """Returns what is wrong with the mutants of a certificate: each has to be caught, but for those that the task has
+    no place for."""
     from spmdkit.verify.mutants import MUTANTS
 
     if not found["mutants_caught"]:

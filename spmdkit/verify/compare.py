@@ -4,9 +4,11 @@
 
     tolerance = max(FLOOR_ULPS * eps, MULTIPLE * largest error that one ulp in the input makes on one device)
 
-The second term is measured with the user's own function: parameters and floating point examples are moved by one ulp up or down at
-random, NUM_PROBES times. Summation in another order moves a number by a few ulps too, so what a mesh may change is of that size;
-what a mistake changes is of the order of one. Numbers that are noise themselves are told apart first, by the same probes (noise.py).
+The second term is measured with the user's own function: parameters and floating point examples are moved by one ulp up
+or down at random, NUM_PROBES times. Summation in another order moves a number by a few ulps too, so what a mesh may
+change is of that size;
+what a mistake changes is of the order of one. Numbers that are noise themselves are told apart first, by the same
+probes (noise.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from spmdkit.foundation.user_code import call_user
 def placing(
     step: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[Any] | None, axes: Sequence[str]
 ) -> Any:
-    """Returns the `make` of a step that holds no device: its arguments cut by their specs, the mesh set while it runs."""
+    """Returns the `make` of a step that holds no device: its arguments cut by their specs, the mesh set while it
+    runs."""
     host = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tuple(arguments))
     chosen = [PartitionSpec()] * len(host) if specs is None else list(specs)
     if len(chosen) != len(host):
@@ -106,7 +107,8 @@ def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: n
 
 
 def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a step that can be traced from outside, else None: one that is compiled already, or does more than compute."""
+    """Returns the jaxpr of a step that can be traced from outside, else None: one that is compiled already, or does
+    more than compute."""
     try:
         return jax.make_jaxpr(step)(*arguments)
     except Exception:  # noqa: BLE001 - said when it runs
@@ -132,7 +134,8 @@ def _of_params(values: Sequence[Any]) -> Iterator[Mesh]:
 
 
 def _held_by(step: Callable[..., Any]) -> tuple[int, str] | None:
-    """Returns (devices, where it is made) of a mesh among the variables of a function and of those that it calls by name."""
+    """Returns (devices, where it is made) of a mesh among the variables of a function and of those that it calls by
+    name."""
     seen: set[int] = set()
     todo = [step]
     while todo:
@@ -159,7 +162,8 @@ def _content(cell: Any) -> Any:
 
 
 def _made_at(fn: Any, name: str) -> str:
-    """Returns `made at train.py:12: mesh = ...`, the last line before the function that gives the name a value, or the variable's name."""
+    """Returns `made at train.py:12: mesh = ...`, the last line before the function that gives the name a value, or the
+    variable's name."""
     file = inspect.getsourcefile(fn)
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines() if file else []

@@ -204,7 +204,8 @@ def _reduced(factor: float | None, mesh: Mapping[str, int], microbatches: int) -
 
 
 def _products(mesh: Mapping[str, int], microbatches: int) -> Iterable[tuple[str, int]]:
-    """Yields (names, size) of every group of axes that a factor could come from, larger than one; the plainest first."""
+    """Yields (names, size) of every group of axes that a factor could come from, larger than one; the plainest
+    first."""
     replicas = [(a, n) for a, n in mesh.items() if a in REPLICA_AXES and n > 1]
     others = [(a, n) for a, n in mesh.items() if a not in REPLICA_AXES and n > 1]
     groups: list[list[tuple[str, int]]] = []
@@ -223,7 +224,8 @@ def _products(mesh: Mapping[str, int], microbatches: int) -> Iterable[tuple[str,
 
 
 def pattern(failed: Iterable[Mapping[str, Any]], passed: Iterable[Mapping[str, Any]]) -> str:
-    """Returns what the failed cases have in common and no passed one has: `only with tensor > 1`, or an empty string."""
+    """Returns what the failed cases have in common and no passed one has: `only with tensor > 1`, or an empty
+    string."""
     bad, good = list(failed), list(passed)
     if not bad or not good:
         return ""

@@ -16,7 +16,8 @@ from spmdkit.verify.noise import Noise, parts
 from spmdkit.verify.task_runner import Results, Tree
 
 FIT = 0.02
-"""How far from a multiple, relative 2-norm, a leaf may be that is called a multiple: the rest of a mistake may blur it."""
+"""How far from a multiple, relative 2-norm, a leaf may be that is called a multiple: the rest of a mistake may blur
+it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Deviation:
         counts: (here, on one device) what the loss has counted, None where it is the same.
         only_short: the full batch agrees, and the short one does not.
         batch: which of the batches it is first seen in.
-        boundary: (dim, index): the leaf is right below this index of a dim and wrong from there on, or the other way round.
+        boundary: (dim, index): the leaf is right below this index of a dim and wrong from there on, or the other way
+            round.
     """
 
     quantity: str

@@ -1,7 +1,9 @@
-"""Numbers of any width as those that errors are computed with: complex and half precision too, which numpy alone takes for something else.
+"""Numbers of any width as those that errors are computed with: complex and half precision too, which numpy alone takes
+for something else.
 
 complex          both parts; in float64 the imaginary one would be lost
-bfloat16, ...    floating point, though numpy calls their kind `V`; of half precision a few of the type's own ulps are rounding
+bfloat16, ...    floating point, though numpy calls their kind `V`; of half precision a few of the type's own ulps are
+                 rounding
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 HALF_ULPS = 4
-"""Ulps of a type of less than 32 bits that two sums of the same numbers, in another order, may be apart: 4e-3 in float16, 3e-2 in bfloat16."""
+"""Ulps of a type of less than 32 bits that two sums of the same numbers, in another order, may be apart: 4e-3 in
+float16, 3e-2 in bfloat16."""
 
 
 def is_inexact(x: Any) -> bool:

@@ -1,6 +1,8 @@
-"""`sk.verify(make, meshes=[...])`: a step that uses nothing of spmdkit, with mesh axes and shardings of its own, on one device and on meshes.
+"""`sk.verify(make, meshes=[...])`: a step that uses nothing of spmdkit, with mesh axes and shardings of its own, on one
+device and on meshes.
 
-    def make(devices):                                     # [data, tensor], shaped as the mesh that is tried; of one device: (1, 1)
+    def make(devices):                                     # [data, tensor], shaped as the mesh that is tried; of one
+                                                           device: (1, 1)
         mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
         ...
         return jax.jit(train_step, in_shardings=..., out_shardings=...), (state, batch)
@@ -9,10 +11,12 @@
 
 Everything that the step returns is compared, leaf by leaf, over some steps in a row where it returns a new state:
 
-    tolerance of a leaf = max(FLOOR_ULPS * eps * |leaf|, MULTIPLE * the largest move of it that one ulp in the arguments makes on one device)
+    tolerance of a leaf = max(FLOOR_ULPS * eps * |leaf|, MULTIPLE * the largest move of it that one ulp in the arguments
+    makes on one device)
 
-A leaf of its own scale each: in a state, parameters of size 100 stand beside moments of 1e-6, and an optimizer that divides by its gradient
-hides a factor everywhere but there. Where the second term exceeds any sense, the leaf is noise and named so.
+A leaf of its own scale each: in a state, parameters of size 100 stand beside moments of 1e-6, and an optimizer that
+divides by its gradient hides a factor everywhere but there. Where the second term exceeds any sense, the leaf is noise
+and named so.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ from spmdkit.verify.probes import one_ulp
 FLOOR_ULPS = 64
 NUM_PROBES = 4
 CLOSE = 0.5
-"""A result like an argument, and within this of it, relative 2-norm, is its new value; one that is like it and far from it, its gradient."""
+"""A result like an argument, and within this of it, relative 2-norm, is its new value; one that is like it and far from
+it, its gradient."""
 
 NOTHING = "nothing could be compared: every result is below noise. Try smaller numbers of layers or steps, or 64 bits."
 
@@ -52,7 +57,8 @@ Leaves = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step on its devices, with its arguments on the host and where each leaf of them lives; None: wherever it is wanted."""
+    """A step on its devices, with its arguments on the host and where each leaf of them lives; None: wherever it is
+    wanted."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -92,11 +98,13 @@ def verify_step(
     """Returns how a hand-written step on each mesh differs from one device.
 
     Args:
-        make: `make(devices) -> (step, arguments)`; `devices` is an array with one dim for each axis that `meshes` name, in the order in
-            which they come. Or, with `arguments`, the step itself, which then may hold no device: it names axes alone.
+        make: `make(devices) -> (step, arguments)`; `devices` is an array with one dim for each axis that `meshes` name,
+            in the order in which they come. Or, with `arguments`, the step itself, which then may hold no device: it
+            names axes alone.
         meshes: sizes of the axes, by name; an axis that a mesh leaves out has size one.
         arguments: of a step that is given directly.
-        specs: a `PartitionSpec` for each of them, or a tree of specs that is a prefix of it; None: whole on every device.
+        specs: a `PartitionSpec` for each of them, or a tree of specs that is a prefix of it; None: whole on every
+            device.
         steps: in a row, where a result is the new value of an argument.
 
     Raises:
@@ -168,7 +176,8 @@ def _open(make: Make, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -
 
 
 def _home(x: Any) -> Any:
-    """Returns the sharding of an array that was placed; None for numbers of the host, and for what JAX may move as it likes."""
+    """Returns the sharding of an array that was placed; None for numbers of the host, and for what JAX may move as it
+    likes."""
     return x.sharding if isinstance(x, jax.Array) and x.committed else None
 
 
@@ -277,7 +286,8 @@ def _parts(tree: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _tolerances(reference: Leaves, probes: Sequence[Leaves]) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns (how much each leaf may differ, 2-norm; the leaves that are noise, with what one ulp does to each, relative)."""
+    """Returns (how much each leaf may differ, 2-norm; the leaves that are noise, with what one ulp does to each,
+    relative)."""
     tolerance, noisy = {}, {}
     for path, x in reference.items():
         if not is_inexact(x):

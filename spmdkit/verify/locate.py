@@ -1,13 +1,17 @@
-"""`locate`: the first value of a step that differs between one device and a mesh, with its line, how it differs, and the axis.
+"""`locate`: the first value of a step that differs between one device and a mesh, with its line, how it differs, and
+the axis.
 
-Both programs are run with every intermediate value as a result (tracing.py), the one device's also with its input moved by one ulp. A value of
-the mesh is matched with the one of the same text, line and order. What devices hold is right where it is, for some dims or mesh axes,
+Both programs are run with every intermediate value as a result (tracing.py), the one device's also with its input moved
+by one ulp. A value of the mesh is matched with the one of the same text, line and order. What devices hold is right
+where it is, for some dims or mesh axes,
 
-    the same        the value of one device, whole, cut along any dim, or the same on all of them; rows in another order, where the mesh reorders them
+    the same        the value of one device, whole, cut along any dim, or the same on all of them; rows in another
+                    order, where the mesh reorders them
     a part          what adds up to it, or has it for its mean, largest or smallest: a reduction that is still to come
 
-and differs otherwise. From the results that differ, one walks back through values that differ or have no match, to where what they are made of
-is right (search.py): the mistake is between. It is told only where that is one statement; more than one, or none, is "not located".
+and differs otherwise. From the results that differ, one walks back through values that differ or have no match, to
+where what they are made of is right (search.py): the mistake is between. It is told only where that is one statement;
+more than one, or none, is "not located".
 """
 
 from __future__ import annotations
@@ -80,7 +84,8 @@ class Located(NamedTuple):
 
 
 def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequence[Any]], Taps]:
-    """Returns the function that runs a traced step with taps, on a flat list of arrays on their devices. It compiles once.
+    """Returns the function that runs a traced step with taps, on a flat list of arrays on their devices. It compiles
+    once.
 
     Args:
         wanted: numbers of the results that are asked for; None: all.
@@ -104,7 +109,8 @@ def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequen
 
 
 class Locator:
-    """Locates the first differences of one subject; the values of one device are kept for the setting that was asked for last."""
+    """Locates the first differences of one subject; the values of one device are kept for the setting that was asked
+    for last."""
 
     def __init__(self, subject: Subject):
         self._subject = subject
@@ -114,7 +120,8 @@ class Locator:
     def __call__(self, setting: Setting, many: Program, quantity: str, batch: int) -> Located | None:
         """Returns where a program on a mesh first differs from one device; None where it cannot be told.
 
-        Where the loss differs too, what it is made of is enough: the way back from the gradient is several times as much to compile.
+        Where the loss differs too, what it is made of is enough: the way back from the gradient is several times as
+        much to compile.
 
         Args:
             many: the program; its jaxpr is evaluated, so that a mutant's mistake is in it.

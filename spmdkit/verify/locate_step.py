@@ -1,4 +1,5 @@
-"""Where a hand-written step first differs from one device: its jaxprs, evaluated with taps as those of a task are (locate.py)."""
+"""Where a hand-written step first differs from one device: its jaxprs, evaluated with taps as those of a task are
+(locate.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from spmdkit.verify.locate import Located, locate, tapped
 
 
 class Traced(NamedTuple):
-    """A step on its devices: what is traced, with the arguments, and the mesh that is set while it runs, where there is one."""
+    """A step on its devices: what is traced, with the arguments, and the mesh that is set while it runs, where there is
+    one."""
 
     run: Callable[..., Any]
     arguments: Sequence[Any]
@@ -21,7 +23,8 @@ class Traced(NamedTuple):
 
 
 def locate_step(one: Traced, moved: Sequence[Sequence[Any]], many: Traced, axes: Mapping[str, int]) -> Located | None:
-    """Returns where a step on a mesh first differs from one device; None where it cannot be traced from outside, or no single line is to blame.
+    """Returns where a step on a mesh first differs from one device; None where it cannot be traced from outside, or no
+    single line is to blame.
 
     Args:
         moved: arguments of the one device, moved by one ulp.

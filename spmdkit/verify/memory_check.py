@@ -13,13 +13,15 @@ from spmdkit.foundation.user_code import call_user
 from spmdkit.program.task import Task
 
 COPIES = 6
-"""Copies of the parameters on one device: parameters, gradient, two moments, the kept gradient and update. Activations are small."""
+"""Copies of the parameters on one device: parameters, gradient, two moments, the kept gradient and update. Activations
+are small."""
 
 MEMINFO = Path("/proc/meminfo")
 
 
 def check_room(task: Task, num_devices: int, jobs: int) -> None:
-    """Refuses a task whose state, whole on every fake device of every process, does not fit into the memory that is free.
+    """Refuses a task whose state, whole on every fake device of every process, does not fit into the memory that is
+    free.
 
     Raises:
         ConfigError: it does not fit.

@@ -1,7 +1,7 @@
 """Mutants: the program with one known mistake in it. A comparison that lets one of them through proves nothing.
 
-A mutant acts only where the task and the mesh use what it changes; elsewhere it is not applicable, with the reason. The mistakes
-themselves, and how they get into a program, are in mutations.py.
+A mutant acts only where the task and the mesh use what it changes; elsewhere it is not applicable, with the reason. The
+mistakes themselves, and how they get into a program, are in mutations.py.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Mutant:
         name: in the table and in the JSON.
         does: the mistake in words.
         settings: where it can act: settings to try in order, or the reason why there is none.
-        apply: a context in which the mistake is in the program of a setting. Yields a list that holds something once the
-            seam was used.
+        apply: a context in which the mistake is in the program of a setting. Yields a list that holds something once
+            the seam was used.
         unused: why it is not applicable where the seam was not used.
-        idle: why it is not applicable where it is in the program and changes no number beyond rounding; empty: it always does.
+        idle: why it is not applicable where it is in the program and changes no number beyond rounding; empty: it
+            always does.
         restore: it acts where the state goes through a checkpoint.
         traced: its seam is used while a program is traced, so that one in which it is not need not be run.
     """
@@ -106,7 +107,8 @@ def _accumulating(known: Known) -> list[Setting] | str:
 
 
 def _cut(axis: str, needs: str = "", otherwise: str = "") -> Settings:
-    """Returns the settings in which a model axis is larger than one; of a task that does not call `needs`, what it is `otherwise`."""
+    """Returns the settings in which a model axis is larger than one; of a task that does not call `needs`, what it is
+    `otherwise`."""
 
     def settings(known: Known) -> list[Setting] | str:
         if needs and needs not in known.uses:

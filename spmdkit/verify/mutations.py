@@ -1,15 +1,17 @@
 """The mistakes that mutants make, and the seams through which they get into a program.
 
-Each replaces one well-named function while a program is traced and run. Those of the package stand in a table beside the function,
-`SEAMS` of its module, so that a rename fails where it is made; nothing else in the package knows of it.
+Each replaces one well-named function while a program is traced and run. Those of the package stand in a table beside
+the function, `SEAMS` of its module, so that a rename fails where it is made; nothing else in the package knows of it.
 
     seam                               what passes through it
     reduction: reduced                 everything that is added over replicas: sums and counts, gradient, model state
     jax.shard_map                      the manual form: where it is traced without types
     sums: mean_gradient                sums and counts with their gradients, on the way to the gradient of the mean
-    several: of_all, shares            of a sum of means: the counts of all replicas, and what a sum and its count count for in the gradient
+    several: of_all, shares            of a sum of means: the counts of all replicas, and what a sum and its count count
+                                       for in the gradient
     agree: crossing, agreed            the model state on its way to the other replicas and back
-    gradient: positions                places of a replica's examples in the global batch, from which example keys are made
+    gradient: positions                places of a replica's examples in the global batch, from which example keys are
+                                       made
     gradient: local_gradient           the user's loss on one replica
     gradient: cut_microbatches         the parts of a batch
     means: required                    the mask and the keys of examples that the user asks for
@@ -111,7 +113,8 @@ Reduce = Callable[[Sums, Any, tuple[str, ...]], tuple[Sums, Any, Any]]
 def reducing(
     mistake: Callable[[Reduce, Sums, Any, tuple[str, ...], Setting], tuple[Sums, Any, Any]],
 ) -> Callable[[Setting], Acting]:
-    """Returns a mutant's `apply`: `mistake(reduce, sums, added, axes, setting)` instead of `reduce(sums, added, axes)`."""
+    """Returns a mutant's `apply`: `mistake(reduce, sums, added, axes, setting)` instead of `reduce(sums, added,
+    axes)`."""
 
     @contextlib.contextmanager
     def apply(setting: Setting) -> Iterator[list[Any]]:
@@ -140,7 +143,8 @@ def dropped(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Se
 
 
 def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns what the first device along `axes` holds, on all of them: what is read of an array that was never reduced."""
+    """Returns what the first device along `axes` holds, on all of them: what is read of an array that was never
+    reduced."""
     return lax.psum(jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)
 
 
@@ -157,7 +161,8 @@ def over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...
 
 @contextlib.contextmanager
 def mean_of_means(setting: Setting) -> Iterator[list[Any]]:
-    """Divides by each replica's own count, and then takes the plain mean of the replicas: of a loss that is a sum of means, each of them."""
+    """Divides by each replica's own count, and then takes the plain mean of the replicas: of a loss that is a sum of
+    means, each of them."""
     with reducing(_by_own_count)(setting) as acted, seam(multi_term_loss, "of_all", _own_counts)(setting):
         yield acted
 
@@ -198,7 +203,8 @@ def apart(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Sett
 
 @contextlib.contextmanager
 def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
-    """The manual form is typed: JAX adds up over replicas whatever the loss differentiates with respect to constants."""
+    """The manual form is typed: JAX adds up over replicas whatever the loss differentiates with respect to
+    constants."""
     acted: list[Any] = []
 
     def make(shard_map: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,7 +233,8 @@ def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
-    """The gradient of a mean is that of its sum, as if its count did not depend on the parameters; of a sum of means, each of them."""
+    """The gradient of a mean is that of its sum, as if its count did not depend on the parameters; of a sum of means,
+    each of them."""
     acted: list[Any] = []
 
     def make_shares(shares: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,7 +257,8 @@ def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def averaged_state(setting: Setting) -> Iterator[list[Any]]:
-    """Every leaf of the model state is added in its own dtype and divided by the replicas: counters, maxima and keys too."""
+    """Every leaf of the model state is added in its own dtype and divided by the replicas: counters, maxima and keys
+    too."""
     acted: list[Any] = []
     data = lambda x: jax.random.key_data(x) if is_key(x) else x
 
@@ -280,7 +288,8 @@ def averaged_state(setting: Setting) -> Iterator[list[Any]]:
         yield acted
 
 
-# ---- examples and their keys ------------------------------------------------------------------------------------------
+# ---- examples and their keys
+# ------------------------------------------------------------------------------------------
 
 
 def shared_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
@@ -304,7 +313,8 @@ def first_microbatch_twice(cut_microbatches: Any, context: Any, x: jax.Array) ->
     return jnp.concatenate([parts[:-1], parts[:1]])
 
 
-# ---- optimizer and checkpoint -----------------------------------------------------------------------------------------
+# ---- optimizer and checkpoint
+# -----------------------------------------------------------------------------------------
 
 
 def clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
@@ -356,7 +366,8 @@ def one_step_too_far(ring_shift: Any, x: jax.Array, name: str) -> jax.Array:
 
 @contextlib.contextmanager
 def last_stage_without_gradient(setting: Setting) -> Iterator[list[Any]]:
-    """The layers of the last stage get no gradient, in a loop that JAX differentiates and in one that does it by hand."""
+    """The layers of the last stage get no gradient, in a loop that JAX differentiates and in one that does it by
+    hand."""
     acted: list[Any] = []
 
     def stop(chunks: Callable[..., Any]) -> Callable[..., Any]:

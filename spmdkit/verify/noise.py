@@ -1,13 +1,18 @@
-"""`Noise`: which numbers of a result are rounding noise, so that a comparison can say no more of them than how large they are.
+"""`Noise`: which numbers of a result are rounding noise, so that a comparison can say no more of them than how large
+they are.
 
-A key's bias cancels in the softmax, a bias before a batch norm in the norm: the true gradient is zero, what is computed is what rounding
-leaves. An optimizer that divides by the gradient's own size (Adam, Lion, LAMB) makes whole steps of it, with other signs on every mesh.
+A key's bias cancels in the softmax, a bias before a batch norm in the norm: the true gradient is zero, what is computed
+is what rounding leaves. An optimizer that divides by the gradient's own size (Adam, Lion, LAMB) makes whole steps of
+it, with other signs on every mesh.
 
-Both are measured with the same probes as the tolerance, inputs moved by one ulp, through the user's own optimizer on one device:
+Both are measured with the same probes as the tolerance, inputs moved by one ulp, through the user's own optimizer on
+one device:
 
-    element of a gradient below noise    |g| <= MULTIPLE * largest move of its leaf; its update, and the parameter after it, are bounded,
-                                         BOUND times as large as on one device and in the probes, or MULTIPLE times its move there
-    leaf that noise moves                MULTIPLE * its error in a probe > LARGEST, beside such elements; it may differ by BOUND times that
+    element of a gradient below noise    |g| <= MULTIPLE * largest move of its leaf; its update, and the parameter after
+                                         it, are bounded, BOUND times as large as on one device and in the probes, or
+                                         MULTIPLE times its move there
+    leaf that noise moves                MULTIPLE * its error in a probe > LARGEST, beside such elements; it may differ
+                                         by BOUND times that
 """
 
 from __future__ import annotations
@@ -25,13 +30,15 @@ SMALL_LEAF = 1e-3
 """Fraction of the tree's norm below which a leaf's norm is no measure: its true value may be zero."""
 
 MULTIPLE = 32
-"""Times the effect of one ulp in the input. A step adds in another order at every product and every sum; seen: at most 12 times."""
+"""Times the effect of one ulp in the input. A step adds in another order at every product and every sum; seen: at most
+12 times."""
 
 LARGEST = 1e-2
 """A tolerance is never larger: a function that turns one ulp into 3e-4 cannot be verified, and that is said."""
 
 BOUND = 4.0
-"""Times what noise does on one device, that it may do on a mesh: Adam's steps of it have one size and any sign, so that two differ by 2."""
+"""Times what noise does on one device, that it may do on a mesh: Adam's steps of it have one size and any sign, so that
+two differ by 2."""
 
 Part = tuple[str, Tree, Tree]
 """(Which tree of a result, found, expected); `gradient 0` is that of the first batch."""
@@ -90,7 +97,8 @@ def leaf_errors(
     noise: Mapping[str, np.ndarray] | None = None,
     bounds: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Returns path -> error of each floating point or complex leaf; another number of an integer leaf is an error of one.
+    """Returns path -> error of each floating point or complex leaf; another number of an integer leaf is an error of
+    one.
 
     Args:
         noise: elements that are left out, but where they differ by more than the leaf's bound.
@@ -139,7 +147,8 @@ def _same(quantity: str, name: str, results: Sequence[Results]) -> list[Tree]:
 
 
 def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[str, np.ndarray]:
-    """Returns the elements of a batch's gradient that are no larger than what rounding makes, where a step is made of them.
+    """Returns the elements of a batch's gradient that are no larger than what rounding makes, where a step is made of
+    them.
 
     Only of leaves whose update noise moves by more than any tolerance.
     """
@@ -163,7 +172,8 @@ def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[st
 
 
 def _loose(noise: Noise, reference: Results, probes: Sequence[Results]) -> dict[str, dict[str, float]]:
-    """Returns the errors that leaves may have which follow from steps of noise: of optimizer state, parameters and model state."""
+    """Returns the errors that leaves may have which follow from steps of noise: of optimizer state, parameters and
+    model state."""
     loose: dict[str, dict[str, float]] = {}
     for quantity in ("update", "parameter", "state"):
         for probe in probes:

@@ -1,7 +1,8 @@
-"""The loss and the gradient of plain JAX: `jax.value_and_grad` of the value that the user's loss returns, on one device.
+"""The loss and the gradient of plain JAX: `jax.value_and_grad` of the value that the user's loss returns, on one
+device.
 
-What every mesh is compared with is a program of spmdkit too. Here nothing of it takes part but the records that say which examples a
-loss sees: no sums and counts that are differentiated apart, no accumulation, no compiled step.
+What every mesh is compared with is a program of spmdkit too. Here nothing of it takes part but the records that say
+which examples a loss sees: no sums and counts that are differentiated apart, no accumulation, no compiled step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Plain(NamedTuple):
 
 
 def plain(program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch) -> Plain:
-    """Returns what plain JAX makes of one batch, whose rows are in the order of a program without microbatches on one device."""
+    """Returns what plain JAX makes of one batch, whose rows are in the order of a program without microbatches on one
+    device."""
     num = jax.tree.leaves(batch.examples)[0].shape[0]
     examples = trace_context.Examples(num, batch.mask, jnp.arange(num, dtype=jnp.int32), state.key)
 

@@ -1,4 +1,5 @@
-"""Instruments around a task: the gradient before its optimizer and the update after it, the count of its loss, an input moved by an ulp.
+"""Instruments around a task: the gradient before its optimizer and the update after it, the count of its loss, an input
+moved by an ulp.
 
 They are outside of what the user wrote, and change no number of it.
 """
@@ -80,8 +81,8 @@ def counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 def with_constants(task: Task, seed: int, dtype: str = "float32") -> Task:
     """Returns the task with the arrays of `init` as constants, the model state in 64 bits where that is asked for.
 
-    A model whose own code casts (flax's `BatchNorm` computes in the wider of its input's type and float32) gives back its state in another
-    type than `init` has made it in; here it is the same in every step.
+    A model whose own code casts (flax's `BatchNorm` computes in the wider of its input's type and float32) gives back
+    its state in another type than `init` has made it in; here it is the same in every step.
     """
     with jax.default_device(jax.devices()[0]):
         made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
@@ -146,7 +147,8 @@ def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[An
 
 
 def working_dtype(program: Program | Unpadded) -> str:
-    """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so, else `float64`."""
+    """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so,
+    else `float64`."""
 
     def rounds(eqn: Any) -> bool:
         narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in NARROW

@@ -32,7 +32,8 @@ from spmdkit.verify.unpadded_reference import Unpadded
 
 
 class Reference(NamedTuple):
-    """One device: its results, how far it may be missed, how far one ulp in the input moves it, what is noise, and the type of that ulp."""
+    """One device: its results, how far it may be missed, how far one ulp in the input moves it, what is noise, and the
+    type of that ulp."""
 
     results: Results
     tolerance: dict[str, float]
@@ -60,8 +61,8 @@ class Judge:
     def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
         """Returns the reference of a setting: one device, the plainest program.
 
-        A task with model state, or whose loss calls sk.all_gather, has one for each number of microbatches: batch statistics and
-        everybody's rows are those of a microbatch.
+        A task with model state, or whose loss calls sk.all_gather, has one for each number of microbatches: batch
+        statistics and everybody's rows are those of a microbatch.
         Where the config has short batches, their reference is not filled up, but for those with microbatches.
 
         Args:
@@ -129,7 +130,8 @@ class Judge:
         return self._is_of_cases(setting) and setting.microbatches == 1
 
     def against_plain_jax(self) -> dict[str, Any]:
-        """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable` with the reason."""
+        """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable`
+        with the reason."""
         loss_fn = self.subject.loss_fn
         if loss_fn is None:
             return {"not_applicable": "the task's own train_step differentiates; there is no loss to compare it with"}
@@ -185,7 +187,8 @@ class Judge:
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
 
     def _located(self, setting: Setting, program: Program, finding: Deviation) -> dict[str, Any]:
-        """Returns `located`: the first value of the step that differs, or the reason why there is no single line to tell."""
+        """Returns `located`: the first value of the step that differs, or the reason why there is no single line to
+        tell."""
         try:
             found = self._locator(setting, program, finding.quantity, finding.batch)
         except Exception as error:  # noqa: BLE001 - the case has failed anyway; where it differs is one more thing to know
@@ -303,7 +306,8 @@ class Judge:
 
 
 def _of_a_microbatch(results: Results) -> str:
-    """Returns what a microbatch has of its own, so that with several the step is another one on one device too; or nothing."""
+    """Returns what a microbatch has of its own, so that with several the step is another one on one device too; or
+    nothing."""
     if results.model_state:
         return "with model state, batch statistics"
     return "in a loss with sk.all_gather, everybody's rows" if "all_gather" in results.uses else ""

@@ -1,6 +1,7 @@
 """`Search`: the walk from results that differ back to where they begin to, through the values of a step on a mesh.
 
-A value inside of a loop is looked at turn by turn: what is wrong in the second turn is so since something was in the first.
+A value inside of a loop is looked at turn by turn: what is wrong in the second turn is so since something was in the
+first.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ class Search:
         }
         if not added:
             return first
-        # What the package adds here as if it were sums has been made too large somewhere before. A user's own sum of means is itself the
-        # mistake, but where they are means by accident, of something too large. Gradients are no accident: a shard's 1 / rows is in them.
+        # What the package adds here as if it were sums has been made too large somewhere before. A user's own sum of
+        # means is itself the
+        # mistake, but where they are means by accident, of something too large. Gradients are no accident: a shard's 1
+        # / rows is in them.
         own = all(values[n.place].own for n in added)
         of_gradients = any(values[n.place].backward for means in added.values() for n in means)
         right, self._right = self._right, tuple(kind for kind in self._right if kind != "mean")
@@ -95,7 +98,8 @@ class Search:
         return self._earliest(first)
 
     def _earliest(self, first: Mapping[Node, list[Node]]) -> dict[Node, list[Node]]:
-        """Returns those that are computed from none of the others: a choice (argmax) looks right where what it is made of is not."""
+        """Returns those that are computed from none of the others: a choice (argmax) looks right where what it is made
+        of is not."""
         values = self.many.program.values
         before = {place: self.many.program.ancestors(values[place].parents) for place in {n.place for n in first}}
 
@@ -132,7 +136,8 @@ class Search:
         return found
 
     def _nodes(self, place: Place, loops: Sequence[Any], turns: tuple[int, ...]) -> list[Node]:
-        """Returns a value in the turns that are seen from others: of a loop that has ended, the first that differs, or the last."""
+        """Returns a value in the turns that are seen from others: of a loop that has ended, the first that differs, or
+        the last."""
         own = self.many.program.values[place].loops
         shared = 0
         while shared < min(len(own), len(loops)) and own[shared] == loops[shared]:
@@ -145,7 +150,8 @@ class Search:
         return [next(wrong, every[-1])] if every else []
 
     def _behind(self, node: Node) -> tuple[list[Node], list[Node]]:
-        """Returns (values that nothing stands for, between a value and what is right before it; values that differ before it)."""
+        """Returns (values that nothing stands for, between a value and what is right before it; values that differ
+        before it)."""
         between, below, seen = [], [], set[Node]()
         todo = self.parents(node)
         while todo:
@@ -162,7 +168,8 @@ class Search:
         return between, below
 
     def misplaced(self, node: Node) -> list[Node]:
-        """Returns the places of rows that the keys behind a draw are made of, where these begin to be other ones than on one device."""
+        """Returns the places of rows that the keys behind a draw are made of, where these begin to be other ones than
+        on one device."""
         values, found, seen = self.many.program.values, list[Node](), set[Node]()
         todo = self.parents(node)
         while todo:
@@ -178,7 +185,8 @@ class Search:
         return found
 
     def misindexed(self, node: Node) -> list[Node]:
-        """Returns the user's own counts, indices and masks that a value is made of, where these begin to be other ones than on one device."""
+        """Returns the user's own counts, indices and masks that a value is made of, where these begin to be other ones
+        than on one device."""
         values = self.many.program.values
         made_of = [parent for parent in self.parents(node) if self._is_place(parent, ("differs", None))]
         found = [
@@ -192,7 +200,8 @@ class Search:
         return list(dict.fromkeys(m for n in before for m in self._begins(n))) or [node]
 
     def _is_place(self, node: Node, kinds: tuple[str | None, ...]) -> bool:
-        """Returns whether a value is the places of rows, made of those on one device in one of the ways; None: nothing there stands for it."""
+        """Returns whether a value is the places of rows, made of those on one device in one of the ways; None: nothing
+        there stands for it."""
         value = self.many.program.values[node.place]
         if not (value.is_index and value.shape):
             return False
@@ -228,7 +237,8 @@ class Search:
         first = None if match is None else self._against(node, match)
         if match is not None and (first is None or first.kind != "differs"):
             return first, match
-        # Another one of the same line may be meant. Without a match, what it is made of may be what it is, too, as a sum over devices is.
+        # Another one of the same line may be meant. Without a match, what it is made of may be what it is, too, as a
+        # sum over devices is.
         made_of = [] if match is not None else [self._known(n)[1] for n in self.parents(node)]
         for other in dict.fromkeys([*self._alike.get(value.key, []), *made_of]):
             found = None if other is None or other == match else self._against(node, other)

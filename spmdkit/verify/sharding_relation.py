@@ -1,4 +1,5 @@
-"""How a value on a mesh is made of the same value on one device, by trying: whole, cut, repeated, a part of a sum or of a mean, or another one."""
+"""How a value on a mesh is made of the same value on one device, by trying: whole, cut, repeated, a part of a sum or of
+a mean, or another one."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ NEAR = 0.01
 
 
 class Relation(NamedTuple):
-    """How a value of a mesh is made of that of one device: `same`; a part, `sum`, `mean`, `largest` or `smallest` over axes; `differs`, or `open`."""
+    """How a value of a mesh is made of that of one device: `same`; a part, `sum`, `mean`, `largest` or `smallest` over
+    axes; `differs`, or `open`."""
 
     kind: str
     axes: str = ""
@@ -90,7 +92,8 @@ def _repeated(found: np.ndarray, right: np.ndarray, axes: Mapping[str, int]) -> 
 
 
 def _is_rearranged(x: np.ndarray, right: np.ndarray, near: float) -> bool:
-    """Returns whether `x` is `right` with its dims in another order: cut along another dim than the first, or mapped over it."""
+    """Returns whether `x` is `right` with its dims in another order: cut along another dim than the first, or mapped
+    over it."""
     x = x.squeeze()  # most axes of a mesh have one device
     if x.ndim > MAX_DIMS:
         return True
@@ -150,7 +153,8 @@ def _size_named(size: int, axes: Mapping[str, int]) -> str:
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the 2-norm of the difference, element by element; of what is not finite, zero where it is the same in both."""
+    """Returns the 2-norm of the difference, element by element; of what is not finite, zero where it is the same in
+    both."""
     x, y = widened(x).ravel(), widened(y).ravel()
     if x.size != y.size:
         return math.inf
@@ -162,7 +166,8 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def noise_of(right: np.ndarray, ulps: Sequence[np.ndarray], least: float) -> float:
-    """Returns the distance from `right` that is nothing: `least` of its norm, or what one ulp in the input makes of it."""
+    """Returns the distance from `right` that is nothing: `least` of its norm, or what one ulp in the input makes of
+    it."""
     wide = widened(right)
     norm = float(np.linalg.norm(wide[np.isfinite(wide)]))
     moved = max((distance(x, right) for x in ulps), default=0.0)

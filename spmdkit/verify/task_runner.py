@@ -1,8 +1,9 @@
 """`Subject`: the user's task made ready to be compared, and run on one mesh at a time.
 
-What is changed, and why it changes no mathematics: `init` gives constants (compiling a random init costs more than a step), the
-data are the first rows, gradients and updates are kept by transformations around the optimizer, small leaves are cut too, and
-the computation is in float32 or float64, since what is compared is the mathematics and not the rounding.
+What is changed, and why it changes no mathematics: `init` gives constants (compiling a random init costs more than a
+step), the data are the first rows, gradients and updates are kept by transformations around the optimizer, small leaves
+are cut too, and the computation is in float32 or float64, since what is compared is the mathematics and not the
+rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from spmdkit.verify.probes import COUNT, Watched, counting, keeping, with_consta
 from spmdkit.verify.unpadded_reference import Unpadded
 
 NUM_BATCHES = 2
-"""Batches on which gradient and update are compared, each from the initial parameters. The second is short where batches may be."""
+"""Batches on which gradient and update are compared, each from the initial parameters. The second is short where
+batches may be."""
 
 Tree = dict[str, np.ndarray]
 
@@ -62,7 +64,8 @@ class Results:
         losses, metrics: of the steps in a row; `metrics` of the last one.
         params, model_state: after the steps.
         evaluation: metrics of the evaluation, None where it was not asked for or there is none.
-        restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not asked for.
+        restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not asked
+            for.
         apart: path of the first leaf of the last state whose copies on several devices have different bits, or None.
         form: how the step was compiled.
         uses: names of spmdkit's functions that the task called.
@@ -122,7 +125,8 @@ class Subject:
 
     @property
     def watched(self) -> bool:
-        """Whether the optimizer is watched; False for a step that reads its state: gradient and update are then both what the parameters move by."""
+        """Whether the optimizer is watched; False for a step that reads its state: gradient and update are then both
+        what the parameters move by."""
         return self._watched is not False
 
     @property
@@ -206,12 +210,14 @@ class Subject:
         if setting.short or self.short:
             short = self.batch_size // 4 + 1
             own = len(data.open_source(self._sources["train_data"], "train_data"))
-            # Of one batch of rows, the shape of what a stream gives, some are left out: a mutant of short batches needs one.
+            # Of one batch of rows, the shape of what a stream gives, some are left out: a mutant of short batches needs
+            # one.
             return max(1, own - short) if own == self.batch_size else self.batch_size + short
         return NUM_BATCHES * self.batch_size
 
     def _num_eval(self) -> int:
-        """Returns a few batches with a short one at the end, or full ones where the user's own evaluation has no short batch."""
+        """Returns a few batches with a short one at the end, or full ones where the user's own evaluation has no short
+        batch."""
         if self._sources["eval_data"] is None:
             return 0
         own = len(data.open_source(self._sources["eval_data"], "eval_data"))
@@ -292,7 +298,8 @@ class Subject:
         )
 
     def _start(self, program: Program | Unpadded) -> TrainState:
-        """Returns the state before the first step, on the host. `init` gives constants: it is compiled for one program of each form of the state."""
+        """Returns the state before the first step, on the host. `init` gives constants: it is compiled for one program
+        of each form of the state."""
         structure = jax.tree.structure(program.abstract_state)
         form = tuple((path, x.shape, str(x.dtype)) for path, x in named_leaves(program.abstract_state))
         if form not in self._starts:

@@ -3,8 +3,10 @@
     values = Tapped(closed_jaxpr)        what there is, and what comes from what, read from the jaxpr
     values(*arguments)                   {place: array}, one compiled program
 
-Calls (`jit`, `remat`, custom rules) are evaluated in line, and so are parts of `sk.manual`, each a `shard_map`. A value inside of a `shard_map` is
-stacked over the devices of its mesh, one inside of a `scan` over its turns, behind the devices. Inside of `while` and `cond` nothing is tapped. A place is the path of an equation and the number of its result.
+Calls (`jit`, `remat`, custom rules) are evaluated in line, and so are parts of `sk.manual`, each a `shard_map`. A value
+inside of a `shard_map` is stacked over the devices of its mesh, one inside of a `scan` over its turns, behind the
+devices. Inside of `while` and `cond` nothing is tapped. A place is the path of an equation and the number of its
+result.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ IN_LINE = frozenset(
 
 
 class Line(NamedTuple):
-    """Where an equation comes from: `file.py:12 (function)`, whether it is the user's, and the (file, line) of its frames, innermost first."""
+    """Where an equation comes from: `file.py:12 (function)`, whether it is the user's, and the (file, line) of its
+    frames, innermost first."""
 
     text: str
     own: bool
@@ -55,7 +58,8 @@ class Loop(NamedTuple):
 
 
 class _Around(NamedTuple):
-    """What is around an equation: the line of the call, the axes of the `shard_map`, the loops, and by input what the turn before has left."""
+    """What is around an equation: the line of the call, the axes of the `shard_map`, the loops, and by input what the
+    turn before has left."""
 
     line: Line
     stacked: dict[str, int]
@@ -68,7 +72,8 @@ class Value:
     """What one equation gives.
 
     Attributes:
-        line: `file.py:12 (function)` of the user's line, or of the innermost one of the package where the user has none.
+        line: `file.py:12 (function)` of the user's line, or of the innermost one of the package where the user has
+            none.
         own: whether that is a line of the user's.
         primitive, shape: of the equation and the value, inside of its `shard_map`.
         backward: it belongs to a transposed part of the program.
@@ -76,8 +81,10 @@ class Value:
         stacked: sizes of the mesh axes over whose devices it is stacked, in order.
         loops: that it is inside of, the outermost first; a value has a dim for each, after those of the devices.
         carried: those of the parents that are of the turn before.
-        is_key: it is a random key, or the data of one, which are no numbers: a loss's plain key is another one on each replica.
-        is_index: it depends on no argument, and is an integer or spmdkit's own: a shard's number of rows, what is counted, a replica's place.
+        is_key: it is a random key, or the data of one, which are no numbers: a loss's plain key is another one on each
+            replica.
+        is_index: it depends on no argument, and is an integer or spmdkit's own: a shard's number of rows, what is
+            counted, a replica's place.
     """
 
     place: Place
@@ -129,7 +136,8 @@ class Tapped:
                 todo += self.values[place].parents
         return seen
 
-    # ---- what comes from what ------------------------------------------------------------------------------------------
+    # ---- what comes from what
+    # ------------------------------------------------------------------------------------------
 
     def _read(self, jaxpr: Any, given: Sequence[Any], path: Place, at: _Around) -> list[Any]:
         """Returns the sources of a jaxpr's results: each a list of places."""
@@ -193,7 +201,8 @@ class Tapped:
     # ---- values ----------------------------------------------------------------------------------------------------------
 
     def __call__(self, *arguments: Any) -> tuple[list[Any], dict[Place, Any]]:
-        """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be traced."""
+        """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be
+        traced."""
         taps: dict[Place, Any] = {}
         outs = self._evaluate(self._closed.jaxpr, self._closed.consts, arguments, (), taps, True)
         return [outs[i] for i in self.wanted], {p: x for p, x in taps.items() if p in self._tapped}
@@ -293,7 +302,8 @@ def _list(place: Any) -> list[Place]:
 
 
 def _line(eqn: Any, around: Line) -> Line:
-    """Returns the line of an equation: its own, or that of the call around it where JAX has kept the trace of another call."""
+    """Returns the line of an equation: its own, or that of the call around it where JAX has kept the trace of another
+    call."""
     found = line_of(eqn)
     if found is None or (around.is_jit and around.frames[0] not in found.frames):
         return around
@@ -327,4 +337,5 @@ def _short(file: str) -> str:
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python", "<frozen")
 _STEP = (*(f"{maker.__qualname__}." for maker in (global_step, replica_step)), Part.run.__qualname__)
-"""Functions of the package that begin so are the step itself, or a part of it: what stands inside of them is the user's."""
+"""Functions of the package that begin so are the step itself, or a part of it: what stands inside of them is the
+user's."""

@@ -39,7 +39,8 @@ def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
 
 
 def _instead_of_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], Acting]:
-    """Returns a mutant's `apply`: `of_replica(psum, x, names)` instead of the sums and means over replicas that the user's loss asks for."""
+    """Returns a mutant's `apply`: `of_replica(psum, x, names)` instead of the sums and means over replicas that the
+    user's loss asks for."""
 
     def wrong(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
         psum = lax.psum

@@ -2,8 +2,8 @@
 
     python -m spmdkit.verify.worker SPEC
 
-A process of its own, since the fake devices and 64-bit types are set once per process, and since XLA may end a process that
-compiles what it cannot partition.
+A process of its own, since the fake devices and 64-bit types are set once per process, and since XLA may end a process
+that compiles what it cannot partition.
 """
 
 from __future__ import annotations

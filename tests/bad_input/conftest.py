@@ -1,4 +1,5 @@
-"""A folder with a task and a config that work, a run that they left there, and the command line without its `os._exit`."""
+"""A folder with a task and a config that work, a run that they left there, and the command line without its
+`os._exit`."""
 
 import sys
 

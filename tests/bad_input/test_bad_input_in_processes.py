@@ -14,7 +14,8 @@ pytestmark = pytest.mark.processes
 
 
 def run(folder, *arguments, limit="unlimited"):
-    """Returns (exit code, standard output, standard error) of `spmdkit` in a folder; no file may pass `limit` blocks."""
+    """Returns (exit code, standard output, standard error) of `spmdkit` in a folder; no file may pass `limit`
+    blocks."""
     command = ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', sys.executable, "-m", "spmdkit", *arguments]
     done = subprocess.run(
         command, cwd=folder.path, env=environment_of_a_user(), capture_output=True, text=True, timeout=90

@@ -1,4 +1,5 @@
-"""A few of the cases of `make fuzz`: configs, files and damages from a seed. Each has the right code, at most 25 lines and no traceback."""
+"""A few of the cases of `make fuzz`: configs, files and damages from a seed. Each has the right code, at most 25 lines
+and no traceback."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""What used to end in a traceback, in a wrong code or after a minute: each is one message with its code, and nothing of the inside."""
+"""What used to end in a traceback, in a wrong code or after a minute: each is one message with its code, and nothing of
+the inside."""
 
 import json
 import os
@@ -159,7 +160,8 @@ def test_standard_output_on_a_full_disk(folder):
     assert (folder.path / "run/checkpoints/4/record.json").exists()
 
 
-# ---- what a terminal would obey -----------------------------------------------------------------------------------------
+# ---- what a terminal would obey
+# -----------------------------------------------------------------------------------------
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\u202e\udcff"
 

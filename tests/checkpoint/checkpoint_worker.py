@@ -175,7 +175,8 @@ def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
 
 
 def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
-    """One process fails to write its part, then process 0 to make the folder, and to upload its part where they lie apart: both hear of it at once, keep what is committed, and go on to save."""
+    """One process fails to write its part, then process 0 to make the folder, and to upload its part where they lie
+    apart: both hear of it at once, keep what is committed, and go on to save."""
     from orbax.checkpoint._src.path import atomicity
     from orbax.checkpoint._src.serialization import tensorstore_utils
 

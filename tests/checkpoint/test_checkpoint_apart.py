@@ -1,4 +1,5 @@
-"""Several real processes save one checkpoint into a bucket that orbax does not write to: each has a folder of its own, and nothing but the bucket is common to them."""
+"""Several real processes save one checkpoint into a bucket that orbax does not write to: each has a folder of its own,
+and nothing but the bucket is common to them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""Reading beside a run that saves as fast as it goes and keeps one step: nothing is called damaged, nothing goes while it is read."""
+"""Reading beside a run that saves as fast as it goes and keeps one step: nothing is called damaged, nothing goes while
+it is read."""
 
 import subprocess
 import sys

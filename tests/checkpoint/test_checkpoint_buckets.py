@@ -1,4 +1,5 @@
-"""Checkpoints in a bucket, here one in memory: committed by the last object, cut off at every operation, leased to one run."""
+"""Checkpoints in a bucket, here one in memory: committed by the last object, cut off at every operation, leased to one
+run."""
 
 import json
 

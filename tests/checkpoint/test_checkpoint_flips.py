@@ -1,4 +1,5 @@
-"""A flipped bit, anywhere in a checkpoint, is found by whoever restores it, on any mesh; a clean one never raises an alarm."""
+"""A flipped bit, anywhere in a checkpoint, is found by whoever restores it, on any mesh; a clean one never raises an
+alarm."""
 
 import json
 import random
@@ -56,7 +57,8 @@ STAMPS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 def places(folder, num, seed):
-    """Returns (file, byte, bit): half of them anywhere in the bytes of the arrays, the others in each kind of file in turn."""
+    """Returns (file, byte, bit): half of them anywhere in the bytes of the arrays, the others in each kind of file in
+    turn."""
     rng = random.Random(seed)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in STAMPS)
     by_size = rng.choices(files, [path.stat().st_size for path in files], k=num - num // 2)
@@ -93,7 +95,8 @@ def test_twenty_flips_of_twenty_are_found_on_each_layout(directory, layout):
 
 
 def test_flips_are_found_in_descriptions_of_any_size(directory):
-    """Of 700 leaves orbax's own description has more than 64 KiB, and so have the files that hold copies of the arrays' descriptions."""
+    """Of 700 leaves orbax's own description has more than 64 KiB, and so have the files that hold copies of the arrays'
+    descriptions."""
     whole = NamedSharding(mesh_of(1), PartitionSpec())
     state = {f"a_block_with_a_long_name_{i:04}": jax.device_put(jnp.ones(2), whole) for i in range(700)}
     checkpoints = Checkpoints(directory)
@@ -160,7 +163,8 @@ def test_each_chunk_on_the_disk_has_a_checksum_for_any_reader(directory, layout,
 
 
 def flips_of_the_ends(directory, num):
-    """Returns the flips of one bit in the first and last `num` bytes of a chunk of 2^18 floats that change a value without a word, and how many change none."""
+    """Returns the flips of one bit in the first and last `num` bytes of a chunk of 2^18 floats that change a value
+    without a word, and how many change none."""
     state = large_state(mesh_of(1), ())
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, {"kernel": state["kernel"]}, {})
@@ -185,7 +189,8 @@ def flips_of_the_ends(directory, num):
 
 
 def frame(data):
-    """Returns where in a file the one zstd frame of a sharded chunk begins and ends: there its place stands in zarr3's index, as two uint64."""
+    """Returns where in a file the one zstd frame of a sharded chunk begins and ends: there its place stands in zarr3's
+    index, as two uint64."""
     first = last = data.index(b"\x28\xb5\x2f\xfd")
     while data[last : last + 16] != struct.pack("<QQ", 0, last - first):
         last = data.index(bytes(8), last + 1)

@@ -1,4 +1,5 @@
-"""A run may save ten thousand times: what orbax asks tensorstore does not stay behind (benchmarks/save_growth.py has the KiB)."""
+"""A run may save ten thousand times: what orbax asks tensorstore does not stay behind (benchmarks/save_growth.py has
+the KiB)."""
 
 import gc
 import sys
@@ -13,7 +14,8 @@ SAVES = 10
 
 
 def metrics_of_tensorstore():
-    """Returns how many values of tensorstore's metrics are new and stay: the lists of `{"value": ...}` that it never frees."""
+    """Returns how many values of tensorstore's metrics are new and stay: the lists of `{"value": ...}` that it never
+    frees."""
     gc.collect(0)  # what stays of the youngest is in generation 1 now
     lists = (x for x in gc.get_objects(generation=1) if type(x) is list and len(x) == 1 and type(x[0]) is dict)
     return sum(x[0].keys() == {"value"} for x in lists)
@@ -21,7 +23,8 @@ def metrics_of_tensorstore():
 
 @pytest.fixture
 def only_the_new():
-    """What there is already is in generation 2, and nothing else gets there: all objects of a whole suite need not be walked."""
+    """What there is already is in generation 2, and nothing else gets there: all objects of a whole suite need not be
+    walked."""
     gc.collect(1)
     gc.disable()
     yield

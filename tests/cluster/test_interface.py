@@ -1,4 +1,5 @@
-"""What Gloo advertises: by itself the host's own name, otherwise the address of an interface, or the one that leads to the coordinator."""
+"""What Gloo advertises: by itself the host's own name, otherwise the address of an interface, or the one that leads to
+the coordinator."""
 
 import socket
 

@@ -1,4 +1,5 @@
-"""What programs of several CPU processes send instead of a reduce-scatter, which spoils every later all-reduce there (`spmdkit.compat`)."""
+"""What programs of several CPU processes send instead of a reduce-scatter, which spoils every later all-reduce there
+(`spmdkit.compat`)."""
 
 import jax
 import numpy as np

@@ -1,4 +1,5 @@
-"""Every field of the schema, misspelt and filled with every wrong kind of value: a ConfigError or a good config, no more."""
+"""Every field of the schema, misspelt and filled with every wrong kind of value: a ConfigError or a good config, no
+more."""
 
 import pytest
 

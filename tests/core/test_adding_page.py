@@ -40,7 +40,8 @@ FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(), r
 
 @pytest.fixture
 def added(tmp_path, monkeypatch):
-    """Returns a function that adds an example of the page to the folder of its kind, for one test, and returns its name."""
+    """Returns a function that adds an example of the page to the folder of its kind, for one test, and returns its
+    name."""
 
     def add(folder, package):
         (path,) = [path for path in FILES if path.startswith(f"{package.__name__.replace('.', '/')}/")]
@@ -171,7 +172,8 @@ def test_the_sync_of_ones_own_trains_as_a_loop_written_by_hand(tmp_path, monkeyp
     np.testing.assert_allclose(rows, losses, rtol=1e-5)
 
 
-# ---- a hook and a sink --------------------------------------------------------------------------------------------------
+# ---- a hook and a sink
+# --------------------------------------------------------------------------------------------------
 
 RUN = """
 task: my_task.py:task

@@ -1,4 +1,5 @@
-"""A run on CPU devices keeps the memory of a step; nothing else touches the allocator, and the environment can forbid it."""
+"""A run on CPU devices keeps the memory of a step; nothing else touches the allocator, and the environment can forbid
+it."""
 
 import os
 import subprocess

@@ -1,7 +1,9 @@
-"""Imports only go down the floors, which are computed from them; services do not know each other; `import spmdkit` costs nothing.
+"""Imports only go down the floors, which are computed from them; services do not know each other; `import spmdkit`
+costs nothing.
 
-All imports count: those inside of functions and those for type checking too. A room is a module or a folder of `spmdkit/`. After a change
-that is meant, `python tests/core/test_floors.py --write` puts the floors into ARCHITECTURE.md.
+All imports count: those inside of functions and those for type checking too. A room is a module or a folder of
+`spmdkit/`. After a change that is meant, `python tests/core/test_floors.py --write` puts the floors into
+ARCHITECTURE.md.
 """
 
 import ast
@@ -68,7 +70,8 @@ def room_of(module):
 
 
 def room_graph():
-    """Returns room -> the rooms that it imports, without what should go; spmdkit itself, which only lists names, is none."""
+    """Returns room -> the rooms that it imports, without what should go; spmdkit itself, which only lists names, is
+    none."""
     graph = {room_of(name): set() for name in MODULES if name}
     for name, imported in IMPORTS.items():
         for other in imported:

@@ -58,7 +58,8 @@ def stale_api(text):
 
 
 def stale_words(text):
-    """Returns what stands alone in backticks in a walk through the code and is no path from the package or the tests, nor a word of the code."""
+    """Returns what stands alone in backticks in a walk through the code and is no path from the package or the tests,
+    nor a word of the code."""
     wrong = []
     for span in re.findall(r"`([\w./]+)(?:\(\))?`", prose(text)):
         is_path = "/" in span or re.search(r"\.(py|md)$", span)

@@ -42,7 +42,8 @@ def test_of_rows_that_are_read_one_by_one_64_are_compared_and_each_of_them_tells
 
 @pytest.mark.parametrize("read_s", [0.01, 10.0], ids=["slow", "very slow"])
 def test_a_slow_source_is_read_for_a_bounded_time_and_rows_of_one_order(read_s):
-    """Whoever is slower reads fewer of the same rows, so that there is something to compare, and it is spread over all."""
+    """Whoever is slower reads fewer of the same rows, so that there is something to compare, and it is spread over
+    all."""
     fast, data = rows(Rows()), Rows(read_s=read_s)
     found = rows(data)
     assert found.items() <= fast.items() and LEAST_READ <= len(found) < ROWS_READ

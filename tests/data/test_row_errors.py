@@ -1,4 +1,5 @@
-"""How a user's examples are read: by one thread at a time unless asked otherwise, again where that helps, and left out by a ledger."""
+"""How a user's examples are read: by one thread at a time unless asked otherwise, again where that helps, and left out
+by a ledger."""
 
 import threading
 import time
@@ -39,7 +40,8 @@ class Rows:
 
 
 def read_together(threads):
-    """Returns what two sources with one handle gave, read at the same time, and the most threads that were inside of it."""
+    """Returns what two sources with one handle gave, read at the same time, and the most threads that were inside of
+    it."""
     handle, wrong = Handle(), []
     sources = [open_source(Rows(handle), name, Access(threads)) for name in ("train_data", "eval_data")]
 

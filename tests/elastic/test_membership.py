@@ -1,4 +1,5 @@
-"""Jobs of real processes that lose one of them, and go on in the others: the same examples, the same numbers, bit for bit where as many go on."""
+"""Jobs of real processes that lose one of them, and go on in the others: the same examples, the same numbers, bit for
+bit where as many go on."""
 
 import contextlib
 import json
@@ -138,7 +139,8 @@ def events(folder, name):
 @pytest.mark.processes
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_replaced_after_two_deaths_the_job_ends_with_the_bits_of_one_that_nobody_hurt(job, tmp_path, axis):
-    """Process 2, then 0, which writes the records; cut over fsdp, each shard is on one process alone, and in the memory of another."""
+    """Process 2, then 0, which writes the records; cut over fsdp, each shard is on one process alone, and in the memory
+    of another."""
     out = ended(job("task_args.victims=[[2,17],[0,28]]", axis=axis))
     assert out.count("as 4 processes") >= 2
     hurt = numbers(tmp_path / "run")
@@ -165,7 +167,8 @@ def test_fewer_go_on_with_the_same_examples(job, tmp_path, axis):
 def test_a_death_that_meets_the_others_inside_of_a_collective_lets_all_of_them_out_with_the_same_bits_in_the_end(
     job, tmp_path, num
 ):
-    """Who is not next to the dead one in Gloo's ring would wait for ever (plain_jax.py); who sends to it sometimes does, and is killed and replaced too."""
+    """Who is not next to the dead one in Gloo's ring would wait for ever (plain_jax.py); who sends to it sometimes
+    does, and is killed and replaced too."""
     settings = "task_args={victims: [[1, 17]], inside: true}"
     out = ended(job(settings, num=num, elastic=f"{num}:{num}", on_error=False))
     assert f"as {num} processes (epoch 2)" in out
@@ -256,7 +259,8 @@ def test_an_epoch_of_fewer_processes_finds_its_step_compiled_ahead(job, tmp_path
 
 
 def compiles_ahead(launcher):
-    """Returns whether a launcher has a child that launches; one that has not begun its own program yet is still called as the launcher is."""
+    """Returns whether a launcher has a child that launches; one that has not begun its own program yet is still called
+    as the launcher is."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     own, *others = (Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (launcher, *children))
     return any(b"\0launch\0" in words for words in others if words != own)

@@ -1,4 +1,5 @@
-"""Reductions of processes that go on without a dead one: each a collective of its own, so that none begins after the first that fails."""
+"""Reductions of processes that go on without a dead one: each a collective of its own, so that none begins after the
+first that fails."""
 
 import os
 import subprocess

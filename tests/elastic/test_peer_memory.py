@@ -61,7 +61,8 @@ def test_each_device_sends_to_the_same_device_of_another_process_that_is_not_nex
 
 
 def test_shards_that_one_process_alone_holds_are_sent_on(monkeypatch):
-    """Eight devices play four processes: what arrives is read under the place that it has on the device that sent it."""
+    """Eight devices play four processes: what arrives is read under the place that it has on the device that sent
+    it."""
     four = {device: i // 2 for i, device in enumerate(jax.devices())}
     on = mesh(1, 8)
     copier = Copier(on, 0)
@@ -112,7 +113,8 @@ def test_who_lacks_a_shard_gets_it_from_the_first_that_has_it_scalars_too():
 
 
 def test_a_stream_in_pieces_brings_the_bits(monkeypatch):
-    """One process plays the receiver and the sender: what is lacking comes through the sum, in pieces that cut shards in two."""
+    """One process plays the receiver and the sender: what is lacking comes through the sum, in pieces that cut shards
+    in two."""
     monkeypatch.setattr(redistribute, "PIECE_BYTES", 64)
     cluster = Cluster(process_index=0, num_processes=1, devices=jax.devices()[:4], store=MemoryStore())
     rng = np.random.default_rng(0)

@@ -1,4 +1,5 @@
-"""A standby before it has a place: what it has done by then, which orders are none of its own, and which rank it gets."""
+"""A standby before it has a place: what it has done by then, which orders are none of its own, and which rank it
+gets."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""A check of a Kubernetes document against the schema of its CustomResourceDefinition, as `kubectl --validate=strict` makes it."""
+"""A check of a Kubernetes document against the schema of its CustomResourceDefinition, as `kubectl --validate=strict`
+makes it."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def pruned(schema: Any, wanted: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # python -m tests.engines.schema CRD.yaml GOLDEN.yaml... > schemas/KIND.json: every field of the definition by name, whole where a golden file has it.
+    # python -m tests.engines.schema CRD.yaml GOLDEN.yaml... > schemas/KIND.json: every field of the definition by name,
+    # whole where a golden file has it.
     import yaml
 
     def names(x: Any) -> set[str]:

@@ -1,4 +1,5 @@
-"""The contract of an engine, for every file of launch/engines: complete text, the same each time, in golden files; what cannot work is 78."""
+"""The contract of an engine, for every file of launch/engines: complete text, the same each time, in golden files; what
+cannot work is 78."""
 
 import ast
 import json

@@ -1,6 +1,8 @@
-"""The linear regression y = 2x of the text that the project began with: three processes, saved every five seconds, killed and started again, goes on by itself.
+"""The linear regression y = 2x of the text that the project began with: three processes, saved every five seconds,
+killed and started again, goes on by itself.
 
-The same final numbers from `spmdkit launch`, TF_CONFIG and mpirun here, and from Slurm, ssh, Kubernetes' environments and Ray in the files beside this one.
+The same final numbers from `spmdkit launch`, TF_CONFIG and mpirun here, and from Slurm, ssh, Kubernetes' environments
+and Ray in the files beside this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The rendered driver in a Ray: the numbers of a local run, started again after a death, 42 after TERM; and two hosts that are network namespaces."""
+"""The rendered driver in a Ray: the numbers of a local run, started again after a death, 42 after TERM; and two hosts
+that are network namespaces."""
 
 from __future__ import annotations
 

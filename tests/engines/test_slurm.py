@@ -1,4 +1,5 @@
-"""The rendered batch script in a real Slurm of two nodes: the numbers of a local run, stopped and put in the queue again, final codes not."""
+"""The rendered batch script in a real Slurm of two nodes: the numbers of a local run, stopped and put in the queue
+again, final codes not."""
 
 import json
 import re

@@ -1,6 +1,8 @@
-"""What is rendered for Kubernetes, Kubeflow, Cloud TPU and ssh, run on two hosts with what their controllers set: the numbers of a local run.
+"""What is rendered for Kubernetes, Kubeflow, Cloud TPU and ssh, run on two hosts with what their controllers set: the
+numbers of a local run.
 
-Hosts are network namespaces with names of their own (tests/support/two_hosts.py); a pod's DNS name is in their hosts file.
+Hosts are network namespaces with names of their own (tests/support/two_hosts.py); a pod's DNS name is in their hosts
+file.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def run(machines, folder, starts):
 def pods_of(document: dict, replicas: int = 1) -> list[tuple[str, dict[str, str]]]:
     """Returns (name, variables) of each pod as the JobSet and the Job controllers make them.
 
-    The annotations are those that jobset_controller.go writes on a pod's template (kubernetes-sigs/jobset 08dfbdf, `labelAndAnnotateObject`), the completion index is
-    the Job controller's.
+    The annotations are those that jobset_controller.go writes on a pod's template (kubernetes-sigs/jobset 08dfbdf,
+    `labelAndAnnotateObject`), the completion index is the Job controller's.
     """
     name, (replicated,) = document["metadata"]["name"], document["spec"]["replicatedJobs"]
     assert replicated["replicas"] == replicas
@@ -100,7 +102,8 @@ def test_the_pods_of_a_jobset_have_the_numbers_of_a_local_run(machines, tmp_path
 
 
 def test_the_hosts_of_two_tpu_slices_have_the_numbers_of_a_local_run(machines, tmp_path, expected):
-    """GKE's webhook sets what is set here, for pods that ask for google.com/tpu (docs/how-to/tpu-multislice); the devices are CPUs."""
+    """GKE's webhook sets what is set here, for pods that ask for google.com/tpu (docs/how-to/tpu-multislice); the
+    devices are CPUs."""
     folder = jobs.project(tmp_path / "project")
     settings = ("image=i", PYTHON, f"folder={folder}", "tpu=tpu-v6e-slice", "topology=2x2", "slices=2")
     document = yaml.safe_load(text_of("kubernetes", *settings))

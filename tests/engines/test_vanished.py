@@ -1,4 +1,5 @@
-"""The machine of process 0, which holds the coordination service, vanishes: the others say so, and none is ended by JAX."""
+"""The machine of process 0, which holds the coordination service, vanishes: the others say so, and none is ended by
+JAX."""
 
 from __future__ import annotations
 

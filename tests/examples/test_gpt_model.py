@@ -37,7 +37,8 @@ def logits_of(gpt, params, tokens):
 
 
 def loss_of(task, params, batch, key=None):
-    """Returns what `loss_fn` returns; a new function each time, so that nothing around it is taken from a former trace."""
+    """Returns what `loss_fn` returns; a new function each time, so that nothing around it is taken from a former
+    trace."""
     return jax.jit(lambda *args: task.loss_fn(*args))(params, batch, key)
 
 

@@ -1,4 +1,5 @@
-"""The recurrent model's own parts: its recurrence is the loop that it stands for, and sees nothing of what comes after."""
+"""The recurrent model's own parts: its recurrence is the loop that it stands for, and sees nothing of what comes
+after."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""Jobs that hang, freeze, lose a process or are suspended as a whole: real processes, one fault each, and how long it takes to end."""
+"""Jobs that hang, freeze, lose a process or are suspended as a whole: real processes, one fault each, and how long it
+takes to end."""
 
 import faulthandler
 import os
@@ -107,7 +108,8 @@ def test_a_stopped_process_is_silent_75_and_named_last(job, frozen):
     ],
 )
 def test_an_error_or_a_kill_in_one_of_four_ends_all_within_a_second(job, kind, who, code):
-    """In four one is no neighbour of the dead one in Gloo's ring, and hears nothing of it there. Process 0 is no other than the rest."""
+    """In four one is no neighbour of the dead one in Gloo's ring, and hears nothing of it there. Process 0 is no other
+    than the rest."""
     ended = job.end_of(job.train("checkpoint.on_error_s=null", n=4, faults={who: [f"hook {kind}", 7]}))
     assert (ended.code, bool(job.fired())) == (code, True), ended.output
     assert ended.after_s < 1 + BUSY_S
@@ -120,7 +122,8 @@ def test_an_error_or_a_kill_in_one_of_four_ends_all_within_a_second(job, kind, w
 
 
 def test_without_our_launcher_a_kill_of_process_0_ends_the_others_with_75_and_its_name(job):
-    """Its death takes nothing away: the coordination service is in a process beside it, which says that it is gone, and then ends."""
+    """Its death takes nothing away: the coordination service is in a process beside it, which says that it is gone, and
+    then ends."""
     first, *others = job.by_hand(faults={0: ["hook kill", 7]})
     for ended in map(job.end_of, others):
         assert (ended.code, bool(job.fired())) == (75, True), ended.output
@@ -211,10 +214,13 @@ time_t time(time_t *t) {
     ],
 )
 def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_goes_on(job, n, paused_s, shifts):
-    """For longer than every limit that is in use: 8 s, and 60 in the long form. JAX's service, which counts by wall time, has a process of its own and is set too.
+    """For longer than every limit that is in use: 8 s, and 60 in the long form. JAX's service, which counts by wall
+    time, has a process of its own and is set too.
 
-    It is suspended with the others, or, in the long form, goes on: then its gRPC would give up clients that do not answer for 60 s (cluster/service/grpc_relay.py).
-    Of a process alone `interpreter_s` stays as it is by default, 600: the thread in C behind it counts while the process is stopped.
+    It is suspended with the others, or, in the long form, goes on: then its gRPC would give up clients that do not
+    answer for 60 s (cluster/service/grpc_relay.py).
+    Of a process alone `interpreter_s` stays as it is by default, 600: the thread in C behind it counts while the
+    process is stopped.
     """
     faulthandler.dump_traceback_later(paused_s + 300, exit=True)  # the limit of a test is five minutes
     if shutil.which("gcc") is None:

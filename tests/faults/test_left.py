@@ -1,4 +1,5 @@
-"""The check that ends each test of a fault: whatever a job may leave behind is found, and an empty folder is not complained of."""
+"""The check that ends each test of a fault: whatever a job may leave behind is found, and an empty folder is not
+complained of."""
 
 import fcntl
 import json

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.processes
 
 SOAK_S = float(os.environ.get("SOAK_S", "3600"))
 SLOW_S, SAVE_S, GRACE_S = 20.0, 5.0, 120.0
-"""What compiling and an evaluation take, and each of the two renames of a save; what launch leaves for the last save, and the one before it."""
+"""What compiling and an evaluation take, and each of the two renames of a save; what launch leaves for the last save,
+and the one before it."""
 
 
 def events_of(job, kind):
@@ -20,7 +21,8 @@ def events_of(job, kind):
 
 @pytest.mark.slow
 def test_a_healthy_hour_with_slow_evaluations_compilations_and_saves_has_no_false_alarm(job):
-    """With the limits of a config that says nothing of them. What is printed goes to a file: a pipe that nobody reads would hold up the job."""
+    """With the limits of a config that says nothing of them. What is printed goes to a file: a pipe that nobody reads
+    would hold up the job."""
     faulthandler.dump_traceback_later(SOAK_S + 300, exit=True)
     command = ["launch", "-n", "2", "--grace-s", str(GRACE_S), "--", "train", "run.yaml"]
     rhythm = [

@@ -1,4 +1,5 @@
-"""One rank of the digits example, told to keep its parameters: `python digits_worker.py OUT [arguments of the example]`."""
+"""One rank of the digits example, told to keep its parameters: `python digits_worker.py OUT [arguments of the
+example]`."""
 
 import importlib.util
 import sys

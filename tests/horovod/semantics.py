@@ -1,7 +1,9 @@
-"""What Horovod's own tests assert, one row each, run by every rank of one set of processes: `python -m tests.horovod.semantics OUT`.
+"""What Horovod's own tests assert, one row each, run by every rank of one set of processes: `python -m
+tests.horovod.semantics OUT`.
 
-Each row names the tests of horovod 0.28.1 whose values and errors it repeats: `name, name; FILE: name`, without `test_horovod_`, of test/parallel/
-test_torch.py unless said; `none: ...` is what no test of theirs asserts. A row raises where they would fail. What live Horovod does otherwise (it hangs) is in the rows that begin with `better`.
+Each row names the tests of horovod 0.28.1 whose values and errors it repeats: `name, name; FILE: name`, without
+`test_horovod_`, of test/parallel/ test_torch.py unless said; `none: ...` is what no test of theirs asserts. A row
+raises where they would fail. What live Horovod does otherwise (it hangs) is in the rows that begin with `better`.
 """
 
 import contextlib

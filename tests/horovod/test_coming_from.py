@@ -1,4 +1,5 @@
-"""Each row of docs/coming_from.md: what stands under "here" is cut out of the page and run, on fake devices, and gives what one device gives."""
+"""Each row of docs/coming_from.md: what stands under "here" is cut out of the page and run, on fake devices, and gives
+what one device gives."""
 
 import re
 from pathlib import Path

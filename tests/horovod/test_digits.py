@@ -1,4 +1,5 @@
-"""Horovod's pytorch_mnist.py, carried over: its calls are there as they were, and on 2 and 4 processes it equals one device."""
+"""Horovod's pytorch_mnist.py, carried over: its calls are there as they were, and on 2 and 4 processes it equals one
+device."""
 
 import ast
 import json
@@ -34,7 +35,8 @@ def test_every_call_of_hvd_has_the_name_the_arguments_and_the_order_of_the_origi
 
 
 def one_device(example, size):
-    """Returns the parameters after 50 steps of plain JAX and optax on whole batches, at `size` times the learning rate."""
+    """Returns the parameters after 50 steps of plain JAX and optax on whole batches, at `size` times the learning
+    rate."""
     data, _ = example.digits()
     sampler = example.DistributedSampler(len(data["labels"]), num_replicas=1, rank=0)
     params, optimizer = example.Net(42).params, optax.sgd(LEARNING_RATE * size, momentum=0.5)

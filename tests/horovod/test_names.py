@@ -30,7 +30,8 @@ RAISE = words("""mpi_threads_supported start_timeline stop_timeline run allreduc
     callbacks.BroadcastGlobalVariablesCallback callbacks.BestModelCheckpoint""")
 METHODS = words("""synchronize skip_synchronize set_backward_passes_per_step step zero_grad load_state_dict compute_gradients get_gradients apply_gradients
     get_slot get_slot_names variables register_local_var""")
-"""What Horovod 0.28.1 gives to its users: horovod/torch, tensorflow, keras and mxnet, their elastic and callbacks, and the methods of its optimizers."""
+"""What Horovod 0.28.1 gives to its users: horovod/torch, tensorflow, keras and mxnet, their elastic and callbacks, and
+the methods of its optimizers."""
 
 
 def found(path):
@@ -75,7 +76,8 @@ def test_the_optimizer_is_one_of_optax_and_what_a_refusal_names_works():
 NO_ROW = words("""allreduce_inplace grouped_allreduce_inplace broadcast_inplace sync_batch_norm timeline_api synchronize_step_warning
     allreduce_cpu_gpu_error grouped_allreduce_cpu_gpu_error allreduce_multi_gpu alltoall_splits_on_gpu broadcast_state_gpu gpu_required
     dynamic_requires_grad""")
-"""Tests of horovod/torch of names that raise here, of arrays of one rank on several devices, and of parameters that change what they want."""
+"""Tests of horovod/torch of names that raise here, of arrays of one rank on several devices, and of parameters that
+change what they want."""
 
 
 def test_the_rows_of_the_table_name_tests_of_horovod_and_leave_out_those_of_what_is_not_here_alone():

@@ -1,4 +1,5 @@
-"""What ranks agree on before they send anything: the decision of a round, pure; rounds over a store, with threads for ranks; places on hosts."""
+"""What ranks agree on before they send anything: the decision of a round, pure; rounds over a store, with threads for
+ranks; places on hosts."""
 
 import threading
 

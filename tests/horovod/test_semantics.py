@@ -1,6 +1,7 @@
 """Horovod's semantics on 2, 3 and 4 processes: one set of processes runs the whole table of semantics.py.
 
-Three processes run it with all dtypes and shapes, two and four with few, 25 processor seconds for each; they start as users' do, since that is what is tested.
+Three processes run it with all dtypes and shapes, two and four with few, 25 processor seconds for each; they start as
+users' do, since that is what is tested.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""What a local launch listens on, read from the kernel: nothing off the loopback interface, whatever the host's own name means."""
+"""What a local launch listens on, read from the kernel: nothing off the loopback interface, whatever the host's own
+name means."""
 
 import sys
 
@@ -24,7 +25,8 @@ run(main)
 def test_nothing_of_a_local_launch_listens_off_loopback_though_the_hosts_name_means_its_address_in_a_network(
     start, tmp_path
 ):
-    """Three processes, the launcher and its coordination service; Gloo by itself listens on what the host's name means, so that has to be another host's name here."""
+    """Three processes, the launcher and its coordination service; Gloo by itself listens on what the host's name means,
+    so that has to be another host's name here."""
     under, own = [], own_address()
     if own and not missing():
         (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{own} elsewhere\n")

@@ -1,4 +1,5 @@
-"""What every sink keeps to; a new one is tested because its file exists. And what a slow, dead or wrong one costs: a warning."""
+"""What every sink keeps to; a new one is tested because its file exists. And what a slow, dead or wrong one costs: a
+warning."""
 
 import dataclasses
 import functools
@@ -35,7 +36,8 @@ def lines_of(folder):
 
 
 def events_of(folder):
-    """Returns the same as TensorBoard shows it: file by file, and a session that starts at a step hides that and what comes after it."""
+    """Returns the same as TensorBoard shows it: file by file, and a session that starts at a step hides that and what
+    comes after it."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     shown = []
     for file in sorted((folder / "tensorboard").iterdir()):
@@ -143,7 +145,8 @@ def test_jsonl_holds_each_step_once_after_it_went_back(tmp_path):
     assert text == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 5.0}\n'
 
 
-# ---- one thread behind a queue -----------------------------------------------------------------------------------------
+# ---- one thread behind a queue
+# -----------------------------------------------------------------------------------------
 
 
 class Injected:

@@ -1,4 +1,5 @@
-"""`sk.all_gather`, `sk.psum`, `sk.pmean` and the place of a replica in a loss: one text, and one answer on every mesh."""
+"""`sk.all_gather`, `sk.psum`, `sk.pmean` and the place of a replica in a loss: one text, and one answer on every
+mesh."""
 
 import dataclasses
 
@@ -221,7 +222,8 @@ def test_rows_that_are_gathered_without_their_mask_are_refused_where_batches_can
         program_of(task_of(unmasked), "data 8", data={"remainder": "mask"}, batch_size=32)
 
 
-# ---- where nothing can cross -------------------------------------------------------------------------------------------
+# ---- where nothing can cross
+# -------------------------------------------------------------------------------------------
 
 
 def in_a_step(state, batch):

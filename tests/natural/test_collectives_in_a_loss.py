@@ -1,6 +1,8 @@
-"""Collectives that a loss uses for its own sake over ("replica", "data"): contrastive negatives, statistics, sums, in loops too.
+"""Collectives that a loss uses for its own sake over ("replica", "data"): contrastive negatives, statistics, sums, in
+loops too.
 
-The manual form is traced without types, where the transpose of a sum is a sum: right for a replica's own part of a loss that is added up.
+The manual form is traced without types, where the transpose of a sum is a sum: right for a replica's own part of a loss
+that is added up.
 """
 
 import jax

@@ -1,7 +1,8 @@
-"""A derivative inside of the loss with respect to a constant: PINNs, adversarial examples, unrolled optimisation, contexts.
+"""A derivative inside of the loss with respect to a constant: PINNs, adversarial examples, unrolled optimisation,
+contexts.
 
-Where arrays are typed, JAX adds the cotangent of whatever is the same on all replicas over them. So each of these losses was
-wrong on a mesh of replicas, without a word: u_t 4.70 instead of 2.11.
+Where arrays are typed, JAX adds the cotangent of whatever is the same on all replicas over them. So each of these
+losses was wrong on a mesh of replicas, without a word: u_t 4.70 instead of 2.11.
 """
 
 import functools
@@ -129,7 +130,8 @@ def task(mesh):
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [*((mesh, 1) for mesh in MESHES), ("data 8", 2)])
 def test_every_derivative_at_a_constant_is_that_of_one_device(mesh, microbatches):
-    """By the emitter that users get: with the one of the suite a Hessian on eight devices is 2.3e-5 from that of one."""
+    """By the emitter that users get: with the one of the suite a Hessian on eight devices is 2.3e-5 from that of
+    one."""
     options = {"xla_cpu_use_fusion_emitters": True}
     _, run = train(task(mesh), mesh, microbatches=microbatches, compiler_options=options)
     assert_same_run(run, reference())
@@ -147,7 +149,8 @@ def test_replicas_hold_the_same_bits_and_the_step_has_one_reduction_of_its_own()
 
 
 def replica_task(case, start=None):
-    """Returns a task whose own per-replica step takes the derivative of a case; with `start`, from zeros that are its own."""
+    """Returns a task whose own per-replica step takes the derivative of a case; with `start`, from zeros that are its
+    own."""
 
     def train_step(state, batch):
         def loss(w):
@@ -195,7 +198,8 @@ def test_the_repair_of_that_refusal_gives_the_numbers_of_one_device(mesh):
 
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4"])
 def test_a_per_replica_step_may_divide_its_examples_by_the_statistics_of_all(mesh):
-    """A synchronised batch norm: the transpose of its sum adds up where the examples meet it, and was taken for a sum by the types."""
+    """A synchronised batch norm: the transpose of its sum adds up where the examples meet it, and was taken for a sum
+    by the types."""
 
     def normalised(w, rows, mean):
         y = rows * w

@@ -1,4 +1,5 @@
-"""Leaves that are no plain float32: empty, half precision, complex, of no bytes. Carried rightly on every mesh, or refused at the start."""
+"""Leaves that are no plain float32: empty, half precision, complex, of no bytes. Carried rightly on every mesh, or
+refused at the start."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""`sk.rows`: what a global `train_step` makes of no batch, shared out over the replicas; the numbers of plain JAX, and a part of the work on each."""
+"""`sk.rows`: what a global `train_step` makes of no batch, shared out over the replicas; the numbers of plain JAX, and
+a part of the work on each."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""How replicas agree on model state: integers, booleans and keys are never averaged, and what has no mean is asked for."""
+"""How replicas agree on model state: integers, booleans and keys are never averaged, and what has no mean is asked
+for."""
 
 import dataclasses
 

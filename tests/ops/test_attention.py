@@ -1,4 +1,5 @@
-"""`sk.attention` alone: every form, implementation and mask gives the numbers of the plain formula, and what is wrong is said."""
+"""`sk.attention` alone: every form, implementation and mask gives the numbers of the plain formula, and what is wrong
+is said."""
 
 import functools
 
@@ -280,7 +281,8 @@ def test_the_splash_kernel_gives_the_plain_formula(causal, segments, monkeypatch
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
-# ---- what cannot be -------------------------------------------------------------------------------------------------------
+# ---- what cannot be
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The kernels of other devices are lowered here, alone and in every form: what each device would run, without the device."""
+"""The kernels of other devices are lowered here, alone and in every form: what each device would run, without the
+device."""
 
 import functools
 import re
@@ -44,7 +45,8 @@ def lowered(platform, implementation, segments=False, attention=None, **asked):
 
 
 def lowered_in_replicas(platform, implementation, data_axes, segments, **asked):
-    """Returns the text of the gradients of replicas in the mapped form: a vmap over the devices of `replica` and of `data_axes`."""
+    """Returns the text of the gradients of replicas in the mapped form: a vmap over the devices of `replica` and of
+    `data_axes`."""
     record = step(**asked).cutting(form="mapped", data_axes=data_axes)
     num = record.cuts.size("replica"), record.cuts.size(*data_axes)
     shape = lambda heads: jax.ShapeDtypeStruct((*num, 2, 1024, heads, 64), jnp.bfloat16)

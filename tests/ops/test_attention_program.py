@@ -1,4 +1,5 @@
-"""A small packed language model with `sk.attention`: on every mesh the losses, gradients and parameters of one device."""
+"""A small packed language model with `sk.attention`: on every mesh the losses, gradients and parameters of one
+device."""
 
 import functools
 

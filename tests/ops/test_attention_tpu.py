@@ -1,4 +1,5 @@
-"""The forms of `sk.attention` by the real TPU compiler, without a TPU, in a process of its own: libtpu is loaded once."""
+"""The forms of `sk.attention` by the real TPU compiler, without a TPU, in a process of its own: libtpu is loaded
+once."""
 
 import json
 import subprocess

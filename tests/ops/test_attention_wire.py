@@ -1,4 +1,5 @@
-"""What the forms of `sk.attention` send, read from the compiled program, is what their docstrings say; and who does how much."""
+"""What the forms of `sk.attention` send, read from the compiled program, is what their docstrings say; and who does how
+much."""
 
 import dataclasses
 
@@ -45,7 +46,8 @@ def sent(compiled, record):
 
 
 def passes(op, args, **asked):
-    """Returns what the forward pass sends, and what the backward pass does: two programs, the residuals between them."""
+    """Returns what the forward pass sends, and what the backward pass does: two programs, the residuals between
+    them."""
     record = step(**asked)
     cut = lambda dims: NamedSharding(
         record.cuts.mesh,
@@ -118,7 +120,8 @@ def test_putting_tokens_into_order_sends_nothing():
     assert found == {("collective_permute", "context"): 4 * B * T // 8}
 
 
-# ---- who does how much ----------------------------------------------------------------------------------------------------
+# ---- who does how much
+# ----------------------------------------------------------------------------------------------------
 
 
 def branches(jaxpr):

@@ -1,4 +1,5 @@
-"""A gradient written by hand with a forward mode beside it: the program of a custom_vjp in reverse mode, plain derivatives in every other."""
+"""A gradient written by hand with a forward mode beside it: the program of a custom_vjp in reverse mode, plain
+derivatives in every other."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""A derivative that a part takes itself: right where it is by something of the shard's own, and refused where types would add it up."""
+"""A derivative that a part takes itself: right where it is by something of the shard's own, and refused where types
+would add it up."""
 
 import jax
 import jax.numpy as jnp

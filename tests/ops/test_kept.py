@@ -19,7 +19,8 @@ from tests.support.ops_mesh import step
 
 
 def fn(x, w, n):
-    """Its scale differs along no axis, or along the replicas, as the enclosing vmap makes it: a `pvary` more or less."""
+    """Its scale differs along no axis, or along the replicas, as the enclosing vmap makes it: a `pvary` more or
+    less."""
     whole = jax.lax.all_gather(w, "fsdp", tiled=True)
     h = checkpoint_name(jnp.sin(x @ whole), "hidden")
     mask = jnp.tril(jnp.ones((4, 4))) * jnp.cos(jnp.arange(4.0))
@@ -67,7 +68,8 @@ def test_what_is_kept_is_what_the_policy_says():
     assert (4, 4) not in [x.shape for x in kept["none"].kept], "the mask needs no input: it is computed again"
 
 
-# ---- the example of docs/design/manual_and_kept.md ---------------------------------------------------------------------
+# ---- the example of docs/design/manual_and_kept.md
+# ---------------------------------------------------------------------
 
 ROWS = ("batch", "norm_sequence", None)
 

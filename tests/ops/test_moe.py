@@ -278,7 +278,8 @@ def test_rows_that_are_sent_where_they_are_wanted_give_the_same(monkeypatch):
 
 @pytest.mark.parametrize("expert, platform", [(mlp, "cpu"), (mlp, "tpu"), (tanh_expert, "tpu")])
 def test_sorted_rows_go_through_their_own_expert(expert, platform):
-    """`tanh_expert` knows no grouped product, so that it runs in blocks everywhere, and makes something of a row of zeros."""
+    """`tanh_expert` knows no grouped product, so that it runs in blocks everywhere, and makes something of a row of
+    zeros."""
     sizes = np.array([3, 0, 17, 1, 0, 0, 9, 0], np.int32)
     rows = np.random.default_rng(1).normal(size=(40, D)).astype(np.float32)
     _, _, given = arrays(gated=expert is mlp)
@@ -345,7 +346,8 @@ def test_stages_of_a_pipeline_hold_experts(capacity, schedule):
 
 
 def balanced_task():
-    """A task in which no loss evens out the load: a bias does, moved a little each step by the load that was (DeepSeek-V3)."""
+    """A task in which no loss evens out the load: a bias does, moved a little each step by the load that was
+    (DeepSeek-V3)."""
     base = task()
 
     def init(key):

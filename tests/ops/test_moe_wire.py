@@ -97,7 +97,8 @@ def test_positions_cost_four_bytes_each(examples):
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_for_an_accelerator_rows_are_sent_where_they_are_wanted(platform, monkeypatch):
-    """Lowered, not run: this machine has neither. Numbers are compared in test_moe.py, with a stand-in for the collective."""
+    """Lowered, not run: this machine has neither. Numbers are compared in test_moe.py, with a stand-in for the
+    collective."""
     monkeypatch.setattr(dropless, "_platform", lambda: platform)
     record = step(expert=8)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in ARGUMENTS]

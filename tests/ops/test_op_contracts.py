@@ -1,4 +1,5 @@
-"""What every op has to bring, found by its file: a docstring with its wire and its sources, tests, and that it works anywhere.
+"""What every op has to bring, found by its file: a docstring with its wire and its sources, tests, and that it works
+anywhere.
 
 A new file or folder in spmdkit/ops is on this list at once. A new public op fails here until it has an example below.
 """
@@ -72,7 +73,8 @@ def test_what_an_op_sends_is_read_from_a_compiled_program(home):
 
 
 def test_the_page_lists_every_place_where_the_check_of_varying_axes_may_be_off():
-    """An island that needs it has a row in ARCHITECTURE.md, with the reason and what proves the rest. In ops there is none."""
+    """An island that needs it has a row in ARCHITECTURE.md, with the reason and what proves the rest. In ops there is
+    none."""
 
     def turns_off(node):
         is_keyword = isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")
@@ -91,7 +93,8 @@ def test_the_page_lists_every_place_where_the_check_of_varying_axes_may_be_off()
     assert not [path for path in found if path.startswith("spmdkit/ops/")]
 
 
-# ---- in the global view, inside of sk.manual, on one device --------------------------------------------------------------
+# ---- in the global view, inside of sk.manual, on one device
+# --------------------------------------------------------------
 
 
 class Example(NamedTuple):
@@ -184,7 +187,8 @@ def test_an_op_is_the_same_alone_in_the_global_view_and_inside_of_a_manual_part(
 
 
 def check_same(example):
-    """Fails unless value and gradients are those of one device in the global view of a mesh, and inside of a manual part."""
+    """Fails unless value and gradients are those of one device in the global view of a mesh, and inside of a manual
+    part."""
     inside = sk.manual(example.fn, example.in_dims, example.out_dims)
     expected = value_and_grad(example.fn, example.args, None)
     for fn in (example.fn, inside):
@@ -212,7 +216,8 @@ def test_a_broken_op_fails_the_contract(fn):
 
 
 def value_and_grad(fn, args, record):
-    """Returns the value of `fn` and the gradient of a weighted sum of it for each float argument, on a mesh or alone."""
+    """Returns the value of `fn` and the gradient of a weighted sum of it for each float argument, on a mesh or
+    alone."""
 
     def weighted(*args):
         out = fn(*args)

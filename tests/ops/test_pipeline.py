@@ -1,4 +1,5 @@
-"""`sk.pipeline`: every schedule gives the numbers of one device on every mesh, idles as its formula says, and refuses what is wrong."""
+"""`sk.pipeline`: every schedule gives the numbers of one device on every mesh, idles as its formula says, and refuses
+what is wrong."""
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +219,8 @@ def test_cutting_moves_nothing_between_shards_and_joins_again(dim):
     np.testing.assert_array_equal(join(parts, dim, 2), x)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused
+# -----------------------------------------------------------------------------------------------------
 
 
 def run_with(embed=embed, layer=None, head=head, change=lambda params, batch: (params, batch)):
@@ -280,7 +282,8 @@ def test_what_cannot_run_in_stages_is_refused_on_every_mesh(case, mesh):
 
 
 def two_means(carry, params, rows):
-    """The mean over texts' tokens, and half of the mean over examples: counts of their own, on each microbatch others."""
+    """The mean over texts' tokens, and half of the mean over examples: counts of their own, on each microbatch
+    others."""
     loss, metrics = head(carry, params, rows)
     balance = sk.mean(carry["balance"])
     return loss + 0.5 * balance, {**metrics, "balance": balance, "both": loss + balance}

@@ -22,7 +22,8 @@ D, F, LAYERS = 16, 32, 3
 
 @functools.cache
 def task(wraps=True, within_manual=False):
-    """Returns a task of pairs whose hidden values are marked `hidden` (inside of a manual part if asked), results `block`."""
+    """Returns a task of pairs whose hidden values are marked `hidden` (inside of a manual part if asked), results
+    `block`."""
 
     def init(key):
         up, down = jax.random.split(key)
@@ -93,7 +94,8 @@ def test_what_is_marked_inside_of_a_part_is_kept_too(mesh, microbatches, remat, 
     ids=str,
 )
 def test_only_what_is_not_kept_is_computed_again(remat, products):
-    """Two products forward, four backward; the first one again where its result is not kept. Counted in FLOPs of one."""
+    """Two products forward, four backward; the first one again where its result is not kept. Counted in FLOPs of
+    one."""
     program = program_of(task(within_manual=True), mesh={"fsdp": 4, "tensor": 2}, remat=remat)
     one = 2 * 32 * 4 * D * F * LAYERS
     assert count(program.traced.jaxpr).products == products * one

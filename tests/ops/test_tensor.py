@@ -1,4 +1,5 @@
-"""Column and row pairs and the cut vocabulary: on every mesh the numbers of plain products and a plain softmax on one device."""
+"""Column and row pairs and the cut vocabulary: on every mesh the numbers of plain products and a plain softmax on one
+device."""
 
 import functools
 import re

@@ -1,4 +1,5 @@
-"""The algorithm over threads: equal to one device without staleness, exactly once under kills, backup workers, staleness."""
+"""The algorithm over threads: equal to one device without staleness, exactly once under kills, backup workers,
+staleness."""
 
 import random
 
@@ -71,7 +72,8 @@ def test_one_worker_without_staleness_is_training_on_one_device(servers, changes
 
 
 def test_all_of_two_workers_together_are_training_on_batches_of_twice_the_size():
-    """Batches of 6 of 60 rows: two in a row are one of 12. Rows are cut off by a mask of the task, so that counts weigh."""
+    """Batches of 6 of 60 rows: two in a row are one of 12. Rows are cut off by a mask of the task, so that counts
+    weigh."""
 
     def loss_fn(params, batch, key):
         counts = batch["x"][:, 0] > 0
@@ -109,14 +111,16 @@ def test_two_workers_that_push_as_they_like_are_stale_and_reach_the_minimum():
 
 
 def test_a_slow_worker_does_not_slow_the_other():
-    """That the other's rate falls by less than a tenth is measured by benchmarks/parameter_server.py, on a machine with nothing else to do."""
+    """That the other's rate falls by less than a tenth is measured by benchmarks/parameter_server.py, on a machine with
+    nothing else to do."""
     job = Job(Rules(60), workers=2, seconds=lambda worker: 0.1 if worker else 0.02)
     job.run()
     assert job.last.progress[0] > 2.5 * job.last.progress[1] > 0, job.last.progress
 
 
 def at_their_last(chief):
-    """Returns the workers whose death now would be one too many in a row without a gradient, and end the job: by chance, among 20 in 400 updates."""
+    """Returns the workers whose death now would be one too many in a row without a gradient, and end the job: by
+    chance, among 20 in 400 updates."""
     idle = [n for n, start in chief._progress_at_start.items() if chief._progress.get(n, 0) <= start]
     return [chief._running.get(n) for n in idle if chief._without_push[n] == IN_A_ROW - 1]
 

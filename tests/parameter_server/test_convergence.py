@@ -1,4 +1,5 @@
-"""Two asynchronous workers reach the loss of SGD after as many applied updates, by stale gradients: `benchmarks/parameter_server.py converge`."""
+"""Two asynchronous workers reach the loss of SGD after as many applied updates, by stale gradients:
+`benchmarks/parameter_server.py converge`."""
 
 import argparse
 import importlib.util

@@ -1,4 +1,5 @@
-"""The small process that outlives a killed driver: it ends what carries the run's mark, and nothing else. Needs no Ray."""
+"""The small process that outlives a killed driver: it ends what carries the run's mark, and nothing else. Needs no
+Ray."""
 
 import os
 import signal

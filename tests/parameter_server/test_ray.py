@@ -1,4 +1,5 @@
-"""Servers and workers on Ray: one command, kills, and what is left afterwards. `make extras`; the long forms in `make thorough`."""
+"""Servers and workers on Ray: one command, kills, and what is left afterwards. `make extras`; the long forms in `make
+thorough`."""
 
 import json
 import random

@@ -116,7 +116,8 @@ def test_what_a_worker_skips_is_counted_and_moves_nothing():
     assert value(server) == [0, 0] and server.status(0)["dropped"] == {"skipped": 1}
 
 
-# ---- what one server has and another has not ---------------------------------------------------------------------------
+# ---- what one server has and another has not
+# ---------------------------------------------------------------------------
 
 
 class Still:

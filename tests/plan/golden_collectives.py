@@ -1,15 +1,18 @@
-"""The collectives of every strategy on every target, as a golden file, and the page docs/collectives.md that is made from it.
+"""The collectives of every strategy on every target, as a golden file, and the page docs/collectives.md that is made
+from it.
 
     python tests/plan/golden_collectives.py                       # compile all of it and compare (make tpu)
     python tests/plan/golden_collectives.py --write               # and keep what was found
     python tests/plan/golden_collectives.py tpu:v5e:2x4/fsdp cpu:8    # some targets, or one strategy of a target
 
-The programs are those of configs/ as they are (GPT, width 64, eight devices), with little text to train on; those named `+kernels`
-have sequences so long that attention is a kernel. Those named `reducer=` are that reducer alone, on the gradient of
-the GPT with width 128 and four layers, over data 8, `hierarchical` over replica 2 x data 4, `sparse_rows` with the bytes of one round. TPU targets need the extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a
+The programs are those of configs/ as they are (GPT, width 64, eight devices), with little text to train on; those named
+`+kernels` have sequences so long that attention is a kernel. Those named `reducer=` are that reducer alone, on the
+gradient of the GPT with width 128 and four layers, over data 8, `hierarchical` over replica 2 x data 4, `sparse_rows`
+with the bytes of one round. TPU targets need the extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a
 difference, said line by line.
 
-Each target is compiled in a process of its own, since a compiler that aborts takes its process along; that is then what the file says.
+Each target is compiled in a process of its own, since a compiler that aborts takes its process along; that is then what
+the file says.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ SYNCS = {
     "diloco": f"sync={{diloco: {{every: {EVERY}}}}}",
     "diloco_int8": f"sync={{diloco: {{every: {EVERY}, reducer: int8}}}}",
 }
-"""Strategy -> what of configs/diloco.yaml is another. Their rows are those of the step, and with `phase` and `every` of the program in which groups agree."""
+"""Strategy -> what of configs/diloco.yaml is another. Their rows are those of the step, and with `phase` and `every` of
+the program in which groups agree."""
 TWO_SLICES = "tpu:v5e:2x2*2"
 TARGETS = ("cpu:8", "tpu:v4:2x2x2", "tpu:v5e:2x4", "tpu:v5p:2x2x2", "tpu:v6e:2x4", "tpu:7x:2x2x1", TWO_SLICES)
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
@@ -49,7 +53,8 @@ LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
 OVER_SLICES = {name: ["mesh.replica=2", "mesh.fsdp=4"] for name in ("zero1", "zero2", "fsdp")}
 # Where nothing is asked for, `replica` is the number of slices (mesh.py); these are looked at as on one.
 OVER_SLICES |= {name: ["mesh.replica=1"] for name in ("mirrored", *SYNCS)}
-# Blocks of a multiple of 128 tokens, as splash attention takes them; a ring over four devices cuts a sequence into eight.
+# Blocks of a multiple of 128 tokens, as splash attention takes them; a ring over four devices cuts a sequence into
+# eight.
 KERNELS = "+kernels"
 KERNEL_TARGETS = ("tpu:v5e:2x4", "tpu:v5p:2x2x2")
 KERNEL_TOKENS = {"context": 1024}
@@ -61,7 +66,8 @@ REDUCER_TARGETS = ("cpu:8", "tpu:v5e:2x4")
 Row = dict[str, Any]
 Entry = dict[str, Any]
 Golden = dict[str, dict[str, Entry]]
-"""target -> strategy -> {"mesh": axis -> size, "collectives": rows} or {"refused": reason}; `+kernels` also {"kernels": calls}."""
+"""target -> strategy -> {"mesh": axis -> size, "collectives": rows} or {"refused": reason}; `+kernels` also {"kernels":
+calls}."""
 
 
 def strategies_of(target: str) -> tuple[str, ...]:
@@ -70,7 +76,8 @@ def strategies_of(target: str) -> tuple[str, ...]:
     return (*STRATEGIES, *SYNCS, *(s + KERNELS for s in STRATEGIES if target in KERNEL_TARGETS), *reducers)
 
 
-# ---- what a compiler makes of a strategy --------------------------------------------------------------------------------
+# ---- what a compiler makes of a strategy
+# --------------------------------------------------------------------------------
 
 
 def entries(target_name: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry]]:
@@ -121,7 +128,8 @@ def compiled_entry(strategy: str, machine: Any) -> Entry:
 
 
 def rows_of(bill: Any) -> list[Row]:
-    """Returns (op, what it stands for, axes, in a loop) -> count and bytes, as rows; bytes None: a loop of unknown length, with those of one run."""
+    """Returns (op, what it stands for, axes, in a loop) -> count and bytes, as rows; bytes None: a loop of unknown
+    length, with those of one run."""
     together = collections.defaultdict(list)
     for c in bill.collectives:
         if c.counted:
@@ -149,7 +157,8 @@ def _bytes_of(same: Sequence[Any]) -> Row:
 
 
 def measure(target: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry]]:
-    """Yields the entry of each strategy, compiled in a process of its own; one that dies leaves its last words as the reason."""
+    """Yields the entry of each strategy, compiled in a process of its own; one that dies leaves its last words as the
+    reason."""
     left = list(strategies)
     while left:
         command = [sys.executable, str(Path(__file__)), "--child", target, *left]
@@ -173,7 +182,8 @@ def measure(target: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry
 
 
 def _last_words(text: str) -> str:
-    """Returns the line of a dead process's output that says why, without the time and place that a compiler writes before it."""
+    """Returns the line of a dead process's output that says why, without the time and place that a compiler writes
+    before it."""
     lines = [line for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "Check failed" in line or "Error" in line] or lines or ["nothing was said"]
     return re.sub(r"^[FEWI][0-9]{4} .*?\] ", "", telling[-1])
@@ -275,7 +285,8 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _totals(targets: Golden, strategies: Sequence[str]) -> str:
-    """Returns the table strategy x target of bytes that a device sends in a step; in brackets, over what the CPU sends."""
+    """Returns the table strategy x target of bytes that a device sends in a step; in brackets, over what the CPU
+    sends."""
     names = [t for t in TARGETS if t in targets]
     lines = ["| strategy | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
     for strategy in strategies:

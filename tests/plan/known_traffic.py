@@ -19,7 +19,8 @@ PROGRAMS = {}
 
 
 def program(**expected):
-    """Registers a program with its bytes: `all_reduce_data=...` is what is sent by all_reduce over data; `cpu`, `tpu`: there."""
+    """Registers a program with its bytes: `all_reduce_data=...` is what is sent by all_reduce over data; `cpu`, `tpu`:
+    there."""
     own = {compiler: expected.pop(compiler, None) for compiler in ("cpu", "tpu")}
 
     def register(function):

@@ -1,7 +1,9 @@
-"""Trains one step and prints (predicted peak of all devices, bytes by which the process grew at most). Run in a process of its own.
+"""Trains one step and prints (predicted peak of all devices, bytes by which the process grew at most). Run in a process
+of its own.
 
-The allocator is told to take every large array from the kernel and to give it back at once (glibc's MALLOC_MMAP_THRESHOLD_,
-MALLOC_TRIM_THRESHOLD_): else its own caches, up to a third of the peak here, are measured and not the program.
+The allocator is told to take every large array from the kernel and to give it back at once (glibc's
+MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_): else its own caches, up to a third of the peak here, are measured and
+not the program.
 """
 
 import gc

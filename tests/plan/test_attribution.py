@@ -24,7 +24,8 @@ def loss(params, batch, key):
 
 
 SUMS = 2 * 7 * 4 // 8
-"""The sum of the losses, one float32; the count is known without a sum. Part of the gradient's all_reduce where there is one."""
+"""The sum of the losses, one float32; the count is known without a sum. Part of the gradient's all_reduce where there
+is one."""
 
 CASES = {
     "mirrored": ({"mesh": {"data": 8}}, {"gradient reduction": 2 * 7 * P // 8 + SUMS}),
@@ -105,7 +106,8 @@ def test_the_first_of_the_paths_that_xla_has_joined_is_told_apart():
 
 
 def test_every_op_is_in_its_scope_forward_and_backward():
-    """What leaves a device in the loss of a model with a vocabulary, a pair of products and a ring, bill and jaxpr alike."""
+    """What leaves a device in the loss of a model with a vocabulary, a pair of products and a ring, bill and jaxpr
+    alike."""
 
     def loss(params, batch, key):
         tokens = sk.context_order(batch["tokens"])

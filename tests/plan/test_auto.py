@@ -82,7 +82,8 @@ def test_another_number_of_microbatches_keeps_the_place_of_what_the_reducer_keep
     assert jax.tree.structure(other.abstract_state) == jax.tree.structure(made.abstract_state)
 
 
-# ---- on the terminal ------------------------------------------------------------------------------------------------------
+# ---- on the terminal
+# ------------------------------------------------------------------------------------------------------
 
 
 def typed(folder, *command):

@@ -1,4 +1,5 @@
-"""The bill is right: bytes of programs with known traffic equal what is computed by hand, on CPU and on the TPU compiler."""
+"""The bill is right: bytes of programs with known traffic equal what is computed by hand, on CPU and on the TPU
+compiler."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""The FLOPs of a plan are those of the compiled program, the model's own those of the jaxpr: where replicas repeat work, the first are more."""
+"""The FLOPs of a plan are those of the compiled program, the model's own those of the jaxpr: where replicas repeat
+work, the first are more."""
 
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import parse_target

@@ -1,4 +1,5 @@
-"""Before a run begins its step is weighed, on every process alike; its plan is written beside the run and is never its end."""
+"""Before a run begins its step is weighed, on every process alike; its plan is written beside the run and is never its
+end."""
 
 import json
 import os
@@ -30,7 +31,8 @@ def events(run_dir):
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-# ---- the plan of a run -------------------------------------------------------------------------------------------------
+# ---- the plan of a run
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_first_step_does_not_wait_for_the_plan_and_the_end_of_the_run_does(tmp_path, monkeypatch):

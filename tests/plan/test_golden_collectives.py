@@ -1,4 +1,5 @@
-"""The golden file of collectives: a few of its programs compiled again (`make tpu`: all of them), and that a difference is told."""
+"""The golden file of collectives: a few of its programs compiled again (`make tpu`: all of them), and that a difference
+is told."""
 
 import copy
 import json
@@ -66,7 +67,8 @@ def test_attention_is_a_kernel_in_every_strategy_with_long_sequences():
 
 
 def test_diloco_sends_a_hundredth_of_synchronous_training_and_in_int8_a_quarter_of_that_on_every_target():
-    """Amortised over the 100 steps between two agreements; the most in one step is one all-reduce of the parameters, or 0.26 of it."""
+    """Amortised over the 100 steps between two agreements; the most in one step is one all-reduce of the parameters, or
+    0.26 of it."""
     for target, found in golden.read()["targets"].items():
         plain = golden._bytes(found["mirrored"])
         for strategy, most in (("diloco", 0.011), ("diloco_int8", 0.003)):

@@ -1,4 +1,5 @@
-"""Reading compiled texts: saved ones of the TPU compiler, all spellings of groups, all guises of collectives, broken text."""
+"""Reading compiled texts: saved ones of the TPU compiler, all spellings of groups, all guises of collectives, broken
+text."""
 
 import gzip
 from pathlib import Path

@@ -50,7 +50,8 @@ ENTRY %main (x: s8[8], q: bf16[64,128]) -> bf16[64,128] {
 
 
 def test_a_kernel_costs_what_it_says_of_itself():
-    """0.459 TFLOP in bfloat16, at 459 TFLOP/s of which three quarters are reached: 1.33 ms. The text goes on over several lines."""
+    """0.459 TFLOP in bfloat16, at 459 TFLOP/s of which three quarters are reached: 1.33 ms. The text goes on over
+    several lines."""
     from dataclasses import replace
 
     target = replace(target_of(jax.devices()[:1]), chip=CHIPS["v5p"])

@@ -1,4 +1,5 @@
-"""Collectives as the TPU compiler alone writes them: spread over fusions, and between slices. Texts cut from libtpu 0.0.42."""
+"""Collectives as the TPU compiler alone writes them: spread over fusions, and between slices. Texts cut from libtpu
+0.0.42."""
 
 from spmdkit.mesh.mesh import AXES
 from spmdkit.plan.collectives_bill import read_bill

@@ -1,4 +1,5 @@
-"""What XLA makes of a step: one fused reduction over the replicas, none in the loop, one compilation, no second copy."""
+"""What XLA makes of a step: one fused reduction over the replicas, none in the loop, one compilation, no second
+copy."""
 
 import collections
 import dataclasses

@@ -224,7 +224,8 @@ def test_an_evaluation_that_mixes_examples_with_padding_is_refused(per_example, 
     assert "sk.example_mask()" in text and "eval.batch_size that divides 24" in text and "in eval_fn" in text
 
 
-# ---- the short batch --------------------------------------------------------------------------------------------------
+# ---- the short batch
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grid", [(1, 1, 5), (4, 2, 3), (4, 2, 1), (1, 4, 1), (2, 1, 2)], ids=str)
@@ -249,7 +250,8 @@ def test_padding_is_filled_from_real_rows_of_the_same_batch(grid):
         assert by_shard[..., 0].all() and not by_shard[..., -1].any()
 
 
-# ---- values whose first dim has the length of the rows by chance ---------------------------------------------------------
+# ---- values whose first dim has the length of the rows by chance
+# ---------------------------------------------------------
 
 
 def test_values_along_time_that_are_as_many_as_the_rows_are_refused_where_padding_was_left_out_of_them():

@@ -1,9 +1,10 @@
-"""What TensorFlow's own strategies give on the linear regression y = 2x: `make reference`, in an environment of its own.
+"""What TensorFlow's own strategies give on the linear regression y = 2x: `make reference`, in an environment of its
+own.
 
     .venv-reference/bin/python tests/reference/tensorflow_numbers.py [--write]
 
-compares with tests/reference/golden.json, or writes it. Nothing of spmdkit runs here; test_golden.py compares spmdkit with the file. Custom loops: Keras' `fit`
-under a strategy takes 0.4 s a step on CPUs.
+compares with tests/reference/golden.json, or writes it. Nothing of spmdkit runs here; test_golden.py compares spmdkit
+with the file. Custom loops: Keras' `fit` under a strategy takes 0.4 s a step on CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""spmdkit against numbers that TensorFlow's own strategies gave (golden.json, by `make reference`), on the linear regression y = 2x."""
+"""spmdkit against numbers that TensorFlow's own strategies gave (golden.json, by `make reference`), on the linear
+regression y = 2x."""
 
 import json
 from pathlib import Path

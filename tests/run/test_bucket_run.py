@@ -1,4 +1,5 @@
-"""A run whose checkpoints are in a bucket, here one in memory: it goes on from an empty disk, is evaluated there, and only one run at a time writes to it."""
+"""A run whose checkpoints are in a bucket, here one in memory: it goes on from an empty disk, is evaluated there, and
+only one run at a time writes to it."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Copies of the state that a device has changed in silence: which one is odd, what is done about it, and what no copy can show."""
+"""Copies of the state that a device has changed in silence: which one is odd, what is done about it, and what no copy
+can show."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def flipped(leaf, device, bit=12):
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-# ---- what is found -----------------------------------------------------------------------------------------------------
+# ---- what is found
+# -----------------------------------------------------------------------------------------------------
 
 MESHES = {
     "data 4": ({"mesh": {"data": 4}, "ema": 0.9}, 0, 4),

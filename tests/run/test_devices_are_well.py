@@ -1,4 +1,5 @@
-"""`preflight: true`: a device that computes other bits ends the start before anything is written; otherwise the run says that all was well."""
+"""`preflight: true`: a device that computes other bits ends the start before anything is written; otherwise the run
+says that all was well."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""What ends a run in the user's own code keeps the work: the state of the last good step is saved, and a restart goes on bit for bit."""
+"""What ends a run in the user's own code keeps the work: the state of the last good step is saved, and a restart goes
+on bit for bit."""
 
 import json
 import sys
@@ -132,7 +133,8 @@ def test_a_state_that_is_not_finite_is_not_kept(tmp_path, capfd):
 
 
 def test_rows_are_left_out_and_a_restart_repeats_it_bit_for_bit(tmp_path):
-    """Row 55 fails once: it is left out of batch 7, read again in the next epoch; a run that is stopped between and started again gives the same."""
+    """Row 55 fails once: it is left out of batch 7, read again in the next epoch; a run that is stopped between and
+    started again gives the same."""
     options = {"steps": 24, "data": {"shuffle": False, "skip": 2}, "checkpoint": {"every_steps": 3, "keep": 100}}
     train(tmp_path, Rows(BAD, OSError("bad"), times=1), name="whole", **options)
     (news,) = [e for e in lines(tmp_path, "events.jsonl", "whole") if e["event"] == "data"]
@@ -152,7 +154,8 @@ def test_rows_are_left_out_and_a_restart_repeats_it_bit_for_bit(tmp_path):
 
 
 def test_a_row_that_is_left_out_is_padding_where_batches_can_be_short(tmp_path):
-    """95 rows in batches of 8; row 55 counts in no batch, and no other one twice; also after a restart that could read it."""
+    """95 rows in batches of 8; row 55 counts in no batch, and no other one twice; also after a restart that could read
+    it."""
 
     class Fewer(Rows):
         def __len__(self):

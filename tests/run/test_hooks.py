@@ -1,4 +1,5 @@
-"""What hooks can do: stop, save, evaluate, replace, go back; inside the step; across a restart bit for bit; each of them in one file."""
+"""What hooks can do: stop, save, evaluate, replace, go back; inside the step; across a restart bit for bit; each of
+them in one file."""
 
 import json
 import math
@@ -244,7 +245,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_where_the_loss_still_is(tmp
     assert saved(tmp_path) == [4]
 
 
-# ---- a user's own, and a restart ---------------------------------------------------------------------------------------
+# ---- a user's own, and a restart
+# ---------------------------------------------------------------------------------------
 
 MINE = """
 import math

@@ -1,4 +1,5 @@
-"""What is not finite ends a run with 77, is skipped, is gone back from, or is said: each by choice, for loss, gradient, metrics and evaluation."""
+"""What is not finite ends a run with 77, is skipped, is gone back from, or is said: each by choice, for loss, gradient,
+metrics and evaluation."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def lines(tmp_path, name="metrics.jsonl"):
     return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
 
 
-# ---- evaluation, metrics, the final model ------------------------------------------------------------------------------
+# ---- evaluation, metrics, the final model
+# ------------------------------------------------------------------------------
 
 
 def poisoned_evaluation(params, batch):
@@ -109,7 +111,8 @@ def test_the_command_eval_ends_with_77_after_it_has_printed(tmp_path, monkeypatc
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("num", [1, 2, 3, 16, 37])
 def test_of_the_codes_of_many_steps_every_one_that_says_something_is_found(cut, num):
-    """On eight devices, of which one alone may know; joined before they are read, and the last part of them is short."""
+    """On eight devices, of which one alone may know; joined before they are read, and the last part of them is
+    short."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
     placed = NamedSharding(mesh, PartitionSpec("fsdp") if cut else PartitionSpec())
     bits = {5: 2, 16: 8, 21: 1, num: 3}
@@ -120,7 +123,8 @@ def test_of_the_codes_of_many_steps_every_one_that_says_something_is_found(cut, 
     assert finite._joined_codes([(step, jnp.zeros((), jnp.int32)) for step, _ in codes])() == []
 
 
-# ---- skip and rollback -------------------------------------------------------------------------------------------------
+# ---- skip and rollback
+# -------------------------------------------------------------------------------------------------
 
 BAD = 6  # the step, and the number, of the batch that is poisoned
 

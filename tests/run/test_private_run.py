@@ -1,4 +1,5 @@
-"""What a run leaves: no secret in any file of it, and no file that others may read or that a link of theirs has led elsewhere."""
+"""What a run leaves: no secret in any file of it, and no file that others may read or that a link of theirs has led
+elsewhere."""
 
 import stat
 import sys

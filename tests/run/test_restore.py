@@ -1,4 +1,5 @@
-"""Where a run goes on: from the newest checkpoint that is as it was written; never from an older one, or from the start, without a word."""
+"""Where a run goes on: from the newest checkpoint that is as it was written; never from an older one, or from the
+start, without a word."""
 
 from __future__ import annotations
 

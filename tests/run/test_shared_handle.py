@@ -1,4 +1,5 @@
-"""Data of training and of evaluation that share a handle, as a file with a position or an HDF5 file: nobody reads between two halves of a read."""
+"""Data of training and of evaluation that share a handle, as a file with a position or an HDF5 file: nobody reads
+between two halves of a read."""
 
 import json
 import time

@@ -1,4 +1,5 @@
-"""`sk.sum`, `sk.max` and `sk.counts`: over microbatches, replicas, groups and a whole evaluation what one device computes from all rows."""
+"""`sk.sum`, `sk.max` and `sk.counts`: over microbatches, replicas, groups and a whole evaluation what one device
+computes from all rows."""
 
 import dataclasses
 import functools
@@ -19,7 +20,8 @@ ROWS, EVAL_ROWS = 40, 50
 
 
 def measured(params, batch):
-    """Returns one of each metric; the sum and the maximum are negative at all rows, so that a padding row of zeros would show."""
+    """Returns one of each metric; the sum and the maximum are negative at all rows, so that a padding row of zeros
+    would show."""
     error = jnp.abs(batch["x"] @ params["w"] + params["b"] - batch["y"])
     label = jnp.clip(batch["weight"] * 2, 0, BINS - 1).astype(jnp.int32)
     small = (error[:, 0] < 2).astype(jnp.int32)

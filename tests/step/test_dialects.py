@@ -1,4 +1,5 @@
-"""A loss, a global step, a per-replica step and the user's own loop give the same numbers; the known traps are errors."""
+"""A loss, a global step, a per-replica step and the user's own loop give the same numbers; the known traps are
+errors."""
 
 import dataclasses
 
@@ -41,7 +42,8 @@ def own_psum_step(psum):
 
 
 def pmean_step(state, batch):
-    """The idiom of Horovod and pmap: a local mean, then the mean of all; means pooled by `sk.pmean` keep their counts."""
+    """The idiom of Horovod and pmap: a local mean, then the mean of all; means pooled by `sk.pmean` keep their
+    counts."""
 
     def loss(params):
         error = batch["x"] @ params["w"] + params["b"] - batch["y"]

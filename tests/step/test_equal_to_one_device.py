@@ -46,7 +46,8 @@ MODEL_CASES = [
     for mesh in MESHES
     for n, quick in ((1, IN_ONE_PIECE), (4, ACCUMULATED))
 ]
-"""The GPT is accumulated on every mesh, the CNN on each kind of mesh; in one piece each is computed on one. All others are slow."""
+"""The GPT is accumulated on every mesh, the CNN on each kind of mesh; in one piece each is computed on one. All others
+are slow."""
 
 
 @pytest.mark.parametrize(("model", "mesh", "microbatches"), MODEL_CASES)
@@ -106,7 +107,8 @@ def test_a_random_init_has_the_same_bits_on_every_mesh(mesh):
     jax.tree.map(np.testing.assert_array_equal, one.params, by_hand)
 
 
-# ---- short batches and evaluation sets of any size ---------------------------------------------------------------------
+# ---- short batches and evaluation sets of any size
+# ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -149,7 +151,8 @@ def test_an_evaluation_set_of_any_size_is_evaluated_exactly(mesh, num_examples):
     np.testing.assert_allclose(program.eval(state)["worst"], worst, rtol=TOLERANCE)
 
 
-# ---- settings of the step: each equal to one device, and each seen to do something ------------------------------------
+# ---- settings of the step: each equal to one device, and each seen to do something
+# ------------------------------------
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_and_sums_in_float32():
@@ -210,7 +213,8 @@ def test_parameters_and_optimizer_state_on_the_host_give_the_same_numbers(mesh):
 
 
 def test_an_evaluation_of_parameters_on_the_host_draws_nothing_either():
-    """The GPT has dropout, and none where its key is None: with a key after all, its evaluation would be another one."""
+    """The GPT has dropout, and none where its key is None: with a key after all, its evaluation would be another
+    one."""
     assert program_of(gpt(), placement={"params": "host"}, **MESHES["data 2 x fsdp 4"]).evaluator.note is None
 
 

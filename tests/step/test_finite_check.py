@@ -71,7 +71,8 @@ def test_a_skipped_step_leaves_everything_but_its_number_and_training_goes_on(me
 @pytest.mark.parametrize("mesh", ["replica 2 x data 2", "fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_by_default_the_step_looks_and_changes_nothing(mesh, value):
-    """The gradient alone: the loss is bounded. On the device that holds the row's feature, and on no other where the gradient is cut."""
+    """The gradient alone: the loss is bounded. On the device that holds the row's feature, and on no other where the
+    gradient is cut."""
     loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
     with_bad_gradient = dataclasses.replace(regression(), loss_fn=loss)
     program = program_of(with_bad_gradient, **MESHES[mesh])
@@ -81,7 +82,8 @@ def test_by_default_the_step_looks_and_changes_nothing(mesh, value):
 
 @pytest.mark.parametrize("mesh", ["fsdp 8 zero 2", "fsdp 8 zero 3"])
 def test_all_devices_skip_where_one_alone_holds_what_is_not_finite(mesh):
-    """tanh of infinity is one and its slope zero: the loss is finite, and of the gradient only the row of that feature is not."""
+    """tanh of infinity is one and its slope zero: the loss is finite, and of the gradient only the row of that feature
+    is not."""
     loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
     program = program_of(dataclasses.replace(regression(), loss_fn=loss), on_nonfinite="skip", **MESHES[mesh])
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=np.inf))
@@ -124,7 +126,8 @@ def test_a_gradient_that_only_a_loop_of_the_users_own_has_seen_is_found_in_the_p
     assert codes == [0, finite_check.GRADIENT] and changed(states[0], states[1]) == ["step"]
 
 
-# ---- equal to a schedule, and to a loop by hand ------------------------------------------------------------------------
+# ---- equal to a schedule, and to a loop by hand
+# ------------------------------------------------------------------------
 
 
 def forced_step(state, batch):
@@ -166,7 +169,8 @@ def _mean(loss):
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", None])
 def test_a_single_number_that_is_not_finite_is_seen_wherever_it_is_in_a_large_array(platform):
-    """A maximum of magnitudes, which the look at the state was, lost a NaN at these places. On CPU parts are joined, the last within the one before."""
+    """A maximum of magnitudes, which the look at the state was, lost a NaN at these places. On CPU parts are joined,
+    the last within the one before."""
     look = jax.jit(functools.partial(finite_check.is_finite, platform=platform))
     for shape in ((1024, 1024), (1009, 37), (3, 3, 7, 1031), (40_009,), (16_385, 1), (1000, 12), (7, 64), (5,), ()):
         x = np.ones(shape, np.float32)

@@ -50,7 +50,8 @@ def rows_of(step, num_replicas, microbatches):
 
 
 def by_replica(num_replicas, microbatches, group):
-    """Returns (mean, var), each [groups, 16]: replicas go on by themselves within a step, then a group takes its mean."""
+    """Returns (mean, var), each [groups, 16]: replicas go on by themselves within a step, then a group takes its
+    mean."""
     mean, var = np.zeros((num_replicas, 16)), np.ones((num_replicas, 16))
     for step in (1, 2, 3):
         rows = rows_of(step, num_replicas, microbatches)

@@ -1,4 +1,5 @@
-"""A metric whose class is the user's, as clu's are, with a `merge` that is no sum: over microbatches, replicas, groups and batches it is that of all rows."""
+"""A metric whose class is the user's, as clu's are, with a `merge` that is no sum: over microbatches, replicas, groups
+and batches it is that of all rows."""
 
 import dataclasses
 import functools
@@ -23,7 +24,8 @@ ROWS, EVAL_ROWS = 40, 50
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Deviation:
-    """The standard deviation of values, by the parts' counts, means and sums of squares around them (Chan, Golub, LeVeque 1979)."""
+    """The standard deviation of values, by the parts' counts, means and sums of squares around them (Chan, Golub,
+    LeVeque 1979)."""
 
     count: jax.Array
     mean: jax.Array

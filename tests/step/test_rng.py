@@ -1,4 +1,5 @@
-"""Every key of a run is another one; `init` gets the seed's own; what is drawn per example does not depend on the mesh."""
+"""Every key of a run is another one; `init` gets the seed's own; what is drawn per example does not depend on the
+mesh."""
 
 import itertools
 
@@ -58,7 +59,8 @@ def test_the_noise_of_a_step_is_not_what_init_drew():
         assert min(map(float, distances.values())) > 0.5
 
 
-# ---- no two keys are equal ---------------------------------------------------------------------------------------------
+# ---- no two keys are equal
+# ---------------------------------------------------------------------------------------------
 
 
 def splits(key, *counts):
@@ -70,7 +72,8 @@ def splits(key, *counts):
 
 
 def keys_of_a_run(seed):
-    """Returns the data of all keys of a run: of init, of 1,000 steps, 8 replicas, 4 microbatches, examples, evaluation batches."""
+    """Returns the data of all keys of a run: of init, of 1,000 steps, 8 replicas, 4 microbatches, examples, evaluation
+    batches."""
     from spmdkit.step import rng
 
     root = rng.root_data(seed)

@@ -1,4 +1,5 @@
-"""What is the same on every replica (made of `sk.psum`) in the loss of a per-replica step: one number, told and differentiated once."""
+"""What is the same on every replica (made of `sk.psum`) in the loss of a per-replica step: one number, told and
+differentiated once."""
 
 import jax
 import jax.numpy as jnp

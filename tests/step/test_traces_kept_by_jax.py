@@ -1,4 +1,5 @@
-"""JAX keeps the traces of a user's jitted functions. A trace made for one mesh, or inside one loss, does not serve another."""
+"""JAX keeps the traces of a user's jitted functions. A trace made for one mesh, or inside one loss, does not serve
+another."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""Typed random keys in the state: optimizers that draw noise, model state with a key, saved and restored on another mesh."""
+"""Typed random keys in the state: optimizers that draw noise, model state with a key, saved and restored on another
+mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,8 @@ def test_optimizers_that_draw_noise_are_those_of_plain_optax_on_every_mesh(name)
 
 
 def keys_for_each_row():
-    """Returns an optimizer that keeps an array of keys, cut over fsdp like any other, and draws noise for each row from its own."""
+    """Returns an optimizer that keeps an array of keys, cut over fsdp like any other, and draws noise for each row from
+    its own."""
 
     def init(params):
         return {"one": jax.random.key(3, impl="rbg"), "rows": jax.random.split(jax.random.key(4), 16)}

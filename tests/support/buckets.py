@@ -19,7 +19,8 @@ class CutOff(BaseException):
 
 
 class InMemory:
-    """What checkpoint/object_store.py asks of a client. `left`: changes that are still made; the one after is a kill."""
+    """What checkpoint/object_store.py asks of a client. `left`: changes that are still made; the one after is a
+    kill."""
 
     def __init__(self):
         self.objects: dict[str, bytes] = {}
@@ -73,7 +74,8 @@ def free_port() -> int:
 
 
 class InFolder(MutableMapping):
-    """The objects of an `InMemory` that several processes share: each a file of one folder, there whole or not at all."""
+    """The objects of an `InMemory` that several processes share: each a file of one folder, there whole or not at
+    all."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -1,4 +1,5 @@
-"""The command line in this process: what a user types, what comes out, with which exit code, and what it leaves alone."""
+"""The command line in this process: what a user types, what comes out, with which exit code, and what it leaves
+alone."""
 
 import shutil
 import textwrap
@@ -73,7 +74,8 @@ class Folder:
         monkeypatch.chdir(path)
 
     def write(self, code="", task=None, config=None):
-        """Writes the task with `code` after the functions that work, and a config; None as a value leaves a line out."""
+        """Writes the task with `code` after the functions that work, and a config; None as a value leaves a line
+        out."""
         arguments = {name: value for name, value in {**ARGUMENTS, **(task or {})}.items() if value is not None}
         call = ", ".join(f"{name}={value}" for name, value in arguments.items())
         (self.path / "task.py").write_text(f"{TASK}\n{textwrap.dedent(code)}\ntask = sk.Task({call})\n")
@@ -137,7 +139,8 @@ class Folder:
 class Case(NamedTuple):
     """One mistake: what differs from the files that work, and what has to be said about it.
 
-    `says`: the parts of the message. `code`: Python after the working functions. `task`: arguments of `Task`. `config`: lines.
+    `says`: the parts of the message. `code`: Python after the working functions. `task`: arguments of `Task`. `config`:
+        lines.
     """
 
     says: Says

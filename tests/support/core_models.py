@@ -1,7 +1,8 @@
 """The three models of the equality tests, as a user's tasks: a GPT, a CNN with batch norm, linear regression.
 
-The GPT and the CNN are the examples themselves, made small. Each keeps its own optimizer's kind (AdamW, SGD with momentum),
-behind a transformation that keeps the gradient it is given: so one compiled program shows loss, gradient and parameters.
+The GPT and the CNN are the examples themselves, made small. Each keeps its own optimizer's kind (AdamW, SGD with
+momentum), behind a transformation that keeps the gradient it is given: so one compiled program shows loss, gradient and
+parameters.
 """
 
 import dataclasses

@@ -70,9 +70,9 @@ def train(program, evaluate=True, steps=5):
 
 
 def settings_of(model):
-    """Returns the batch size of a model. With a single row on each shard of a microbatch, XLA's partitioner cannot cut the
-    convolution's kernel gradient over data and fsdp ("feature_group_count must be a positive number", jax 0.10.2), so the
-    CNN has two.
+    """Returns the batch size of a model. With a single row on each shard of a microbatch, XLA's partitioner cannot cut
+    the convolution's kernel gradient over data and fsdp ("feature_group_count must be a positive number", jax 0.10.2),
+    so the CNN has two.
     """
     return {"batch_size": 2 * BATCH if model == "cnn" else BATCH}
 

@@ -1,6 +1,8 @@
-"""A task whose parameters count: after training by plain SGD at rate 1, `params[leaf][i]` is how often the batch of example i was applied.
+"""A task whose parameters count: after training by plain SGD at rate 1, `params[leaf][i]` is how often the batch of
+example i was applied.
 
-Its examples wait as long as the file `pace` beside the run's config says, in seconds, so that a test decides how fast training goes.
+Its examples wait as long as the file `pace` beside the run's config says, in seconds, so that a test decides how fast
+training goes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real processes in a tenth of the time: one process imports everything once, and forks for each one that is asked for.
 
-What is forked has no device and no thread yet; it has its own environment, folder, arguments and output, as any process has. What a
-process reads while Python starts (another PYTHONPATH, other packages) needs `fresh`.
+What is forked has no device and no thread yet; it has its own environment, folder, arguments and output, as any process
+has. What a process reads while Python starts (another PYTHONPATH, other packages) needs `fresh`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Process:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. `signal` n is code -n, of one that outlived its deadline -9; `seconds` since it was started."""
+    """How a process ended. `signal` n is code -n, of one that outlived its deadline -9; `seconds` since it was
+    started."""
 
     code: int
     output: str
@@ -52,7 +53,8 @@ class Ended:
 
 
 class Child:
-    """A started process, with the methods of `subprocess.Popen`. What it prints goes to a file, which is read at its end."""
+    """A started process, with the methods of `subprocess.Popen`. What it prints goes to a file, which is read at its
+    end."""
 
     def __init__(self, forks: Forks, pid: int, output: Path):
         self.returncode: int | None = None
@@ -166,7 +168,8 @@ class Forks:
         return self.run(numbered, timeout_s)
 
 
-# ---- the process that forks --------------------------------------------------------------------------------------------
+# ---- the process that forks
+# --------------------------------------------------------------------------------------------
 
 
 def _start(asked: dict[str, Any]) -> int:
@@ -205,7 +208,8 @@ def _start(asked: dict[str, Any]) -> int:
 
 
 def _die_with_the_parent() -> None:
-    """A test that is killed leaves nothing: the process that forks ends with its input, and all others with it (Linux)."""
+    """A test that is killed leaves nothing: the process that forks ends with its input, and all others with it
+    (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
 
@@ -222,7 +226,8 @@ class Forked:
 
 
 def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> Forked:
-    """Starts a launcher's child: the command of ours without a Python of its own. The launcher has no other thread in this moment."""
+    """Starts a launcher's child: the command of ours without a Python of its own. The launcher has no other thread in
+    this moment."""
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid:

@@ -1,9 +1,11 @@
-"""Configs, files and damages made from a seed, and what must hold of each: the right code, at most 25 lines, no traceback, at most 3 seconds.
+"""Configs, files and damages made from a seed, and what must hold of each: the right code, at most 25 lines, no
+traceback, at most 3 seconds.
 
     python -m tests.support.fuzz --seed 0 --count 3000        `make fuzz`
     python -m tests.support.fuzz --seed 0 --case 1234         one of them again, with what it said
 
-A case is a function of (seed, number) alone. All run in this process, through the whole command line but its `os._exit`.
+A case is a function of (seed, number) alone. All run in this process, through the whole command line but its
+`os._exit`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real jobs with one fault: what a person starts, what happens to it at a step, and how long it takes to end.
 
-The task's data source and hook read FAULTS, `{process: [kind, step]}`; where a fault fires it leaves a file with the time, so that an
-injection that did not fire fails its test.
+The task's data source and hook read FAULTS, `{process: [kind, step]}`; where a fault fires it leaves a file with the
+time, so that an injection that did not fire fails its test.
 """
 
 import contextlib
@@ -240,7 +240,8 @@ class Job:
         ]
 
     def left(self, within_s: float = 10.0) -> list[str]:
-        """Returns what a job that has ended left behind: processes, open ports, locks, temporary files and folders. The service ends a moment after the job.
+        """Returns what a job that has ended left behind: processes, open ports, locks, temporary files and folders. The
+        service ends a moment after the job.
 
         What a kill leaves in `checkpoints` is not looked at: the next start removes it.
         """
@@ -267,7 +268,8 @@ class Job:
         ]
 
     def _alive(self, anywhere: bool = False) -> Iterator[tuple[int, dict[str, str], list[str]]]:
-        """Yields (pid, environment, command line) of the processes whose working directory is this folder; `anywhere`: or who have its variables."""
+        """Yields (pid, environment, command line) of the processes whose working directory is this folder; `anywhere`:
+        or who have its variables."""
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 ours = anywhere and f"TMPDIR={self.folder}" in (path / "environ").read_text(errors="replace").split(

@@ -102,7 +102,8 @@ def _write(found: dict[str, dict[str, str]]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what is said of mutants, and writes the page of all tasks. What was found with the same text of package and tasks is not looked for again."""
+    """Prints what is said of mutants, and writes the page of all tasks. What was found with the same text of package
+    and tasks is not looked for again."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
     let_optax_promote()

@@ -1,6 +1,8 @@
-"""A decoder-only language model in the manner of flax's lm1b example: `jit` with shardings, logical axis rules, mesh (data, fsdp, tensor).
+"""A decoder-only language model in the manner of flax's lm1b example: `jit` with shardings, logical axis rules, mesh
+(data, fsdp, tensor).
 
-Written as its `train.py` and `models.py` are: nothing of spmdkit is in it. What differs is the size, and that devices are an argument.
+Written as its `train.py` and `models.py` are: nothing of spmdkit is in it. What differs is the size, and that devices
+are an argument.
 """
 
 import functools
@@ -167,7 +169,8 @@ def make(devices, fault=None):
     return run, (state, {"inputs": jax.device_put(tokens, batch_sharding)}, jax.random.key(2))
 
 
-# ---- a loss by hand over the shards of the batch, with a fault ------------------------------------------------------------
+# ---- a loss by hand over the shards of the batch, with a fault
+# ------------------------------------------------------------
 
 
 def _by_shards(of_shard):

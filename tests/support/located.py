@@ -3,8 +3,9 @@
     python -m tests.support.located --write        every mistake in every task -> docs/locate.md
     python -m tests.support.located gpt plain_key  one of them
 
-A mistake of a user's is one line, put into the text of the task or in place of one of its lines, so that it is known which line is wrong. One of the
-toolkit's is a mutant of `verify`; its line is one of the function that makes the mistake.
+A mistake of a user's is one line, put into the text of the task or in place of one of its lines, so that it is known
+which line is wrong. One of the toolkit's is a mutant of `verify`; its line is one of the function that makes the
+mistake.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Mistake:
 
     Attributes:
         line: the line, without its indent.
-        at: it stands in the place of the line that begins so: of a remark, `# hidden` or `# loss`, or of what it changes.
+        at: it stands in the place of the line that begins so: of a remark, `# hidden` or `# loss`, or of what it
+            changes.
         short: batches may be short.
     """
 
@@ -137,7 +139,8 @@ TOOLKITS = {
     "mean_over_shard": [user_mistakes.shard_mean],
     "example_keys_forgotten": [user_mistakes.forgotten_key],
 }
-"""Mutants of `verify` that act on every task, with the functions that make the mistake, or are called by it with what is wrong."""
+"""Mutants of `verify` that act on every task, with the functions that make the mistake, or are called by it with what
+is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +262,8 @@ Where parameters are cut too, and in a part of `sk.manual` that is cut over `con
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what is said of mistakes, and writes the page of all. What was found with the same text of package and tasks is not looked for again."""
+    """Prints what is said of mistakes, and writes the page of all. What was found with the same text of package and
+    tasks is not looked for again."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     tasks = [a for a in arguments if a in TASKS] or TASKS

@@ -1,7 +1,8 @@
-"""A message by its parts: what was asked, what was found, the rule, the smallest repair. Wording between the parts is free.
+"""A message by its parts: what was asked, what was found, the rule, the smallest repair. Wording between the parts is
+free.
 
-A part is what a user acts on: the key with its line, names, numbers, the word that says what is wrong, the line to write. A handful of messages are
-held to the letter in tests/config/test_bad_configs.py.
+A part is what a user acts on: the key with its line, names, numbers, the word that says what is wrong, the line to
+write. A handful of messages are held to the letter in tests/config/test_bad_configs.py.
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ RULES = [
 
 
 def task(num_experts=E, noise=0.0, remat=False, order=None, padded=False, **options):
-    """Returns a classifier of sequences: LAYERS residual mixtures of experts, both auxiliary losses, all statistics as metrics.
+    """Returns a classifier of sequences: LAYERS residual mixtures of experts, both auxiliary losses, all statistics as
+    metrics.
 
     Args:
-        order: a permutation of T: tokens stand in this order in the array, and say so by `positions`. Or "context_order": the
-            order is that of the mesh, and nothing says so.
+        order: a permutation of T: tokens stand in this order in the array, and say so by `positions`. Or
+            "context_order": the order is that of the mesh, and nothing says so.
         padded: tokens at positions after each example's own length are padding.
     """
     options = {"top_k": 2, "capacity": 1.0} | options
@@ -127,7 +128,8 @@ def moe_by_hand(
 
 
 def dense(x_BTD, router_DE, experts, top_k, slots):
-    """Returns (y, balance): every expert for every token, and a mask. Plain enough for JAX's own gradient; GShard's cumulative sum."""
+    """Returns (y, balance): every expert for every token, and a mask. Plain enough for JAX's own gradient; GShard's
+    cumulative sum."""
     probs_BTE = jax.nn.softmax(x_BTD @ router_DE)
     weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, top_k)
     chosen_BKTE = jax.nn.one_hot(chosen_BTK, router_DE.shape[1]).swapaxes(1, 2)

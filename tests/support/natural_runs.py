@@ -49,7 +49,8 @@ def keep_gradient(optimizer):
 
 
 def program_of(task, mesh="one device", **settings):
-    """Returns the program of a task on one of MESHES, or on axes of these sizes; small leaves are cut too, rows come in their order."""
+    """Returns the program of a task on one of MESHES, or on axes of these sizes; small leaves are cut too, rows come in
+    their order."""
     on_mesh = MESHES[mesh] if isinstance(mesh, str) else {"mesh": mesh}
     settings = {"batch_size": BATCH, "steps": STEPS, "data": {"shuffle": False}} | on_mesh | settings
     if "fsdp" in settings["mesh"]:
@@ -115,7 +116,8 @@ def assert_replicas_hold_the_same_bits(tree):
 
 
 def num_psums(program):
-    """Returns how many arrays the traced step adds over replicas; one operation each, which XLA makes one reduction of."""
+    """Returns how many arrays the traced step adds over replicas; one operation each, which XLA makes one reduction
+    of."""
 
     def count(jaxpr):
         own = sum(len(eqn.invars) for eqn in jaxpr.eqns if eqn.primitive.name.startswith("psum"))

@@ -12,8 +12,9 @@ from spmdkit.plan.hlo.text import parse
 from spmdkit.step import trace_context
 
 GATHERED_TWICE = jax.__version_info__ >= (0, 11)
-"""Whether a gather of the forward pass and the same one of the backward pass stay two where one program has both. What a part gathers is
-not kept, so they are two in the formulas; jax 0.10 makes one of them where nothing lies between, as in these small programs."""
+"""Whether a gather of the forward pass and the same one of the backward pass stay two where one program has both. What
+a part gathers is not kept, so they are two in the formulas; jax 0.10 makes one of them where nothing lies between, as
+in these small programs."""
 
 
 def step(attention=None, devices=None, **asked):

@@ -6,7 +6,8 @@ import spmdkit as sk
 
 
 def config_by_choice(folder, monkeypatch, files, lines, key):
-    """Writes `files` (name -> text), and returns a function from the value of `key` to the config of `lines` and that key."""
+    """Writes `files` (name -> text), and returns a function from the value of `key` to the config of `lines` and that
+    key."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name, text in files.items():
         monkeypatch.delitem(sys.modules, f"spmdkit_task_{name.removesuffix('.py')}", raising=False)

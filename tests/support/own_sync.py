@@ -1,4 +1,5 @@
-"""Syncs of a user's own, named as `tests.support.own_sync:mean_of_groups`: one that is right, and others that are not."""
+"""Syncs of a user's own, named as `tests.support.own_sync:mean_of_groups`: one that is right, and others that are
+not."""
 
 import jax
 import jax.numpy as jnp

@@ -32,7 +32,8 @@ def abstract(tree: Any) -> Any:
 
 
 class Counting:
-    """Gradients with a one at the number of the batch: with plain SGD at rate 1, `-params[batch]` is how often that batch was applied."""
+    """Gradients with a one at the number of the batch: with plain SGD at rate 1, `-params[batch]` is how often that
+    batch was applied."""
 
     def __init__(self, seconds: float = 0.0):
         self.seconds = seconds

@@ -1,4 +1,5 @@
-"""A small model for the pipeline's tests: token embedding, residual MLPs with dropout and a balance loss, a softmax head."""
+"""A small model for the pipeline's tests: token embedding, residual MLPs with dropout and a balance loss, a softmax
+head."""
 
 import functools
 
@@ -117,7 +118,8 @@ def model(layers=8, manual=False, mlp=plain_mlp, dropout=True, head_per_token=Fa
 
 @functools.cache
 def model_of_ops(layers=4):
-    """Returns a task whose functions are the other ops: lookup, column and row pair, mixture of experts, cross-entropy."""
+    """Returns a task whose functions are the other ops: lookup, column and row pair, mixture of experts,
+    cross-entropy."""
     num_experts = 4
 
     def init(key):

@@ -1,4 +1,5 @@
-"""Runs of `sync: parameter_server` on Ray, seen from outside: their events, the processes that they start, the addresses on which those listen."""
+"""Runs of `sync: parameter_server` on Ray, seen from outside: their events, the processes that they start, the
+addresses on which those listen."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def wait_for(
 
 
 def _marks(name: str = MARK) -> list[tuple[str, int]]:
-    """Returns (NAME=value, pid) of every process on this machine with this in its environment: by default those that runs on Ray have started."""
+    """Returns (NAME=value, pid) of every process on this machine with this in its environment: by default those that
+    runs on Ray have started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -162,7 +164,8 @@ def kill(pid: int) -> None:
 
 
 class Cluster:
-    """`ray start --head` of one node with two CPUs, on the loopback interface, behind a token; as somebody else would have started it.
+    """`ray start --head` of one node with two CPUs, on the loopback interface, behind a token; as somebody else would
+    have started it.
 
     Attributes:
         address: of the cluster.

@@ -1,4 +1,5 @@
-"""A task for tests of reducers: parameters that stand still, an optimizer that adds up what it is given, batches of 64 and of 3 rows."""
+"""A task for tests of reducers: parameters that stand still, an optimizer that adds up what it is given, batches of 64
+and of 3 rows."""
 
 import functools
 
@@ -75,7 +76,8 @@ def train(program, steps=20, state=None, start=1):
 
 
 def owed(state):
-    """Returns the sum over replicas of what each owes: a tree like the parameters, of numpy arrays. Of the first call of a step."""
+    """Returns the sum over replicas of what each owes: a tree like the parameters, of numpy arrays. Of the first call
+    of a step."""
     is_state = lambda x: isinstance(x, dict) and set(x) <= {"error", "product"}
     total = lambda x: np.asarray(x["error"], np.float64).sum(0) if x else 0.0
     return jax.tree.map(total, jax.device_get(state.reducer[0]), is_leaf=is_state)

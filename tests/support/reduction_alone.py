@@ -1,4 +1,5 @@
-"""The reduction of a byte GPT's gradient alone, of width 128 and four layers, compiled: what a reducer sends, without the step around it."""
+"""The reduction of a byte GPT's gradient alone, of width 128 and four layers, compiled: what a reducer sends, without
+the step around it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A pytest plugin: how much processor time and how many compilations each folder of tests takes, and a limit for each.
 
 Seconds are those of the processor, of the test's process and of those that it has started. On a machine that does much
-else they are up to half as many more (caches, threads of one core), where seconds of a clock are many times more. At the end of
-a run of everything the limits hold; a folder above its limit fails the run.
+else they are up to half as many more (caches, threads of one core), where seconds of a clock are many times more. At
+the end of a run of everything the limits hold; a folder above its limit fails the run.
 """
 
 import collections
@@ -45,11 +45,13 @@ LIMITS_S = {
     "tools": 175,
     "verify": 275,
 }
-"""Folder of tests -> processor seconds: a third and more above what it took on a busy machine (2026-11-23). A new folder has to be entered."""
+"""Folder of tests -> processor seconds: a third and more above what it took on a busy machine (2026-11-23). A new
+folder has to be entered."""
 
 QUICK = "not slow and not wide and not processes"
 TOTALS_S = {"not slow": 2 * 1150, QUICK: 2 * 575}
-"""Marks -> what all tests with them together may take on a machine that does nothing else: `make test` twenty minutes of two cores, `make quick` ten."""
+"""Marks -> what all tests with them together may take on a machine that does nothing else: `make test` twenty minutes
+of two cores, `make quick` ten."""
 
 EACH = "build/seconds.tsv"
 """Below the suite's folder: seconds of each test of the last run of everything, the longest first."""
@@ -90,7 +92,8 @@ def over_limits(spent: dict[str, Spent], limits_s: dict[str, float], total_s: fl
 
 
 def table(spent: dict[str, Spent], clock_s: float) -> list[str]:
-    """Returns the lines of a table: folders by seconds, their sum, and the seconds by the clock from start to end, of all workers at once."""
+    """Returns the lines of a table: folders by seconds, their sum, and the seconds by the clock from start to end, of
+    all workers at once."""
     rows = sorted(spent.items(), key=lambda item: -item[1].cpu_s)
     total = Spent()
     for _, found in rows:
@@ -102,7 +105,8 @@ def table(spent: dict[str, Spent], clock_s: float) -> list[str]:
 
 
 def cpu_s() -> float:
-    """Returns the processor seconds of this process, of its ended children, and of those that fork, with what they have waited for."""
+    """Returns the processor seconds of this process, of its ended children, and of those that fork, with what they have
+    waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     ticks = 0
     for pid in SERVERS:

@@ -1,6 +1,8 @@
-"""optax under JAX's own rules of promotion: it counts steps in int32 and multiplies them with floats, and is nobody's here to change.
+"""optax under JAX's own rules of promotion: it counts steps in int32 and multiplies them with floats, and is nobody's
+here to change.
 
-What it makes (optimizers, schedules) is wrapped, so that all other code in a test, ours and the test's, runs under the strict rule.
+What it makes (optimizers, schedules) is wrapped, so that all other code in a test, ours and the test's, runs under the
+strict rule.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """Natural programs of people who have their own models, each beside the plain JAX of one device that it has to equal.
 
-A file of tests/tasks has four parts, told apart by their headings: what both share (model and data), the plain script, the task of spmdkit, the
-test. `python -m tests.support.tasks --write` counts the lines of the second and third part and writes docs/tasks.md.
+A file of tests/tasks has four parts, told apart by their headings: what both share (model and data), the plain script,
+the task of spmdkit, the test. `python -m tests.support.tasks --write` counts the lines of the second and third part and
+writes docs/tasks.md.
 """
 
 import ast
@@ -80,9 +81,11 @@ def train(task: sk.Task, mesh: str, loss: str = "loss", **settings: Any) -> Trai
 
 
 def assert_same(found: Trained, expected: tuple[Any, Any, Any], tolerance: float = TOLERANCE) -> None:
-    """Asserts that a run has the losses, parameters and optimizer's state of a plain script, leaf by leaf in the relative 2-norm.
+    """Asserts that a run has the losses, parameters and optimizer's state of a plain script, leaf by leaf in the
+    relative 2-norm.
 
-    The state tells of the gradients where the parameters do not: Adam's update is the same for any multiple of them, its moments are not.
+    The state tells of the gradients where the parameters do not: Adam's update is the same for any multiple of them,
+    its moments are not.
     """
     losses, params, opt_state = expected
     np.testing.assert_allclose(found.losses, np.asarray(losses, np.float64), rtol=tolerance, atol=tolerance * 1e-2)
@@ -93,7 +96,8 @@ def assert_same(found: Trained, expected: tuple[Any, Any, Any], tolerance: float
 
 
 def state_errors(found: Any, expected: Any, params: Any) -> dict[str, float]:
-    """Returns path -> relative 2-norm of an optimizer's state: its trees that are like the parameters, and its other leaves, each alone."""
+    """Returns path -> relative 2-norm of an optimizer's state: its trees that are like the parameters, and its other
+    leaves, each alone."""
     like = jax.tree.structure(params)
     found, expected = (
         jax.tree.leaves_with_path(jax.tree.map(_numbers, tree), is_leaf=lambda x: jax.tree.structure(x) == like)

@@ -6,7 +6,8 @@ from spmdkit.errors import SpmdkitError
 
 
 def in_threads(act, items, patience_s=20):
-    """Returns key -> what `act(item)` returned, or the error of ours that it raised, for each of `items` in a thread of its own."""
+    """Returns key -> what `act(item)` returned, or the error of ours that it raised, for each of `items` in a thread of
+    its own."""
     results = {}
 
     def body(key, item):

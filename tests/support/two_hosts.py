@@ -1,6 +1,8 @@
-"""Hosts on one machine: network namespaces on a bridge, each with a name and a hosts file of its own. For tests that run as root.
+"""Hosts on one machine: network namespaces on a bridge, each with a name and a hosts file of its own. For tests that
+run as root.
 
-`ip netns exec` would mount /sys anew and hide the cgroups, which slurmd needs: `nsenter` and `unshare` instead (util-linux).
+`ip netns exec` would mount /sys anew and hide the cgroups, which slurmd needs: `nsenter` and `unshare` instead
+(util-linux).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Models as people bring them, with parameters that have no gradient but rounding noise: key biases, biases before a batch norm."""
+"""Models as people bring them, with parameters that have no gradient but rounding noise: key biases, biases before a
+batch norm."""
 
 import functools
 
@@ -20,11 +21,13 @@ def _tokens():
     return {"tokens": np.random.default_rng(0).integers(0, VOCAB, (NUM, LENGTH + 1)).astype(np.int32)}
 
 
-# ---- GPT-2, from scratch ----------------------------------------------------------------------------------------------
+# ---- GPT-2, from scratch
+# ----------------------------------------------------------------------------------------------
 
 
 def gpt2(optimizer):
-    """Returns the task of a transformer with a bias on queries, keys and values: that of the keys cancels in the softmax."""
+    """Returns the task of a transformer with a bias on queries, keys and values: that of the keys cancels in the
+    softmax."""
 
     def init(key):
         keys = iter(jax.random.split(key, 8))
@@ -48,7 +51,8 @@ def gpt2(optimizer):
     return sk.Task(init, loss_fn, optimizer, train_data=_tokens())
 
 
-# ---- a CNN with flax ----------------------------------------------------------------------------------------------------
+# ---- a CNN with flax
+# ----------------------------------------------------------------------------------------------------
 
 
 class CNN(nn.Module):
@@ -91,7 +95,8 @@ def cnn(optimizer, dtype=None):
     return sk.Task(init, loss_fn, optimizer, train_data=data, eval_data=data, eval_fn=eval_fn)
 
 
-# ---- attention with equinox -------------------------------------------------------------------------------------------
+# ---- attention with equinox
+# -------------------------------------------------------------------------------------------
 
 
 class Block(eqx.Module):

@@ -35,7 +35,8 @@ def examples_loss(params, batch, hidden=lambda h: h):
 
 
 def right(params, batch, key):
-    """A loss as it should be: dropout per example, statistics over the replicas, negatives of all, weights, a metric."""
+    """A loss as it should be: dropout per example, statistics over the replicas, negatives of all, weights, a
+    metric."""
 
     def hidden(h):
         if key is not None:
@@ -66,7 +67,8 @@ NATURAL_AGREE = {"rows": "sum", "largest": "max"}
 
 
 def natural(params, state, batch, key):
-    """A loss as strangers write them: a derivative at a constant, learned weights, a key and statistics in the state."""
+    """A loss as strangers write them: a derivative at a constant, learned weights, a key and statistics in the
+    state."""
     noise_key, next_key = jax.random.split(state["key"])
     mean = lax.pmean(jnp.tanh(batch["x"] @ params["w"]).mean(0), REPLICAS)
     noise = 0.1 * jax.random.normal(noise_key, (8,))
@@ -100,7 +102,8 @@ def real_rows_counted(params, batch, key):
     return sk.mean(loss), {"real": sk.finish(jnp.sqrt, sk.example_mask().astype(jnp.float32).sum())}
 
 
-# ---- mistakes of users ------------------------------------------------------------------------------------------------
+# ---- mistakes of users
+# ------------------------------------------------------------------------------------------------
 
 
 def mean_of_means(params, batch, key):
@@ -165,7 +168,8 @@ def stateful_init(key):
     return sk.Variables(init(key), {"variance": jnp.zeros(())})
 
 
-# ---- a task with ops --------------------------------------------------------------------------------------------------
+# ---- a task with ops
+# --------------------------------------------------------------------------------------------------
 
 VOCAB, WIDTH, LENGTH = 16, 8, 8
 

@@ -1,6 +1,8 @@
-"""Which tests are `wide`: forms beyond the first of what a test shows, run by `make test` and not by `make quick`; and forms that are `slow`. In one place, since it is about time alone.
+"""Which tests are `wide`: forms beyond the first of what a test shows, run by `make test` and not by `make quick`; and
+forms that are `slow`. In one place, since it is about time alone.
 
-Where a form of a test compiles programs of its own, `make quick` runs the first quarter of its forms, one at least, and the whole of some tests not at all.
+Where a form of a test compiles programs of its own, `make quick` runs the first quarter of its forms, one at least, and
+the whole of some tests not at all.
 """
 
 import collections
@@ -62,7 +64,8 @@ THOROUGH = frozenset(
         "verify/test_verify_tasks.py::test_no_mutant_is_missed[tagging]",
     )
 )
-"""Forms that `make thorough` runs: some seconds each, of what another form or test of `make test` shows as well. The regression is on every mesh, for one."""
+"""Forms that `make thorough` runs: some seconds each, of what another form or test of `make test` shows as well. The
+regression is on every mesh, for one."""
 
 
 def mark(items: list[pytest.Item]) -> None:

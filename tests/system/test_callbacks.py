@@ -1,4 +1,5 @@
-"""A callback that raises in a step of eight devices: one message and 70, where XLA would abort the process with a C++ stack after 40 s."""
+"""A callback that raises in a step of eight devices: one message and 70, where XLA would abort the process with a C++
+stack after 40 s."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What changed between two starts of a run is said in one table and in its events; what makes it another run is refused, unless it is allowed by name."""
+"""What changed between two starts of a run is said in one table and in its events; what makes it another run is
+refused, unless it is allowed by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Damage in a checkpoint of several processes: what one of them finds is damage to all, and nobody waits for the others."""
+"""Damage in a checkpoint of several processes: what one of them finds is damage to all, and nobody waits for the
+others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`sk.per_process(source)`: each process reads data of its own. No row is read twice in an epoch, and a short host is padded."""
+"""`sk.per_process(source)`: each process reads data of its own. No row is read twice in an epoch, and a short host is
+padded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Processes of one run that would not compute the same are refused before the first step: 78 on each of them, with whose and what."""
+"""Processes of one run that would not compute the same are refused before the first step: 78 on each of them, with
+whose and what."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A disk that answers EIO, or has no inode left, while a real run saves: told, made up for, nothing left behind, the same bits in the end.
+"""A disk that answers EIO, or has no inode left, while a real run saves: told, made up for, nothing left behind, the
+same bits in the end.
 
-What the file system answers is injected by the linker (every fsync below a folder) and by a file system of 80 inodes: the run has no part in it.
+What the file system answers is injected by the linker (every fsync below a folder) and by a file system of 80 inodes:
+the run has no part in it.
 The form of each without processes is in tests/run/test_failed_saves.py.
 """
 

@@ -1,4 +1,5 @@
-"""What the user's code raises in one of two processes costs no step: both save the last good one, both end with 70, and a restart gives the same bits."""
+"""What the user's code raises in one of two processes costs no step: both save the last good one, both end with 70, and
+a restart gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Killed, stopped, continued: a run ends with the same bits as one that nobody touched. A hundred kills of four processes: tests/tools/drill/test_kills.py."""
+"""Killed, stopped, continued: a run ends with the same bits as one that nobody touched. A hundred kills of four
+processes: tests/tools/drill/test_kills.py."""
 
 from __future__ import annotations
 

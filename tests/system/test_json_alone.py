@@ -9,7 +9,8 @@ from tests.support.environment import environment_of_a_user
 
 ROOT = Path(__file__).parents[2]
 
-# Stands for Gloo's greetings, which go to file descriptor 1 without Python: before and after the object, and in the midst of a line.
+# Stands for Gloo's greetings, which go to file descriptor 1 without Python: before and after the object, and in the
+# midst of a line.
 GREETED = """
 import os, sys
 from spmdkit.tools import doctor

@@ -1,4 +1,5 @@
-"""A run that leaves with the exit code of one that is done, by `os._exit(0)` or `sys.exit(0)`, is not taken for one. Real processes."""
+"""A run that leaves with the exit code of one that is done, by `os._exit(0)` or `sys.exit(0)`, is not taken for one.
+Real processes."""
 
 import json
 import re

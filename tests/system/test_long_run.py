@@ -48,8 +48,9 @@ def test_memory_grows_by_at_most_a_mebibyte_in_a_thousand_steps_of_25_saves(real
 
 
 def more_at_least(files: np.ndarray) -> int:
-    """Returns how many more files are open in the last fifth of the readings than in the first: the fewest of each, since a save that is
-    under way has 5 to 11 of its own, and whether a reading meets one hangs on the machine's speed."""
+    """Returns how many more files are open in the last fifth of the readings than in the first: the fewest of each,
+    since a save that is under way has 5 to 11 of its own, and whether a reading meets one hangs on the machine's
+    speed."""
     fifth = len(files) // 5
     return int(files[-fifth:].min() - files[:fifth].min())
 
@@ -69,7 +70,8 @@ def below(pid: int) -> dict[int, str]:
 
 
 def what_is(pid: int) -> str:
-    """Returns "process 3" of a process of the job, "keeper" of the one that holds the coordination service, otherwise "launcher"."""
+    """Returns "process 3" of a process of the job, "keeper" of the one that holds the coordination service, otherwise
+    "launcher"."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     number = next((v for v in variables if v.startswith(b"SPMDKIT_PROCESS_ID=")), None)
     if number is not None:

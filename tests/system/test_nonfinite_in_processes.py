@@ -1,4 +1,5 @@
-"""A gradient that is not finite on the devices of one of two processes: `stop`, `skip` and `rollback` are done by both at one step."""
+"""A gradient that is not finite on the devices of one of two processes: `stop`, `skip` and `rollback` are done by both
+at one step."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def events(folder, run, name):
 
 
 def test_stop_names_the_batch_and_its_row_on_both_also_where_the_state_was_to_be_saved(forks, folder):
-    """Process 1 alone holds the part of the gradient that is not finite; the save of that step comes before all have agreed to stop."""
+    """Process 1 alone holds the part of the gradient that is not finite; the save of that step comes before all have
+    agreed to stop."""
     ended = train(forks, folder, "run", "mesh={fsdp: 2}", "layout={zero: 3, min_shard_bytes: 1}")
     assert [p.code for p in ended] == [77, 77], ended
     for process in ended:

@@ -1,4 +1,5 @@
-"""One run in one directory that all its processes see: a second one never gets in, whatever is removed, and who was left behind writes nothing more."""
+"""One run in one directory that all its processes see: a second one never gets in, whatever is removed, and who was
+left behind writes nothing more."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def lines(path):
 
 
 def two_runs(forks, folder, intruder, steps=60):
-    """Returns how a run ended, and one that starts while it is in its first steps and does what `intruder` says before."""
+    """Returns how a run ended, and one that starts while it is in its first steps and does what `intruder` says
+    before."""
     begin = ["train", "run.yaml"]
     return forks.run(
         [

@@ -65,7 +65,8 @@ def test_a_config_that_differs_between_processes_is_refused(folder):
     ids=["ordered", "and sum"],
 )
 def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(folder, more):
-    """1 x 4, 2 x 2 and 4 x 1: an all-reduce over processes adds in another order than one inside a process: with `sum` the last bits differ."""
+    """1 x 4, 2 x 2 and 4 x 1: an all-reduce over processes adds in another order than one inside a process: with `sum`
+    the last bits differ."""
     runs = {}
     for reducer, processes in (("ordered", 1), ("ordered", 2), ("ordered", 4), *more):
         name = f"{reducer}{processes}"
@@ -83,7 +84,8 @@ def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(fold
     [("int8", "{data: 4}"), ("{hierarchical: {inner: sum, outer: int8}}", "{replica: 2, data: 2}")],
 )
 def test_rounding_reducers_over_two_processes_are_those_of_one_with_the_same_devices(folder, reducer, mesh):
-    """Bit for bit: what crosses processes is integers and their scales, which each adds up in the order of the devices. The loss is an all-reduce."""
+    """Bit for bit: what crosses processes is integers and their scales, which each adds up in the order of the devices.
+    The loss is an all-reduce."""
     params, losses = [], []
     for processes in (1, 2):
         name = f"of{processes}"

@@ -1,4 +1,5 @@
-"""What is refused before anything is computed, and metrics that do not fit any more: real processes, their codes and no traceback."""
+"""What is refused before anything is computed, and metrics that do not fit any more: real processes, their codes and no
+traceback."""
 
 import pytest
 

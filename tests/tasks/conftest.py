@@ -1,4 +1,5 @@
-"""Programs here are written as strangers write them: dtypes are promoted as JAX does by default. A third of them is quick."""
+"""Programs here are written as strangers write them: dtypes are promoted as JAX does by default. A third of them is
+quick."""
 
 import pytest
 

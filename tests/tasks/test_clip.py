@@ -26,7 +26,8 @@ def encode(params, batch):
     return [x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in z.values()]
 
 
-# ---- plain JAX, one device --------------------------------------------------------------------------------------------
+# ---- plain JAX, one device
+# --------------------------------------------------------------------------------------------
 
 
 def plain_loss(params, batch):

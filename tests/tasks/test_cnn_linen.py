@@ -34,7 +34,8 @@ class CNN(nn.Module):
         return nn.Dense(4)(x)
 
 
-# ---- plain JAX, one device --------------------------------------------------------------------------------------------
+# ---- plain JAX, one device
+# --------------------------------------------------------------------------------------------
 
 model, optimizer = CNN(), optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(schedule))
 

@@ -1,4 +1,5 @@
-"""A task of spmdkit is at most ten lines longer than the plain script of one device, and the page of tasks is what the files say."""
+"""A task of spmdkit is at most ten lines longer than the plain script of one device, and the page of tasks is what the
+files say."""
 
 import pytest
 

@@ -96,7 +96,8 @@ def test_it_is_the_plain_script(name, mesh):
     "name", ["lion", *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n != "lion")]
 )
 def test_a_gradient_twice_as_large_is_another_program_whatever_the_optimizer_divides_by(name):
-    """The loss of the same parameters is the same, and of some optimizers the parameters too: their state tells of it."""
+    """The loss of the same parameters is the same, and of some optimizers the parameters too: their state tells of
+    it."""
     double = lambda params: jax.tree.map(lambda x: 2 * x - jax.lax.stop_gradient(x), params)
     wrong = sk.Task(init, lambda params, *more: loss_fn(double(params), *more), OPTIMIZERS[name], train_data=DATA)
     with pytest.raises(AssertionError, match=r"opt_state|Not equal to tolerance"):

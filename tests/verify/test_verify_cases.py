@@ -107,7 +107,8 @@ def test_a_task_too_large_for_this_machines_memory_is_refused_with_the_numbers(t
     memory_check.check_room(task, 4, 1)
 
 
-# ---- numbers and words ------------------------------------------------------------------------------------------------
+# ---- numbers and words
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_error_of_a_leaf_is_relative_to_its_norm_or_to_a_thousandth_of_the_trees():

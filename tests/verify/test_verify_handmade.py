@@ -54,7 +54,8 @@ def test_a_fault_in_the_lm1b_example_is_seen(fault):
     assert "state" in report["cases"][0]["failed"]
 
 
-# ---- a step by hand ---------------------------------------------------------------------------------------------------
+# ---- a step by hand
+# ---------------------------------------------------------------------------------------------------
 
 
 def by_hand(devices, fault=None):
@@ -140,7 +141,8 @@ def test_adam_hides_a_factor_in_the_parameters_but_not_in_its_moments():
     assert not report["passed"] and "mu" in report["cases"][0]["worst_leaf"]
 
 
-# ---- a step that is given directly ------------------------------------------------------------------------------------
+# ---- a step that is given directly
+# ------------------------------------------------------------------------------------
 
 
 def plain_step(state, batch):

@@ -1,4 +1,5 @@
-"""`verify` on the models of equinox's, flax's and optax's own examples: no mesh differs, and nothing of them makes it cry wolf."""
+"""`verify` on the models of equinox's, flax's and optax's own examples: no mesh differs, and nothing of them makes it
+cry wolf."""
 
 import importlib
 

@@ -1,4 +1,5 @@
-"""`locate`: the first value that differs between one device and a mesh, with its line; no line where more than one would do."""
+"""`locate`: the first value that differs between one device and a mesh, with its line; no line where more than one
+would do."""
 
 import inspect
 
@@ -64,7 +65,8 @@ def test_a_mistake_of_the_toolkit_is_told_with_its_line(name, function, monkeypa
     assert found["caught"] and is_in(found["located"]["line"], function), found
 
 
-# ---- how a value is made of that of one device ------------------------------------------------------------------------
+# ---- how a value is made of that of one device
+# ------------------------------------------------------------------------
 
 RIGHT = np.random.default_rng(0).normal(size=(8, 3))
 PARTS = np.random.default_rng(1).normal(size=(4, 3))

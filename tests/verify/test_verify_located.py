@@ -1,4 +1,5 @@
-"""Mistakes of users and of the toolkit in five natural tasks: `verify` sees each, and says a line that is right, or none."""
+"""Mistakes of users and of the toolkit in five natural tasks: `verify` sees each, and says a line that is right, or
+none."""
 
 import pytest
 
@@ -16,7 +17,8 @@ WORDS = {
     "moe key_forgotten": "random_bits [4, 6, 8] draws other numbers than one device",
     "moe place_in_the_shard": "iota [4] counts within each shard, and not over all of them",
 }
-"""Task and kind -> the words: a missing sum, a shard's statistic, a factor, noise, an index; a permutation is in test_verify_locate.py."""
+"""Task and kind -> the words: a missing sum, a shard's statistic, a factor, noise, an index; a permutation is in
+test_verify_locate.py."""
 
 
 @pytest.mark.parametrize("case", QUICK)

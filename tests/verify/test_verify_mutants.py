@@ -48,7 +48,8 @@ OF_OPS = {"vocabulary_offset", "wrong_ring_step", "stage_gradient_dropped"}
 """Mutants that act on an op of the model."""
 
 OF_NATURAL_TASKS = {"constant_summed", "count_without_gradient", "state_averaged"}
-"""Mutants that act on what a tame loss has not: an inner derivative, learned weights, keys and counters in the state."""
+"""Mutants that act on what a tame loss has not: an inner derivative, learned weights, keys and counters in the
+state."""
 
 OF_COUNTS = ("mean_of_means", "mean_over_shard", "count_without_gradient", "clip_by_replica_norm", "duplicate_padding")
 """Mutants that have to do with what a mean is divided by."""
@@ -146,7 +147,8 @@ def test_a_mutant_that_cannot_act_says_why(name, reason):
 
 
 def test_the_page_of_mutants_has_the_reasons_that_the_program_gives():
-    """docs/verify.md is written from docs/verify.json; a reason there is one that `verify` says today, of the task as it is now."""
+    """docs/verify.md is written from docs/verify.json; a reason there is one that `verify` says today, of the task as
+    it is now."""
     page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
     nothing = Known(num_devices=8, uses=frozenset(), gradient_norm=1.0)
     for name, sweeps in json.loads((ROOT / "docs" / "verify.json").read_text(encoding="utf-8"))["configs"].items():

@@ -1,4 +1,5 @@
-"""What is rounding noise is no alarm: parameters without a gradient under optimizers that divide by its size; a fault beside them is seen."""
+"""What is rounding noise is no alarm: parameters without a gradient under optimizers that divide by its size; a fault
+beside them is seen."""
 
 import dataclasses
 
@@ -42,7 +43,8 @@ def test_sgd_makes_no_steps_of_noise_and_everything_is_compared():
 
 
 def wrong_rate(optimizer, leaf):
-    """Returns the optimizer with a fault that is there on several devices only: one leaf's update is 1.1 times as large."""
+    """Returns the optimizer with a fault that is there on several devices only: one leaf's update is 1.1 times as
+    large."""
 
     def update(grads, state, params=None):
         updates, state = optimizer.update(grads, state, params)

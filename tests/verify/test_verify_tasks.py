@@ -1,4 +1,5 @@
-"""`verify` on the natural programs of tests/tasks: no rounding, draw or small gradient makes it cry wolf, and no mistake in them passes for one."""
+"""`verify` on the natural programs of tests/tasks: no rounding, draw or small gradient makes it cry wolf, and no
+mistake in them passes for one."""
 
 import pytest
 

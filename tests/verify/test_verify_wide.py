@@ -1,4 +1,5 @@
-"""Complex leaves, half precision and leaves without numbers: compared as what they are, with no false alarm and none missed."""
+"""Complex leaves, half precision and leaves without numbers: compared as what they are, with no false alarm and none
+missed."""
 
 import jax
 import jax.numpy as jnp

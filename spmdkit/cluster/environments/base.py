@@ -5,8 +5,8 @@ A dialect is a module with
     NAMES: Names           its variables, for messages
     read(env) -> Answer    `Found`, `Partial`, or None where nothing of it is set
 
-`read` is pure: it looks at the mapping that it is given and at nothing else. Environments are nested (`mpirun` inside `salloc`, `spmdkit launch` in
-a batch script), so several dialects may answer; `environment.py` chooses by `level`.
+`read` is pure: it looks at the mapping that it is given and at nothing else. Environments are nested (`mpirun` inside
+`salloc`, `spmdkit launch` in a batch script), so several dialects may answer; `environment.py` chooses by `level`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from spmdkit.errors import ConfigError
 Level = Literal["asked", "starter", "allocation"]
 
 LEVELS: tuple[Level, ...] = ("asked", "starter", "allocation")
-"""Highest first. asked: set for spmdkit by name. starter: set for each process by what started it (torchrun, mpirun, a Slurm step).
+"""Highest first. asked: set for spmdkit by name. starter: set for each process by what started it (torchrun, mpirun, a
+Slurm step).
 allocation: set for each host by what lent it (a Slurm job without a step, JobSet, Kubeflow)."""
 
 FIRST_PORT, NUM_PORTS = 61440, 4096
-"""Where ports are derived from a number that all processes know: above the ports that Linux gives out by itself (32768-60999)."""
+"""Where ports are derived from a number that all processes know: above the ports that Linux gives out by itself
+(32768-60999)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Found:
 
     Attributes:
         names: the dialect's own variables, for messages.
-        agents: how many processes the starter keeps of its own to start these, one a host (torchrun's agents, Open MPI's daemons). Another starter with
-            that many processes has started the agents, and is below this one.
+        agents: how many processes the starter keeps of its own to start these, one a host (torchrun's agents, Open
+            MPI's daemons). Another starter with that many processes has started the agents, and is below this one.
         said: the place in the dialect's own words, where its variables do not hold the two numbers themselves.
         repair: what to look at in this dialect when processes do not meet, a sentence.
         role: what the process is for: `train`, or `evaluator`, alone beside those that train.
@@ -54,7 +56,8 @@ class Found:
 class Partial:
     """Something of the dialect is set, and it is no place in a cluster.
 
-    Of the levels asked and starter it is an error where nothing else is found; of the level allocation it is one process and a line in the log.
+    Of the levels asked and starter it is an error where nothing else is found; of the level allocation it is one
+    process and a line in the log.
 
     Attributes:
         why: what is set and what is missing, a sentence without its full stop.

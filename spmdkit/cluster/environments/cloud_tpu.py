@@ -1,9 +1,11 @@
 """Cloud TPU: GKE tells each host of a slice its number and the names of all; MEGASCALE_* join several slices.
 
-TPU_WORKER_HOSTNAMES, or TPU_PROCESS_ADDRESSES with ports, lists the hosts of this slice in order; TPU_WORKER_ID is this one. Processes are numbered slice by
-slice, and process 0, the first host of slice 0, is MEGASCALE_COORDINATOR_ADDRESS (jax/_src/clusters/cloud_tpu_cluster.py). On a TPU VM without GKE nothing is set: its metadata
-server knows, and the commands of `spmdkit launch --on tpu` ask it.
-Sources: cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice; kubernetes-sigs/lws, pkg/utils/accelerators/tpu.go.
+TPU_WORKER_HOSTNAMES, or TPU_PROCESS_ADDRESSES with ports, lists the hosts of this slice in order; TPU_WORKER_ID is this
+one. Processes are numbered slice by slice, and process 0, the first host of slice 0, is MEGASCALE_COORDINATOR_ADDRESS
+(jax/_src/clusters/cloud_tpu_cluster.py). On a TPU VM without GKE nothing is set: its metadata server knows, and the
+commands of `spmdkit launch --on tpu` ask it.
+Sources: cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice; kubernetes-sigs/lws,
+pkg/utils/accelerators/tpu.go.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Kubeflow Trainer, runtime `jax-distributed`: one pod a process, with JAX's own three variables. By hand they may be set anywhere.
+"""Kubeflow Trainer, runtime `jax-distributed`: one pod a process, with JAX's own three variables. By hand they may be
+set anywhere.
 
-JAX_COORDINATOR_ADDRESS is `NAME-node-0-0.NAME:29500`, the first pod's name in the headless service of the TrainJob; the number of a pod is its completion
-index. Names: kubeflow/trainer 8c0f505 (2026-08-21), pkg/runtime/framework/plugins/jax/jax.go; jax.distributed.initialize reads the same.
+JAX_COORDINATOR_ADDRESS is `NAME-node-0-0.NAME:29500`, the first pod's name in the headless service of the TrainJob; the
+number of a pod is its completion index. Names: kubeflow/trainer 8c0f505 (2026-08-21),
+pkg/runtime/framework/plugins/jax/jax.go; jax.distributed.initialize reads the same.
 """
 
 from __future__ import annotations

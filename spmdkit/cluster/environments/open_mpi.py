@@ -1,8 +1,11 @@
-"""Open MPI: `mpirun` sets the rank of each process, and where its own daemon is, on whose host process 0 runs unless a host file says otherwise.
+"""Open MPI: `mpirun` sets the rank of each process, and where its own daemon is, on whose host process 0 runs unless a
+host file says otherwise.
 
-Open MPI 4 gives the daemon's addresses (OMPI_MCA_orte_hnp_uri), whose number is the job's, a multiple of 4096; Open MPI 5 gives the name of its host in
-PMIX_NAMESPACE (`prterun-HOST-PID@1`), and jax 0.10.2 does not detect it. Where all processes are on one host they meet on its loopback interface.
-Names: Open MPI 4.1.4 and 5.0.10, 2026-11-23; docs.open-mpi.org, "Environment variables set by mpirun"; jax/_src/clusters/ompi_cluster.py.
+Open MPI 4 gives the daemon's addresses (OMPI_MCA_orte_hnp_uri), whose number is the job's, a multiple of 4096; Open MPI
+5 gives the name of its host in PMIX_NAMESPACE (`prterun-HOST-PID@1`), and jax 0.10.2 does not detect it. Where all
+processes are on one host they meet on its loopback interface.
+Names: Open MPI 4.1.4 and 5.0.10, 2026-11-23; docs.open-mpi.org, "Environment variables set by mpirun";
+jax/_src/clusters/ompi_cluster.py.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ def read(env: Mapping[str, str]) -> Answer:
 
 
 def _daemons(env: Mapping[str, str]) -> int | None:
-    """Returns how many daemons mpirun has started: one on each host but its own. In a Slurm job it does so by srun, whose step is then no other starter's."""
+    """Returns how many daemons mpirun has started: one on each host but its own. In a Slurm job it does so by srun,
+    whose step is then no other starter's."""
     hosts = whole_number(env, DAEMONS)
     if hosts is not None:
         return hosts - 1 if hosts > 1 else None

@@ -1,7 +1,9 @@
-"""Ray: its processes have a job and no rank. Inside of ray.train's JaxTrainer JAX is joined already; elsewhere a place has to be given to each.
+"""Ray: its processes have a job and no rank. Inside of ray.train's JaxTrainer JAX is joined already; elsewhere a place
+has to be given to each.
 
-Ray 2.60 sets RAY_JOB_ID for the processes of a job and RAY_RAYLET_PID for its workers (2026-11-23). `ray.train` keeps ranks in its own context; with GPUs or TPUs its JaxTrainer calls
-`jax.distributed.initialize` before the user's function (ray/train/v2/jax/config.py), which `join` takes as it is; its torch backend sets torchrun's variables.
+Ray 2.60 sets RAY_JOB_ID for the processes of a job and RAY_RAYLET_PID for its workers (2026-11-23). `ray.train` keeps
+ranks in its own context; with GPUs or TPUs its JaxTrainer calls `jax.distributed.initialize` before the user's function
+(ray/train/v2/jax/config.py), which `join` takes as it is; its torch backend sets torchrun's variables.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Slurm: a task of a step (`srun`) has a place; a job without a step lends hosts and starts nothing.
 
-A step sets SLURM_STEP_NODELIST, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID and each task's SLURM_PROCID (slurm.schedmd.com/srun.html). What does not tell: SLURM_NTASKS
-and SLURM_PROCID are set in a batch script too (4 and 0, under `sbatch -n 4`), and the shell that `salloc` opens is a step with one task of its own, an
-"interactive step" whose number is 4294967290, beside the SLURM_NTASKS of the whole job (Slurm 22.05, 2026-11-22).
+A step sets SLURM_STEP_NODELIST, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID and each task's SLURM_PROCID
+(slurm.schedmd.com/srun.html). What does not tell: SLURM_NTASKS and SLURM_PROCID are set in a batch script too (4 and 0,
+under `sbatch -n 4`), and the shell that `salloc` opens is a step with one task of its own, an "interactive step" whose
+number is 4294967290, beside the SLURM_NTASKS of the whole job (Slurm 22.05, 2026-11-22).
 
-Process 0 is on the first host of the step. The port follows from the numbers of job and step, so that steps and jobs that share a host do not meet.
+Process 0 is on the first host of the step. The port follows from the numbers of job and step, so that steps and jobs
+that share a host do not meet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Our own variables: what `spmdkit launch` sets, and the whole interface for a starter of one's own.
 
-`SPMDKIT_NUM_PROCESSES`, `SPMDKIT_PROCESS_ID` and `SPMDKIT_COORDINATOR` are a place. The number of processes alone is a demand: whichever other dialect
-is found has to have that many. The others (`SPMDKIT_COORDINATOR` without a number, devices, timeout) change what another dialect says; `environment.py`
-lays them over it.
+`SPMDKIT_NUM_PROCESSES`, `SPMDKIT_PROCESS_ID` and `SPMDKIT_COORDINATOR` are a place. The number of processes alone is a
+demand: whichever other dialect is found has to have that many. The others (`SPMDKIT_COORDINATOR` without a number,
+devices, timeout) change what another dialect says; `environment.py` lays them over it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""TF_CONFIG, TensorFlow's: a list of hosts by role, and which one this is. Chief and workers train together, the evaluator evaluates each new checkpoint.
+"""TF_CONFIG, TensorFlow's: a list of hosts by role, and which one this is. Chief and workers train together, the
+evaluator evaluates each new checkpoint.
 
     {"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 1}}
 
-Process 0 is the chief, or worker 0 where there is none; they meet at its address, where a server of TensorFlow would listen. An evaluator is no part of the cluster
-and is not listed in it. `ps` has no counterpart in one program over all processes (`sync: parameter_server` starts servers of its own).
-Source: tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment variable"; TFConfigClusterResolver.
+Process 0 is the chief, or worker 0 where there is none; they meet at its address, where a server of TensorFlow would
+listen. An evaluator is no part of the cluster and is not listed in it. `ps` has no counterpart in one program over all
+processes (`sync: parameter_server` starts servers of its own).
+Source: tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment variable";
+TFConfigClusterResolver.
 """
 
 from __future__ import annotations

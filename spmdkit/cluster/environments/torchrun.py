@@ -1,9 +1,12 @@
-"""torchrun, static and elastic, and what else speaks its variables (`accelerate launch`, DeepSpeed): RANK of WORLD_SIZE, LOCAL_RANK on its host.
+"""torchrun, static and elastic, and what else speaks its variables (`accelerate launch`, DeepSpeed): RANK of
+WORLD_SIZE, LOCAL_RANK on its host.
 
-MASTER_ADDR is the host of process 0. MASTER_PORT is not free under torchrun: its agent keeps a store there (TORCHELASTIC_USE_AGENT_STORE=True; PyTorch
-2.13, 2026-11-22, standalone, static and c10d), so processes meet at a port that follows from it. A restart of the group keeps both.
+MASTER_ADDR is the host of process 0. MASTER_PORT is not free under torchrun: its agent keeps a store there
+(TORCHELASTIC_USE_AGENT_STORE=True; PyTorch 2.13, 2026-11-22, standalone, static and c10d), so processes meet at a port
+that follows from it. A restart of the group keeps both.
 
-Without LOCAL_RANK nobody started this process for itself: PyTorchJob sets the rest for each pod, in which torchrun is meant to run.
+Without LOCAL_RANK nobody started this process for itself: PyTorchJob sets the rest for each pod, in which torchrun is
+meant to run.
 Names: docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
 """
 

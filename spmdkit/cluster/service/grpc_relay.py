@@ -1,8 +1,11 @@
-"""`Relay`: stands between the clients of the coordination service and the service, so that a client that is stopped for long is not taken for dead.
+"""`Relay`: stands between the clients of the coordination service and the service, so that a client that is stopped for
+long is not taken for dead.
 
-gRPC's server probes the bandwidth of a connection by an HTTP/2 PING every second or so, and closes it when 60 s pass without the answer, which has no option in
-JAX; the client then ends its process by SIGABRT (jaxlib 0.10.2, 2026-11-23: a job that was suspended for five minutes). The relay answers in the client's place. All
-else is passed on unchanged, frame by frame (RFC 9113, section 4.1: 3 bytes length, type, flags, 4 bytes stream). Run by `service.py`: the standard library alone.
+gRPC's server probes the bandwidth of a connection by an HTTP/2 PING every second or so, and closes it when 60 s pass
+without the answer, which has no option in JAX; the client then ends its process by SIGABRT (jaxlib 0.10.2, 2026-11-23:
+a job that was suspended for five minutes). The relay answers in the client's place. All else is passed on unchanged,
+frame by frame (RFC 9113, section 4.1: 3 bytes length, type, flags, 4 bytes stream). Run by `service.py`: the standard
+library alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""`Keeper`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen and when to end.
+"""`Keeper`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen and
+when to end.
 
-`spmdkit launch` keeps it for its processes; started in any other way, process 0 starts it, and it outlives process 0 until the others have left.
+`spmdkit launch` keeps it for its processes; started in any other way, process 0 starts it, and it outlives process 0
+until the others have left.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 
 from spmdkit.errors import RendezvousError
 
-# JAX's own heartbeat does not decide: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s, ended in SIGABRT. Who is
+# JAX's own heartbeat does not decide: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s,
+# ended in SIGABRT. Who is
 # gone, silent or stuck, the watchdog says (faults/watchdog.py). Three years.
 HEARTBEAT_S = 100_000_000
 # JAX's default of 300 is what a failing process would hang in at exit.
@@ -93,7 +96,8 @@ class Keeper:
 def reserve_port() -> tuple[socket.socket, int]:
     """Returns a socket that keeps a port of the loopback interface free until it is closed, and the port.
 
-    It is bound and does not listen. Linux gives such a port to nobody else; who listens there has to set SO_REUSEPORT, as gRPC does, and be of the same user.
+    It is bound and does not listen. Linux gives such a port to nobody else; who listens there has to set SO_REUSEPORT,
+    as gRPC does, and be of the same user.
     """
     holder = socket.socket()
     if hasattr(socket, "SO_REUSEPORT"):

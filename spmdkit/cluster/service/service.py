@@ -1,13 +1,17 @@
-"""JAX's coordination service in a process of its own, so that no process of the job is special: run by its path, by `process.py` and by nothing else.
+"""JAX's coordination service in a process of its own, so that no process of the job is special: run by its path, by
+`process.py` and by nothing else.
 
     python -I -S service.py SITE NUM_PROCESSES HEARTBEAT_S SHUTDOWN_S PROCESS
 
-It imports jaxlib and the standard library alone (0.15 s of a core). A line on standard input is the address to listen at; it answers `up`. From then on it lives
-until its standard input closes or the process that started it is gone, and then as long as anybody is connected, a minute at most: who lost its service would be
-ended by JAX with SIGABRT. PROCESS is the number of the process that started it, for which it then says in the store that it is gone; -1: a launcher.
+It imports jaxlib and the standard library alone (0.15 s of a core). A line on standard input is the address to listen
+at; it answers `up`. From then on it lives until its standard input closes or the process that started it is gone, and
+then as long as anybody is connected, a minute at most: who lost its service would be ended by JAX with SIGABRT. PROCESS
+is the number of the process that started it, for which it then says in the store that it is gone; -1: a launcher.
 
-Recoverable (jaxlib 0.10.2 to 0.12): the service compares heartbeats by wall time before 0.12, unsigned, so that a clock that is set back makes all of them look lost.
-That is then an entry in its own books, and not the end of everybody; who is lost says the watchdog (faults/watchdog.py).
+Recoverable (jaxlib 0.10.2 to 0.12): the service compares heartbeats by wall time before 0.12, unsigned, so that a clock
+that is set back makes all of them look lost.
+That is then an entry in its own books, and not the end of everybody; who is lost says the watchdog
+(faults/watchdog.py).
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ LINGER_S = 60.0
 """How long at most it stays for those who are still connected."""
 ANNOUNCE_S = 5
 IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Slurm's notice and `scancel`, and whoever signals a group, reach every process of a job, this one too; the others need it to save and leave with 42."""
+"""Slurm's notice and `scancel`, and whoever signals a group, reach every process of a job, this one too; the others
+need it to save and leave with 42."""
 GONE = "it ended without a word: killed, out of memory, or os._exit"
 
 
@@ -70,7 +75,8 @@ def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, proce
 
 
 def _listen(address: str, is_kept: bool) -> socket.socket:
-    """Returns a listening socket; is_kept: a launcher keeps the port free, so that it has to be shared with the launcher."""
+    """Returns a listening socket; is_kept: a launcher keeps the port free, so that it has to be shared with the
+    launcher."""
     host, _, port = address.rpartition(":")
     family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(place[:2], family=family, reuse_port=is_kept, backlog=1024)
@@ -90,7 +96,8 @@ def _ended(parent: int) -> str:
 
 
 def _announce(jaxlib: object, address: str, process: int) -> None:
-    """Says in the place of `process`, which can say nothing any more, that it is gone: wherever it beat (faults/watchdog.py)."""
+    """Says in the place of `process`, which can say nothing any more, that it is gone: wherever it beat
+    (faults/watchdog.py)."""
     client = jaxlib.get_distributed_runtime_client(  # type: ignore[attr-defined]
         address, process, init_timeout=ANNOUNCE_S, shutdown_on_destruction=False, use_compression=True
     )

@@ -1,22 +1,26 @@
-"""Adaptive summation: replicas that agree are averaged, replicas whose gradients are orthogonal are added, leaf by leaf.
+"""Adaptive summation: replicas that agree are averaged, replicas whose gradients are orthogonal are added, leaf by
+leaf.
 
-    adasum(a, b) = (1 - a.b / 2 |a|^2) a + (1 - a.b / 2 |b|^2) b             in a tree over the replicas: (0,1) (2,3), then (01,23), ...
+    adasum(a, b) = (1 - a.b / 2 |a|^2) a + (1 - a.b / 2 |b|^2) b             in a tree over the replicas: (0,1) (2,3),
+    then (01,23), ...
 
-What comes back takes the place of the mean, and is longer than it where replicas see different things: with the learning rate of one replica, not
-of N. The order is fixed, replicas in the order of the mesh, so that their number is a power of two. Dot products are those of whole leaves, of
-what is cut over model axes too.
+What comes back takes the place of the mean, and is longer than it where replicas see different things: with the
+learning rate of one replica, not of N. The order is fixed, replicas in the order of the mesh, so that their number is a
+power of two. Dot products are those of whole leaves, of what is cut over model axes too.
 
-Each replica owns a part of every leaf: it gets everyone's, the dot products of parts are added in one small all_reduce for each level of the
-tree, and each owner climbs the tree on its part. The bytes are those of `sum`, where Horovod's halving of vectors has the same and exchanging
-whole vectors log2(N) / 2 times as many.
+Each replica owns a part of every leaf: it gets everyone's, the dot products of parts are added in one small all_reduce
+for each level of the tree, and each owner climbs the tree on its part. The bytes are those of `sum`, where Horovod's
+halving of vectors has the same and exchanging whole vectors log2(N) / 2 times as many.
 
-Use it for many replicas where a larger learning rate, or batch, stops to converge. Each replica hands over its own mean: an example counts by how
-many others its replica has in a short batch. Not with ZeRO 2, whose scatter adds shards before a mean could be seen.
-Memory: none. Forward: all_to_all, log2(N) all_reduces of 3 N / 2^level numbers a leaf, all_gather over the replica axes. Backward: none.
-Wire: with `p` the sum over leaves of `V / N` rounded up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4 p` bytes in a step, and
-`8 (N-1)/N * 3 (N-1)` for each leaf.
-Source: Maleki et al., "Scaling distributed training with adaptive summation" (2021), equation 4 and algorithm 1; Horovod, adasum.h (order of the
-tree, zeros: a gradient whose norm is zero has the factor one).
+Use it for many replicas where a larger learning rate, or batch, stops to converge. Each replica hands over its own
+mean: an example counts by how many others its replica has in a short batch. Not with ZeRO 2, whose scatter adds shards
+before a mean could be seen.
+Memory: none. Forward: all_to_all, log2(N) all_reduces of 3 N / 2^level numbers a leaf, all_gather over the replica
+axes. Backward: none.
+Wire: with `p` the sum over leaves of `V / N` rounded up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4
+p` bytes in a step, and `8 (N-1)/N * 3 (N-1)` for each leaf.
+Source: Maleki et al., "Scaling distributed training with adaptive summation" (2021), equation 4 and algorithm 1;
+Horovod, adasum.h (order of the tree, zeros: a gradient whose norm is zero has the factor one).
 """
 
 from __future__ import annotations

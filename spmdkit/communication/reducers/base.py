@@ -1,4 +1,5 @@
-"""What a reducer is: how the gradients of the replicas become one. A file each in this folder, `make(**options) -> Reducer`, found by its name."""
+"""What a reducer is: how the gradients of the replicas become one. A file each in this folder, `make(**options) ->
+Reducer`, found by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TOLD = "reducer/"
 """Begins the names of metrics that are what a reducer tells."""
 
 PAD = 1024
-"""A buffer has a multiple of this many values for each replica: the TPU compiler turns shorter gathers into all-reduces (libtpu 0.0.42)."""
+"""A buffer has a multiple of this many values for each replica: the TPU compiler turns shorter gathers into all-reduces
+(libtpu 0.0.42)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Over:
     """Where one call of `apply` runs: inside a `shard_map` that is manual over all mesh axes.
 
     Attributes:
-        axes: mesh axes to reduce over. Hand them whole to every collective, size-one axes too: what comes out must be typed as the same
-            along all of them.
+        axes: mesh axes to reduce over. Hand them whole to every collective, size-one axes too: what comes out must be
+            typed as the same along all of them.
         num: the product of their sizes, at least 2.
         key: makes the key of this step, the same on every replica; fold in `lax.axis_index(axes)` for a replica's own.
         paths: of the leaves, in their order; empty where they have none.
@@ -107,38 +109,49 @@ class Reducer:
     """How gradients are added over replicas.
 
     Attributes:
-        exact: the result is the sum up to rounding in the leaves' own dtype. `verify` compares exact ones bit for bit over replicas and with
-            one device; of the others it proves everything but the reducer itself, whose contract test bounds it.
+        exact: the result is the sum up to rounding in the leaves' own dtype. `verify` compares exact ones bit for bit
+            over replicas and with one device; of the others it proves everything but the reducer itself, whose contract
+            test bounds it.
         apply: `(leaves, states, over) -> (leaves, states)`.
-            leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the leaf]; some of the
-                tree's leaves, in flattening order: a step may call `apply` several times, over other axes (ZeRO 2). The same shapes and
-                dtypes come back, summed over `over.axes`, bitwise the same on every replica and typed so: end with `psum` or `gathered`.
-            states: one mapping for each leaf, as `init` gave it, [*shard of the leaf], typed varying along `over.axes`. Float32 whatever the
-                leaves are.
-            What leaves a replica may depend on a leaf's own buffer alone: never mix leaves that differ over other mesh axes (`buffers`).
+            leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the
+                leaf]; some of the tree's leaves, in flattening order: a step may call `apply` several times, over other
+                axes (ZeRO 2). The same shapes and dtypes come back, summed over `over.axes`, bitwise the same on every
+                replica and typed so: end with `psum` or `gathered`.
+            states: one mapping for each leaf, as `init` gave it, [*shard of the leaf], typed varying along `over.axes`.
+                Float32 whatever the leaves are.
+            What leaves a replica may depend on a leaf's own buffer alone: never mix leaves that differ over other mesh
+            axes (`buffers`).
             Called once for each leaf and step, after the last microbatch, never in a loop.
-        wire: bytes that one device sends for leaves of so many values over so many replicas: `(values, replicas)`, the formula of its
-            documentation, and what the compiled program is held to.
-        wire_of: `(leaves)`, where it depends on their shapes or on which axes they are added over; `wire` is then what it sends at most.
-        init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: it lives in the train
-            state as [replicas of the leaf, *leaf], cut as the gradient of the leaf is, so that it can be restored on any mesh.
-        carry_over: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a compiled program, leaf by leaf.
-        takes: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole batch (`sum`, `ordered`).
-            "share": this replica's part of the mean (divided by the count of the whole batch before): for all that is not linear, and all
-            that keeps something for the next batch, whose count may be another. "mean": this replica's own mean; what comes back is final
-            (Adasum).
-        by_shard: what a leaf's state belongs to is a shard of it, one for each position along the replica axes other than `replica`: the state
-            is cut over these along `shard_dim` of the leaf, and a leaf without such a dim has none.
+        wire: bytes that one device sends for leaves of so many values over so many replicas: `(values, replicas)`, the
+            formula of its documentation, and what the compiled program is held to.
+        wire_of: `(leaves)`, where it depends on their shapes or on which axes they are added over; `wire` is then what
+            it sends at most.
+        init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: it
+            lives in the train state as [replicas of the leaf, *leaf], cut as the gradient of the leaf is, so that it
+            can be restored on any mesh.
+        carry_over: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
+            compiled program, leaf by leaf.
+        takes: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole batch
+            (`sum`, `ordered`).
+            "share": this replica's part of the mean (divided by the count of the whole batch before): for all that is
+            not linear, and all that keeps something for the next batch, whose count may be another. "mean": this
+            replica's own mean; what comes back is final (Adasum).
+        by_shard: what a leaf's state belongs to is a shard of it, one for each position along the replica axes other
+            than `replica`: the state is cut over these along `shard_dim` of the leaf, and a leaf without such a dim has
+            none.
         add: `(tree, axes) -> tree`, the exact sum of what is no gradient: loss, counts, metrics and model state.
-        warmup: steps at the start in which `sum` is used instead, while the state stays as it is: another program, chosen on the host. In a
-            config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
-        check: `(leaves)`: raises a `ConfigError` where these leaves cannot be added so, or not with less than `sum` sends: what asks for
-            it, what is found, and the smallest change that works.
+        warmup: steps at the start in which `sum` is used instead, while the state stays as it is: another program,
+            chosen on the host. In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
+        check: `(leaves)`: raises a `ConfigError` where these leaves cannot be added so, or not with less than `sum`
+            sends: what asks for it, what is found, and the smallest change that works.
         lossless: options at which the result equals `sum` (rank full, fraction 1), or None.
-        apply_and_tell: `apply` with a third result, `Told`: metrics of the step, `reducer/NAME`. Where it is given it is what is called in a step.
-            None: there is nothing to tell. A reducer that tells is not taken where nobody would hear it: between groups that agree, as `outer`
+        apply_and_tell: `apply` with a third result, `Told`: metrics of the step, `reducer/NAME`. Where it is given it
+            is what is called in a step.
+            None: there is nothing to tell. A reducer that tells is not taken where nobody would hear it: between groups
+                that agree, as `outer`
             of `hierarchical`.
-        look: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in which it adds shows a mistake.
+        look: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in which it adds
+            shows a mistake.
     """
 
     exact: bool
@@ -170,7 +183,8 @@ class Reducer:
 
     @property
     def is_sum(self) -> bool:
-        """Whether gradients are added as everything else is: a step without a call of `sk.value_and_grad` loses nothing by it."""
+        """Whether gradients are added as everything else is: a step without a call of `sk.value_and_grad` loses nothing
+        by it."""
         return self.exact and self.takes == "sum" and self.add is lax.psum and self.apply_and_tell is None
 
 
@@ -190,7 +204,8 @@ def value_bytes(dtype: Any) -> int:
 
 
 def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns the indices of the leaves that may share a buffer: those that differ over the same mesh axes, and have the same dtype."""
+    """Returns the indices of the leaves that may share a buffer: those that differ over the same mesh axes, and have
+    the same dtype."""
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault((compat.varying_axes(leaf), leaf.dtype), []).append(i)
@@ -198,7 +213,8 @@ def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:
 
 
 def flat(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
-    """Returns [length], the leaves one after the other in their dtype (float32 at least), then zeros up to a multiple."""
+    """Returns [length], the leaves one after the other in their dtype (float32 at least), then zeros up to a
+    multiple."""
     dtype = common_dtype(*(x.dtype for x in leaves), jnp.float32)
     buffer = jnp.concatenate([x.astype(dtype).reshape(-1) for x in leaves])
     return jnp.pad(buffer, (0, -len(buffer) % multiple))
@@ -216,7 +232,8 @@ def unflat(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -> L
 
 
 def exchanged(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns [replicas, part]: part r of every replica, on replica r. `parts` is [replicas, part], the replica's own."""
+    """Returns [replicas, part]: part r of every replica, on replica r. `parts` is [replicas, part], the replica's
+    own."""
     return lax.all_to_all(parts, axes, 0, 0, tiled=True)
 
 

@@ -2,12 +2,15 @@
 
     c_r = g_r / C + e_r,   s_r = round(c_r)       all_to_all, sum on the owner, all_gather       bfloat16 bits as uint16
 
-The exchange, and the one residual for both roundings: `coded`. The residual is one of *means*: a short batch pays in its own coin otherwise
-(7.6e-4 for sums, 3.3e-5 for means, of the sum of 100 gradients with batches of 32 and 4 rows; 2026-11-22).
+The exchange, and the one residual for both roundings: `coded`. The residual is one of *means*: a short batch pays in
+its own coin otherwise (7.6e-4 for sums, 3.3e-5 for means, of the sum of 100 gradients with batches of 32 and 4 rows;
+2026-11-22).
 
-Use it where the gradient's all-reduce is what a step waits for. Memory: 4 bytes a value on each replica, in the train state.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns, `V / N` rounded up to
-a multiple of 1,024, a device sends `2 (N-1) * 2 p` bytes in a step: `2 (N-1)/N * 2` bytes per value, 0.5 of `sum`, and the filling.
+Use it where the gradient's all-reduce is what a step waits for. Memory: 4 bytes a value on each replica, in the train
+state.
+Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
+`V / N` rounded up to a multiple of 1,024, a device sends `2 (N-1) * 2 p` bytes in a step: `2 (N-1)/N * 2` bytes per
+value, 0.5 of `sum`, and the filling.
 Source: those of `coded`.
 """
 
@@ -30,8 +33,8 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
 
     Args:
         error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
-        terms: how many bfloat16 numbers each value is sent as, each the rest of those before it. Three hold all of a float32, with more
-            bytes than `sum`: for proofs.
+        terms: how many bfloat16 numbers each value is sent as, each the rest of those before it. Three hold all of a
+            float32, with more bytes than `sum`: for proofs.
 
     Raises:
         ConfigError: `terms` is not 1, 2 or 3.

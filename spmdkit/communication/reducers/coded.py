@@ -1,20 +1,23 @@
-"""Sums that are sent in few bits, with error feedback on both roundings: what `bfloat16`, `int8`, `float8` and `sign` share.
+"""Sums that are sent in few bits, with error feedback on both roundings: what `bfloat16`, `int8`, `float8` and `sign`
+share.
 
     c_r = g_r / C + e_r                this replica's part of the mean, and what it owes                  float32
     s_r = decode(encode(c_r))          all_to_all: the owner of a part gets everyone's                    integers
     p   = sum_r s_r,  q = decode(encode(p))     the owner adds in float32; all_gather                     integers
     e_r = c_r - s_r  (+ p - q on the owner of a part)
 
-One residual holds both roundings: the owner of a part also owes what rounding the sum took. Nothing is lost, only late: over any number of
-steps, what was applied and what is still owed add up to the true sum. The whole gradient is one vector. What travels are unsigned integers
-and never narrow floats, which a compiler may widen, with the scales of blocks in the same array as their values, filled up to a multiple of
-1,024: the TPU compiler turns a shorter all_gather into an all_reduce of twice its bytes (libtpu 0.0.42).
+One residual holds both roundings: the owner of a part also owes what rounding the sum took. Nothing is lost, only late:
+over any number of steps, what was applied and what is still owed add up to the true sum. The whole gradient is one
+vector. What travels are unsigned integers and never narrow floats, which a compiler may widen, with the scales of
+blocks in the same array as their values, filled up to a multiple of 1,024: the TPU compiler turns a shorter all_gather
+into an all_reduce of twice its bytes (libtpu 0.0.42).
 
 A number that is not finite makes its whole block so, on all replicas.
 
-Source: Seide et al., "1-bit stochastic gradient descent" (2014), section 2, error feedback; Karimireddy et al., "Error feedback fixes
-SignSGD" (2019); Tang et al., "DoubleSqueeze" (2019), compensation on both sides; Dettmers, "8-bit approximations for parallelism in deep
-learning" (2016), and Dettmers et al., "8-bit optimizers via block-wise quantization" (2022), section 2, blocks.
+Source: Seide et al., "1-bit stochastic gradient descent" (2014), section 2, error feedback; Karimireddy et al., "Error
+feedback fixes SignSGD" (2019); Tang et al., "DoubleSqueeze" (2019), compensation on both sides; Dettmers, "8-bit
+approximations for parallelism in deep learning" (2016), and Dettmers et al., "8-bit optimizers via block-wise
+quantization" (2022), section 2, blocks.
 """
 
 from __future__ import annotations
@@ -129,7 +132,8 @@ def _on_owner(part: jax.Array, over: Over) -> jax.Array:
     return jnp.where(is_mine, part, 0)
 
 
-# ---- blocks with a scale each ---------------------------------------------------------------------------------------------
+# ---- blocks with a scale each
+# ---------------------------------------------------------------------------------------------
 
 
 def blocks(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -> Code:
@@ -138,7 +142,8 @@ def blocks(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -> Co
     Args:
         name: of the kind, for messages.
         block: values in a block.
-        encode: float32[..., blocks, block] -> (uint8[..., blocks * block * bits / 8] in any shape, scales float32[..., blocks]).
+        encode: float32[..., blocks, block] -> (uint8[..., blocks * block * bits / 8] in any shape, scales float32[...,
+            blocks]).
         decode: (uint8[..., length * bits / 8], scales float32[..., blocks, 1]) -> float32[..., blocks, block].
 
     Raises:

@@ -1,18 +1,23 @@
-"""Two levels: the sum inside of each position along `replica`, on fast links, and another reducer between them, on slow ones, for a part of the bytes.
+"""Two levels: the sum inside of each position along `replica`, on fast links, and another reducer between them, on slow
+ones, for a part of the bytes.
 
-    g[D F] -> reduce_scatter over data -> g[D F/data] -> outer over replica, on the shard -> all_gather over data -> g[D F]
+    g[D F] -> reduce_scatter over data -> g[D F/data] -> outer over replica, on the shard -> all_gather over data -> g[D
+    F]
 
-Each device hands `1 / size(inner)` of the gradient to the outer reducer, whose state belongs to the shard: it lives in the train state cut over
-the inner axes, and takes `1 / size(inner)` of the memory that it would alone. Inner are all replica axes but `replica`: `data`, with ZeRO 1 and 2
-`fsdp` too. A leaf of which no dim is a multiple of their size (a bias of three) crosses as one exact sum over all.
+Each device hands `1 / size(inner)` of the gradient to the outer reducer, whose state belongs to the shard: it lives in
+the train state cut over the inner axes, and takes `1 / size(inner)` of the memory that it would alone. Inner are all
+replica axes but `replica`: `data`, with ZeRO 1 and 2 `fsdp` too. A leaf of which no dim is a multiple of their size (a
+bias of three) crosses as one exact sum over all.
 
-Use it on slices or hosts with fast links inside and slow ones between: mesh {replica: slices, data: chips of one}. It is refused where either
-is 1: the outer reducer alone does the same. What ZeRO 2 has cut over `fsdp` where `data` is 1 is a shard already: only `outer` sees it.
+Use it on slices or hosts with fast links inside and slow ones between: mesh {replica: slices, data: chips of one}. It
+is refused where either is 1: the outer reducer alone does the same. What ZeRO 2 has cut over `fsdp` where `data` is 1
+is a shard already: only `outer` sees it.
 Memory: that of `outer`, divided by the size of inner.
-Forward: reduce_scatter over inner, the outer's collectives over `replica`, all_gather over inner. Backward: none. Wire: of V values, with n the
-size of inner: over inner `2 (n-1)/n * 4 V` bytes, over `replica` what `outer` sends for `V / n` values.
-Source: Jia et al., "Highly scalable deep learning training system with mixed-precision" (2018), section 3.3, hierarchical all-reduce; Wang et
-al., "ZeRO++" (2023), section 3.3, quantised gradients between nodes alone.
+Forward: reduce_scatter over inner, the outer's collectives over `replica`, all_gather over inner. Backward: none. Wire:
+of V values, with n the size of inner: over inner `2 (n-1)/n * 4 V` bytes, over `replica` what `outer` sends for `V / n`
+values.
+Source: Jia et al., "Highly scalable deep learning training system with mixed-precision" (2018), section 3.3,
+hierarchical all-reduce; Wang et al., "ZeRO++" (2023), section 3.3, quantised gradients between nodes alone.
 """
 
 from __future__ import annotations

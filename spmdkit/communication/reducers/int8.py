@@ -1,16 +1,18 @@
-"""The sum sent as int8 in blocks with a scale each, a quarter of the bytes of `sum`; what rounding takes away is added to the next step's gradient.
+"""The sum sent as int8 in blocks with a scale each, a quarter of the bytes of `sum`; what rounding takes away is added
+to the next step's gradient.
 
     s_b = max |c_b| / 127,   q = round(c_b / s_b)       of each block of 256 values                int8, scale float32
 
 The exchange, the one residual for both roundings, and why integers travel: `coded`.
 
-Use it where the gradient's all-reduce is what a step waits for and half the bytes (`bfloat16`) are too many. Memory: 4 bytes a value on each
-replica, in the train state.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns, `V / N` rounded up to
-a multiple of 1,024 (and of the block), a device sends `2 (N-1) * r(p + 4 p / block)` bytes in a step, `r` rounding up to a multiple of 1,024:
+Use it where the gradient's all-reduce is what a step waits for and half the bytes (`bfloat16`) are too many. Memory: 4
+bytes a value on each replica, in the train state.
+Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
+`V / N` rounded up to a multiple of 1,024 (and of the block), a device sends `2 (N-1) * r(p + 4 p / block)` bytes in a
+step, `r` rounding up to a multiple of 1,024:
 for large gradients `2 (N-1)/N * (1 + 4 / block)` bytes per value, 0.254 of `sum`.
-Source: Dettmers, "8-bit approximations for parallelism in deep learning" (2016); Dettmers et al., "8-bit optimizers via block-wise
-quantization" (2022), section 2, blocks; those of `coded` for the feedback.
+Source: Dettmers, "8-bit approximations for parallelism in deep learning" (2016); Dettmers et al., "8-bit optimizers via
+block-wise quantization" (2022), section 2, blocks; those of `coded` for the feedback.
 """
 
 from __future__ import annotations

@@ -1,26 +1,32 @@
-"""Each matrix of the gradient as a product of two thin ones, found by one step of the power method; what the product lacks is owed.
+"""Each matrix of the gradient as a product of two thin ones, found by one step of the power method; what the product
+lacks is owed.
 
     C_r[m n] = G_r / C + E_r        this replica's part of the mean, and what it owes
     P[m r] = orth(sum_r C_r Q)      all_reduce of m r values; Q[n r] spans what the last step's product did
     R[n r] = sum_r C_r^T P          all_reduce of n r values
     G = P R^T,   E_r = C_r - P (C_r^T P)^T
 
-A leaf is one matrix, its dims parted where m + n is least (a convolution [height, width, in, out] into height x width x in rows, a projection
-[embed, heads, head] into embed rows). The first dim of a leaf of stacked layers (`stacked`) is a batch of matrices, and it alone: of [layers, heads,
-in, out] each layer is one matrix, heads x in rows or whatever makes its factors smallest. A leaf of one dim, or whose factors have more values than
-it, crosses exactly, in the first all_reduce. What is cut over model axes is compressed part by part: a matrix is what one device holds of it.
+A leaf is one matrix, its dims parted where m + n is least (a convolution [height, width, in, out] into height x width x
+in rows, a projection [embed, heads, head] into embed rows). The first dim of a leaf of stacked layers (`stacked`) is a
+batch of matrices, and it alone: of [layers, heads, in, out] each layer is one matrix, heads x in rows or whatever makes
+its factors smallest. A leaf of one dim, or whose factors have more values than it, crosses exactly, in the first
+all_reduce. What is cut over model axes is compressed part by part: a matrix is what one device holds of it.
 
-Warm start: the subspace of Q comes from the product `P R^T` of the step before, which is kept in the leaf's shape, so that any mesh can go on with
-it; without it Q is drawn anew in each step, the same on all replicas. It is what makes one step of the power method enough.
+Warm start: the subspace of Q comes from the product `P R^T` of the step before, which is kept in the leaf's shape, so
+that any mesh can go on with it; without it Q is drawn anew in each step, the same on all replicas. It is what makes one
+step of the power method enough.
 
-Use it where matrices are large and the links slow: bytes grow with m + n and not with m n, and all_reduces do not grow with the replicas. Not
-for small models, and not where gradients have no few directions (early steps: `warmup: N`). Under Adam take a higher rank than under momentum
-SGD: what is owed comes late to an optimizer that divides by what it has seen (docs/benchmarks.md: 400 steps of a small GPT, rank 16 for 1 %).
-Memory: 8 bytes a value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums a value (6 without).
-Forward: two all_reduces over the replica axes, one after the other. Backward: none. Wire: `2 (N-1)/N * 4 * (sum over matrices of r (m + n) + the
-values of all other leaves)` bytes for a device and step.
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start); the owed part is each replica's own, as in
-algorithm 2. Its compression of ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3, appendix F), is that of the formula above.
+Use it where matrices are large and the links slow: bytes grow with m + n and not with m n, and all_reduces do not grow
+with the replicas. Not for small models, and not where gradients have no few directions (early steps: `warmup: N`).
+Under Adam take a higher rank than under momentum SGD: what is owed comes late to an optimizer that divides by what it
+has seen (docs/benchmarks.md: 400 steps of a small GPT, rank 16 for 1 %).
+Memory: 8 bytes a value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums a
+value (6 without).
+Forward: two all_reduces over the replica axes, one after the other. Backward: none. Wire: `2 (N-1)/N * 4 * (sum over
+matrices of r (m + n) + the values of all other leaves)` bytes for a device and step.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start); the owed part is
+each replica's own, as in algorithm 2. Its compression of ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3, appendix
+F), is that of the formula above.
 """
 
 from __future__ import annotations
@@ -60,7 +66,8 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         rank: columns of the factors, at most those of the matrix.
         warm_start: False draws Q anew in each step, with half of the memory.
         stacked: patterns for the whole paths of leaves whose first dim is a batch of matrices.
-        least: how many times the factors' values a leaf has at least; others cross exactly. 0 compresses every matrix: for proofs.
+        least: how many times the factors' values a leaf has at least; others cross exactly. 0 compresses every matrix:
+            for proofs.
 
     Raises:
         ConfigError: an option is none of these.
@@ -191,9 +198,11 @@ def _sum(leaves: Sequence[jax.Array], over: Over) -> Leaves:
 
 
 def _start(product: jax.Array | None, view: tuple[int, int, int], rank: int, index: int, over: Over) -> jax.Array:
-    """Returns Q, float32[matrices, n, rank], orthonormal and the same on all replicas: the subspace of the last step's product, or one at random.
+    """Returns Q, float32[matrices, n, rank], orthonormal and the same on all replicas: the subspace of the last step's
+    product, or one at random.
 
-    Orthonormal also where the product had fewer directions than `rank` (a batch of two rows): those that are missing are then looked for.
+    Orthonormal also where the product had fewer directions than `rank` (a batch of two rows): those that are missing
+    are then looked for.
     """
     num, m, n = view
     key = over.key() if product is None else jax.random.key(0, impl="threefry2x32")
@@ -207,10 +216,12 @@ def _start(product: jax.Array | None, view: tuple[int, int, int], rank: int, ind
 
 
 def orthonormal(x: jax.Array, index: int) -> jax.Array:
-    """Returns [..., n, rank], orthonormal columns that span those of `x`; one that depends on those before it becomes a random one.
+    """Returns [..., n, rank], orthonormal columns that span those of `x`; one that depends on those before it becomes a
+    random one.
 
-    Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight devices of one
-    process at once, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two cores, 2026-11-23).
+    Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight
+    devices of one process at once, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two cores,
+    2026-11-23).
     """
     spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape, jnp.float32)
 
@@ -233,5 +244,6 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
 
 
 def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns a product of float32: with fewer bits (the default of a TPU) what is owed would not be what is left out."""
+    """Returns a product of float32: with fewer bits (the default of a TPU) what is owed would not be what is left
+    out."""
     return jnp.einsum(dims, a, b, precision=lax.Precision.HIGHEST)

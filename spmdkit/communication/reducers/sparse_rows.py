@@ -1,20 +1,28 @@
-"""Rows of embedding gradients alone: a step's tokens touch few rows of a table, and only these are sent, with their numbers. Exact.
+"""Rows of embedding gradients alone: a step's tokens touch few rows of a table, and only these are sent, with their
+numbers. Exact.
 
-    rounds = max_r ceil(touched_r / N)               touched_r: rows of g_r[V D] that are not all zero; one all_reduce of a maximum
+    rounds = max_r ceil(touched_r / N)               touched_r: rows of g_r[V D] that are not all zero; one all_reduce
+                                                     of a maximum
     in round i: all_gather over the replicas of (row numbers [N], rows [N D])  ->  g[V D] += rows, replica by replica
 
-Each replica sends at most N rows of a table in a round, and as many rounds follow as the replica with the most touched rows needs: all replicas
-agree on their number before, so that none waits in a collective that another does not enter. At most `V / N` rounds, in one loop. What comes
-out is the sum of all rows, whatever N is; leaves that `leaves` does not name cross as `sum` has them. The rounds of each table are a metric of the
-step, `reducer/rounds/PATH`: a number above one that stays says that N is too small, since each round costs the latency of an all_gather.
+Each replica sends at most N rows of a table in a round, and as many rounds follow as the replica with the most touched
+rows needs: all replicas agree on their number before, so that none waits in a collective that another does not enter.
+At most `V / N` rounds, in one loop. What comes out is the sum of all rows, whatever N is; leaves that `leaves` does not
+name cross as `sum` has them. The rounds of each table are a metric of the step, `reducer/rounds/PATH`: a number above
+one that stays says that N is too small, since each round costs the latency of an all_gather.
 
-Use it for tables with many more rows than a batch has tokens. Not for one whose gradient is dense: one that also is the head of the model (tied
-weights), or one under a decay that is added to the gradient. A table whose rounds in the first batch would send `most` of what `sum` sends is refused.
-What is cut over model axes, or scattered by ZeRO 2, goes by the rows that one device holds. With accumulation all microbatches' rows are touched.
-Memory: none. Forward: one all_reduce of a number a table, all_gathers over the replica axes, one all_reduce of the other leaves. Backward: none.
-Wire: a device sends `(n-1) * 4 p` bytes for a table and round, with n replicas and `p = N (D + 1)` rounded up to a multiple of 1,024,
-`8 (n-1)/n` for the number of rounds, and `8 (n-1)/n` for each value of other leaves. So `n N (D + 1) / (2 V D)` of `sum` for a table in one round.
-Source: Horovod, `allreduce` of `tf.IndexedSlices` (all_gather of values and indices); Li et al., "Parallax" (2019), section 3.1, sparse variables.
+Use it for tables with many more rows than a batch has tokens. Not for one whose gradient is dense: one that also is the
+head of the model (tied weights), or one under a decay that is added to the gradient. A table whose rounds in the first
+batch would send `most` of what `sum` sends is refused.
+What is cut over model axes, or scattered by ZeRO 2, goes by the rows that one device holds. With accumulation all
+microbatches' rows are touched.
+Memory: none. Forward: one all_reduce of a number a table, all_gathers over the replica axes, one all_reduce of the
+other leaves. Backward: none.
+Wire: a device sends `(n-1) * 4 p` bytes for a table and round, with n replicas and `p = N (D + 1)` rounded up to a
+multiple of 1,024, `8 (n-1)/n` for the number of rounds, and `8 (n-1)/n` for each value of other leaves. So `n N (D + 1)
+/ (2 V D)` of `sum` for a table in one round.
+Source: Horovod, `allreduce` of `tf.IndexedSlices` (all_gather of values and indices); Li et al., "Parallax" (2019),
+section 3.1, sparse variables.
 """
 
 from __future__ import annotations
@@ -38,7 +46,8 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     Args:
         leaves: patterns for the whole paths of the tables, whose first dim is rows.
         rows: N, of a table that a replica sends in a round.
-        most: what the rounds of a table may send in the first batch, as a share of what `sum` sends for it; null: anything.
+        most: what the rounds of a table may send in the first batch, as a share of what `sum` sends for it; null:
+            anything.
 
     Raises:
         ConfigError: an option is none of these.
@@ -86,7 +95,8 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     )
 
 
-# ---- on the devices -----------------------------------------------------------------------------------------------------
+# ---- on the devices
+# -----------------------------------------------------------------------------------------------------
 
 
 def _touched(leaf: jax.Array) -> jax.Array:
@@ -143,7 +153,8 @@ def _unpacked(sent: jax.Array, rows: int, table: jax.Array) -> tuple[jax.Array, 
     return sent[:rows], lax.bitcast_convert_type(bits, table.dtype)
 
 
-# ---- before the first step, and after it ----------------------------------------------------------------------------------
+# ---- before the first step, and after it
+# ----------------------------------------------------------------------------------
 
 
 def _of_round(leaf: Added, rows: int) -> float:

@@ -2,17 +2,21 @@
 
     c_r = g_r / C + e_r,   places = the k largest |c_r|,   g = sum_r c_r[places of r],   e_r = c_r but for its places
 
-The whole gradient is one vector (one for each way in which leaves are cut over model axes), so that k is shared out where the gradient is
-large. Values and places travel as one array of 32-bit integers, and are added replica by replica, so that the bits are the same on all.
+The whole gradient is one vector (one for each way in which leaves are cut over model axes), so that k is shared out
+where the gradient is large. Values and places travel as one array of 32-bit integers, and are added replica by replica,
+so that the bits are the same on all.
 
-Use it where few values carry the gradient (large embeddings, late in training) over slow links. Each replica sends other places, so that what
-arrives grows with the replicas: it is refused where `N k` is not below half of the gradient's values, which is half of what `sum` sends.
+Use it where few values carry the gradient (large embeddings, late in training) over slow links. Each replica sends
+other places, so that what arrives grows with the replicas: it is refused where `N k` is not below half of the
+gradient's values, which is half of what `sum` sends.
 Memory: 4 bytes a value on each replica, in the train state.
-Forward: all_gather over the replica axes. Backward: none. Wire: with `L` the values rounded up to a multiple of 1,024, and
-`k = fraction * L` rounded down to one, a device sends `8 (N-1) k` bytes in a step: `N k / V` of `sum`, 0.08 for 1 % and 8 replicas. A vector
-of which `k` is zero, or that would send more than `most` allows, crosses as a sum: `8 (N-1)/N V`.
-Source: Aji and Heafield, "Sparse communication for distributed gradient descent" (2017); Stich et al., "Sparsified SGD with memory" (2018),
-algorithm 1; Lin et al., "Deep gradient compression" (2018), section 3 (without its momentum correction: the optimizer sees the sum).
+Forward: all_gather over the replica axes. Backward: none. Wire: with `L` the values rounded up to a multiple of 1,024,
+and `k = fraction * L` rounded down to one, a device sends `8 (N-1) k` bytes in a step: `N k / V` of `sum`, 0.08 for 1 %
+and 8 replicas. A vector of which `k` is zero, or that would send more than `most` allows, crosses as a sum: `8 (N-1)/N
+V`.
+Source: Aji and Heafield, "Sparse communication for distributed gradient descent" (2017); Stich et al., "Sparsified SGD
+with memory" (2018), algorithm 1; Lin et al., "Deep gradient compression" (2018), section 3 (without its momentum
+correction: the optimizer sees the sum).
 """
 
 from __future__ import annotations

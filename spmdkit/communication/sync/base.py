@@ -1,8 +1,10 @@
-"""What a sync is: when groups of replicas agree. A file each in this folder, `make(**options) -> Sync`, found by its name.
+"""What a sync is: when groups of replicas agree. A file each in this folder, `make(**options) -> Sync`, found by its
+name.
 
-A group is one position along the sync's axes (`replica` where it is larger than one, otherwise `data`); inside of it a step is the step of the
-mesh without these axes. The train state holds `params`, `opt_state`, `model_state` and `ema` once for each group, [groups, ...] cut over these
-axes; `step` and `rng` once; `sync`, what `init` gives, once, cut as the parameters are.
+A group is one position along the sync's axes (`replica` where it is larger than one, otherwise `data`); inside of it a
+step is the step of the mesh without these axes. The train state holds `params`, `opt_state`, `model_state` and `ema`
+once for each group, [groups, ...] cut over these axes; `step` and `rng` once; `sync`, what `init` gives, once, cut as
+the parameters are.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Turn:
         name: what a plan calls it.
         every: steps from one run of it to the next.
         first: the step after which it runs first.
-        beside: what it sends crosses beside the compute of the next step, in one program with it; it leaves the parameters as they are.
+        beside: what it sends crosses beside the compute of the next step, in one program with it; it leaves the
+            parameters as they are.
     """
 
     name: str
@@ -40,17 +43,20 @@ class Sync:
 
     Attributes:
         every: steps between two agreements; None: every step, there are no groups, nothing else is looked at.
-        init: `(params) -> kept`: params [...], one copy, before the first step in which groups train alone. None, or a tree whose copies of the
-            parameters end in their paths.
-        agree: `(params, kept, mean) -> (params, kept)`: params [groups, ...] in, one copy [...] out, which every group gets. A program of its
-            own, run after each step whose number `every` divides. Bitwise the same for all groups by construction.
-        view: `(params, kept, mean) -> params`: [groups, ...] -> the one copy [...] that is evaluated and exported, between agreements too.
-        schedule: the programs in which groups agree, each on a part or in part; `agree` then also takes the number of its turn, and may return
-            leaves [groups, ...], what each group has of its own. Empty: one, after each step that `every` divides.
+        init: `(params) -> kept`: params [...], one copy, before the first step in which groups train alone. None, or a
+            tree whose copies of the parameters end in their paths.
+        agree: `(params, kept, mean) -> (params, kept)`: params [groups, ...] in, one copy [...] out, which every group
+            gets. A program of its own, run after each step whose number `every` divides. Bitwise the same for all
+            groups by construction.
+        view: `(params, kept, mean) -> params`: [groups, ...] -> the one copy [...] that is evaluated and exported,
+            between agreements too.
+        schedule: the programs in which groups agree, each on a part or in part; `agree` then also takes the number of
+            its turn, and may return leaves [groups, ...], what each group has of its own. Empty: one, after each step
+            that `every` divides.
         start: steps at the start in which all replicas agree in every step, as if there were no groups.
         optimizer: what the sync makes of the optimizer (clipping included); None: nothing.
-        reducer: by which `mean` adds what crosses in `agree`, as `config.reducer` names it; None: exactly. It is then given trees like the
-            parameters alone, float32, with None for leaves that do not cross.
+        reducer: by which `mean` adds what crosses in `agree`, as `config.reducer` names it; None: exactly. It is then
+            given trees like the parameters alone, float32, with None for leaves that do not cross.
         says: what else the sync does, for `program.explain()`.
     """
 

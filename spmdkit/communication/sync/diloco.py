@@ -4,28 +4,35 @@
     D = a - mean_h w_h                   after `every` steps: the outer gradient; a is what all agreed on last
     a <- a - outer(D),  w_g <- a         Nesterov momentum by default
 
-Each group keeps its own inner optimizer state. The outer gradients may cross in few bytes: `reducer: int8` sends them rounded. What rounding
-takes is lost, there is no error feedback: the mean of many steps is small beside it only where a reducer keeps several bits.
+Each group keeps its own inner optimizer state. The outer gradients may cross in few bytes: `reducer: int8` sends them
+rounded. What rounding takes is lost, there is no error feedback: the mean of many steps is small beside it only where a
+reducer keeps several bits.
 
-Streaming: `fragments: P` cuts the tree of parameters, leaf by leaf, into P parts of about the same bytes, each of which agrees every `every` steps at
-a time of its own, so that the most that one step sends is the largest fragment. With `overlap: t` the outer gradient crosses beside the compute of
-the next step, in one program with it, and is applied t steps after it was taken; groups then keep `alpha` of what they have learned since:
+Streaming: `fragments: P` cuts the tree of parameters, leaf by leaf, into P parts of about the same bytes, each of which
+agrees every `every` steps at a time of its own, so that the most that one step sends is the largest fragment. With
+`overlap: t` the outer gradient crosses beside the compute of the next step, in one program with it, and is applied t
+steps after it was taken; groups then keep `alpha` of what they have learned since:
 w_g <- alpha w_g + (1 - alpha) a.
 
-With `start: s` the first s steps are synchronous training, and what is agreed on begins with their parameters: DiLoCo's authors begin with a model that
-is trained, and from a random start with few steps in a round it loses much more.
+With `start: s` the first s steps are synchronous training, and what is agreed on begins with their parameters: DiLoCo's
+authors begin with a model that is trained, and from a random start with few steps in a round it loses much more.
 
-Class: up to `start` equal to synchronous training, for every optimizer. With `optimizer: {name: sgd, learning_rate: 1.0}` equal to `local_sgd`, and
-so with `every: 1` to synchronous training for sgd, momentum, Nesterov and decoupled weight decay without clipping. Otherwise another method, which
-converges; the outer learning rate and momentum are tuned (0.7 and 0.9 are the paper's, for hundreds of steps between agreements; with 16 between
-them 1.0 and 0.5 were best: docs/benchmarks.md).
+Class: up to `start` equal to synchronous training, for every optimizer. With `optimizer: {name: sgd, learning_rate:
+1.0}` equal to `local_sgd`, and so with `every: 1` to synchronous training for sgd, momentum, Nesterov and decoupled
+weight decay without clipping. Otherwise another method, which converges; the outer learning rate and momentum are tuned
+(0.7 and 0.9 are the paper's, for hundreds of steps between agreements; with 16 between them 1.0 and 0.5 were best:
+docs/benchmarks.md).
 Use it where links between groups are slow and training is long: between data centers. Not where they are fast.
-Memory: `a` in float32 and the outer optimizer's state, once, cut as the parameters are; with `overlap` the outer gradient too.
-Forward: none between groups after `start`. At an agreement: one all-reduce of the outer gradient over the groups, or what the reducer sends.
-Wire: `2 (G-1)/G * 4 bytes` per parameter and device every `every` steps, or `wire` of the reducer; at most that of a fragment in one step.
-Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models" (2023, arXiv 2311.08105), algorithm 1; Douillard et al.,
-"Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512), algorithm 2, whose fragments are layers; Reddi et al., "Adaptive federated
-optimization" (2020), algorithm 1, for outer optimizers other than sgd.
+Memory: `a` in float32 and the outer optimizer's state, once, cut as the parameters are; with `overlap` the outer
+gradient too.
+Forward: none between groups after `start`. At an agreement: one all-reduce of the outer gradient over the groups, or
+what the reducer sends.
+Wire: `2 (G-1)/G * 4 bytes` per parameter and device every `every` steps, or `wire` of the reducer; at most that of a
+fragment in one step.
+Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models" (2023, arXiv 2311.08105),
+algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512), algorithm 2,
+whose fragments are layers; Reddi et al., "Adaptive federated optimization" (2020), algorithm 1, for outer optimizers
+other than sgd.
 """
 
 from __future__ import annotations
@@ -150,7 +157,8 @@ def _outer(optimizer: Mapping[str, Any] | None) -> optax.GradientTransformation:
 
 
 def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Turn, ...]:
-    """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied. `before`: steps of which no round is."""
+    """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied.
+    `before`: steps of which no round is."""
     if fragments == 1 and not overlap:
         return ()
     first = [before + every + i * every // fragments for i in range(fragments)]

@@ -5,13 +5,14 @@
 
 Each group keeps its own optimizer state.
 
-Class: equal to synchronous training at `every: 1` for sgd, momentum, Nesterov and decoupled weight decay without clipping, where each group sees
-as many examples; for Adam it is another method, since each group has its own second moments. Otherwise converging.
+Class: equal to synchronous training at `every: 1` for sgd, momentum, Nesterov and decoupled weight decay without
+clipping, where each group sees as many examples; for Adam it is another method, since each group has its own second
+moments. Otherwise converging.
 
-Use it where the links between groups are slow: between data centers, over Ethernet. Not where they are fast: at the same number of steps
-the loss is higher, the more so the larger `every` is.
-Forward: none between groups. At an agreement: one all-reduce of the parameters over the groups. Wire: `2 (G-1)/G * 4 bytes` per parameter
-and device, every `every` steps.
+Use it where the links between groups are slow: between data centers, over Ethernet. Not where they are fast: at the
+same number of steps the loss is higher, the more so the larger `every` is.
+Forward: none between groups. At an agreement: one all-reduce of the parameters over the groups. Wire: `2 (G-1)/G * 4
+bytes` per parameter and device, every `every` steps.
 Source: Stich, "Local SGD converges fast and communicates little" (2019), algorithm 1.
 """
 

@@ -1,15 +1,19 @@
-"""Synchronous training for the first `start` steps, then local SGD: groups train alone and take the mean of their parameters every `every` steps.
+"""Synchronous training for the first `start` steps, then local SGD: groups train alone and take the mean of their
+parameters every `every` steps.
 
     steps 1 to start     the step of the whole mesh: all replicas agree in every step, on the optimizer's state too
     later                w_g <- w_g - update(g_g) alone, and w_g <- mean_h w_h after each step that `every` divides
 
-The loss falls fastest at the start, where the gradients of groups differ from their mean's the most; later, with a smaller learning rate, groups
-that train alone lose little, and often generalise better. Set `start` to the first decay of the learning rate, as its authors do.
+The loss falls fastest at the start, where the gradients of groups differ from their mean's the most; later, with a
+smaller learning rate, groups that train alone lose little, and often generalise better. Set `start` to the first decay
+of the learning rate, as its authors do.
 
-Class: equal to synchronous training where `start` is not below the number of steps, for every optimizer; equal to `local_sgd` with `start: 0`.
+Class: equal to synchronous training where `start` is not below the number of steps, for every optimizer; equal to
+`local_sgd` with `start: 0`.
 Otherwise converging.
 Use it where local SGD from the first step costs too much loss. The first phase sends as much as `every_step`.
-Forward: none between groups after `start`. Wire: `2 (G-1)/G * 4 bytes` per parameter and device, in each step to `start`, then every `every` steps.
+Forward: none between groups after `start`. Wire: `2 (G-1)/G * 4 bytes` per parameter and device, in each step to
+`start`, then every `every` steps.
 Source: Lin et al., "Don't use large mini-batches, use local SGD" (2018, arXiv 1808.07217), section 3, post-local SGD.
 """
 

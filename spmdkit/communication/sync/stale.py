@@ -3,15 +3,19 @@
     g_t = grad L(w_t)                              as in every other step, added over all replicas
     w_{t+1} = w_t + update(g_{t-k}, w_t)           the first k steps move nothing
 
-What a worker of an asynchronous parameter server does when k updates of others come between its pull and its push, without the chance in it: so
-that asynchronous training can be studied, and repeated bit for bit. The optimizer (clipping included) sees late gradients, one for each of its
-updates; its own decay and momentum act on today's parameters. A step that is skipped moves nothing, the line of waiting gradients included.
+What a worker of an asynchronous parameter server does when k updates of others come between its pull and its push,
+without the chance in it: so that asynchronous training can be studied, and repeated bit for bit. The optimizer
+(clipping included) sees late gradients, one for each of its updates; its own decay and momentum act on today's
+parameters. A step that is skipped moves nothing, the line of waiting gradients included.
 
-Class: equal to synchronous training at `k: 0`, the same program. Otherwise another method, which converges for learning rates that shrink with k:
+Class: equal to synchronous training at `k: 0`, the same program. Otherwise another method, which converges for learning
+rates that shrink with k:
 `learning_rate * k` bounds how far the parameters move between a gradient and its use.
-Use it to find out what staleness costs a task. Not to be faster: nothing overlaps, every step waits for its own gradient's sum.
+Use it to find out what staleness costs a task. Not to be faster: nothing overlaps, every step waits for its own
+gradient's sum.
 Memory: k gradients in the dtype of the parameters, cut as the optimizer's state is. Wire: that of `every_step`.
-Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (2013), whose bound is met exactly here;
+Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (2013), whose bound
+is met exactly here;
 Zinkevich et al., "Slow learners are fast" (2009), delayed SGD, algorithm 1.
 """
 

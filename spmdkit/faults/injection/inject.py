@@ -138,7 +138,8 @@ def _has_rows_of_floats(leaf: jax.Array) -> bool:
 
 
 def _with_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
-    """Returns (state, batch) with one bit of the fraction flipped in this process's first copy of the largest parameter."""
+    """Returns (state, batch) with one bit of the fraction flipped in this process's first copy of the largest
+    parameter."""
     leaves, treedef = jax.tree.flatten(state.params)
     floats = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size]
     if not floats:
@@ -155,7 +156,8 @@ def _with_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
 
 
 def _changed(array: jax.Array, spoil: Callable[[np.ndarray], None]) -> jax.Array:
-    """Returns an array whose shard on this process's first device is changed in place by `spoil`; the other shards are those of `array`."""
+    """Returns an array whose shard on this process's first device is changed in place by `spoil`; the other shards are
+    those of `array`."""
     first, *others = array.addressable_shards
     part = np.array(first.data)
     spoil(part)

@@ -1,7 +1,9 @@
 """How a drill and a process speak to each other, through a file without a name: numbers that both sides know.
 
-bytes 0 to 511   the order, as JSON: `number`, `kind`, `at` ("step", "save", "now"), `moment` (number of the step or save), `delay_s`, `seed`
-from byte 1024   what has come, as JSON: `number`, `time` (the machine's monotonic clock), `step`, `phase`, `failed` (why it could not be)
+bytes 0 to 511   the order, as JSON: `number`, `kind`, `at` ("step", "save", "now"), `moment` (number of the step or
+                 save), `delay_s`, `seed`
+from byte 1024   what has come, as JSON: `number`, `time` (the machine's monotonic clock), `step`, `phase`, `failed`
+                 (why it could not be)
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What a watcher is: it asks something outside whether this machine is about to be taken away. A file each in this folder, `make(**options) -> Watcher`.
+"""What a watcher is: it asks something outside whether this machine is about to be taken away. A file each in this
+folder, `make(**options) -> Watcher`.
 
-SIGTERM and SIGUSR1, which most schedulers send, need none (faults/signals.py). It is asked in a thread of its own, in every process of the run, since each may be on
-another machine; one notice is enough, and all processes save at one step and leave with 42 (run/hooks/preemption.py).
+SIGTERM and SIGUSR1, which most schedulers send, need none (faults/signals.py). It is asked in a thread of its own, in
+every process of the run, since each may be on another machine; one notice is enough, and all processes save at one step
+and leave with 42 (run/hooks/preemption.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Watcher:
     """What is asked, and how often.
 
     Attributes:
-        notice: returns why this machine is about to go, or an empty text. What it raises (`OSError`, `ValueError`) is no notice: asked again, and said once.
+        notice: returns why this machine is about to go, or an empty text. What it raises (`OSError`, `ValueError`) is
+            no notice: asked again, and said once.
         every_s: seconds between two questions.
     """
 
@@ -30,13 +33,15 @@ class Watcher:
 
 
 def address(default: str, *variables: str) -> str:
-    """Returns `http://host` of a metadata server: of the first of these variables that is set, as the cloud's own tools read them, or the default."""
+    """Returns `http://host` of a metadata server: of the first of these variables that is set, as the cloud's own tools
+    read them, or the default."""
     given = next((os.environ[name] for name in variables if os.environ.get(name)), default)
     return (given if "://" in given else f"http://{given}").rstrip("/")
 
 
 def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the text that a metadata server answers, None where it says that there is no such thing (404). No proxy is asked.
+    """Returns the text that a metadata server answers, None where it says that there is no such thing (404). No proxy
+    is asked.
 
     Raises:
         OSError: no answer, or another status.

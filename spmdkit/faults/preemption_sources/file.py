@@ -1,4 +1,5 @@
-"""A file that somebody makes or touches: an agent of the scheduler, a colleague, a cron job. `preemption: [{file: {path: /run/preempt}}]`.
+"""A file that somebody makes or touches: an agent of the scheduler, a colleague, a cron job. `preemption: [{file:
+{path: /run/preempt}}]`.
 
 One that was last changed before this process began is an old notice, so that the next start is not stopped by it.
 """

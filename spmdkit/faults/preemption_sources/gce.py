@@ -1,7 +1,10 @@
-"""Google Cloud's metadata server: a spot machine that is preempted, or a host that is taken down for maintenance without moving the machine elsewhere.
+"""Google Cloud's metadata server: a spot machine that is preempted, or a host that is taken down for maintenance
+without moving the machine elsewhere.
 
-`instance/preempted` is TRUE from the notice on, 30 s before the machine is stopped; `instance/maintenance-event` is TERMINATE_ON_HOST_MAINTENANCE up to an hour before.
-Every request carries `Metadata-Flavor: Google`. Source: cloud.google.com/compute/docs/instances/preemptible, .../metadata/getting-live-migration-notice.
+`instance/preempted` is TRUE from the notice on, 30 s before the machine is stopped; `instance/maintenance-event` is
+TERMINATE_ON_HOST_MAINTENANCE up to an hour before.
+Every request carries `Metadata-Flavor: Google`. Source: cloud.google.com/compute/docs/instances/preemptible,
+.../metadata/getting-live-migration-notice.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ HEADERS = {"Metadata-Flavor": "Google"}
 
 
 def make(every_s: float = 5.0) -> Watcher:
-    """Returns the watcher of this machine; GCE_METADATA_HOST names another server, as Google's own libraries read it."""
+    """Returns the watcher of this machine; GCE_METADATA_HOST names another server, as Google's own libraries read
+    it."""
 
     def notice() -> str:
         base = f"{address('metadata.google.internal', 'GCE_METADATA_HOST')}/computeMetadata/v1/instance"

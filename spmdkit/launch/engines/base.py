@@ -1,12 +1,14 @@
-"""What an engine is: how a job of some processes is written for one kind of scheduler. A file each in this folder, found by its name.
+"""What an engine is: how a job of some processes is written for one kind of scheduler. A file each in this folder,
+found by its name.
 
 An engine is a module with
 
     OPTIONS: Mapping[str, Option]        what `--set NAME=VALUE` may say, each with its default and a sentence
     render(job) -> Rendered              files and commands, as text
 
-`render` is pure: it looks at the job that it is given and at nothing else, so that what is printed is what is run. Each process then finds its place by the engine's own
-dialect (cluster/dialects/). Rendered text is for people, who change it: it says in comments what cannot be seen.
+`render` is pure: it looks at the job that it is given and at nothing else, so that what is printed is what is run. Each
+process then finds its place by the engine's own dialect (cluster/dialects/). Rendered text is for people, who change
+it: it says in comments what cannot be seen.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FINAL = tuple(int(code) for code in (ExitCode.CHECK_FAILED, ExitCode.NOT_FINITE,
 
 
 class Option(NamedTuple):
-    """One setting of an engine. `default` is a text as well; REQUIRED: there is none, and the job cannot be written without it."""
+    """One setting of an engine. `default` is a text as well; REQUIRED: there is none, and the job cannot be written
+    without it."""
 
     default: str
     help: str

@@ -1,7 +1,9 @@
-"""Kubeflow Trainer: a TrainJob of the runtime `jax-distributed`, which starts one pod for each process and sets JAX's three variables in it.
+"""Kubeflow Trainer: a TrainJob of the runtime `jax-distributed`, which starts one pod for each process and sets JAX's
+three variables in it.
 
-Its pods find their place by those (cluster/environments/kubeflow.py). The runtime decides about restarts: its JobSet has no failure policy, so a failed pod ends the TrainJob, and 42 too; apply the
-manifest again to go on, or use `--on kubernetes`. Source: kubeflow/trainer 8c0f505, manifests/base/runtimes/jax_distributed.yaml, docs/user-guides/jax.md.
+Its pods find their place by those (cluster/environments/kubeflow.py). The runtime decides about restarts: its JobSet
+has no failure policy, so a failed pod ends the TrainJob, and 42 too; apply the manifest again to go on, or use `--on
+kubernetes`. Source: kubeflow/trainer 8c0f505, manifests/base/runtimes/jax_distributed.yaml, docs/user-guides/jax.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Kubernetes: a JobSet with one indexed Job of as many pods as processes; on TPUs one Job for each slice and one pod for each host.
+"""Kubernetes: a JobSet with one indexed Job of as many pods as processes; on TPUs one Job for each slice and one pod
+for each host.
 
-JobSet gives each pod a name in a headless service, starts all again when one fails, and counts: 42 is not counted (`RestartJobSetAndIgnoreMaxRestarts`), codes that
-another start would end with again fail the JobSet at once, others restart it `--max-restarts` times. A Job ends at its first failed pod (`podFailurePolicy`, FailJob), whose message
-has the exit code. Each pod finds its place by what the manifest hands in (cluster/environments/jobset.py), a TPU pod by what GKE sets (cloud_tpu.py).
-Source: jobset.sigs.k8s.io, kubernetes-sigs/jobset 08dfbdf; kubernetes.io/docs/tasks/job/pod-failure-policy; cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
+JobSet gives each pod a name in a headless service, starts all again when one fails, and counts: 42 is not counted
+(`RestartJobSetAndIgnoreMaxRestarts`), codes that another start would end with again fail the JobSet at once, others
+restart it `--max-restarts` times. A Job ends at its first failed pod (`podFailurePolicy`, FailJob), whose message has
+the exit code. Each pod finds its place by what the manifest hands in (cluster/environments/jobset.py), a TPU pod by
+what GKE sets (cloud_tpu.py).
+Source: jobset.sigs.k8s.io, kubernetes-sigs/jobset 08dfbdf; kubernetes.io/docs/tasks/job/pod-failure-policy;
+cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the engines on Kubernetes share: a container, its volume and its resources, and YAML that reads as people write it."""
+"""What the engines on Kubernetes share: a container, its volume and its resources, and YAML that reads as people write
+it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Slurm: a batch script with one `srun` step, whose tasks find each other by the step's own variables (cluster/environments/slurm.py).
+"""Slurm: a batch script with one `srun` step, whose tasks find each other by the step's own variables
+(cluster/environments/slurm.py).
 
-- `--kill-on-bad-exit=1`: when one task ends badly, the others are ended by Slurm after KillWait (30 s by default; `scontrol show config`).
-- `--signal=USR1@N`: N seconds before the time limit each task gets USR1: all save and leave with 42. `scancel` sends TERM, which does the same.
-- 42 is put in the queue again, always; other failures `--max-restarts` times (SLURM_RESTART_COUNT), codes that another start would end with again never.
+- `--kill-on-bad-exit=1`: when one task ends badly, the others are ended by Slurm after KillWait (30 s by default;
+  `scontrol show config`).
+- `--signal=USR1@N`: N seconds before the time limit each task gets USR1: all save and leave with 42. `scancel` sends
+  TERM, which does the same.
+- 42 is put in the queue again, always; other failures `--max-restarts` times (SLURM_RESTART_COUNT), codes that another
+  start would end with again never.
 Source: slurm.schedmd.com/sbatch.html, srun.html; run on Slurm 22.05.8 by tests/engines/test_slurm.py.
 """
 

@@ -1,7 +1,10 @@
-"""ssh: one process on each of some hosts, started from here; the first failure ends all, as `spmdkit launch` does on one machine.
+"""ssh: one process on each of some hosts, started from here; the first failure ends all, as `spmdkit launch` does on
+one machine.
 
-Every host has the project in the same folder and a shared run directory. Places are ours (SPMDKIT_*): process 0 is on the first host, at `port`. The script waits for all; the first that fails, or Ctrl-C and TERM, ends the others:
-`ssh -tt` hangs up what it has started when it goes, SIGHUP lets each save and leave with 42. Keys and known hosts are yours: nothing is asked (`BatchMode`).
+Every host has the project in the same folder and a shared run directory. Places are ours (SPMDKIT_*): process 0 is on
+the first host, at `port`. The script waits for all; the first that fails, or Ctrl-C and TERM, ends the others:
+`ssh -tt` hangs up what it has started when it goes, SIGHUP lets each save and leave with 42. Keys and known hosts are
+yours: nothing is asked (`BatchMode`).
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def prepared(
 
 
 def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None] = print) -> int:
-    """Prints files and commands; where `run`, writes the files into a folder, runs the commands there, and returns the code of the first that fails.
+    """Prints files and commands; where `run`, writes the files into a folder, runs the commands there, and returns the
+    code of the first that fails.
 
     Raises:
         ConfigError: a command is not on this machine, or the folder cannot be written.
@@ -96,7 +97,8 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
 
 
 def _run(command: Sequence[str], folder: Path) -> int:
-    """Runs a command; what asks this process to stop is handed on to it, and Ctrl-C, which it gets from the terminal itself, waits for its end."""
+    """Runs a command; what asks this process to stop is handed on to it, and Ctrl-C, which it gets from the terminal
+    itself, waits for its end."""
     with subprocess.Popen(command, cwd=folder) as process:
         asked = (signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in asked}
@@ -118,7 +120,8 @@ def launch_on(
     grace_s: float | None,
     dry_run: bool,
 ) -> int:
-    """Prints what starts a job on an engine and, unless `dry_run`, runs it; returns the exit code. Files go to `launch_NAME` here.
+    """Prints what starts a job on an engine and, unless `dry_run`, runs it; returns the exit code. Files go to
+    `launch_NAME` here.
 
     Raises:
         ConfigError: as `prepared` and `submit`, or a word of the command holds a secret.

@@ -1,4 +1,5 @@
-"""The page of `spmdkit bench communication`, and the section of a run's report: the table, loss over bytes, time. Made from `communication.json` alone."""
+"""The page of `spmdkit bench communication`, and the section of a run's report: the table, loss over bytes, time. Made
+from `communication.json` alone."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def _notes(rows: Sequence[Row]) -> str:
 
 
 def loss_over_bytes(rows: Sequence[Row]) -> str:
-    """Returns an SVG: a point for each row, the bytes of a step to the right (by logarithm), the loss upwards, the seeds' least and most as a line."""
+    """Returns an SVG: a point for each row, the bytes of a step to the right (by logarithm), the loss upwards, the
+    seeds' least and most as a line."""
     drawn = [row for row in rows if row["bytes_per_step"] and row["loss_mean"] is not None]
     if not drawn:
         return '<p class="none">No row has both bytes and a finite loss.</p>'
@@ -166,7 +168,8 @@ def _powers(low: float, high: float, most: int = 8) -> list[float]:
 
 
 def times(rows: Sequence[Row]) -> str:
-    """Returns an SVG: a bar for each row from 0 to the ratio of its time, its 95 % interval as a line, and a line at 1, where `sum` is."""
+    """Returns an SVG: a bar for each row from 0 to the ratio of its time, its 95 % interval as a line, and a line at 1,
+    where `sum` is."""
     drawn = [row for row in rows if row["time_over_sum"] is not None]
     if not drawn:
         return '<p class="none">No time was measured.</p>'

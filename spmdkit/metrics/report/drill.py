@@ -1,4 +1,5 @@
-"""`drill.html`: a drill on one page: what came when, what each process did, and what it cost. Made from `drill.json` alone; nothing is loaded or run."""
+"""`drill.html`: a drill on one page: what came when, what each process did, and what it cost. Made from `drill.json`
+alone; nothing is loaded or run."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def _findings(document: Mapping[str, Any]) -> str:
     return section("Findings", "".join(over + found) or '<p class="none">None.</p>')
 
 
-# ---- memory and time --------------------------------------------------------------------------------------------------
+# ---- memory and time
+# --------------------------------------------------------------------------------------------------
 
 
 def _memory(document: Mapping[str, Any]) -> str:
@@ -185,7 +186,8 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-# ---- wire and mesh ----------------------------------------------------------------------------------------------------
+# ---- wire and mesh
+# ----------------------------------------------------------------------------------------------------
 
 
 def _wire(document: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Where the records of a run go: a file each, found by its name. `chosen` says which, `Sinks` writes to all of them.
 
-metrics.jsonl is always written: the run's own record. Others are named by `log.sinks`: a file here, or a user's own under `@sk.sink`.
+metrics.jsonl is always written: the run's own record. Others are named by `log.sinks`: a file here, or a user's own
+under `@sk.sink`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def names() -> list[str]:
 
 
 def chosen(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[ChosenSink]:
-    """Returns the sinks of a run: its own record, and those that a config names, each by a name or as `{name: options}`.
+    """Returns the sinks of a run: its own record, and those that a config names, each by a name or as `{name:
+    options}`.
 
     Raises:
         ConfigError: no such sink.

@@ -1,10 +1,11 @@
 """What a sink is: where the records of a run go besides the terminal. A file each in this folder, found by its name.
 
-A file holds `open(run, options, last_step) -> Sink`, as a user's own does under `@sk.sink`. `run` has `directory` and `config`, `options` is
-what the config says behind the name, and `last_step` the step that was restored, or 0.
+A file holds `open(run, options, last_step) -> Sink`, as a user's own does under `@sk.sink`. `run` has `directory` and
+`config`, `options` is what the config says behind the name, and `last_step` the step that was restored, or 0.
 
-Going back: who reads a place sees each step once, as it was trained last. After a restart that is `open`'s to see to: what an earlier process
-wrote after `last_step` goes, or is marked as gone. After a rollback within a process it is `rewind`'s.
+Going back: who reads a place sees each step once, as it was trained last. After a restart that is `open`'s to see to:
+what an earlier process wrote after `last_step` goes, or is marked as gone. After a rollback within a process it is
+`rewind`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ KINDS = ("scalars", "text", "image", "histogram", "hparams", "table")
 """What can be written. A run writes scalars, and a hook what it likes (`run.write`)."""
 
 Record = Mapping[str, Any]
-"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation: of scalars numbers by their names, of a histogram nested lists of numbers (`sk.counts`)."""
+"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation: of scalars numbers by their names, of a
+histogram nested lists of numbers (`sk.counts`)."""
 
 
 def nothing(*_: Any) -> None:
@@ -26,15 +28,16 @@ def nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Sink:
-    """Takes records, one after the other, in one thread of process 0. What it raises is told once, and it is not asked again.
+    """Takes records, one after the other, in one thread of process 0. What it raises is told once, and it is not asked
+    again.
 
     Attributes:
         write: `(kind, record)`, with a kind of `accepts`.
         accepts: kinds of records.
         flush: returns when all of it is safe.
-        rewind: `(step)`: drops what is newer, or marks it where the service cannot; after training went back to an earlier step (0: to the
-            beginning). It comes before all that is written afterwards, also where records were dropped for their number. A place in
-            which a step's later value takes the earlier one's needs none.
+        rewind: `(step)`: drops what is newer, or marks it where the service cannot; after training went back to an
+            earlier step (0: to the beginning). It comes before all that is written afterwards, also where records were
+            dropped for their number. A place in which a step's later value takes the earlier one's needs none.
         close: writes out what is left.
         own: the run's own record: it is written at once, by the training itself, and what it raises ends the run.
     """

@@ -1,4 +1,5 @@
-"""`metrics.jsonl`: the run's own record, one line for each (arrays in `counts.jsonl`, likewise), cut back to the restored step on resume.
+"""`metrics.jsonl`: the run's own record, one line for each (arrays in `counts.jsonl`, likewise), cut back to the
+restored step on resume.
 
 Durability: each record is one `write` to the file, with no buffer of ours, so a killed process loses nothing that was
 written. `sync` waits for the disk; called before a checkpoint is saved, it makes sure that no checkpoint is newer than
@@ -54,9 +55,9 @@ class JsonlSink:
 
     Key order of a line: step, split, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
 
-    Raises ConfigError when the file cannot be opened (folder not writable), CheckpointWriteError when a line does not fit any more (disk
-    full); the line is taken back, so the file stays whole. Raises UserCodeError for a metric that is not one number; with `arrays` lists of
-    them are taken too.
+    Raises ConfigError when the file cannot be opened (folder not writable), CheckpointWriteError when a line does not
+    fit any more (disk full); the line is taken back, so the file stays whole. Raises UserCodeError for a metric that is
+    not one number; with `arrays` lists of them are taken too.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through_step: int | None, arrays: bool = False) -> None:

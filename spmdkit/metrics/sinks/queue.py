@@ -1,4 +1,5 @@
-"""`Sinks`: all sinks of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning and never a step."""
+"""`Sinks`: all sinks of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning and
+never a step."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ Open = Callable[[], Sink]
 class Sinks:
     """Writes records to every sink that accepts them.
 
-    The run's own record (`Sink.own`) is written before `write` returns. The others follow in a thread: what finds the queue full is dropped, and a
-    sink that raises is given up; both are said once by `warn`.
+    The run's own record (`Sink.own`) is written before `write` returns. The others follow in a thread: what finds the
+    queue full is dropped, and a sink that raises is given up; both are said once by `warn`.
     """
 
     def __init__(self, warn: Callable[[str], Any], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S):

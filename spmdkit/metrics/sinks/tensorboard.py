@@ -22,7 +22,8 @@ def open(run: Any, options: Mapping[str, Any], last_step: int) -> Sink:
 class TensorboardSink:
     """Writes each number of a record as a scalar at the record's step into event files in `directory`.
 
-    `keep_through_step`: the restored step; TensorBoard is told to hide what an interrupted run wrote after it. 0: all of it, None: nothing.
+    `keep_through_step`: the restored step; TensorBoard is told to hide what an interrupted run wrote after it. 0: all
+        of it, None: nothing.
     Raises ConfigError when tensorboardX is not installed.
     """
 

@@ -2,38 +2,42 @@
 
     y = sum over chosen e of weight_e expert_e(x)         x[B_x, T_s, D] -> y[B_x, T_s, D]
 
-Experts stand along the mesh axis `expert`, E / e on each device; every other layer treats that axis as data. Their weights may
-be cut over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`: a column and a row product, summed at the end). One
-file each: `mixture` (all of it on one device), `router` (which experts, which weight), `capacity` and `dropless` (how tokens get
-there and back), `experts` (what happens there), `load` (how even it is), `rows` (permutations with a gradient that permutes too).
+Experts stand along the mesh axis `expert`, E / e on each device; every other layer treats that axis as data. Their
+weights may be cut over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`: a column and a row product, summed
+at the end). One file each: `mixture` (all of it on one device), `router` (which experts, which weight), `capacity` and
+`dropless` (how tokens get there and back), `experts` (what happens there), `load` (how even it is), `rows`
+(permutations with a gradient that permutes too).
 
-    capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped and
-                    add nothing. Static shapes, an all_to_all of the same size in each step.
+    capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped
+                    and add nothing. Static shapes, an all_to_all of the same size in each step.
     capacity=None   nothing is dropped. Work follows the load, memory has to hold the worst case.
 
 Equal to one device: whatever decides over tokens (capacity, losses, noise) does so for one example, in the order of
 `positions`, so that neither the mesh nor microbatches change who is dropped.
 
-Wire: per device and forward pass, w bytes an element of x, b examples of this device, T tokens of a whole example, N devices
-that cut the sequence (n of them do not cut experts' weights), e along `expert`, K = top_k, C_n = ceil(C / n), f = fsdp:
+Wire: per device and forward pass, w bytes an element of x, b examples of this device, T tokens of a whole example, N
+devices that cut the sequence (n of them do not cut experts' weights), e along `expert`, K = top_k, C_n = ceil(C / n), f
+= fsdp:
 
-    capacity    sequence   (N-1)/N (b T (D w + 8 K) + 4 P)            all_gather   x, experts, weights, and P given positions
+    capacity    sequence   (N-1)/N (b T (D w + 8 K) + 4 P)            all_gather   x, experts, weights, and P given
+    positions
                            (N-1)/N b T D w                             reduce_scatter   y
                 expert     (e-1)/e b E C_n (2 D w + 4)                 all_to_all   tokens there and back, weights there
-    dropless    tensor m   (m-1) b T/N (2 D w + 8 K)                   all_gather, reduce_scatter   where tensor cuts both
+    dropless    tensor m   (m-1) b T/N (2 D w + 8 K)                   all_gather, reduce_scatter   where tensor cuts
+    both
       gathered  expert     (e-1) b T_m (2 D w + 8 K)                   all_gather, reduce_scatter; T_m = m T/N
       ragged    expert     rows sent (2 D w + 4) + (e-1) 4 E           rows sent: about (e-1)/e K b T_m
     both        sequence   2 (N-1)/N b 4 (2 E + 2)                     all_reduce   of the load
                 fsdp       (f-1) (bytes of this device's experts and router)      all_gather
                 tensor     2 (m-1)/m b T/N D w                         all_reduce, only where x is whole along it
 
-Backward: what leads to the experts' inputs again (all but the way back of y), the transposes of all of the forward, and an
-all_reduce of the gradients of weights over axes along which they are the same: 5 passes over `expert` in all, instead of 4 if
-experts' inputs were kept. Weights multiply on the expert's side, so that their gradient needs no sixth. The TPU compiler (v5p 2x2x2,
-libtpu 0.0.42, 2026-11-21) sends these bytes with a capacity, within 0.6 % when dropless and gathered; what of a ragged buffer travels
-is known when it runs, and a bill counts all of it.
-Source: Shazeer et al. (2017), "Outrageously Large Neural Networks"; Lepikhin et al. (2020), "GShard"; Fedus et al. (2021),
-"Switch Transformers"; Gale et al. (2022), "MegaBlocks"; DeepSeek-AI (2024), "DeepSeek-V3 Technical Report".
+Backward: what leads to the experts' inputs again (all but the way back of y), the transposes of all of the forward, and
+an all_reduce of the gradients of weights over axes along which they are the same: 5 passes over `expert` in all,
+instead of 4 if experts' inputs were kept. Weights multiply on the expert's side, so that their gradient needs no sixth.
+The TPU compiler (v5p 2x2x2, libtpu 0.0.42, 2026-11-21) sends these bytes with a capacity, within 0.6 % when dropless
+and gathered; what of a ragged buffer travels is known when it runs, and a bill counts all of it.
+Source: Shazeer et al. (2017), "Outrageously Large Neural Networks"; Lepikhin et al. (2020), "GShard"; Fedus et al.
+(2021), "Switch Transformers"; Gale et al. (2022), "MegaBlocks"; DeepSeek-AI (2024), "DeepSeek-V3 Technical Report".
 
 Shape suffixes: B examples, T tokens of an example, D width, E experts, K choices of a token.
 """
@@ -84,16 +88,21 @@ def moe(
 
     Args:
         x_BTD: tokens, cut over (batch, `sequence`).
-        router_DE: the router's weights, with a layout rule ["embed", null]. Zeros send every token to experts 0 .. top_k - 1.
-        experts: weights, each with a first dim E: for `mlp` {up [E, D, F], down [E, F, D]} and, if gated, gate [E, D, F].
+        router_DE: the router's weights, with a layout rule ["embed", null]. Zeros send every token to experts 0 ..
+            top_k - 1.
+        experts: weights, each with a first dim E: for `mlp` {up [E, D, F], down [E, F, D]} and, if gated, gate [E, D,
+            F].
         top_k: experts of one token.
-        capacity: places of an expert over the mean number of choices; None: as many as are wanted, and nothing is dropped.
+        capacity: places of an expert over the mean number of choices; None: as many as are wanted, and nothing is
+            dropped.
         expert: `(weights of one expert, tokens [N, D][, product]) -> [N, D]`, each token by itself; see `moe.experts`.
-        dims: names of the dims of `experts`, a tree prefix; known for `mlp`. `embed` dims arrive whole, others as shards.
-        router_dims: names of the dims of the router. Write (None, None) where it is whole already, inside of `sk.manual`.
+        dims: names of the dims of `experts`, a tree prefix; known for `mlp`. `embed` dims arrive whole, others as
+            shards.
+        router_dims: names of the dims of the router. Write (None, None) where it is whole already, inside of
+            `sk.manual`.
         sequence: the name of what cuts T: `norm_sequence` (context and tensor), `sequence` (context) or None.
-        positions: int32 [B, T] or [T], each token's place in its example, each once; default 0 .. T - 1 in the order of T, or
-            in that of `sk.context_order` if the model has called it, which costs no wire.
+        positions: int32 [B, T] or [T], each token's place in its example, each once; default 0 .. T - 1 in the order of
+            T, or in that of `sk.context_order` if the model has called it, which costs no wire.
         where_BT: bool, False for padding: these tokens go nowhere, take no place and are in no statistic.
         score: what the weights are made of. With `sigmoid`, experts are scored one by one (DeepSeek-V3).
         normalise: divide the weights of one token by their sum; default where `top_k` is above 1.
@@ -127,7 +136,8 @@ def _mixed(choices: Mixing, given: Operands) -> tuple[jax.Array, Load]:
     return found
 
 
-# ---- what does not fit -------------------------------------------------------------------------------------------------
+# ---- what does not fit
+# -------------------------------------------------------------------------------------------------
 
 
 def _check(

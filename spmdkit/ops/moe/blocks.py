@@ -1,9 +1,11 @@
-"""A function of one expert over sorted rows, block by block: a loop of as many turns as there are rows, and its derivatives of any order.
+"""A function of one expert over sorted rows, block by block: a loop of as many turns as there are rows, and its
+derivatives of any order.
 
     for each expert e, for each block of its rows:      out[block] = fn(shared, weights[e], rows[block])
 
-The number of turns is data, and JAX has no reverse mode through such a loop. But the gradient of a block is a function like `fn`, of more
-rows (the cotangents beside the rows) and with sums as further results (those of the weights over an expert's blocks, of `shared` over all):
+The number of turns is data, and JAX has no reverse mode through such a loop. But the gradient of a block is a function
+like `fn`, of more rows (the cotangents beside the rows) and with sums as further results (those of the weights over an
+expert's blocks, of `shared` over all):
 
     fn(shared, own, rows) -> (rows, sum over an expert's blocks, sum over all blocks)
 
@@ -40,7 +42,8 @@ def by_blocks(
 
     Args:
         closed: what is the same for all experts, floats or not.
-        rows_RD: `sizes[0]` rows of expert 0, and so on; after the last one's at least one block of rows more, which come out as anything.
+        rows_RD: `sizes[0]` rows of expert 0, and so on; after the last one's at least one block of rows more, which
+            come out as anything.
     """
     of_floats = floats(closed)
     others = [x for i, x in enumerate(closed) if i not in of_floats]
@@ -60,7 +63,8 @@ class _Loop(NamedTuple):
     """A function of blocks, over all of them.
 
     Attributes:
-        fn: `(fixed, shared, own, rows) -> (rows, own, shared)`: the last two are parts of sums. `fixed` has no gradient.
+        fn: `(fixed, shared, own, rows) -> (rows, own, shared)`: the last two are parts of sums. `fixed` has no
+            gradient.
         like: `(shared, weights, rows) -> (rows, weights, shared)`, arrays like the results.
         order: how many derivatives it is of the function at the start.
     """
@@ -101,7 +105,8 @@ class _Loop(NamedTuple):
         return _Loop(fn, lambda *pairs: self.like(*(x for x, _ in pairs)), self.block, self.order + 1)
 
     def _pulled(self) -> _Loop:
-        """Returns the loop over the gradient of `fn`: every argument with the cotangent of the result that is like it."""
+        """Returns the loop over the gradient of `fn`: every argument with the cotangent of the result that is like
+        it."""
 
         def fn(fixed: Any, shared: Any, own: Any, rows: Any) -> Any:
             of = lambda shared, own, rows: self.fn(fixed, shared, own, rows)

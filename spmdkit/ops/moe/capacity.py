@@ -2,22 +2,23 @@
 
     C = ceil(capacity * top_k * T / E), at most T        a place (slot) is (example, expert, number below C)
 
-Order of the choices of one example for one expert: all first choices before all second ones (GShard), among those by position in
-the example, or by weight, the largest first (V-MoE). Positions and weights belong to tokens, so the same choices are dropped
-however the sequence is cut or its shards are ordered.
+Order of the choices of one example for one expert: all first choices before all second ones (GShard), among those by
+position in the example, or by weight, the largest first (V-MoE). Positions and weights belong to tokens, so the same
+choices are dropped however the sequence is cut or its shards are ordered.
 
     x[B, T_c, D] -> slots[B, E, C_c, D] -> [E_e, e B, C_c, D] . W[E_e, D, F_t] . W[E_e, F_t, D] -> and back
 
-Every device needs all tokens of its examples to fill slots, and fills C / n of each expert's, n being the devices that cut the
-sequence without cutting the experts' weights. So tokens are gathered over the sequence, once and narrow, slots are dense, and no
-expert computes a token twice. To gather costs (N-1)/N B T D against (N-1)/N capacity top_k B T D for summing partly filled slots.
+Every device needs all tokens of its examples to fill slots, and fills C / n of each expert's, n being the devices that
+cut the sequence without cutting the experts' weights. So tokens are gathered over the sequence, once and narrow, slots
+are dense, and no expert computes a token twice. To gather costs (N-1)/N B T D against (N-1)/N capacity top_k B T D for
+summing partly filled slots.
 
 Wire: see `spmdkit.ops.moe`.
-Source: Lepikhin et al., "GShard" (2020), 2.2; Fedus et al., "Switch Transformers" (2021), 2.2; Riquelme et al., "Scaling
-Vision with Sparse Mixture of Experts" (2021), 4, priority by weight.
+Source: Lepikhin et al., "GShard" (2020), 2.2; Fedus et al., "Switch Transformers" (2021), 2.2; Riquelme et al.,
+"Scaling Vision with Sparse Mixture of Experts" (2021), 4, priority by weight.
 
-Shape suffixes: B examples of this device, T tokens of a whole example, D width, E experts, K choices of a token, C slots of an
-expert on this device, S = E C.
+Shape suffixes: B examples of this device, T tokens of a whole example, D width, E experts, K choices of a token, C
+slots of an expert on this device, S = E C.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _places(
     slots: int,
     slot_axes: Names,
 ) -> _Places:
-    """Returns the places: choices sorted by (expert, first or second choice, [weight], position), counted from each expert's first."""
+    """Returns the places: choices sorted by (expert, first or second choice, [weight], position), counted from each
+    expert's first."""
     B, T, K = experts_BTK.shape
     flat = lambda a: a.reshape(B, T * K)
     choice_K = jnp.arange(K, dtype=jnp.int32)

@@ -9,14 +9,14 @@ Two ways to cross it, chosen by the machine:
     all_gather          elsewhere, and where e <= top_k: every device sees all tokens along `expert`, computes its own
                         experts' choices among them, and the sums come back by reduce_scatter
 
-Memory: R rows of width D stand for the worst case, in which all tokens want the same experts; hidden rows of width F only for
-one block at a time (`experts.py`), except with `ragged_dot`.
+Memory: R rows of width D stand for the worst case, in which all tokens want the same experts; hidden rows of width F
+only for one block at a time (`experts.py`), except with `ragged_dot`.
 
 Wire: see `spmdkit.ops.moe`.
 Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022).
 
-Shape suffixes: N tokens of this device (of all along `expert` once gathered), D width, E experts, K choices of a token, R rows
-sorted by expert, e devices along `expert`.
+Shape suffixes: N tokens of this device (of all along `expert` once gathered), D width, E experts, K choices of a token,
+R rows sorted by expert, e devices along `expert`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _by_ragged_all_to_all(
 def _through_own(
     x_ND: jax.Array, own_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, own: int
 ) -> jax.Array:
-    """Returns [N, D]: for each token the weighted sum of this device's experts that it chose; `own_NK` is their number, or `own`."""
+    """Returns [N, D]: for each token the weighted sum of this device's experts that it chose; `own_NK` is their number,
+    or `own`."""
     N, K = own_NK.shape
     places = _sort(own_NK, own, N * min(K, own))
     x_RD = _pick(x_ND, places.token_R, places.row_NK)

@@ -1,13 +1,15 @@
 """Experts: what one is, how it is cut, and how many of them run over tokens that have been sorted by expert.
 
-An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that treats each token by itself. Where a dim of its
-weights is cut over devices (`mlp`), it returns its device's part of a sum; the op adds the parts. It may take a third argument
-`product`, with which it then writes its matrix products, `product(x, w)`: so all experts of a device run in one grouped product.
+An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that treats each token by itself. Where a dim
+of its weights is cut over devices (`mlp`), it returns its device's part of a sum; the op adds the parts. It may take a
+third argument `product`, with which it then writes its matrix products, `product(x, w)`: so all experts of a device run
+in one grouped product.
 
 Two ways to run experts over sorted rows, each as much work as there are rows, whatever the bound on rows is:
 
     blocks       a loop over blocks of rows, each of one expert; any function (blocks.py)
-    ragged_dot   `jax.lax.ragged_dot`: a kernel on TPUs. Elsewhere XLA makes it dense, E times the work (8 x, CPU, 2026-11-21)
+    ragged_dot   `jax.lax.ragged_dot`: a kernel on TPUs. Elsewhere XLA makes it dense, E times the work (8 x, CPU,
+                 2026-11-21)
 
 Source: Gale et al., "MegaBlocks" (2022); Shazeer, "GLU Variants Improve Transformer" (2020).
 
@@ -48,7 +50,8 @@ def mlp(
     product: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
     activation: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns the MLP of one expert: `down(act(x gate) * (x up))` where there is a gate (SiLU), else `down(act(x up))` (GELU)."""
+    """Returns the MLP of one expert: `down(act(x gate) * (x up))` where there is a gate (SiLU), else `down(act(x up))`
+    (GELU)."""
     if "gate" in weights:
         h_NF = (activation or jax.nn.silu)(product(x_ND, weights["gate"])) * product(x_ND, weights["up"])
     else:
@@ -90,7 +93,8 @@ def run_stacked(expert: Expert, weights: Any, x_END: jax.Array) -> jax.Array:
 
 
 def run_sorted(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
-    """Returns [R, D]: the first `sizes[0]` rows through expert 0, and so on. Rows after the last expert's come out as anything."""
+    """Returns [R, D]: the first `sizes[0]` rows through expert 0, and so on. Rows after the last expert's come out as
+    anything."""
     if platform == "tpu" and "product" in inspect.signature(expert).parameters:
         product = lambda x, w: lax.ragged_dot(x, w, sizes_E)
         return expert(weights, rows_RD, product=product)
@@ -113,7 +117,8 @@ def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.A
 
 
 def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
-    """Returns (`fn(closed_over, own, x_ND)`, the traced arrays that `expert` closes over): a gradient by hand has to see them all."""
+    """Returns (`fn(closed_over, own, x_ND)`, the traced arrays that `expert` closes over): a gradient by hand has to
+    see them all."""
     if expert is mlp:
         return _without_closure, []
     closed = jax.make_jaxpr(expert)(own, x_ND)

@@ -4,12 +4,12 @@
     balance = E sum_e fraction_e P_e                          1 where even; its gradient flows through P alone
     z = mean over tokens of logsumexp(logits)^2
 
-Per example, because a product of two means is not the mean of products: computed over a batch, the loss would change with
-every mesh and number of microbatches. Shards of a sequence add their sums before anything is multiplied.
+Per example, because a product of two means is not the mean of products: computed over a batch, the loss would change
+with every mesh and number of microbatches. Shards of a sequence add their sums before anything is multiplied.
 
 Wire: one all_reduce of [B, 2 E + 2] float32 over the axes that cut the sequence.
-Source: Fedus et al., "Switch Transformers" (2021), 2.2 (balance, here for top_k choices as in Lepikhin et al., "GShard",
-2020); Zoph et al., "ST-MoE" (2022), 3 (z).
+Source: Fedus et al., "Switch Transformers" (2021), 2.2 (balance, here for top_k choices as in Lepikhin et al.,
+"GShard", 2020); Zoph et al., "ST-MoE" (2022), 3 (z).
 
 Shape suffixes: B examples, T tokens, E experts, K choices.
 """
@@ -30,7 +30,8 @@ class Load(NamedTuple):
     `sk.mean(ce_BT + 0.01 * load.balance_B[:, None])` and metrics such as `sk.mean(load.dropped_B)`.
 
     Attributes:
-        balance_B: the load-balancing loss, without its coefficient (0.01 is usual); 1 where even, E where one expert gets all.
+        balance_B: the load-balancing loss, without its coefficient (0.01 is usual); 1 where even, E where one expert
+            gets all.
         z_B: the router z loss, without its coefficient (0.001 is usual).
         fraction_BE: each expert's share of all choices, dropped ones too.
         max_over_mean_B: the fullest expert's load over the mean load; 1 where even.

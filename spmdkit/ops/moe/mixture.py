@@ -1,4 +1,5 @@
-"""What one device does of a mixture: route its tokens, bring them to the experts and back, and say how even the load was."""
+"""What one device does of a mixture: route its tokens, bring them to the experts and back, and say how even the load
+was."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def _through_experts(
     slots: int | None,
     cut: tuple[str, ...],
 ) -> jax.Array:
-    """Returns the tokens after their experts; a part of a sum along axes that cut experts' weights and not the sequence."""
+    """Returns the tokens after their experts; a part of a sum along axes that cut experts' weights and not the
+    sequence."""
     own, at = _own_axes(choices.dims), given.positions
     if slots is None:
         both = tuple(a for a in cut if a in own)
@@ -139,8 +141,8 @@ def _through_experts(
 def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
     """Returns a weight with its `embed` dims gathered, typed as varying along `differs`, over which tokens differ.
 
-    Typed before it is gathered, so that its gradient is scattered first and added along `differs` as a shard. The other way
-    round, which is what JAX does by itself, the gathered gradient is added: fsdp times the bytes.
+    Typed before it is gathered, so that its gradient is scattered first and added along `differs` as a shard. The other
+    way round, which is what JAX does by itself, the gathered gradient is added: fsdp times the bytes.
     """
     weight = compat.as_varying(weight, differs)
     for i, name in enumerate(dims):
@@ -150,7 +152,8 @@ def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
 
 
 def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
-    """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model called that."""
+    """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model
+    called that."""
     positions_T = np.arange(num_tokens, dtype=np.int32)
     num = axis_size("sequence")
     is_reordered = trace_context.current().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
@@ -161,6 +164,7 @@ def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
 
 
 def _own_axes(dims: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that cut one expert's weights while they are used: results are parts of a sum along them."""
+    """Returns the mesh axes that cut one expert's weights while they are used: results are parts of a sum along
+    them."""
     names = {n for d in jax.tree.leaves(dims, is_leaf=is_dims) for n in d if n not in (None, GATHERED, "expert")}
     return axes(*sorted(names))

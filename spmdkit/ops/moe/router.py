@@ -8,8 +8,8 @@ A token is routed by itself, so nothing here depends on the mesh but the last bi
 
 Wire: none.
 Source: Shazeer et al., "Outrageously Large Neural Networks" (2017), top-k gating and noise; Fedus et al., "Switch
-Transformers" (2021), selective float32; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.1.2, sigmoid scores and the bias
-that chooses without weighing.
+Transformers" (2021), selective float32; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.1.2, sigmoid scores and
+the bias that chooses without weighing.
 
 Shape suffixes: B examples, T tokens of an example, D width, E experts, K experts of one token.
 """
@@ -77,7 +77,8 @@ def route(
 
 
 def token_noise(keys_B: jax.Array, impl: Any, positions_BT: jax.Array, num_experts: int) -> jax.Array:
-    """Returns standard normal noise [B, T, E], drawn from (key of the example, position of the token): the same on every mesh.
+    """Returns standard normal noise [B, T, E], drawn from (key of the example, position of the token): the same on
+    every mesh.
 
     Args:
         keys_B: uint32[B, ...], `jax.random.key_data` of one key per example.

@@ -2,8 +2,8 @@
 
     forward   out[b, m] = sum_k x[b, index[b, m, k]]         backward   dx[b, n] = sum_j dout[b, back[b, n, j]]
 
-Tokens go to slots and slots back to tokens by two indices, each the inverse of the other, and both are known. A gather's own
-gradient would be a scatter-add, which TPUs do row after row. Forward mode (`jax.jvp`) is one.
+Tokens go to slots and slots back to tokens by two indices, each the inverse of the other, and both are known. A
+gather's own gradient would be a scatter-add, which TPUs do row after row. Forward mode (`jax.jvp`) is one.
 
 Shape suffixes: B examples, N rows there, M rows wanted, K and J rows added at most, D width.
 """
@@ -40,7 +40,8 @@ def sum_rows(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax
 
 
 def _add_to(x_BND: jax.Array, back_BNJ: jax.Array, num_wanted: int) -> jax.Array:
-    """Returns [B, M, D] as `sum_rows` from `back` alone, by a scatter: what is kept for the gradient serves the forward mode too."""
+    """Returns [B, M, D] as `sum_rows` from `back` alone, by a scatter: what is kept for the gradient serves the forward
+    mode too."""
     B, N, D = x_BND.shape
     rows = jnp.broadcast_to(x_BND[:, :, None].astype(jnp.float32), (B, N, back_BNJ.shape[2], D)).reshape(B, -1, D)
     place = jnp.where(back_BNJ < 0, num_wanted, back_BNJ).reshape(B, -1)

@@ -2,27 +2,34 @@
 
     loss, metrics = sk.pipeline(embed, layer, head)(params["embed"], params["blocks"], params["head"], batch)
 
-    W[L_pipeline, ...]   x[P_pipeline, b, ...]      in each tick every stage does its L / P layers, then x moves on by one stage
+    W[L_pipeline, ...]   x[P_pipeline, b, ...]      in each tick every stage does its L / P layers, then x moves on by
+                                                    one stage
 
-Its three functions see the rows of one microbatch: `embed` makes the activation, `layer` is one of the L layers, whose parameters are
-stacked on the first dim, `head` ends with `sk.mean`. On a mesh without a pipeline axis the op is a scan over the layers: one text
-serves all meshes. When to use it: where fsdp and tensor would cross links too slow for weights, since only activations cross here, once
-per microbatch. When not: with few microbatches, since the bubble idles (P - 1) / (v M + P - 1) of the devices' time.
+Its three functions see the rows of one microbatch: `embed` makes the activation, `layer` is one of the L layers, whose
+parameters are stacked on the first dim, `head` ends with `sk.mean`. On a mesh without a pipeline axis the op is a scan
+over the layers: one text serves all meshes. When to use it: where fsdp and tensor would cross links too slow for
+weights, since only activations cross here, once per microbatch. When not: with few microbatches, since the bubble idles
+(P - 1) / (v M + P - 1) of the devices' time.
 
-    schedule     forward and backward      inputs of a stage kept    bubble                     wire besides the transfers
+    schedule     forward and backward      inputs of a stage kept    bubble                     wire besides the
+    transfers
     gpipe        all, then all             M + P - 1                 (P - 1) / (M + P - 1)
     1f1b         in turn                   2 P - 1                   (P - 1) / (M + P - 1)
-    interleaved  in turn, v chunks         2 v P - 1, of 1/v layers  (P - 1) / (v M + P - 1)    a stage's parameters, each way
+    interleaved  in turn, v chunks         2 v P - 1, of 1/v layers  (P - 1) / (v M + P - 1)    a stage's parameters,
+    each way
 
-Everything is one SPMD program in the global view: a `vmap` over the dim of stages with the pipeline axis as its `spmd_axis_name`, a roll
-of that dim (a collective-permute), and loops over ticks from the tables of schedule.py. So fsdp, tensor, context and expert work
-inside a stage as they do without one: `sk.shard` and `sk.manual` leave the pipeline axis to the vmap.
+Everything is one SPMD program in the global view: a `vmap` over the dim of stages with the pipeline axis as its
+`spmd_axis_name`, a roll of that dim (a collective-permute), and loops over ticks from the tables of schedule.py. So
+fsdp, tensor, context and expert work inside a stage as they do without one: `sk.shard` and `sk.manual` leave the
+pipeline axis to the vmap.
 
 Microbatches cut what one call of the loss sees; each shard of a batch keeps its own rows, so no example moves.
 
-Wire: gpipe.py and one_f_one_b.py. With fsdp at ZeRO 3 a stage's weights are gathered again for each microbatch, as with accumulation;
+Wire: gpipe.py and one_f_one_b.py. With fsdp at ZeRO 3 a stage's weights are gathered again for each microbatch, as with
+accumulation;
 ZeRO 1 and 2 gather nothing in the loop.
-Source: Huang et al. (2019); Narayanan et al. (2019, 2021); Xu et al., "GSPMD" (2021), section 3.3 (a pipeline as a vectorised loop).
+Source: Huang et al. (2019); Narayanan et al. (2019, 2021); Xu et al., "GSPMD" (2021), section 3.3 (a pipeline as a
+vectorised loop).
 """
 
 from __future__ import annotations
@@ -56,29 +63,34 @@ def pipeline(
     head_per_token: bool = False,
     stacked_dims: int = 1,
 ) -> Callable[..., Any]:
-    """Returns `pipelined(embed_params, layers, head_params, rows) -> loss`, or `(loss, metrics)` where the head returns that.
+    """Returns `pipelined(embed_params, layers, head_params, rows) -> loss`, or `(loss, metrics)` where the head returns
+    that.
 
     Args:
-        embed: `embed(embed_params, rows) -> x`, the first activation: an array or a pytree of floating point arrays [rows, ...]. What is to
-            add up over the layers, a balance loss per example, travels in it.
-        layer: `layer(x, weights, rows) -> x` of the same shapes; `weights` is one entry of `layers`, a pytree of arrays [L, ...]. It is
-            wrapped in `sk.remat`, unless it uses that itself.
-        head: `head(x, head_params, rows) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`. Only the loss has a gradient. It
-            may be a sum of means, but for the schedules 1f1b and interleaved.
-        head_per_token: the head treats every token, the second dim of `x`, by itself (norm, logits, cross-entropy). Where a microbatch has
-            too few rows, its tokens are then cut over the stages instead of the head running on one stage while the others wait;
+        embed: `embed(embed_params, rows) -> x`, the first activation: an array or a pytree of floating point arrays
+            [rows, ...]. What is to add up over the layers, a balance loss per example, travels in it.
+        layer: `layer(x, weights, rows) -> x` of the same shapes; `weights` is one entry of `layers`, a pytree of arrays
+            [L, ...]. It is wrapped in `sk.remat`, unless it uses that itself.
+        head: `head(x, head_params, rows) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`. Only the loss has
+            a gradient. It may be a sum of means, but for the schedules 1f1b and interleaved.
+        head_per_token: the head treats every token, the second dim of `x`, by itself (norm, logits, cross-entropy).
+            Where a microbatch has too few rows, its tokens are then cut over the stages instead of the head running on
+            one stage while the others wait;
             arrays of `rows` with that second dim are cut with them.
-        stacked_dims: 2 where the layers are stacked as [v, L / v, ...], in the same order, with the second dim named `layers`: for the
-            interleaved schedule with v chunks, where parameters then do not move.
+        stacked_dims: 2 where the layers are stacked as [v, L / v, ...], in the same order, with the second dim named
+            `layers`: for the interleaved schedule with v chunks, where parameters then do not move.
 
-    The functions close over no traced array: what they need comes in their parameters or in `rows`, a pytree of arrays [examples, ...] without
-    gradient. They may ask `sk.example_keys` and `sk.example_mask`, which answer for the rows that they are given.
+    The functions close over no traced array: what they need comes in their parameters or in `rows`, a pytree of arrays
+    [examples, ...] without gradient. They may ask `sk.example_keys` and `sk.example_mask`, which answer for the rows
+    that they are given.
 
-    Layout: layers [L, ...] with dim `layers` first (`layout.axes`: the pipeline axis); embedding and head whole along the pipeline axis.
+    Layout: layers [L, ...] with dim `layers` first (`layout.axes`: the pipeline axis); embedding and head whole along
+        the pipeline axis.
 
     Raises:
-        ConfigError: the number of layers is not divisible by the stages, a function closes over a traced array or returns something else
-            than it must, `rows` depend on parameters, or a schedule that computes the gradient of one sum is given several means.
+        ConfigError: the number of layers is not divisible by the stages, a function closes over a traced array or
+            returns something else than it must, `rows` depend on parameters, or a schedule that computes the gradient
+            of one sum is given several means.
     """
 
     @jax.named_scope(trace_context.PIPELINE)

@@ -2,17 +2,19 @@
 
     tick t:  x[P_pipeline, b, ...] = stage(x);  head of what leaves the last stage;  x moves on by one stage
 
-All forward passes come first, then JAX runs the loop backwards: every tick's residuals are kept, so activation memory grows with
-the number of microbatches (`sk.remat` decides what a tick keeps, at least each stage's input). Evaluations of every schedule use
-this loop too, where nothing is kept.
+All forward passes come first, then JAX runs the loop backwards: every tick's residuals are kept, so activation memory
+grows with the number of microbatches (`sk.remat` decides what a tick keeps, at least each stage's input). Evaluations
+of every schedule use this loop too, where nothing is kept.
 
-Work that a stage does without a microbatch (P - 1 of v M + P - 1 ticks) must not leave a trace: what comes out is not selected, and
-its cotangents pass a `gate`, which selects zeros and does not multiply by them: no NaN of an idle stage can get into a gradient.
+Work that a stage does without a microbatch (P - 1 of v M + P - 1 ticks) must not leave a trace: what comes out is not
+selected, and its cotangents pass a `gate`, which selects zeros and does not multiply by them: no NaN of an idle stage
+can get into a gradient.
 
-The parameters of embedding and head are copied along the stages first: their gradients add up on each device by itself in the
-loop, and are added over the stages once, by the transpose of that copy.
+The parameters of embedding and head are copied along the stages first: their gradients add up on each device by itself
+in the loop, and are added over the stages once, by the transpose of that copy.
 
-Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of embedding and head:
+Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
+embedding and head:
     transfers         (v M + P - 1) A forward, the same backward      collective-permute
     last stage, head  2 M (P - 1)/P A                                 all-to-all; none when the head is not cut
     gradient of ends  2 (P - 1)/P H                                   all-reduce

@@ -1,32 +1,37 @@
-"""1F1B and its interleaved form: one loop in which every stage does a forward and a backward pass of different microbatches.
+"""1F1B and its interleaved form: one loop in which every stage does a forward and a backward pass of different
+microbatches.
 
     tick t:  x[P_pipeline, b, ...]  = stage(x), the input kept in a ring;  x moves on by one stage
              loss and its gradient of what leaves the last stage
              dx[P_pipeline, b, ...] = vjp of the stage at a kept input;    dx moves back by one stage
 
-The backward pass of a microbatch begins as soon as its forward pass has left the last stage, so a stage keeps at most 2 v P - 1 inputs
-of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline, and why JAX cannot make it by
-differentiating a loop: the gradient is computed here, in the forward rule of a `custom_vjp`, by `jax.vjp` inside of the tick, and the
-backward rule only scales it. One program, with no send or receive of its own. Others answer the wish for 1F1B in JAX with several
-programs (MaxText issue 752; openxla/shardy issues 297 and 586; JaxPP, whose automatic schedules were still blocked in marin issue 7024
-when explicit ones ran), or not at all (axlearn issue 1366).
+The backward pass of a microbatch begins as soon as its forward pass has left the last stage, so a stage keeps at most 2
+v P - 1 inputs of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline, and why
+JAX cannot make it by differentiating a loop: the gradient is computed here, in the forward rule of a `custom_vjp`, by
+`jax.vjp` inside of the tick, and the backward rule only scales it. One program, with no send or receive of its own.
+Others answer the wish for 1F1B in JAX with several programs (MaxText issue 752; openxla/shardy issues 297 and 586;
+JaxPP, whose automatic schedules were still blocked in marin issue 7024 when explicit ones ran), or not at all (axlearn
+issue 1366).
 
-Cost: a stage's forward pass is computed a second time, from its kept input (as with `remat: full` around a whole stage; a layer that
-is itself rematerialised pays once more). The first v P - 1 ticks are forward only and the last v P - 1 backward only, so that the
-bubble is that of 1F1B, (P - 1) / (v M + P - 1); see schedule.py.
+Cost: a stage's forward pass is computed a second time, from its kept input (as with `remat: full` around a whole stage;
+a layer that is itself rematerialised pays once more). The first v P - 1 ticks are forward only and the last v P - 1
+backward only, so that the bubble is that of 1F1B, (P - 1) / (v M + P - 1); see schedule.py.
 
 Gradients add up per stage in `precision.reduce`. An idle stage's results are selected away, never multiplied by zero.
 
-Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of embedding and head:
+Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
+embedding and head:
     transfers         2 (v M + P - 1) A       collective-permute
     last stage, head  2 M (P - 1)/P A         all-to-all; none when the head is not cut
     gradient of ends  2 (P - 1)/P H           all-reduce
-    order of layers   interleaved: parameters and gradients of a stage move, since they are kept in the order of layers (`Pipe.chunks`);
+    order of layers   interleaved: parameters and gradients of a stage move, since they are kept in the order of layers
+                      (`Pipe.chunks`);
                       not where they are stacked on two dims
-Weight gradients over fsdp (ZeRO 3) and context are added up in every tick, as they are in every microbatch of an accumulation.
+Weight gradients over fsdp (ZeRO 3) and context are added up in every tick, as they are in every microbatch of an
+accumulation.
 Memory: (2 v P + 3) A, the gradients of the stage's layers and of both ends, and one chunk's own residuals.
-Source: Narayanan et al., "PipeDream" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM" (2021), section 2.2.
+Source: Narayanan et al., "PipeDream" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM" (2021), section 2.2.
 """
 
 from __future__ import annotations
@@ -117,7 +122,8 @@ def _both(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class _TickLoop:
-    """The body of the loop over ticks. Chunks are [P, v, K, ...], rows [M, b, ...]; every result has a dim of stages first."""
+    """The body of the loop over ticks. Chunks are [P, v, K, ...], rows [M, b, ...]; every result has a dim of stages
+    first."""
 
     pipe: Pipe
     embedding: Any

@@ -1,7 +1,7 @@
 """The three functions of a pipelined model, and what one stage does with them in one tick.
 
-Everything here is the global view: arrays have a leading dim of stages, cut over the pipeline axis, and `over_stages` maps a
-function over it. Names: P stages, K layers of a chunk, v chunks, M microbatches, b rows of a microbatch.
+Everything here is the global view: arrays have a leading dim of stages, cut over the pipeline axis, and `over_stages`
+maps a function over it. Names: P stages, K layers of a chunk, v chunks, M microbatches, b rows of a microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ AXIS = "pipeline"
 
 
 class Model(NamedTuple):
-    """What the user gives: `embed(params, rows) -> x`, `layer(x, weights, rows) -> x`, `head(x, params, rows) -> loss`."""
+    """What the user gives: `embed(params, rows) -> x`, `layer(x, weights, rows) -> x`, `head(x, params, rows) ->
+    loss`."""
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
@@ -72,9 +73,9 @@ _traces = itertools.count()
 def alone(fn: Callable[..., Any], *args: Any) -> Any:
     """Returns `fn(*args)`, traced as if for the first time.
 
-    A function is traced several times here, each time on other rows, and may ask the scope for them. `jax.checkpoint` around it keeps
-    the first trace, and with it arrays of that time ("unexpected tracer", jax 0.10.2); what it keeps is told apart by the names of the
-    axes in place, so each trace gets a name of its own.
+    A function is traced several times here, each time on other rows, and may ask the scope for them. `jax.checkpoint`
+    around it keeps the first trace, and with it arrays of that time ("unexpected tracer", jax 0.10.2); what it keeps is
+    told apart by the names of the axes in place, so each trace gets a name of its own.
     """
     return jax.vmap(fn, None, None, axis_size=1, axis_name=f"pipeline trace {next(_traces)}")(*args)
 
@@ -93,7 +94,8 @@ class Pipe:
     stacked_dims: int = 1
     """The number of dims on which layers are stacked."""
 
-    # ---- the user's functions, seeing the rows that they work on ---------------------------------------------------------
+    # ---- the user's functions, seeing the rows that they work on
+    # ---------------------------------------------------------
 
     def stage(self, fresh: jax.Array, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
         """Returns x[b, ...] after one chunk of layers; where `fresh`, it begins with the embedding of the rows."""
@@ -106,7 +108,8 @@ class Pipe:
         with working_on(self.context, rows):
             return alone(self.model.head, x, params, rows.data)
 
-    # ---- the dim of stages -----------------------------------------------------------------------------------------------
+    # ---- the dim of stages
+    # -----------------------------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
@@ -123,7 +126,8 @@ class Pipe:
         return jax.vmap(fn, in_axes, spmd_axis_name=AXIS)
 
     def place(self, tree: Any, *dims: str | None) -> Any:
-        """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner likes."""
+        """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner
+        likes."""
         names: dict[str | None, Any] = {"rows": self.context.cuts.inner_axes or None, AXIS: AXIS, None: None}
         spec = tuple(names[d] for d in dims)
 
@@ -159,8 +163,10 @@ class Pipe:
     def chunks(self, layers: Any) -> Any:
         """Returns [L, ...] as [P, v, K, ...].
 
-        Wire: nothing for one chunk, and for layers that are stacked as [v, L / v, ...]. Else the layers of a stage, W bytes, go to where
-        they are used: (2 v - 1) / v W where v divides P (an all_to_all among v stages, and a collective-permute of all).
+        Wire: nothing for one chunk, and for layers that are stacked as [v, L / v, ...]. Else the layers of a stage, W
+            bytes, go to where
+        they are used: (2 v - 1) / v W where v divides P (an all_to_all among v stages, and a collective-permute of
+        all).
         """
         P, v = self.num_stages, self.schedule.num_chunks
         shape = lambda w: (v, P, -1, *w.shape[self.stacked_dims :])
@@ -174,7 +180,8 @@ class Pipe:
     # ---- rows ------------------------------------------------------------------------------------------------------------
 
     def microbatches(self, rows: Rows) -> Rows:
-        """Returns rows [F M b, ...] as [M, F b, ...]: each of the F shards of a batch keeps its own rows, nothing moves."""
+        """Returns rows [F M b, ...] as [M, F b, ...]: each of the F shards of a batch keeps its own rows, nothing
+        moves."""
         num = self.schedule.num_microbatches
         return rows.map(lambda x: self.place(split(x, 0, self._num_shards(0), num), None, "rows"))
 
@@ -182,7 +189,8 @@ class Pipe:
         """Returns into how many parts the mesh may cut rows (0) or tokens (1) inside a stage."""
         return self.context.cuts.size(*(self.context.cuts.inner_axes if dim == 0 else ("context", "tensor")))
 
-    # ---- between the last stage and the head -----------------------------------------------------------------------------
+    # ---- between the last stage and the head
+    # -----------------------------------------------------------------------------
 
     def rows_of_head(self, rows: Rows) -> tuple[Rows, Any]:
         """Returns the rows of a microbatch as the parts of the head see them, and the dims to map over the parts."""
@@ -209,7 +217,8 @@ class Pipe:
         return jax.tree.map(one, out)
 
     def gather(self, parts: Any) -> Any:
-        """The transpose of `spread`: [P, ...], cut over the stages -> [P, b, ...], the last stage's, and zero at the others."""
+        """The transpose of `spread`: [P, ...], cut over the stages -> [P, b, ...], the last stage's, and zero at the
+        others."""
         if (dim := self.head_dim) is None:
             return parts
 

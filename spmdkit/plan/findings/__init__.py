@@ -1,6 +1,7 @@
 """What costs more than it needs to: one detector for each finding, a file each, found by its name.
 
-A detector is a module with `find(subject) -> iterable of Finding`. It reads the compiled program, its jaxpr and the layout;
+A detector is a module with `find(subject) -> iterable of Finding`. It reads the compiled program, its jaxpr and the
+layout;
 it runs nothing. A bound on the size keeps small arrays out: a finding is something that is worth an hour of work.
 """
 
@@ -31,7 +32,8 @@ class CompiledStep:
 
     Attributes:
         target: None where the machine is not known: what depends on it is not looked for.
-        scans: op_name -> length of the scans in the jaxpr (`jaxprs.scan_lengths`), for whoever walks the loops of the module.
+        scans: op_name -> length of the scans in the jaxpr (`jaxprs.scan_lengths`), for whoever walks the loops of the
+            module.
     """
 
     program: Program

@@ -1,7 +1,8 @@
 """`collective-in-accumulation-loop`: gradients are added up over the replicas in every microbatch instead of once.
 
-M microbatches then send M times the bytes. It happens where a loss is differentiated with respect to parameters that are
-not typed varying, or where a user's own loop reduces inside. Gathers and scatters of ZeRO 3 belong in the loop and are left alone.
+M microbatches then send M times the bytes. It happens where a loss is differentiated with respect to parameters that
+are not typed varying, or where a user's own loop reduces inside. Gathers and scatters of ZeRO 3 belong in the loop and
+are left alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
 
 
 def _times(subject: CompiledStep, c: Collective, shape: Shape) -> int:
-    """Returns how often a step reduces the same parameter, as far as its number of elements tells; 0 for other arrays."""
+    """Returns how often a step reduces the same parameter, as far as its number of elements tells; 0 for other
+    arrays."""
     most = 0
     for leaf in subject.program.layout:
         if not leaf.path.startswith("params") or shape.size < 2:

@@ -1,7 +1,7 @@
 """`donation-not-used`: a leaf of the state is donated, and the new one still gets memory of its own.
 
-The step then holds the leaf twice. It happens where a leaf is written but never read (the compiler drops the argument and
-has nothing to reuse), and where the new leaf is laid out in another way than the old one.
+The step then holds the leaf twice. It happens where a leaf is written but never read (the compiler drops the argument
+and has nothing to reuse), and where the new leaf is laid out in another way than the old one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`padding-waste`: an array takes several times its bytes, since a TPU stores the two minor dims in whole tiles.
 
-A tile is 8 x 128 of 32 bits (16 x 128 of bfloat16): f32[8192, 4, 2] takes 128 times what it holds, f32[2, 4, 8192] the same as it
-holds. Only large arrays in the device's main memory are looked at.
+A tile is 8 x 128 of 32 bits (16 x 128 of bfloat16): f32[8192, 4, 2] takes 128 times what it holds, f32[2, 4, 8192] the
+same as it holds. Only large arrays in the device's main memory are looked at.
 
 Source: "How to Scale Your Model", chapter on TPUs (vector registers of 8 x 128, padding of small dims).
 """

@@ -1,7 +1,7 @@
 """`gather-of-unsharded`: something is cut over the devices and gathered whole, and nobody ever uses the parts.
 
-Two forms: an argument of the step that is no parameter (the batch, model state) is gathered before anything is computed with
-it; an array that every device holds is cut by the device's number, and gathered again.
+Two forms: an argument of the step that is no parameter (the batch, model state) is gathered before anything is computed
+with it; an array that every device holds is cut by the device's number, and gathered again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`recompilation-risk`: something makes one compiled step the program of one value or one Python type only.
 
-A concrete array that the user's function closes over is baked into the program: another value is another compilation, and
-every device holds all of it. A weakly typed leaf (a Python number) comes back from a step strongly typed: a second call of
-a step that is compiled on demand compiles again.
+A concrete array that the user's function closes over is baked into the program: another value is another compilation,
+and every device holds all of it. A weakly typed leaf (a Python number) comes back from a step strongly typed: a second
+call of a step that is compiled on demand compiles again.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""`repeated-work`: every replica computes the same, since what a line of the step is made of does not come from the batch.
+"""`repeated-work`: every replica computes the same, since what a line of the step is made of does not come from the
+batch.
 
-In a global `train_step` the partitioner shares out what is made from the batch, whose rows are cut. What is not (collocation points, rollouts,
-a loop over weights) is whole everywhere, and so is all that is computed from it, with its gradient. The mesh then makes nothing faster.
+In a global `train_step` the partitioner shares out what is made from the batch, whose rows are cut. What is not
+(collocation points, rollouts, a loop over weights) is whole everywhere, and so is all that is computed from it, with
+its gradient. The mesh then makes nothing faster.
 
     FLOPs of the line's products on one device  *  devices  >=  replicas ** REPEATED  *  FLOPs of the line in the step
 
-Shared out it would be once that, repeated it is `replicas` times; XLA merges products that the traced step has twice (a network and its
-derivatives at the same points), so that both are less, by a factor up to two. Where fsdp cuts the weights it shares such products out, and
-the replicas beside it do not. What other axes (tensor, context) repeat is no matter of the batch: the right side counts them in full, so that a
-line is found where it is repeated along all of them.
+Shared out it would be once that, repeated it is `replicas` times; XLA merges products that the traced step has twice (a
+network and its derivatives at the same points), so that both are less, by a factor up to two. Where fsdp cuts the
+weights it shares such products out, and the replicas beside it do not. What other axes (tensor, context) repeat is no
+matter of the batch: the right side counts them in full, so that a line is found where it is repeated along all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from spmdkit.plan.jaxpr_lines import line
 from spmdkit.step import trace_context
 
 REPEATED = 0.6
-"""Between shared out (0) and repeated by every replica (1), in logarithms: what XLA merges and what it attributes to another line are less."""
+"""Between shared out (0) and repeated by every replica (1), in logarithms: what XLA merges and what it attributes to
+another line are less."""
 
 SHARE = 0.1
 """Of what one device computes: below it, nothing is won."""
@@ -68,7 +71,8 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
 
 
 def _computed_by_line(subject: CompiledStep) -> dict[str, float]:
-    """Returns the FLOPs of products that one device computes, by the line of the user's; those of an optimizer left out (ZeRO shares them out)."""
+    """Returns the FLOPs of products that one device computes, by the line of the user's; those of an optimizer left out
+    (ZeRO shares them out)."""
     costs, found = Costs(subject.module), defaultdict[str, float](float)
     for visit in loops.walk(subject.module, subject.scans):
         i = visit.instruction

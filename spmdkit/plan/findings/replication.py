@@ -1,7 +1,8 @@
 """`silent-replication`: a large array is whole on every device of a mesh axis, and nobody asked for it.
 
-A parameter that no rule cuts, on a mesh whose model axes could; or an activation that depends on the batch and is as large on
-one device as in the whole program, because a constraint is missing or names no axis. The bound is `layout.replicate_above_bytes`.
+A parameter that no rule cuts, on a mesh whose model axes could; or an activation that depends on the batch and is as
+large on one device as in the whole program, because a constraint is missing or names no axis. The bound is
+`layout.replicate_above_bytes`.
 Weights that fsdp gathers before use are whole on purpose and are left alone.
 """
 

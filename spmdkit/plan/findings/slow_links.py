@@ -1,7 +1,8 @@
-"""`axis-crosses-slow-links`: a model axis spans several hosts (GPU) or slices (TPU), though it could stay inside of one.
+"""`axis-crosses-slow-links`: a model axis spans several hosts (GPU) or slices (TPU), though it could stay inside of
+one.
 
-Between hosts and slices bytes move some ten times more slowly than inside. A replica axis has to cross, once a step, with the gradient alone; gathers
-of ZeRO 3 or sums of tensor parallelism there are paid in every layer.
+Between hosts and slices bytes move some ten times more slowly than inside. A replica axis has to cross, once a step,
+with the gradient alone; gathers of ZeRO 3 or sums of tensor parallelism there are paid in every layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`float32-on-the-wire`: data moves as float32 and is cast to bfloat16 by all who receive it: twice the bytes for the same bits.
+"""`float32-on-the-wire`: data moves as float32 and is cast to bfloat16 by all who receive it: twice the bytes for the
+same bits.
 
-Looked for where `precision.compute` is bfloat16, in what only moves (gathers, exchanges, permutations). Sums are left alone: adding up in
-float32 is what `precision.reduce` asks for.
+Looked for where `precision.compute` is bfloat16, in what only moves (gathers, exchanges, permutations). Sums are left
+alone: adding up in float32 is what `precision.reduce` asks for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Finding the collectives of a compiled program in all their guises.
 
 Plain (`all-reduce`), split (`all-gather-start` and `-done`: counted at the start), wrapped (`async-start` that calls a
-computation with the collective in it; `call-start` on the sparse cores of a TPU 7x), inside fusions (the TPU compiler makes a reduce-scatter of an all-reduce whose
-result is sliced in one fusion). Everything is read from opcodes, operands and groups, nothing from names.
+computation with the collective in it; `call-start` on the sparse cores of a TPU 7x), inside fusions (the TPU compiler
+makes a reduce-scatter of an all-reduce whose result is sliced in one fusion). Everything is read from opcodes, operands
+and groups, nothing from names.
 """
 
 from __future__ import annotations
@@ -158,14 +159,17 @@ def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int
     return bool(users) and kept * group_size == whole and all(user.opcode in slices for user in users)
 
 
-# ---- what an all-reduce is for ----------------------------------------------------------------------------------------
+# ---- what an all-reduce is for
+# ----------------------------------------------------------------------------------------
 
 
 def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:
     """Returns the cheaper op that an all-reduce does the work of, or None.
 
-    `all_gather`: each device puts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size` of the
-    sum. The TPU compiler does this where it finds no way for the cheaper one (jax 0.10.2, v5p, a group over the whole torus).
+    `all_gather`: each device puts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size` of
+        the
+    sum. The TPU compiler does this where it finds no way for the cheaper one (jax 0.10.2, v5p, a group over the whole
+    torus).
     """
     if group_size < 2:
         return None

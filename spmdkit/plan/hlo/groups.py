@@ -1,7 +1,7 @@
 """Which devices talk to each other in a collective, and along which mesh axes that is.
 
-XLA numbers devices by their place in the program (the mesh's devices, flattened), not by their hardware: a group is given
-in these logical numbers, on every backend (`use_global_device_ids` with one replica, checked on CPU and TPU).
+XLA numbers devices by their place in the program (the mesh's devices, flattened), not by their hardware: a group is
+given in these logical numbers, on every backend (`use_global_device_ids` with one replica, checked on CPU and TPU).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})?\}")
 
 
 def replica_groups(instruction: Instruction, num_devices: int) -> Groups:
-    """Returns the groups of logical devices of a collective: lists, iota `[2,4]<=[4,2]T(1,0)` or mesh form; `{}` is all.
+    """Returns the groups of logical devices of a collective: lists, iota `[2,4]<=[4,2]T(1,0)` or mesh form; `{}` is
+    all.
 
     Raises:
         ValueError: a spelling that is not known.
@@ -49,7 +50,8 @@ def source_target_pairs(instruction: Instruction) -> Groups:
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns axis -> the number of its positions that one group spans, for the axes along which members differ.
 
-    A whole axis spans its size; a part of an axis spans less. `sizes` is in the mesh's order, the last axis the fastest.
+    A whole axis spans its size; a part of an axis spans less. `sizes` is in the mesh's order, the last axis the
+    fastest.
     """
     names, shape = list(sizes), tuple(sizes.values())
     spans: dict[str, int] = {}

@@ -1,9 +1,10 @@
 """Which buffers are alive when a device needs most memory, from the schedule in the program's text.
 
 A buffer lives from the instruction that makes it to the last one that reads it, through everything that only renames it
-(tuples, their elements, bitcasts, the carry of a loop, an update in place). What a called computation or a loop body needs
-beyond its operands is added while it runs. Outputs of the step are not temporaries and are left out. The compiler's own assignment may pack a little better or worse: the bytes of
-`compiled.memory_analysis()` are the truth, this says whose they are.
+(tuples, their elements, bitcasts, the carry of a loop, an update in place). What a called computation or a loop body
+needs beyond its operands is added while it runs. Outputs of the step are not temporaries and are left out. The
+compiler's own assignment may pack a little better or worse: the bytes of `compiled.memory_analysis()` are the truth,
+this says whose they are.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def _peak(
 
 
 def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
-    """Returns the bytes of an operand that nobody needs any more and whose place the result takes, element by element."""
+    """Returns the bytes of an operand that nobody needs any more and whose place the result takes, element by
+    element."""
     if i.opcode in (
         "dot",
         "convolution",
@@ -140,7 +142,8 @@ def _updates_in_place(module: Module, i: Instruction) -> bool:
 
 
 def _last_uses(module: Module, computation: Computation) -> dict[str, int]:
-    """Returns name -> position of the last instruction that needs the buffer, through renames; the root's live to the end."""
+    """Returns name -> position of the last instruction that needs the buffer, through renames; the root's live to the
+    end."""
     end = len(computation.instructions)
     last = {i.name: i.index for i in computation.instructions}
     last[computation.root.name] = end

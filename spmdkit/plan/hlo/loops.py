@@ -2,7 +2,8 @@
 
 The trip count of a loop is, in this order: what the compiler wrote down (`known_trip_count`, CPU); what the loop's own
 condition says (an induction variable with a constant start, step and bound: the TPU compiler writes nothing down); the
-length of the scan in the jaxpr that has the loop's name. Else it is unknown (None): it depends on data, and is never guessed.
+length of the scan in the jaxpr that has the loop's name. Else it is unknown (None): it depends on data, and is never
+guessed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Visit(NamedTuple):
 def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Visit]:
     """Yields every instruction at every place where it runs, in the order of the schedule.
 
-    Reducers (`to_apply` of a reduction) are not entered: their cost is their caller's. The condition of a loop runs once
-    more than its body.
+    Reducers (`to_apply` of a reduction) are not entered: their cost is their caller's. The condition of a loop runs
+    once more than its body.
 
     Args:
         scans: op_name -> length, from `jaxprs.scan_lengths`.

@@ -11,7 +11,8 @@ SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "tra
 
 
 def only_parts_read(module: Module, i: Instruction, group_size: int) -> bool:
-    """Returns whether every large array of a result is read only in parts, one in `group_size`, directly or inside fusions."""
+    """Returns whether every large array of a result is read only in parts, one in `group_size`, directly or inside
+    fusions."""
     computation = module.computations[i.computation]
     large = max((shape.size for shape in i.shapes), default=0)
     if large < group_size:
@@ -31,7 +32,8 @@ def _takes_part(whole: int, group_size: int) -> Callable[[Instruction], bool | N
 
 
 def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], bool | None], steps: int) -> bool:
-    """Returns whether all that reads an array, inside of fusions too, is `wanted`; None: it hands the array on, ask who reads that.
+    """Returns whether all that reads an array, inside of fusions too, is `wanted`; None: it hands the array on, ask who
+    reads that.
 
     Nobody reads a result that leaves its computation, and whoever is more than `steps` away is not looked for: False.
     """

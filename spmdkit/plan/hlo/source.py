@@ -19,7 +19,8 @@ def source_of(module: Module, instruction: Instruction) -> str | None:
     """Returns `file.py:12` for an instruction, or None.
 
     The innermost line of the user's inside the step; else (the reducer's sum, the optimizer's update) the innermost of
-    spmdkit's, as `spmdkit/communication/reducers/sum.py:17`. Where XLA made the instruction, the nearest one that feeds it or reads it speaks.
+    spmdkit's, as `spmdkit/communication/reducers/sum.py:17`. Where XLA made the instruction, the nearest one that feeds
+    it or reads it speaks.
     """
     return line_of(stack_of(module, instruction))
 

@@ -132,7 +132,8 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Role -> computations: `body`, `condition`, `calls`, `to_apply`, `branch_computations`, `called_computations`."""
+        """Role -> computations: `body`, `condition`, `calls`, `to_apply`, `branch_computations`,
+        `called_computations`."""
         plain = _QUOTED.sub('""', self.attributes)
         roles: dict[str, tuple[str, ...]] = {}
         for role, many, one in re.findall(

@@ -7,7 +7,8 @@ The bytes are the bill's (ring algorithms). The way depends on where the group's
 | machine | group                       | bytes per second of one device                                             |
 | ------- | --------------------------- | -------------------------------------------------------------------------- |
 | TPU     | inside a slice              | per ICI axis that it spans: two links where the axis is a ring, else one   |
-| TPU     | across slices               | the device's share of the data centre's network, as often as the group has devices in a slice |
+| TPU     | across slices               | the device's share of the data centre's network, as often as the group has
+                                        devices in a slice |
 | GPU     | inside a host               | NVLink                                                                     |
 | GPU     | across hosts                | one network port for each of the group's devices in a host, at most NVLink |
 | CPU     | anything                    | the machine's memory; processes on several hosts are not told apart        |
@@ -16,8 +17,8 @@ A group that is cut out of an ICI axis (every second device of it) is a line, no
 Several groups that share links at the same time are not modelled: neighbours along a mesh axis are laid out apart by
 `mesh.py`, so on a torus they do not, mostly.
 
-Source: "How to Scale Your Model", chapters on TPUs, GPUs and sharded matrices (jax-ml.github.io/scaling-book): rings, wrap-around,
-one port per GPU and rail-optimised hierarchy.
+Source: "How to Scale Your Model", chapters on TPUs, GPUs and sharded matrices (jax-ml.github.io/scaling-book): rings,
+wrap-around, one port per GPU and rail-optimised hierarchy.
 """
 
 from __future__ import annotations

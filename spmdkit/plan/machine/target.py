@@ -6,10 +6,10 @@
     cpu:8               8 fake devices of this machine
     here                the devices of this machine
 
-What a target is exact about: `tpu` in the program, its collectives and its memory, since the compiler is the one that runs
-there. `gpu` only in what the strategy asks for: XLA's CPU compiler fuses, schedules and allocates in another way, so
-temporaries and the mix of collectives are indicative (no GPU compiler runs without a GPU, jax 0.10.2). Times are a model
-everywhere; `here` and `cpu` use measured rates after `--calibrate`.
+What a target is exact about: `tpu` in the program, its collectives and its memory, since the compiler is the one that
+runs there. `gpu` only in what the strategy asks for: XLA's CPU compiler fuses, schedules and allocates in another way,
+so temporaries and the mix of collectives are indicative (no GPU compiler runs without a GPU, jax 0.10.2). Times are a
+model everywhere; `here` and `cpu` use measured rates after `--calibrate`.
 """
 
 from __future__ import annotations

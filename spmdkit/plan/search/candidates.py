@@ -1,8 +1,9 @@
 """`candidates`: every legal way to spread a config over a machine, with what an analytic model says of each.
 
-A candidate is a mesh, and where asked a number of microbatches, a remat policy and a ZeRO stage. It is legal when the program builds:
-the batch divides, the layout's dims divide, no axis is without use. The model's estimate orders them, so that only the best
-have to be compiled; it is not shown as a prediction:
+A candidate is a mesh, and where asked a number of microbatches, a remat policy and a ZeRO stage. It is legal when the
+program builds:
+the batch divides, the layout's dims divide, no axis is without use. The model's estimate orders them, so that only the
+best have to be compiled; it is not shown as a prediction:
 
     arithmetic    FLOPs of the step / devices, a quarter to a third more with remat
     memory        state read and written once; a state that alone exceeds a device rules the candidate out
@@ -105,7 +106,8 @@ def candidates(config: Config, task: Task, target: Target, vary: Sequence[str]) 
 
 
 def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, int]]:
-    """Yields axis -> size for every product that is the number of devices; axes that only some models know, only if named."""
+    """Yields axis -> size for every product that is the number of devices; axes that only some models know, only if
+    named."""
     num = target.num_devices
     if not every:
         from spmdkit.mesh.mesh import resolve
@@ -204,7 +206,8 @@ def _over(target: Target, program: Program, devices: Sequence[Any], axes: Sequen
 
 
 def _tensor_bytes(program: Program) -> float:
-    """Returns the bytes of activations that tensor cuts make a device add up: a pair of matrices, once forward, once backward."""
+    """Returns the bytes of activations that tensor cuts make a device add up: a pair of matrices, once forward, once
+    backward."""
     t = program.sizes["tensor"]
     if t == 1:
         return 0.0

@@ -1,4 +1,5 @@
-"""What a hook is: what is due around a step. A file each in this folder; a user's own is `Task(hooks=[...])` or named in the config's `hooks`.
+"""What a hook is: what is due around a step. A file each in this folder; a user's own is `Task(hooks=[...])` or named
+in the config's `hooks`.
 
     @sk.hook
     def patience(evaluations=3):
@@ -12,8 +13,8 @@
 
         return sk.Hook("patience", after_eval=after_eval, state=lambda: dict(seen), restore=seen.update)
 
-A hook asks for actions and takes none itself. All processes agree on them at one step, and of those that change where training goes the
-strongest wins: `Stop`, then `Rollback`, then `Replace`.
+A hook asks for actions and takes none itself. All processes agree on them at one step, and of those that change where
+training goes the strongest wins: `Stop`, then `Rollback`, then `Replace`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Save:
     """Save the state.
 
     Attributes:
-        known: every process asks for this at this step by itself, as for all that a step's number decides. Nothing has to be agreed, and
-            it is done now. Otherwise it is done at a step that all processes agree on, which may be some steps later.
+        known: every process asks for this at this step by itself, as for all that a step's number decides. Nothing has
+            to be agreed, and it is done now. Otherwise it is done at a step that all processes agree on, which may be
+            some steps later.
     """
 
     known: bool = False
@@ -56,9 +58,11 @@ class Rollback:
     """Go back to a saved step and train from there again.
 
     Attributes:
-        to_step: the newest checkpoint that is not after it is taken; None: the newest of all, or the beginning; 0: the beginning.
+        to_step: the newest checkpoint that is not after it is taken; None: the newest of all, or the beginning; 0: the
+            beginning.
         skip_batches: so many batches after it are left out, for good.
-        batches: numbers of batches that are left out besides, for good; of a step it is `run.program.schedule.number(step)`.
+        batches: numbers of batches that are left out besides, for good; of a step it is
+            `run.program.schedule.number(step)`.
         known: as in `Save`.
     """
 
@@ -76,8 +80,8 @@ class Stop:
     """End training after this step.
 
     Attributes:
-        code: exit code of `spmdkit train`: 0 a run that is finished, 42 one that is to be started again (both save the state), any other
-            of `spmdkit.errors` a failure (nothing is saved).
+        code: exit code of `spmdkit train`: 0 a run that is finished, 42 one that is to be started again (both save the
+            state), any other of `spmdkit.errors` a failure (nothing is saved).
         why: the message.
         known: as in `Save`.
     """
@@ -97,27 +101,33 @@ Action = Stop | Save | Evaluate | Replace | Rollback
 
 @dataclass(frozen=True)
 class Hook:
-    """What is due around a step. `run` is the `Run`: `step`, `config`, `program`, `message(text)`, `write(record, kind)`.
+    """What is due around a step. `run` is the `Run`: `step`, `config`, `program`, `message(text)`, `write(record,
+    kind)`.
 
     A state that is handed over is gone after the next step: look at it, copy what must stay.
 
     Attributes:
         name: its own in a run: the key of its state in a checkpoint.
-        order: hooks are called from low to high. Ours: finite 10, evaluation 20, saving 30, profile 35, logging 40, signals 45, watchdog 1000.
+        order: hooks are called from low to high. Ours: finite 10, evaluation 20, saving 30, profile 35, logging 40,
+            signals 45, watchdog 1000.
         every: `after_step` is called at the steps that this divides and at the last one; None: at each.
-        on: "all" processes, on which a computation with collectives may be started, or "main", process 0, where it may not.
-        in_step: `(old state, new state, metrics) -> (new state, metrics)`; pure, traced into the step after the user's own, in `order`.
+        on: "all" processes, on which a computation with collectives may be started, or "main", process 0, where it may
+            not.
+        in_step: `(old state, new state, metrics) -> (new state, metrics)`; pure, traced into the step after the user's
+            own, in `order`.
         begin: `(run, step, state)`, before the first step of this process.
         before_step: `(run, step, state)`, with the state before it.
-        after_step: `(run, step, state, metrics)`, as soon as the step is dispatched: metrics are on the device, to look at them waits.
+        after_step: `(run, step, state, metrics)`, as soon as the step is dispatched: metrics are on the device, to look
+            at them waits.
         after_eval: `(run, step, values)`, name -> float, or array of a metric that is one; the same on every process.
         after_save: `(run, step)`, as soon as the arrays are copied: the checkpoint may still be written.
         end: `(run, step, state)`, after the last step, and after a `Stop` that saves.
         state: returns what is to travel in a checkpoint, as JSON values.
         restore: takes it, before `begin` and after a rollback.
 
-    An action may depend on what this process alone knows (a clock, a signal, a metric that it has waited for): it is agreed on, and done by
-    all at one step. `known` says that it follows from what all have: the number of the step, values of an evaluation.
+    An action may depend on what this process alone knows (a clock, a signal, a metric that it has waited for): it is
+    agreed on, and done by all at one step. `known` says that it follows from what all have: the number of the step,
+    values of an evaluation.
 
     Raises:
         ConfigError: one of `state` and `restore` without the other, another `on`, an `every` below 1.

@@ -1,7 +1,8 @@
-"""Compares the copies of the train state bit by bit every `check_copies.every_steps` steps: a device that computes or remembers wrongly says nothing itself.
+"""Compares the copies of the train state bit by bit every `check_copies.every_steps` steps: a device that computes or
+remembers wrongly says nothing itself.
 
-Where three or more devices hold the same part, the odd one is named; of two, an audit says which one computes other bits from the same inputs a
-second time, if it is arithmetic that went wrong. What has no copy is said at the start.
+Where three or more devices hold the same part, the odd one is named; of two, an audit says which one computes other
+bits from the same inputs a second time, if it is arithmetic that went wrong. What has no copy is said at the start.
 """
 
 from __future__ import annotations

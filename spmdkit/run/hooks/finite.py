@@ -1,10 +1,12 @@
 """What is done where loss, gradient, metrics or an evaluation are not finite: `on_nonfinite`, for each by choice.
 
-The step itself looks at its loss, its metrics and the gradient, and leaves a code on the devices (`spmdkit.step.finite_check`); a step that is to be
-skipped has left everything as it was by then. The codes are read at log steps and before a save, and the host does the rest: it ends the run,
-goes back to a checkpoint and leaves that batch out for good, or tells of what was skipped.
+The step itself looks at its loss, its metrics and the gradient, and leaves a code on the devices
+(`spmdkit.step.finite_check`); a step that is to be skipped has left everything as it was by then. The codes are read at
+log steps and before a save, and the host does the rest: it ends the run, goes back to a checkpoint and leaves that
+batch out for good, or tells of what was skipped.
 
-Now and then every leaf of the state is looked at too, by a small program of its own: a moving average can overflow where no gradient does.
+Now and then every leaf of the state is looked at too, by a small program of its own: a moving average can overflow
+where no gradient does.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from spmdkit.run.hooks.base import Action, Hook, Rollback, Stop
 from spmdkit.step import finite_check
 
 LOOK_EVERY = 100
-"""Steps between looks at the state, at least: one takes about half a millisecond of the host, 5 % of ten steps of 1 ms."""
+"""Steps between looks at the state, at least: one takes about half a millisecond of the host, 5 % of ten steps of 1
+ms."""
 
 MOST_CODES = 512
-"""So many codes wait on the devices, where log steps are far apart; then they are read, but for the newest, which may not be there yet."""
+"""So many codes wait on the devices, where log steps are far apart; then they are read, but for the newest, which may
+not be there yet."""
 
 STEPS_IN_FLIGHT = 32
 
@@ -84,10 +88,12 @@ def make(config: Any) -> Hook:
 
 
 def _joined_codes(codes: list[tuple[int, Any]]) -> Callable[[], list[tuple[int, Any]]]:
-    """Returns a function that waits for the devices, and returns (step, bits) of the steps in which something was not finite, as this process sees it.
+    """Returns a function that waits for the devices, and returns (step, bits) of the steps in which something was not
+    finite, as this process sees it.
 
-    Codes that are the same everywhere are read from one device: 15 us each on two CPU devices, where `int` of the whole array takes 25. Of those
-    of which each device has its own the devices first make one: 83 us each on 8 devices, joined 9 (two cores, jax 0.10.2, 2026-11-25).
+    Codes that are the same everywhere are read from one device: 15 us each on two CPU devices, where `int` of the whole
+    array takes 25. Of those of which each device has its own the devices first make one: 83 us each on 8 devices,
+    joined 9 (two cores, jax 0.10.2, 2026-11-25).
     """
     if all(code.is_fully_replicated for _, code in codes):
         alone = [(step, code.addressable_data(0)) for step, code in codes]
@@ -129,7 +135,8 @@ def _joined(*codes: jax.Array) -> jax.Array:
 
 
 def _read(code: jax.Array) -> int:
-    """Returns the bits of an array of this process's devices. Part by part, which `jax.device_get` puts together first."""
+    """Returns the bits of an array of this process's devices. Part by part, which `jax.device_get` puts together
+    first."""
     num = 1 if code.is_fully_replicated else len(code.sharding.device_set)
     return functools.reduce(operator.or_, (_or(np.asarray(code.addressable_data(i))) for i in range(num)))
 
@@ -148,7 +155,8 @@ class Answers:
         self._skipped, self._in_a_row, self._ways_back = 0, 0, 0
 
     def to_step(self, run: Any, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
-        """Returns what is to be done about a step whose code is `bits`; `values` are its metrics that are not finite, where they are known."""
+        """Returns what is to be done about a step whose code is `bits`; `values` are its metrics that are not finite,
+        where they are known."""
         names = [name for name, bit in finite_check.KINDS.items() if bits & bit]
         policies = {self._policies[name] for name in names}
         bad = ", ".join({"metrics": "a metric", "spike": "the loss"}.get(name, f"the {name}") for name in names)
@@ -191,7 +199,8 @@ class Answers:
             run.message(f"step {step}: {said(bad)}")
 
     def _known(self, run: Any, bits: int, policy: str) -> bool:
-        """Returns whether every process sees the same: not the part of a gradient that only its own devices hold, nor one group's loss."""
+        """Returns whether every process sees the same: not the part of a gradient that only its own devices hold, nor
+        one group's loss."""
         if run.program.groups is not None:
             return False
         same = [name for name, bit in finite_check.KINDS.items() if bits & bit and name != "gradient"]

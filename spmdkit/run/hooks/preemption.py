@@ -1,6 +1,8 @@
-"""Stops when this machine, or that of any other process, is about to be taken away: `preemption` in a config; watchers/ has who is asked.
+"""Stops when this machine, or that of any other process, is about to be taken away: `preemption` in a config; watchers/
+has who is asked.
 
-All processes agree on a step, save it, and leave with 42. Where this process waits for data that do not come, the notice is handed on as a signal would be (run/watchdog_callbacks.py).
+All processes agree on a step, save it, and leave with 42. Where this process waits for data that do not come, the
+notice is handed on as a signal would be (run/watchdog_callbacks.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Saves every N steps, every N seconds on process 0's clock, after the last step, and when an evaluation is better than all before."""
+"""Saves every N steps, every N seconds on process 0's clock, after the last step, and when an evaluation is better than
+all before."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Sets the limit above which a loss is a spike: the median of the losses before it and `on_spike.z` robust deviations; finite.py does the rest.
+"""Sets the limit above which a loss is a spike: the median of the losses before it and `on_spike.z` robust deviations;
+finite.py does the rest.
 
-    deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median: a loss that stands still is no noise at all
+    deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median: a loss that stands still
+    is no noise at all
 
-Both medians do not move with a few spikes, which do not count for later limits either. The limit is set at log steps, from the losses of all steps
-until then, the same on every process; it travels in the checkpoint, so that a restart changes no bit.
+Both medians do not move with a few spikes, which do not count for later limits either. The limit is set at log steps,
+from the losses of all steps until then, the same on every process; it travels in the checkpoint, so that a restart
+changes no bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Says where training stands, for the watchdog, and shows what the watchdog has noticed. The watchdog itself is faults/watchdog.py."""
+"""Says where training stands, for the watchdog, and shows what the watchdog has noticed. The watchdog itself is
+faults/watchdog.py."""
 
 from __future__ import annotations
 

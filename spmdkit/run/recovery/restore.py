@@ -1,7 +1,9 @@
-"""Where a run goes on: the newest checkpoint that is as it was written, the same on every process; what is damaged is set aside and said.
+"""Where a run goes on: the newest checkpoint that is as it was written, the same on every process; what is damaged is
+set aside and said.
 
-A checkpoint is looked at twice: its record and its files by process 0, before anybody reads it, and the bytes of its arrays by whoever reads
-them. Damage that one process finds is damage to all. Nothing is renamed before a good one is found and belongs to this run.
+A checkpoint is looked at twice: its record and its files by process 0, before anybody reads it, and the bytes of its
+arrays by whoever reads them. Damage that one process finds is damage to all. Nothing is renamed before a good one is
+found and belongs to this run.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ RECORDS = ("metrics.jsonl", "counts.jsonl")
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was restored. `wrong`: what is wrong with the newer ones, which were passed over; `lines` are for the user."""
+    """A checkpoint that was restored. `wrong`: what is wrong with the newer ones, which were passed over; `lines` are
+    for the user."""
 
     step: int
     state: TrainState
@@ -36,7 +39,8 @@ class Restored(NamedTuple):
 
 
 def newest(run: Any) -> Restored | None:
-    """Returns what the memory of the processes holds, where that is newer than every checkpoint, otherwise the newest that can be restored, None where there is neither."""
+    """Returns what the memory of the processes holds, where that is newer than every checkpoint, otherwise the newest
+    that can be restored, None where there is neither."""
     checkpoints, epochs = run.checkpoints, run.epochs
     if epochs is not None and epochs.number > 1:
         on_disk = None if checkpoints is None else latest_for_all(run.cluster, checkpoints, " of the disk")
@@ -94,7 +98,8 @@ def newest_good(
 
 
 def set_aside(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
-    """Renames, on process 0, what is damaged and what has a step's name and is none, and tells the user, with `lines` of what was restored."""
+    """Renames, on process 0, what is damaged and what has a step's name and is none, and tells the user, with `lines`
+    of what was restored."""
     if run.checkpoints is not None and run.cluster.is_main:
         directory = run.checkpoints.directory
         for name, why in (quarantine.without_record(directory) | dict(wrong)).items():
@@ -108,7 +113,8 @@ def set_aside(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: in
 
 
 def refuse_if_lost(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
-    """Raises CheckpointError where a run has trained and saved here, and its checkpoints are gone: it would start over without a word.
+    """Raises CheckpointError where a run has trained and saved here, and its checkpoints are gone: it would start over
+    without a word.
 
     Whoever wants that moves metrics.jsonl away.
     """
@@ -135,7 +141,8 @@ def refuse_if_lost(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) ->
 
 
 def keep_old_records(run_dir: Path) -> list[str]:
-    """Renames the metrics of a run that was never saved, so that starting anew does not empty them; returns a line for the user of each."""
+    """Renames the metrics of a run that was never saved, so that starting anew does not empty them; returns a line for
+    the user of each."""
     lines = []
     for name in RECORDS:
         path = run_dir / name
@@ -155,7 +162,8 @@ def _last_step(path: Path) -> int:
 def latest_for_all(
     cluster: Cluster, checkpoints: Checkpoints, question: str = "", most: int | None = None
 ) -> int | None:
-    """Returns the newest committed step, up to `most`, as process 0 sees it: a shared file system may show others an older one.
+    """Returns the newest committed step, up to `most`, as process 0 sees it: a shared file system may show others an
+    older one.
 
     Args:
         question: another text each time that processes ask.
@@ -171,7 +179,8 @@ def latest_for_all(
 
 @contextlib.contextmanager
 def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None, best: bool) -> Iterator[int | None]:
-    """Yields `step`, the best step, or the newest, the same on every process, which nobody deletes meanwhile; None where there is none."""
+    """Yields `step`, the best step, or the newest, the same on every process, which nobody deletes meanwhile; None
+    where there is none."""
     directory = checkpoints.directory
     with contextlib.ExitStack() as stack:
 
@@ -187,7 +196,8 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
 
 
 def _of_main(cluster: Cluster, key: str, make: Callable[[], Any]) -> Any:
-    """Returns on every process what `make` returns on process 0, as JSON; an error of ours that it raises is raised everywhere."""
+    """Returns on every process what `make` returns on process 0, as JSON; an error of ours that it raises is raised
+    everywhere."""
     if cluster.num_processes == 1:
         return make()
     if cluster.is_main:

@@ -1,7 +1,9 @@
-"""What has changed between two starts of a run: settings, the text of the project, the data, versions and variables, as one table.
+"""What has changed between two starts of a run: settings, the text of the project, the data, versions and variables, as
+one table.
 
-A checkpoint's record holds what the run was when it was saved. What is other now is said, and written to events.jsonl. What makes it another
-run, whose examples would be others, is refused unless it is allowed by name (`train --allow KEY`).
+A checkpoint's record holds what the run was when it was saved. What is other now is said, and written to events.jsonl.
+What makes it another run, whose examples would be others, is refused unless it is allowed by name (`train --allow
+KEY`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Change(NamedTuple):
 
 
 def described(config: Config, task: Task) -> dict[str, Any]:
-    """Returns what a checkpoint's record holds of a run, beside its config: digests of text and data, versions, variables."""
+    """Returns what a checkpoint's record holds of a run, beside its config: digests of text and data, versions,
+    variables."""
     data = {
         name: _data(getattr(task, name), name, config.data.retries)
         for name in ("train_data", "eval_data")
@@ -58,7 +61,8 @@ def described(config: Config, task: Task) -> dict[str, Any]:
 
 
 def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
-    """Returns what tells the data from others, as JSON: rows that are read one by one each by itself, since one of them may fail."""
+    """Returns what tells the data from others, as JSON: rows that are read one by one each by itself, since one of them
+    may fail."""
     if isinstance(given, PerProcess) and given.lengths:  # the same on all processes, whose rows are others
         example = structure(open_source(given, name))
         return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}
@@ -72,7 +76,8 @@ def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
 
 
 def _data_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the data sets that are others: another length or structure, or other contents of a row that could be read both times."""
+    """Yields the data sets that are others: another length or structure, or other contents of a row that could be read
+    both times."""
     for name in sorted({*old, *new}):
         was, now = old.get(name), new.get(name)
         if was is None or now is None:
@@ -89,7 +94,8 @@ def _told(data: Mapping[str, Any]) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Returns what is other in two records of a run: `config` (text of a YAML) and `described`. What one of them lacks is not compared."""
+    """Returns what is other in two records of a run: `config` (text of a YAML) and `described`. What one of them lacks
+    is not compared."""
     found = list[Change]()
     if "config" in before:
         old, new = (dict(_settings(record["config"])) for record in (before, now))
@@ -114,7 +120,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def _settings(text: str) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of every setting; the task by the names of its file and function, wherever they are."""
+    """Yields (dotted key, value) of every setting; the task by the names of its file and function, wherever they
+    are."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError:

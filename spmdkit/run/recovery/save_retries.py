@@ -1,7 +1,8 @@
-"""The saves of a run: one that fails is told and made up for at the next interval; `checkpoint.max_failures` in a row end the run with 74.
+"""The saves of a run: one that fails is told and made up for at the next interval; `checkpoint.max_failures` in a row
+end the run with 74.
 
-Whether a save has failed is decided by all processes together, before the next one is begun and at the end: a process that gave up alone, or
-began a save that the others do not begin, would let them wait for it.
+Whether a save has failed is decided by all processes together, before the next one is begun and at the end: a process
+that gave up alone, or began a save that the others do not begin, would let them wait for it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Saves:
             self._failed(ended.why)
 
     def is_lost(self, step: int | None) -> bool:
-        """Returns on every process whether the save of `step` has failed; waits for it where it is in flight. Raises as `settle`."""
+        """Returns on every process whether the save of `step` has failed; waits for it where it is in flight. Raises as
+        `settle`."""
         if step is not None and step == self._owed:
             self.settle()
         return step in self._failed_steps
@@ -77,7 +79,8 @@ class Saves:
         """Tells, without waiting, of checkpoints that are written by now and of one that takes long.
 
         Raises:
-            CheckpointWriteError: as `settle`; with several processes only that tells, for they must hear of it at one step.
+            CheckpointWriteError: as `settle`; with several processes only that tells, for they must hear of it at one
+                step.
         """
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
             self.settle()

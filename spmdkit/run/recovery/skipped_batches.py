@@ -1,4 +1,5 @@
-"""`skipped_batches.json`: the batches that a run has left out for good. Every checkpoint's record has them too, but a way back is followed by none.
+"""`skipped_batches.json`: the batches that a run has left out for good. Every checkpoint's record has them too, but a
+way back is followed by none.
 
 What counts is the config's `data.skip_batches`, the record of the checkpoint that is restored, and this file, together.
 """
@@ -46,7 +47,8 @@ def read(directory: Path) -> Ranges:
 
 
 def read_for_all(directory: Path, cluster: Cluster) -> Ranges:
-    """Returns on every process what process 0 reads: hosts without a shared disk have directories of their own. Raises as `read`."""
+    """Returns on every process what process 0 reads: hosts without a shared disk have directories of their own. Raises
+    as `read`."""
     mine = read(directory) if cluster.is_main else ()
     return tuple((a, b) for a, b in json.loads(cluster.gather("skipped batches", json.dumps(mine))[0]))
 
@@ -66,7 +68,8 @@ def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]
 
 
 def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequence[int]) -> list[int]:
-    """Leaves out of a program's schedule `count` batches after `step` and those of these numbers; returns the numbers of both.
+    """Leaves out of a program's schedule `count` batches after `step` and those of these numbers; returns the numbers
+    of both.
 
     Args:
         before: what was left out until the run went back, which stays so.
@@ -88,7 +91,8 @@ def saved_in(record: Mapping[str, Any]) -> Ranges:
 
 
 def ahead(schedule: data.Schedule, step: int, saved: Ranges, asked: Ranges) -> Ranges:
-    """Returns what is left out after `step`: what was when it was saved, and of what is asked for the batches that are still to come."""
+    """Returns what is left out after `step`: what was when it was saved, and of what is asked for the batches that are
+    still to come."""
     last = dataclasses.replace(schedule, skipped=saved).number(step)
     return data.merged([*saved, *((max(a, last + 1), b) for a, b in asked if b > last)])
 

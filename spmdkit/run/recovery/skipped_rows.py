@@ -1,4 +1,5 @@
-"""Which rows of the data all processes have left out so far, for the checkpoint's record: a restart leaves out the same."""
+"""Which rows of the data all processes have left out so far, for the checkpoint's record: a restart leaves out the
+same."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 
 def left_out_rows(run: Any) -> list[list[int]]:
-    """Returns [batch, row] of what any process has left out, on process 0. Where rows may be left out, all processes ask for each save."""
+    """Returns [batch, row] of what any process has left out, on process 0. Where rows may be left out, all processes
+    ask for each save."""
     mine, cluster = run.program.ledgers[0].places(), run.cluster
     if not run.config.data.skip or cluster.num_processes == 1:
         return mine

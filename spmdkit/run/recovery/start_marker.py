@@ -1,4 +1,5 @@
-"""That a run is going on: said at its start, kept at each step, so that one that leaves without a word is not taken for one that is done."""
+"""That a run is going on: said at its start, kept at each step, so that one that leaves without a word is not taken for
+one that is done."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from spmdkit.foundation.constants import STEP_FILE
 
 
 def note_running(run: Any, step: int) -> run_status.StepMark:
-    """Returns the mark of the steps to come, after `running` is written; tells of the start before, where that one did not say how it ended."""
+    """Returns the mark of the steps to come, after `running` is written; tells of the start before, where that one did
+    not say how it ended."""
     quiet_callbacks()
     paths = [run.directory / run_status.LAST_STEP] if run.cluster.is_main else []
     if run.cluster.is_main:

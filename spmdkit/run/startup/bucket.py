@@ -1,6 +1,8 @@
-"""A run whose checkpoints are in a bucket: the bucket's folder is this attempt's by a lease, and the metrics come back from there on a new disk.
+"""A run whose checkpoints are in a bucket: the bucket's folder is this attempt's by a lease, and the metrics come back
+from there on a new disk.
 
-Each host has a run directory of its own, which nobody else need see. Process 0's holds the records; that of another process its events and logs.
+Each host has a run directory of its own, which nobody else need see. Process 0's holds the records; that of another
+process its events and logs.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
 
 
 def bring_records(config: Config, run_dir: Path) -> list[str]:
-    """Fetches the records that were copied beside the checkpoints, where they go further than those on this disk; returns lines for the user.
+    """Fetches the records that were copied beside the checkpoints, where they go further than those on this disk;
+    returns lines for the user.
 
     What is here is kept under another name. For process 0, before anything is written.
     """
@@ -101,7 +104,8 @@ def _last_step(path: Path) -> int:
 
 
 def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:
-    """Returns what `Checkpoints` is told of a bucket. Processes of one host have one run_dir and a stage each; what one with more processes has left goes."""
+    """Returns what `Checkpoints` is told of a bucket. Processes of one host have one run_dir and a stage each; what one
+    with more processes has left goes."""
     for left in (run_dir / STAGE).glob("p*"):
         if left.name[1:].isdecimal() and int(left.name[1:]) >= cluster.num_processes:
             shutil.rmtree(left, ignore_errors=True)

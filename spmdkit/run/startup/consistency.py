@@ -1,11 +1,17 @@
-"""What all processes agree on before the first step: they start from the same, read the same data, run the same program on the same numbers.
+"""What all processes agree on before the first step: they start from the same, read the same data, run the same program
+on the same numbers.
 
-    same_start      config, text of the task and of what it imports, spmdkit, versions, variables     right after the join
-    same_data       length, structure and a sample of rows of both data sets                          before anything is traced
-    same_program    mesh, form, the lowered step and init, those of evaluation, warm-up and groups    before anything is compiled
-    same_state      a checksum of each leaf after init or restore                                     before the first step
+    same_start      config, text of the task and of what it imports, spmdkit, versions, variables     right after the
+    join
+    same_data       length, structure and a sample of rows of both data sets                          before anything is
+    traced
+    same_program    mesh, form, the lowered step and init, those of evaluation, warm-up and groups    before anything is
+    compiled
+    same_state      a checksum of each leaf after init or restore                                     before the first
+    step
 
-Each is one comparison (cluster/comparison.py): a difference is 78 on every process, with whose and what. With one process nothing is done.
+Each is one comparison (cluster/comparison.py): a difference is 78 on every process, with whose and what. With one
+process nothing is done.
 """
 
 from __future__ import annotations
@@ -60,7 +66,8 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
-    """Returns the task that `make` gives, its data the same on all processes, or told to be others with the lengths of all.
+    """Returns the task that `make` gives, its data the same on all processes, or told to be others with the lengths of
+    all.
 
     Arrays in memory are opened, once for all who read them.
 
@@ -105,7 +112,8 @@ def own(task: Task) -> list[str]:
 
 
 def _opened(given: Any, source: Source) -> Any:
-    """Returns the data as a task holds them: what is read example by example is opened again, with the retries of the config."""
+    """Returns the data as a task holds them: what is read example by example is opened again, with the retries of the
+    config."""
     if isinstance(given, PerProcess):
         return dataclasses.replace(given, source=_opened(given.source, source))
     return source if source.in_memory else given

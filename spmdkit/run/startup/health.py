@@ -1,4 +1,5 @@
-"""`preflight: true`: before a start, all devices compute the same products; a run is not trusted to one that computes other bits."""
+"""`preflight: true`: before a start, all devices compute the same products; a run is not trusted to one that computes
+other bits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Who does what in a run: said in the events `started` and `restored`, and in the guide.
 
-tf.train.Supervisor and MonitoredTrainingSession make one process the chief: it initialises or restores, saves and writes summaries, and the others wait until the model is ready.
+tf.train.Supervisor and MonitoredTrainingSession make one process the chief: it initialises or restores, saves and
+writes summaries, and the others wait until the model is ready.
 Here every process runs the same program, so there is little that one does for the others.
 """
 

@@ -16,7 +16,8 @@ from spmdkit.foundation import files
 WRITTEN_BY_OTHERS = ("report.html",)
 """What `spmdkit report` writes beside a run that lives."""
 SEEN_WITHIN_S = 5.0
-"""How long another process may need to see a file that process 0 has written: NFS keeps what it knows of a folder for seconds."""
+"""How long another process may need to see a file that process 0 has written: NFS keeps what it knows of a folder for
+seconds."""
 
 
 def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: bool = True) -> Fence:
@@ -26,7 +27,8 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
         shared: all processes have to see one folder. Otherwise each that does not see process 0's takes its own.
 
     Raises:
-        ConfigError: another run holds it; it cannot be written; or processes see different folders under its name, said on each of them.
+        ConfigError: another run holds it; it cannot be written; or processes see different folders under its name, said
+            on each of them.
     """
     claimed = list[Fence]()
 
@@ -58,7 +60,8 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
 
 
 def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
-    """Returns when the folder is of this attempt: process 0's, seen from here too, or one of this host's own, locked and claimed now.
+    """Returns when the folder is of this attempt: process 0's, seen from here too, or one of this host's own, locked
+    and claimed now.
 
     Raises:
         ConfigError: another run holds it.

@@ -1,4 +1,5 @@
-"""What a standby does before anybody dies: it imports what a run needs, and the user's file, so that it joins at once."""
+"""What a standby does before anybody dies: it imports what a run needs, and the user's file, so that it joins at
+once."""
 
 from __future__ import annotations
 

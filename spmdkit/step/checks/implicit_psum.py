@@ -1,14 +1,17 @@
-"""Where JAX's types have added up a derivative over devices: sums that the typed trace of a function has, and the untyped one has not.
+"""Where JAX's types have added up a derivative over devices: sums that the typed trace of a function has, and the
+untyped one has not.
 
-Inside `shard_map` with `check_vma` a value that is the same along an axis is cast where it meets one that differs, and the transpose of
-that cast is a sum over the axis. For a parameter and a loss over all devices' examples that is right. A derivative *inside* the function
-with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum, without a word, and with it the other devices' derivatives. Traced
-without the types (`check_vma=False`) the function has its own sums only.
+Inside `shard_map` with `check_vma` a value that is the same along an axis is cast where it meets one that differs, and
+the transpose of that cast is a sum over the axis. For a parameter and a loss over all devices' examples that is right.
+A derivative *inside* the function with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum, without a word,
+and with it the other devices' derivatives. Traced without the types (`check_vma=False`) the function has its own sums
+only.
 
-Such sums stand where the untyped trace has none, but not every sum that does is one. Without types the transpose of a user's own sum is
-a sum at the same place. With them it is a cast, and what it adds up is added where the sum's result met values that differ (a batch
-norm's statistics where the examples are divided by them). So what becomes of a sum decides: passed on to a cast at the place of a sum of the
-function's own it is half of that sum's transpose; what leaves the backward pass in any other way has got a derivative of other devices.
+Such sums stand where the untyped trace has none, but not every sum that does is one. Without types the transpose of a
+user's own sum is a sum at the same place. With them it is a cast, and what it adds up is added where the sum's result
+met values that differ (a batch norm's statistics where the examples are divided by them). So what becomes of a sum
+decides: passed on to a cast at the place of a sum of the function's own it is half of that sum's transpose; what leaves
+the backward pass in any other way has got a derivative of other devices.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Col
 
 
 def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[Any], typed: bool) -> ClosedJaxpr:
-    """Returns the trace of `fn` on the shards of arrays of these shapes, with types or without; of its results nothing is asked."""
+    """Returns the trace of `fn` on the shards of arrays of these shapes, with types or without; of its results nothing
+    is asked."""
 
     def probe(*shards: jax.Array) -> jax.Array:
         fn(*shards)
@@ -79,15 +83,17 @@ def takes_derivative(closed: ClosedJaxpr) -> bool:
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
-    """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of reducers, which are no
-    derivatives, and of which there are fewer without types: the sum of a constant is a constant there."""
+    """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of
+    reducers, which are no derivatives, and of which there are fewer without types: the sum of a constant is a constant
+    there."""
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
 
 
 def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
-    """Returns those of `lines` at which a backward pass adds up over `axes` what leaves it other than through a cast at one of the lines `own`."""
+    """Returns those of `lines` at which a backward pass adds up over `axes` what leaves it other than through a cast at
+    one of the lines `own`."""
     walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
     out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
     left = walk.left[0]
@@ -151,8 +157,8 @@ def _adds_over(eqn: Any, axes: Collection[str]) -> bool:
 
 
 def _place(eqn: Any, around: tuple[str, bool]) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    """Returns an equation's line (inside of a function that JAX has jitted, that of the call where there is no other) and whether it is a
-    reducer's, for itself and for what is around those inside of it."""
+    """Returns an equation's line (inside of a function that JAX has jitted, that of the call where there is no other)
+    and whether it is a reducer's, for itself and for what is around those inside of it."""
     line, is_reducers = around
     here = (compat.source_line(eqn) or line, is_reducers or trace_context.REDUCE in str(eqn.source_info.name_stack))
     return here, here

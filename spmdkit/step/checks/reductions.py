@@ -1,9 +1,9 @@
 """The per-replica dialect: the whole step runs inside `shard_map`, and the user writes the reductions.
 
 It is the dialect of TensorFlow's `strategy.run`, Horovod and pmap. In it, parameters are the replica's own copy (typed
-varying), so `jax.grad` gives the replica's own gradient; `sk.pmean` makes one of all; what leaves as the new state must be
-provably mirrored. Two mistakes give gradients that are N times too large without an error in plain JAX, and are errors
-here: reducing what is already reduced, and not reducing at all.
+varying), so `jax.grad` gives the replica's own gradient; `sk.pmean` makes one of all; what leaves as the new state must
+be provably mirrored. Two mistakes give gradients that are N times too large without an error in plain JAX, and are
+errors here: reducing what is already reduced, and not reducing at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the user's functions return, checked where it comes back: a loss is a `sk.mean`, a metric that or another that merges."""
+"""What the user's functions return, checked where it comes back: a loss is a `sk.mean`, a metric that or another that
+merges."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Groups of replicas that train alone, and agree now and then: the train state that holds one copy for each, and what crosses between them.
+"""Groups of replicas that train alone, and agree now and then: the train state that holds one copy for each, and what
+crosses between them.
 
-What a group does in a step is the step of the mesh without the sync's axes (step.py); when they agree is the sync's (sync/).
+What a group does in a step is the step of the mesh without the sync's axes (step.py); when they agree is the sync's
+(sync/).
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
             )
 
 
-# ---- the train state ----------------------------------------------------------------------------------------------------
+# ---- the train state
+# ----------------------------------------------------------------------------------------------------
 
 
 def stacked(groups: Groups, state: TrainState) -> TrainState:
@@ -129,9 +132,11 @@ def added(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
 def regrouped(
     state: TrainState, had_groups: bool, groups: Groups | None, said: model_state_agreement.Kinds
 ) -> TrainState:
-    """Returns the state of these groups (None: of replicas that agree in every step) from one of another number of groups.
+    """Returns the state of these groups (None: of replicas that agree in every step) from one of another number of
+    groups.
 
-    The old groups agree by their mean, whatever their sync was, and each new group gets a copy. What the sync keeps begins anew.
+    The old groups agree by their mean, whatever their sync was, and each new group gets a copy. What the sync keeps
+    begins anew.
     """
     if had_groups:
         fields = {name: mean(getattr(state, name)) for name in ("params", "opt_state", "ema")}

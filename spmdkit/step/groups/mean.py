@@ -1,6 +1,7 @@
 """The mean over groups by a reducer: what crosses between groups that agree, in as few bytes as the reducer sends.
 
-    x_g / G or x_g, this device's shard of each leaf -> reducer.apply over the groups' axes, manual over all mesh axes -> mean
+    x_g / G or x_g, this device's shard of each leaf -> reducer.apply over the groups' axes, manual over all mesh axes
+    -> mean
 
 Wire: the reducer's, over the axes along which the groups lie; each device sends for its own shard.
 """
@@ -20,7 +21,8 @@ from spmdkit.step.groups.groups import Groups
 
 
 def mean_by(reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec], mesh: Mesh, key: jax.Array) -> Any:
-    """Returns `tree [groups, ...] -> tree [...]`, the mean over the groups; of trees like the parameters, whose left out leaves are None.
+    """Returns `tree [groups, ...] -> tree [...]`, the mean over the groups; of trees like the parameters, whose left
+    out leaves are None.
 
     Args:
         specs: how one copy of each parameter is cut, by its path.

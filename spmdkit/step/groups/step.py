@@ -5,8 +5,8 @@
 | one device        | `shard_map`, untyped (nothing leaves as the same on all)   |
 | anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
 
-Metrics leave as those of each group, [groups, ...]; a small program of its own merges them where they are read (`groups.added`). A step that is
-not finite is left out by its own group alone: the others' copies do not know of it.
+Metrics leave as those of each group, [groups, ...]; a small program of its own merges them where they are read
+(`groups.added`). A step that is not finite is left out by its own group alone: the others' copies do not know of it.
 
 Wire: nothing over the sync's axes; over the others that of the step of one group.
 """
@@ -67,7 +67,8 @@ def group_step(
 
 
 def _part(metric: Any, num: jax.Array) -> Metric:
-    """Returns a group's metric as arrays that merge; a plain number of a group counts as often as the group has examples."""
+    """Returns a group's metric as arrays that merge; a plain number of a group counts as often as the group has
+    examples."""
     if not is_metric(metric):
         return Mean(jnp.asarray(metric, jnp.float32) * num, num)
     own: Metric = jax.tree.map(jnp.asarray, metric)

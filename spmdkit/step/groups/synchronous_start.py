@@ -1,9 +1,11 @@
-"""The step of all replicas at once, on a train state that holds one copy for each group: synchronous training before groups train alone.
+"""The step of all replicas at once, on a train state that holds one copy for each group: synchronous training before
+groups train alone.
 
     one copy of equal ones -> the step of the whole mesh -> its state for each group
 
-Each device takes what it holds of its own group's copy for the whole, and gives the new state back in the same way: no byte is moved. That the
-copies are equal is not looked at here. They are the same at the start and after each such step, whose results are the same everywhere.
+Each device takes what it holds of its own group's copy for the whole, and gives the new state back in the same way: no
+byte is moved. That the copies are equal is not looked at here. They are the same at the start and after each such step,
+whose results are the same everywhere.
 
 Wire: that of the step of the whole mesh.
 """

@@ -1,6 +1,7 @@
 """`sk.sum`, `sk.max`, `sk.counts`, and `sk.finish` of any of them: metrics besides the mean. None is ever a loss.
 
-Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.counts` one of its integers; a sum goes with the means.
+Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.counts` one of its
+integers; a sum goes with the means.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class Sum(Metric):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max(Metric):
-    """The largest of values, float32[] (float64 where they are); minus infinity where there was none, NaN where one of them is.
+    """The largest of values, float32[] (float64 where they are); minus infinity where there was none, NaN where one of
+    them is.
 
-    NaN is told apart by `broken`, above zero where there was one: XLA's all-reduce of a maximum loses it (CPU, jaxlib 0.10.2).
+    NaN is told apart by `broken`, above zero where there was one: XLA's all-reduce of a maximum loses it (CPU, jaxlib
+    0.10.2).
     """
 
     crosses: ClassVar[Literal["added", "largest"]] = "largest"
@@ -71,7 +74,8 @@ class Counts(Metric):
 
 
 class _Finish:
-    """The function of a `Finished`. All are equal: a loss makes it anew in every trace, and the structure of its metrics must not change by that."""
+    """The function of a `Finished`. All are equal: a loss makes it anew in every trace, and the structure of its
+    metrics must not change by that."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
@@ -107,15 +111,17 @@ def _given(part: Any) -> Any:
 
 
 def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
-    """Returns the metric `fn(*parts)`, computed once, of what the parts come to over all rows, microbatches, replicas and batches.
+    """Returns the metric `fn(*parts)`, computed once, of what the parts come to over all rows, microbatches, replicas
+    and batches.
 
-    Perplexity is `sk.finish(jnp.exp, sk.mean(losses))`, accuracy by class `sk.finish(lambda c: jnp.diag(c) / c.sum(1), sk.counts((labels,
-    predictions), (10, 10)))`.
+    Perplexity is `sk.finish(jnp.exp, sk.mean(losses))`, accuracy by class `sk.finish(lambda c: jnp.diag(c) / c.sum(1),
+    sk.counts((labels, predictions), (10, 10)))`.
 
     Args:
         fn: of the parts' values, to a number or an array. JAX or numpy.
-        parts: metrics, instances of a class with `merge` and `compute` (clu's; user_metric.py), which merge by that, or pytrees of arrays that
-            add up (those of nnx's metrics: totals and counts). Both are made by the caller, who leaves padding rows out (`sk.example_mask()`).
+        parts: metrics, instances of a class with `merge` and `compute` (clu's; user_metric.py), which merge by that, or
+            pytrees of arrays that add up (those of nnx's metrics: totals and counts). Both are made by the caller, who
+            leaves padding rows out (`sk.example_mask()`).
 
     Raises:
         ConfigError: there is no part, or one does not merge.
@@ -129,7 +135,8 @@ def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
 
 
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
-    """Returns the sum of `values` over this replica's examples, as a part that adds. Padding and `where` as in `sk.mean`."""
+    """Returns the sum of `values` over this replica's examples, as a part that adds. Padding and `where` as in
+    `sk.mean`."""
     values = in_float(values)
     included = included_in("sk.sum", values, where)
     return Sum(values.sum() if included is None else jnp.where(included, values, 0).sum())
@@ -152,11 +159,13 @@ def counts(
 ) -> Counts:
     """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
 
-    `sk.counts(labels, 10)` is [10], `sk.counts((labels, predictions), (10, 10))` is [10, 10]. An index outside of the shape is not counted.
+    `sk.counts(labels, 10)` is [10], `sk.counts((labels, predictions), (10, 10))` is [10, 10]. An index outside of the
+    shape is not counted.
     Whole up to 2**31 - 1 for each index, over a whole evaluation.
 
     Args:
-        indices: integers of any shape, or a tuple of them of the same shape: one for each dim. Padding and `where` as in `sk.mean`.
+        indices: integers of any shape, or a tuple of them of the same shape: one for each dim. Padding and `where` as
+            in `sk.mean`.
         shape: of the counts.
         weights: float, broadcasts from the left to the indices: what each counts for.
 

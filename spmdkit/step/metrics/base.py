@@ -1,4 +1,5 @@
-"""`Metric`: what a metric is, a value in parts that merge: over microbatches, replicas, groups and the batches of an evaluation.
+"""`Metric`: what a metric is, a value in parts that merge: over microbatches, replicas, groups and the batches of an
+evaluation.
 
 sk.mean   (sum, count)    added       sk.max      the largest     largest
 sk.sum    the total       added       sk.counts   an array        added
@@ -23,8 +24,8 @@ class Metric(ABC):
     """A part of a metric, of some rows. A registered dataclass of arrays.
 
     Attributes:
-        crosses: how parts of replicas become one, leaf by leaf: `added`, or the `largest`; `merged`: by `merge` alone; `by part`: each of its
-            parts as that says. `merge` does the same with two.
+        crosses: how parts of replicas become one, leaf by leaf: `added`, or the `largest`; `merged`: by `merge` alone;
+            `by part`: each of its parts as that says. `merge` does the same with two.
     """
 
     crosses: ClassVar[Literal["added", "largest", "merged", "by part"]] = "added"

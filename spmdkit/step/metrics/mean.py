@@ -1,6 +1,7 @@
 """`sk.mean`: a mean that stays a pair (sum, count) until everything has been added, and is divided once.
 
-    mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replicas r, microbatches m, examples i)
+    mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replicas r, microbatches m, examples
+    i)
 
 A mean of means is wrong as soon as the counts differ; a pair is right for a short last batch, uneven token counts,
 microbatches, replicas, hosts and the steps of an evaluation alike.
@@ -32,10 +33,12 @@ class Mean(Metric):
     """A weighted mean as the pair (sum, count), both float32 scalars (float64 where the values are).
 
     `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
-    on any number of replicas and microbatches. `mean + other` is a `Means`, the sum of the two, each with its own count;
+    on any number of replicas and microbatches. `mean + other` is a `Means`, the sum of the two, each with its own
+    count;
     `.merge` pools two parts of the same mean.
 
-    A count that follows from shapes alone is a numpy number, so that whoever adds it over replicas can multiply instead.
+    A count that follows from shapes alone is a numpy number, so that whoever adds it over replicas can multiply
+    instead.
 
     With weights, `count` is their sum, and `num` the number of elements: weights that cancel are no empty mean.
     """
@@ -51,7 +54,8 @@ class Mean(Metric):
 
     @property
     def value(self) -> jax.Array:
-        """The mean as a scalar; zero where nothing was counted. Weights that add up to zero give what `0 / 0` or `x / 0` gives."""
+        """The mean as a scalar; zero where nothing was counted. Weights that add up to zero give what `0 / 0` or `x /
+        0` gives."""
         return self.sum / self.divisor
 
     def merge(self, other: Mean) -> Mean:
@@ -99,12 +103,15 @@ class Mean(Metric):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Means(Metric):
-    """A sum of means, each with a count of its own: `sk.mean(a) + 0.5 * sk.mean(b)`; detection, MLM with NSP, auxiliary losses.
+    """A sum of means, each with a count of its own: `sk.mean(a) + 0.5 * sk.mean(b)`; detection, MLM with NSP, auxiliary
+    losses.
 
     Exact as a loss: each sum is divided by its own count over the whole batch, before its gradient is taken.
 
-    Wire: as a loss one more small all-reduce, of the counts, before the gradient; none where they follow from shapes alone. With
-    microbatches the counts of all are computed first (the rest of that pass is not, unless counts depend on the parameters).
+    Wire: as a loss one more small all-reduce, of the counts, before the gradient; none where they follow from shapes
+        alone. With
+    microbatches the counts of all are computed first (the rest of that pass is not, unless counts depend on the
+    parameters).
     """
 
     parts: tuple[Mean, ...]
@@ -187,8 +194,9 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
 def _own_sum(values: jax.Array) -> jax.Array:
     """Returns the sum of a replica's values.
 
-    In the loss of a per-replica step those that are the same on every replica (made of `sk.psum`) are each replica's own, too: their mean is
-    what they are. Not so where they are of examples: examples that were added over replicas are N times too large
+    In the loss of a per-replica step those that are the same on every replica (made of `sk.psum`) are each replica's
+    own, too: their mean is what they are. Not so where they are of examples: examples that were added over replicas are
+        N times too large
     (replica.check_reductions).
     """
     context, examples = trace_context.current(), trace_context.current_examples()
@@ -200,10 +208,11 @@ def _own_sum(values: jax.Array) -> jax.Array:
 
 
 def scalar(value: ArrayLike) -> Mean:
-    """Returns one number that is no mean of examples, as a metric or a term of a loss: a norm, a temperature, a penalty.
+    """Returns one number that is no mean of examples, as a metric or a term of a loss: a norm, a temperature, a
+    penalty.
 
-    It counts once wherever it is given, whatever rows are padding. Of numbers that differ (between replicas, microbatches or batches of an
-    evaluation) the plain mean is told.
+    It counts once wherever it is given, whatever rows are padding. Of numbers that differ (between replicas,
+    microbatches or batches of an evaluation) the plain mean is told.
 
     Raises:
         ConfigError: `value` is no single number.
@@ -224,7 +233,8 @@ def in_float(values: ArrayLike) -> jax.Array:
 
 
 def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
-    """Returns bool like `values`: those that count, by `where` and without padding rows; None where all do. `name` is the caller's.
+    """Returns bool like `values`: those that count, by `where` and without padding rows; None where all do. `name` is
+    the caller's.
 
     Raises:
         ConfigError: `values` has no example dim while some rows are padding.
@@ -267,8 +277,8 @@ def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
 def example_mask() -> jax.Array:
     """Returns bool[examples] of this call of the loss, False on padding rows. Whoever calls it takes over the masking.
 
-    Once a loss asks for the mask, `sk.mean` still leaves padding rows out of values whose first dim is the examples, and
-    trusts the loss with any other shape.
+    Once a loss asks for the mask, `sk.mean` still leaves padding rows out of values whose first dim is the examples,
+    and trusts the loss with any other shape.
 
     Raises:
         RuntimeError: called outside of a loss that spmdkit runs.
@@ -281,11 +291,12 @@ def example_mask() -> jax.Array:
 def example_keys(salt: int = 0) -> jax.Array:
     """Returns one random key per example of this call of the loss, the same on every mesh.
 
-    Keys come from (seed, step, position in the global batch): what is drawn from them (dropout per example, augmentation)
-    does not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it differs by
-    step, microbatch and replica.
+    Keys come from (seed, step, position in the global batch): what is drawn from them (dropout per example,
+    augmentation) does not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it
+    differs by step, microbatch and replica.
 
-    Shapes: key[examples], for `jax.vmap`; threefry's, whatever JAX's default is: others draw a whole `vmap` from its first key.
+    Shapes: key[examples], for `jax.vmap`; threefry's, whatever JAX's default is: others draw a whole `vmap` from its
+        first key.
 
     Args:
         salt: different salts give independent keys, e.g. one per layer.

@@ -10,11 +10,12 @@
         def merge(self, other): ...      # the same of both parts' rows
         def compute(self): ...           # a number, or an array
 
-`merge` may be anything that gives the same for all rows however they are cut. Where it is a plain sum, `sk.finish(fn, arrays)` adds them in the step's
-one all_reduce. An array of the class is of this replica's rows; the caller leaves padding out (`sk.example_mask()`), also where no row is left.
+`merge` may be anything that gives the same for all rows however they are cut. Where it is a plain sum, `sk.finish(fn,
+arrays)` adds them in the step's one all_reduce. An array of the class is of this replica's rows; the caller leaves
+padding out (`sk.example_mask()`), also where no row is left.
 
-Wire: an all_gather of the arrays over the replicas, (N-1) times their bytes, in a step and in each evaluated batch. Every replica merges the
-parts in the order of the mesh.
+Wire: an all_gather of the arrays over the replicas, (N-1) times their bytes, in a step and in each evaluated batch.
+Every replica merges the parts in the order of the mesh.
 """
 
 from __future__ import annotations

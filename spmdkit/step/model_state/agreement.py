@@ -5,8 +5,9 @@
     max    max_r new_r
     same   new_0                     what provably is the same on every replica, so that one of them speaks for all
 
-Integers, booleans and random keys are never averaged. Where nothing is said (`Task.agree`), a leaf that no replica's rows change is
-`same`, a float that is linear in its old value is a `mean`, and anything else is asked for: the mean of maxima is no maximum.
+Integers, booleans and random keys are never averaged. Where nothing is said (`Task.agree`), a leaf that no replica's
+rows change is `same`, a float that is linear in its old value is a `mean`, and anything else is asked for: the mean of
+maxima is no maximum.
 
 Wire: the leaf, in the reduction that the gradient needs anyway; `max` in one of its own.
 """
@@ -33,11 +34,13 @@ Kinds = Mapping[str, Kind]
 """Path of a leaf of the model state -> how replicas agree on it."""
 
 
-# ---- what is said, and what follows from the loss -----------------------------------------------------------------------
+# ---- what is said, and what follows from the loss
+# -----------------------------------------------------------------------
 
 
 def said_of(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
-    """Returns path -> kind for the leaves of a model state that the task speaks of; the first pattern that fits a whole path decides.
+    """Returns path -> kind for the leaves of a model state that the task speaks of; the first pattern that fits a whole
+    path decides.
 
     Raises:
         ConfigError: a pattern fits no leaf, or a leaf cannot agree in that way.
@@ -90,14 +93,14 @@ def kinds_of(
         said: what the task says, for some leaves.
         one_replica: `(state, shared, own) -> new state` of one replica.
         state, shared: abstract; the model state, and what else is the same on every replica.
-        own: abstract, what a replica has for itself (rows, mask, key); then the same with another number of rows, which shows what
-            depends on that number.
+        own: abstract, what a replica has for itself (rows, mask, key); then the same with another number of rows, which
+            shows what depends on that number.
         axes: names and sizes of the replica axes.
         bound: whether these names are bound where this is called.
 
     Raises:
-        ConfigError: a leaf changes by a replica's rows in a way that has no mean, and nothing is said; or what is said to be the
-            same is not.
+        ConfigError: a leaf changes by a replica's rows in a way that has no mean, and nothing is said; or what is said
+            to be the same is not.
     """
     leaves = named_leaves(state)
     num = len(leaves)
@@ -168,7 +171,8 @@ def _not_the_same(path: str, leaf: Any) -> str:
 def crossing(kinds: Kinds, old: Any, new: Any, first: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns (what is added, what the largest is taken of) over replicas, by path.
 
-    Shapes: leaves of `new` are [*replicas, ...] with `first` bool[*replicas], True on one of them; those of `old` [...].
+    Shapes: leaves of `new` are [*replicas, ...] with `first` bool[*replicas], True on one of them; those of `old`
+        [...].
     """
     added, largest = {}, {}
     before = dict(named_leaves(old))
@@ -207,7 +211,8 @@ def agreed(
 
 
 def by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
-    """Returns [groups, ...] from the state of all replicas [replicas, ...]: each group of neighbours agrees; `old` is [groups, ...]."""
+    """Returns [groups, ...] from the state of all replicas [replicas, ...]: each group of neighbours agrees; `old` is
+    [groups, ...]."""
     before = dict(named_leaves(old))
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
@@ -228,8 +233,8 @@ def by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
 def of_groups(said: Kinds, state: Any) -> Any:
     """Returns one state [...] from those of the groups [groups, ...], for an evaluation.
 
-    Floats are averaged, or as the task says. A `sum` is that of all groups, which is what a counter that began at zero would be on
-    one device. Of anything else the first group's is taken.
+    Floats are averaged, or as the task says. A `sum` is that of all groups, which is what a counter that began at zero
+    would be on one device. Of anything else the first group's is taken.
     """
 
     def leaf(path: str, x: jax.Array) -> jax.Array:

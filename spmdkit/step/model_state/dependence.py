@@ -1,9 +1,10 @@
 """What each result of a traced function depends on, and whether it is linear in it: read from its jaxpr.
 
-Inputs are bits of an integer, so that one walk answers for many of them at once. Two kinds of dependence are told apart: `linear`
-(the result is affine in the input, whatever the others are) and `other`. Both err on the side of `other`: what is not known is not linear.
-A reduction over all replicas removes the bits of `per_replica`, since what comes out is the same on all of them; a replica's own
-index brings them in.
+Inputs are bits of an integer, so that one walk answers for many of them at once. Two kinds of dependence are told
+apart: `linear` (the result is affine in the input, whatever the others are) and `other`. Both err on the side of
+`other`: what is not known is not linear.
+A reduction over all replicas removes the bits of `per_replica`, since what comes out is the same on all of them; a
+replica's own index brings them in.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class Walk:
         return [Depends(depends.linear, depends.other | test.all) for depends in out]
 
     def _settled(self, body: Any, given: list[Depends], first: int, num_carry: int) -> list[Depends]:
-        """Returns the results of a loop's body once another turn changes nothing: the carry at the end, then what is stacked."""
+        """Returns the results of a loop's body once another turn changes nothing: the carry at the end, then what is
+        stacked."""
         given = list(given)
         while True:
             out = self.run(body, given)

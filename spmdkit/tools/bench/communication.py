@@ -128,7 +128,8 @@ def _again(opener: Opener, opened: Sequence[Opened], seed: int) -> list[Opened]:
 
 
 def _trained(opened: Sequence[Opened], cluster: Cluster, steps: int) -> dict[int, tuple[Trained, Trained]]:
-    """Returns number of row -> (it, and the `sum` that was trained in turns with it), of the rows that have a program."""
+    """Returns number of row -> (it, and the `sum` that was trained in turns with it), of the rows that have a
+    program."""
     found = dict[int, tuple[Trained, Trained]]()
     for group in side_by_side(opened, cluster.devices):
         trained = [Trained(x.program, steps) for x in group if x.program is not None]
@@ -139,7 +140,8 @@ def _trained(opened: Sequence[Opened], cluster: Cluster, steps: int) -> dict[int
     return found
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------------------
+# ---- what is shown
+# -----------------------------------------------------------------------------------------------------
 
 
 def table(result: dict[str, Any]) -> list[str]:

@@ -1,4 +1,5 @@
-"""What a row says: bytes, time and loss against `sum`, as plain values for the JSON, the table, the plot and the page."""
+"""What a row says: bytes, time and loss against `sum`, as plain values for the JSON, the table, the plot and the
+page."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def row_figures(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], sum_by
     """Returns the figures of a row; of one that was refused its name and the reason.
 
     Args:
-        seeds: for each seed the row as it was trained, and `sum` as it was trained in turns with it (the row itself, where it had no partner).
+        seeds: for each seed the row as it was trained, and `sum` as it was trained in turns with it (the row itself,
+            where it had no partner).
         sum_bytes: what a device sends under `sum` in a step.
     """
     found: Figures = {
@@ -89,14 +91,16 @@ def against(rows: Sequence[Figures]) -> None:
 
 
 def curve(runs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
-    """Returns (step, training loss) for drawing: means over stretches of steps and over seeds, each at its last step."""
+    """Returns (step, training loss) for drawing: means over stretches of steps and over seeds, each at its last
+    step."""
     size = max(1, len(runs[0]) // CURVE_POINTS)
     ends = range(size, len(runs[0]) + 1, size)
     return [(end, statistics.fmean(loss for run in runs for loss in run[end - size : end])) for end in ends]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the median from order statistics, which assume no distribution: the ranks n/2 -+ 0.98 sqrt(n)."""
+    """Returns the 95 % interval of the median from order statistics, which assume no distribution: the ranks n/2 -+
+    0.98 sqrt(n)."""
     ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
     middle = (len(ordered) - 1) / 2
     return ordered[max(0, math.floor(middle - half))], ordered[min(len(ordered) - 1, math.ceil(middle + half))]

@@ -1,8 +1,9 @@
 """Programs trained in turns, block by block, and the time of each block next to that of `sum` in the same round.
 
-Absolute times on a machine that is shared mean little; of neighbouring blocks the ratio does. The order of a round is that of the one before turned
-round. A block holds whole rounds of a sync, so that the steps in which groups agree are in every block as often as in a long run. What is not
-counted: the first block of each, in which caches are cold; blocks in which a reducer warms up or groups do not train alone yet; a last one that is shorter.
+Absolute times on a machine that is shared mean little; of neighbouring blocks the ratio does. The order of a round is
+that of the one before turned round. A block holds whole rounds of a sync, so that the steps in which groups agree are
+in every block as often as in a long run. What is not counted: the first block of each, in which caches are cold; blocks
+in which a reducer warms up or groups do not train alone yet; a last one that is shorter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Trained:
     Attributes:
         losses: of each step, over all groups.
         blocks: in the order of rounds.
-        loss: reached in the end: of the whole evaluation set, or where there is none the mean of the training loss over the last tenth of the steps.
+        loss: reached in the end: of the whole evaluation set, or where there is none the mean of the training loss over
+            the last tenth of the steps.
     """
 
     program: Program

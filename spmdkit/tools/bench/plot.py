@@ -1,4 +1,5 @@
-"""The PNG of `spmdkit bench communication`, drawn by matplotlib (extra `plot`): loss over bytes, the course of the loss, time."""
+"""The PNG of `spmdkit bench communication`, drawn by matplotlib (extra `plot`): loss over bytes, the course of the
+loss, time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The programs of what is compared: built and compiled one after the other; what the mesh or the task refuses is told in one line."""
+"""The programs of what is compared: built and compiled one after the other; what the mesh or the task refuses is told
+in one line."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def check_fits(program: Program, devices: Sequence[jax.Device]) -> None:
 
 
 def side_by_side(opened: Sequence[Opened], devices: Sequence[jax.Device]) -> Iterator[list[Opened]]:
-    """Yields the rows that are trained in turns, `sum` first in each group: as many as fit into the memory with their states.
+    """Yields the rows that are trained in turns, `sum` first in each group: as many as fit into the memory with their
+    states.
 
     Where not even two do, each is alone, and its time is compared with nothing.
     """

@@ -38,7 +38,8 @@ BASELINE = Row()
 
 
 def rows_of(reducers: str, syncs: str, own: Row) -> list[Row]:
-    """Returns `sum` in every step, then each reducer in every step, each sync with `sum`, and what the config itself has; each once.
+    """Returns `sum` in every step, then each reducer in every step, each sync with `sum`, and what the config itself
+    has; each once.
 
     Raises:
         ConfigError: there is no such kind, or the options are not its.

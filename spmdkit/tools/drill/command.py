@@ -1,8 +1,11 @@
-"""`spmdkit drill`: the user's job without a fault, and again with the faults that were asked for; what they cost, and whether the end is the same.
+"""`spmdkit drill`: the user's job without a fault, and again with the faults that were asked for; what they cost, and
+whether the end is the same.
 
-Both are runs of our launcher on this machine, in a folder beside the run's own, which is not touched: `<run_dir>_drill/1/undisturbed` and `.../disturbed`.
+Both are runs of our launcher on this machine, in a folder beside the run's own, which is not touched:
+`<run_dir>_drill/1/undisturbed` and `.../disturbed`.
 
-A drill passes where every fault came, the run ended with 0, no committed step was lost, and state and metrics are those of the undisturbed run, bit for bit.
+A drill passes where every fault came, the run ended with 0, no committed step was lost, and state and metrics are those
+of the undisturbed run, bit for bit.
 What the config decides is told and no failure: a batch that `on_nonfinite` leaves out makes other numbers.
 """
 
@@ -48,7 +51,8 @@ class Drill:
 
 
 def run_drill(asked: Drill) -> int:
-    """Runs a drill and says how it went. Returns 0 where it passed, 1 where not, and the run's own code where that cannot even run undisturbed.
+    """Runs a drill and says how it went. Returns 0 where it passed, 1 where not, and the run's own code where that
+    cannot even run undisturbed.
 
     Raises:
         ConfigError: the config, or what is asked, cannot work.
@@ -137,7 +141,8 @@ def _new_folder(config: Config) -> Path:
 
 
 def _run(asked: Drill, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
-    """Returns how the job ended under our launcher, with `driver` looking on. A job that goes on in process has the dead replaced, so that there are as many again."""
+    """Returns how the job ended under our launcher, with `driver` looking on. A job that goes on in process has the
+    dead replaced, so that there are as many again."""
     num, devices = asked.num_processes, asked.devices_per_process
     train, more = ["train", str(asked.config), *asked.overrides, f"run_dir={folder}"], dict[str, Any]()
     if config.elastic.in_process:

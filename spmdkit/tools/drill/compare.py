@@ -1,4 +1,5 @@
-"""Whether a run that was hurt has ended as one that was not: every bit of the state of its last step, and every number that it has told."""
+"""Whether a run that was hurt has ended as one that was not: every bit of the state of its last step, and every number
+that it has told."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def different_record(clean: Path, hurt: Path) -> str:
-    """Returns the first record of metrics.jsonl that differs, an empty text where none does. What a clock has measured is left out."""
+    """Returns the first record of metrics.jsonl that differs, an empty text where none does. What a clock has measured
+    is left out."""
     theirs, ours = (_records(run) for run in (clean, hurt))
     for a, b in zip(theirs, ours, strict=False):
         if a != b:

@@ -1,4 +1,5 @@
-"""What a drill does to the newest checkpoint, while no process of the run lives: a file cut in half, or one bit flipped in its data."""
+"""What a drill does to the newest checkpoint, while no process of the run lives: a file cut in half, or one bit flipped
+in its data."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""`Driver`: looks on from the launcher's loop, takes down what each process does, and lets faults come, one after the other.
+"""`Driver`: looks on from the launcher's loop, takes down what each process does, and lets faults come, one after the
+other.
 
-A fault at a step or a save is ordered ahead and done by the process itself (faults/injection/inject.py), exactly there; one at a time is done from here. The next is ordered once
-the one before has ended its attempt, or was noticed. One that does not come fails the drill: an injection that injects nothing proves nothing.
+A fault at a step or a save is ordered ahead and done by the process itself (faults/injection/inject.py), exactly there;
+one at a time is done from here. The next is ordered once the one before has ended its attempt, or was noticed. One that
+does not come fails the drill: an injection that injects nothing proves nothing.
 
-Where a job goes on without its dead (launch/membership.py), a process has several children one after the other in one attempt; it is the last of them.
+Where a job goes on without its dead (launch/membership.py), a process has several children one after the other in one
+attempt; it is the last of them.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ class Driver:
         self._begun_at = 0  # the step from which the attempt goes on
         self._fresh = True
 
-    # ---- the launcher's calls ------------------------------------------------------------------------------------------
+    # ---- the launcher's calls
+    # ------------------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> tuple[str, str]:
@@ -288,7 +292,8 @@ class Driver:
                     hit.detected, hit.detected_by = now, f"the exit of process {child.process}"
 
     def _follow(self, children: Sequence[Child], steps: Sequence[int], now: float) -> None:
-        """Takes note of what is noticed and of what goes on again; an order that is done with makes room for the next."""
+        """Takes note of what is noticed and of what goes on again; an order that is done with makes room for the
+        next."""
         for hit in self._open():
             assert hit.fired is not None
             dead = [c.process for c in children if c.exit is not None and c.exit.code]  # with 0 it is done
@@ -362,7 +367,8 @@ def _in_order(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _room(children: Sequence[Child], num_bytes: int | None) -> None:
-    """Lets no file of these processes grow beyond so many bytes; None: as before. Linux; the error is EFBIG, which is told as a disk that is full is."""
+    """Lets no file of these processes grow beyond so many bytes; None: as before. Linux; the error is EFBIG, which is
+    told as a disk that is full is."""
     for child in children:
         with suppress(OSError):
             hard = resource.prlimit(child.popen.pid, resource.RLIMIT_FSIZE)[1]

@@ -1,7 +1,8 @@
 """Figures of a drill, from what was seen. Pure.
 
 detection   from the fault until the launcher or the run noticed it
-recovery    from the fault until every process had begun a step that none had begun before; not of faults that another one overtook
+recovery    from the fault until every process had begun a step that none had begun before; not of faults that another
+            one overtook
 lost        steps that were begun and not kept, all of which are done again
 goodput     seconds from the first step to the end without a fault / the same with them
 """

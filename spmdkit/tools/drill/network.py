@@ -1,7 +1,10 @@
-"""Hosts on one machine for a drill of the network: each process of the job in a network namespace of its own, joined by a switch in user space (virtual_switch.py).
+"""Hosts on one machine for a drill of the network: each process of the job in a network namespace of its own, joined by
+a switch in user space (virtual_switch.py).
 
-The namespaces have no names and no files: they are held by open descriptors, and end with the drill, however that ends. The machine's own network is not touched:
-the launcher too is in one of them meanwhile. Linux, as root: a namespace and a TAP device need CAP_SYS_ADMIN and CAP_NET_ADMIN.
+The namespaces have no names and no files: they are held by open descriptors, and end with the drill, however that ends.
+The machine's own network is not touched:
+the launcher too is in one of them meanwhile. Linux, as root: a namespace and a TAP device need CAP_SYS_ADMIN and
+CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ MOST_HOSTS = 200
 CUT, LOSS, DELAY_S, RATE_BYTES_PER_S = 1.0, 0.02, 0.05, 1e6
 
 Rules = list[tuple[int, int, float, float, float]]
-"""(from, to, part that is lost, seconds more, bytes a second at most, 0: as many as come), as virtual_switch.py takes them."""
+"""(from, to, part that is lost, seconds more, bytes a second at most, 0: as many as come), as virtual_switch.py takes
+them."""
 
 
 def missing() -> str:
@@ -50,7 +54,8 @@ def host_address(process: int) -> str:
 
 
 def rules_of(kind: str, process: int, num_processes: int) -> Rules:
-    """Returns what the switch does to the frames of a process; port `num_processes` is the launcher's, who keeps the coordination service."""
+    """Returns what the switch does to the frames of a process; port `num_processes` is the launcher's, who keeps the
+    coordination service."""
     others = [port for port in range(num_processes + 1) if port != process]
     if kind == "oneway":
         return [(process, other, CUT, 0.0, 0.0) for other in others]
@@ -97,7 +102,8 @@ class Network:
 
 @contextlib.contextmanager
 def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network | None]:
-    """Yields hosts for the processes of a drill, None where no fault is of the network. The calling thread is in a namespace of the drill meanwhile.
+    """Yields hosts for the processes of a drill, None where no fault is of the network. The calling thread is in a
+    namespace of the drill meanwhile.
 
     Raises:
         ConfigError: there is a fault of the network, and this machine can play no hosts.
@@ -132,7 +138,8 @@ def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network
 
 
 def _device(address: str) -> int:
-    """Makes the loopback and a TAP device of this thread's namespace work; returns what reads and writes the frames of the latter."""
+    """Makes the loopback and a TAP device of this thread's namespace work; returns what reads and writes the frames of
+    the latter."""
     tap = os.open(TUN, os.O_RDWR | os.O_CLOEXEC)
     fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", b"tap0", IFF_TAP | IFF_NO_PI))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:

@@ -1,4 +1,5 @@
-"""What a drill sees: faults that came, bars of each process, events of the run. Times are of the machine's monotonic clock, in seconds."""
+"""What a drill sees: faults that came, bars of each process, events of the run. Times are of the machine's monotonic
+clock, in seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from spmdkit.metrics.events import parse_time
 from spmdkit.tools.drill.timing import Moment
 
 BARS = ("start", "compile", "restore", "step", "wait", "evaluate", "save", "end", "left", "dead", "restart")
-"""What a process does, as it is drawn: `left` by itself, `dead` until all are gone, `restart` until it is started again."""
+"""What a process does, as it is drawn: `left` by itself, `dead` until all are gone, `restart` until it is started
+again."""
 
 _OF_PHASE = {"begin": "start", "import": "start", "init": "compile", "evaluation": "evaluate", "waiting": "wait"}
 _OF_PHASE |= {name: name for name in ("compile", "restore", "save", "end")}

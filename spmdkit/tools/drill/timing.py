@@ -1,8 +1,9 @@
 """When a random fault comes: any process, any phase. Pure, from a seed.
 
-A quarter comes while the processes start (import, rendezvous, compile, restore), a quarter while a save is written, and half at a step, at once or a part of
-a step later, so in the middle of a collective too. Of three attempts in a row that commit no step the launcher takes the third for the last
-(launch/restart_policy.py), and rightly: so two such are hurt as they come, and the third only once it has committed.
+A quarter comes while the processes start (import, rendezvous, compile, restore), a quarter while a save is written, and
+half at a step, at once or a part of a step later, so in the middle of a collective too. Of three attempts in a row that
+commit no step the launcher takes the third for the last (launch/restart_policy.py), and rightly: so two such are hurt
+as they come, and the third only once it has committed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Moment:
     """When a fault comes within an attempt.
 
     Attributes:
-        at: "start" (`delay_s` after the processes were started), "step" (`delay_s` after step `number` was begun), or "save" (`delay_s` after save `number` of the
-            attempt has begun: by then the one before is committed).
+        at: "start" (`delay_s` after the processes were started), "step" (`delay_s` after step `number` was begun), or
+            "save" (`delay_s` after save `number` of the attempt has begun: by then the one before is committed).
     """
 
     at: str

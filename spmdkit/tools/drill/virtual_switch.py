@@ -1,9 +1,13 @@
-"""A switch in user space: carries the frames between the TAP devices of a drill's hosts, and loses, delays or slows them on order. Run by its path, by network.py.
+"""A switch in user space: carries the frames between the TAP devices of a drill's hosts, and loses, delays or slows
+them on order. Run by its path, by network.py.
 
     python -I -S virtual_switch.py DESCRIPTOR ...
 
-Each line on standard input is a JSON list of rules `[from, to, lost, delay_s, bytes_per_s]` that takes the place of the one before: ports are numbers of descriptors, `lost` a part
-of the frames, from 0 to 1, and `bytes_per_s` what passes at most, by a token bucket, 0 without a limit. What would wait longer than MOST_QUEUED_S is lost, as in a router whose queue is full. Ends with its standard input. Not every kernel has netem, and netem knows no pairs; 3.4 Gbit/s with two hosts (shared/probes, 2026-11-22).
+Each line on standard input is a JSON list of rules `[from, to, lost, delay_s, bytes_per_s]` that takes the place of the
+one before: ports are numbers of descriptors, `lost` a part of the frames, from 0 to 1, and `bytes_per_s` what passes at
+most, by a token bucket, 0 without a limit. What would wait longer than MOST_QUEUED_S is lost, as in a router whose
+queue is full. Ends with its standard input. Not every kernel has netem, and netem knows no pairs; 3.4 Gbit/s with two
+hosts (shared/probes, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ Rules = dict[tuple[int, int], tuple[float, float, float]]
 
 
 class Bucket:
-    """Tokens of one way, counted as the time at which the last of them is used up: `rate` bytes a second, up to BURST_BYTES saved."""
+    """Tokens of one way, counted as the time at which the last of them is used up: `rate` bytes a second, up to
+    BURST_BYTES saved."""
 
     def __init__(self) -> None:
         self._used_up = float("-inf")

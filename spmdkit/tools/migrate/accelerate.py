@@ -1,4 +1,5 @@
-"""Accelerate's YAML, as `accelerate config` writes it. Source: huggingface/accelerate, src/accelerate/commands/config/config_args.py (1.12)."""
+"""Accelerate's YAML, as `accelerate config` writes it. Source: huggingface/accelerate,
+src/accelerate/commands/config/config_args.py (1.12)."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def _precision(migration: Migration, key: str, value: Any) -> None:
 
 
 def _downcast(settings: Mapping[str, Any]) -> Rule:
-    """Returns the rule of `downcast_bf16`, which is about bf16 on TPUs alone: everything is in it then, the parameters too."""
+    """Returns the rule of `downcast_bf16`, which is about bf16 on TPUs alone: everything is in it then, the parameters
+    too."""
     if str(settings.get("mixed_precision")) != "bf16":
         return automatic("it has no effect without mixed_precision: bf16")
     whole = {"compute": "bfloat16", "params": "bfloat16"}

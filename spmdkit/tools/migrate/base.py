@@ -49,7 +49,8 @@ class Migration:
 
 
 def tidy(migration: Migration) -> None:
-    """Leaves out what has no effect without an axis of the mesh, and says where a number is missing that has to be there."""
+    """Leaves out what has no effect without an axis of the mesh, and says where a number is missing that has to be
+    there."""
     config, mesh = migration.config, migration.config.get("mesh", {})
     for path, axis in (
         ("attention.context", "context"),
@@ -143,7 +144,8 @@ def when(wanted: Callable[[Any], bool], then: Rule, otherwise: Rule) -> Rule:
 
 
 def flag(path: str, value: Any, why_not: str, note: str = "") -> Rule:
-    """Returns the rule of a switch: on, a key is set to `value`; off, nothing is; "auto" is for whoever starts the training."""
+    """Returns the rule of a switch: on, a key is set to `value`; off, nothing is; "auto" is for whoever starts the
+    training."""
     off = when(lambda given: given == "auto", automatic(f"the trainer's own value: set {path}"), automatic(why_not))
     return when(is_on, lambda m, key, given: m.mapped(key, given, path, value, note), off)
 

@@ -1,4 +1,5 @@
-"""`spmdkit migrate FILE`: reads another project's config and prints one of spmdkit, with a line for each of its settings."""
+"""`spmdkit migrate FILE`: reads another project's config and prints one of spmdkit, with a line for each of its
+settings."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def chosen(settings: Mapping[str, Any], project: str | None, path: str | Path) -
 
 
 def text(migration: Migration, source: str, problem: str = "") -> str:
-    """Returns the config as YAML with a comment for each setting, unknown ones first, and at the top what keeps it from being one."""
+    """Returns the config as YAML with a comment for each setting, unknown ones first, and at the top what keeps it from
+    being one."""
     head = [f"# From {source}; check it with `spmdkit config check`. What became of each setting stands at the end."]
     head += [f"# NOT ACCEPTED YET: {visible(problem)}"] if problem else []
     config = {"task": TASK, **migration.config}

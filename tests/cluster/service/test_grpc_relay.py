@@ -1,4 +1,5 @@
-"""What stands between a client and gRPC's server: frames pass unchanged, and a PING of the server is answered whether the client lives or not."""
+"""What stands between a client and gRPC's server: frames pass unchanged, and a PING of the server is answered whether
+the client lives or not."""
 
 import socket
 

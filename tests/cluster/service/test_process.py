@@ -1,4 +1,5 @@
-"""The process that holds the coordination service: its port cannot be taken, and it lives as long as somebody needs it."""
+"""The process that holds the coordination service: its port cannot be taken, and it lives as long as somebody needs
+it."""
 
 import os
 import signal

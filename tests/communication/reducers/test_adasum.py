@@ -1,4 +1,5 @@
-"""Adaptive summation against the formula written by hand, on meshes that cut leaves and on those that do not; what it cannot do is refused."""
+"""Adaptive summation against the formula written by hand, on meshes that cut leaves and on those that do not; what it
+cannot do is refused."""
 
 import jax
 import numpy as np

@@ -1,4 +1,5 @@
-"""What each reducer sends of the gradient of a byte GPT, as the golden file has it of XLA's CPU compiler and of the TPU's (`make tpu`)."""
+"""What each reducer sends of the gradient of a byte GPT, as the golden file has it of XLA's CPU compiler and of the
+TPU's (`make tpu`)."""
 
 import pytest
 

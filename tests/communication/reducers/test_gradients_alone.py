@@ -1,4 +1,5 @@
-"""Gradients alone pass the reducer: one that spoils all that it is given leaves loss, counts, metrics, model state and evaluation as they are."""
+"""Gradients alone pass the reducer: one that spoils all that it is given leaves loss, counts, metrics, model state and
+evaluation as they are."""
 
 import dataclasses
 import functools
@@ -69,7 +70,8 @@ FORMS = {
 
 @functools.cache
 def trained(form, reducer="sum", takes=None):
-    """Returns what two steps and an evaluation give: ([metrics of each step], [gradient of each], model state, evaluation)."""
+    """Returns what two steps and an evaluation give: ([metrics of each step], [gradient of each], model state,
+    evaluation)."""
     view, mesh = FORMS[form]
     chosen = reducer if takes is None else {reducer: {"takes": takes}}
     program = program_of(task(view), reducer=chosen, steps=2, microbatches=2, data={"remainder": "mask"}, **mesh)

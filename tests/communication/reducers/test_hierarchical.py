@@ -1,4 +1,5 @@
-"""Two levels: shards of the inner sum, another reducer between the positions along `replica`, and a state that belongs to the shard."""
+"""Two levels: shards of the inner sum, another reducer between the positions along `replica`, and a state that belongs
+to the shard."""
 
 import jax
 import numpy as np

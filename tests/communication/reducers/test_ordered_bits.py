@@ -1,8 +1,9 @@
-"""The ordered reducer gives the same bits on any order of devices: those of ((g_0 + g_1) + g_2) + ..., in the order of the mesh.
+"""The ordered reducer gives the same bits on any order of devices: those of ((g_0 + g_1) + g_2) + ..., in the order of
+the mesh.
 
-In one process of CPU devices a psum adds in the order of the mesh too (jaxlib 0.10.2: the bits of `sum` are the same for all orders of
-devices here), so orders alone would prove nothing of it. That no psum is in the program: test_reducer_contract.py; on several processes,
-where a psum has other bits: tests/system/test_processes.py.
+In one process of CPU devices a psum adds in the order of the mesh too (jaxlib 0.10.2: the bits of `sum` are the same
+for all orders of devices here), so orders alone would prove nothing of it. That no psum is in the program:
+test_reducer_contract.py; on several processes, where a psum has other bits: tests/system/test_processes.py.
 """
 
 import functools

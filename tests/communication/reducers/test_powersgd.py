@@ -16,7 +16,8 @@ ROWS = PartitionSpec("data")
 
 
 def reduction(made, path="w"):
-    """Returns the compiled `(terms, states) -> (sum, new states)` of [replicas, *leaf], on 4 devices; states [replicas, *leaf]."""
+    """Returns the compiled `(terms, states) -> (sum, new states)` of [replicas, *leaf], on 4 devices; states [replicas,
+    *leaf]."""
 
     def local(leaf, state):
         over = Over(("data",), 4, lambda: jax.random.key(7), (path,))
@@ -51,7 +52,8 @@ def test_a_sum_of_low_rank_is_exact_and_each_of_stacked_matrices_is_one_of_its_o
 
 
 def one_by_one(steps, q):
-    """Returns (sums, owed) of PowerSGD in NumPy, one matrix after the other: algorithms 1 and 2 of Vogels et al. (2019), `Q` the last step's right factor.
+    """Returns (sums, owed) of PowerSGD in NumPy, one matrix after the other: algorithms 1 and 2 of Vogels et al.
+    (2019), `Q` the last step's right factor.
 
     Args:
         steps: terms of each step, [4, matrices, m, n]; a replica's own in the first dim.
@@ -150,7 +152,8 @@ def test_the_product_is_that_of_all_replicas_on_another_number_of_them():
 
 
 def resnet18():
-    """Returns path -> shape of the gradient of ResNet-18 as it is trained on CIFAR-10: 3 x 3 convolutions, batch norms, one dense layer."""
+    """Returns path -> shape of the gradient of ResNet-18 as it is trained on CIFAR-10: 3 x 3 convolutions, batch norms,
+    one dense layer."""
     shapes, width_in = {"conv": (3, 3, 3, 64), "norm": (2 * 64,)}, 64
     for stage, width in enumerate((64, 128, 256, 512)):
         for block in range(2):
@@ -165,7 +168,8 @@ def resnet18():
 
 @pytest.mark.parametrize("rank, times, megabytes", [(1, 243, 4), (2, 136, 8), (4, 72, 14)])
 def test_the_formula_gives_the_papers_compression_of_resnet18(rank, times, megabytes):
-    """Vogels et al. (2019), table 3: sent per epoch and how many times less than SGD's 1,023 MB; appendix F: 43 MB, 38 KB of vectors."""
+    """Vogels et al. (2019), table 3: sent per epoch and how many times less than SGD's 1,023 MB; appendix F: 43 MB, 38
+    KB of vectors."""
     leaves = [Added(path, shape, {"data": 16}, ()) for path, shape in resnet18().items()]
     values = sum(leaf.size for leaf in leaves)
     vectors = sum(leaf.size for leaf in leaves if len(leaf.shape) == 1)

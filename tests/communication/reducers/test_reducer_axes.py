@@ -1,4 +1,5 @@
-"""Reducers beside stages and experts: what crosses replicas is each device's part of a leaf, and at lossless options the sum of it."""
+"""Reducers beside stages and experts: what crosses replicas is each device's part of a leaf, and at lossless options
+the sum of it."""
 
 import functools
 

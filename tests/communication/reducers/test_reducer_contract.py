@@ -1,4 +1,5 @@
-"""Every file in spmdkit/communication/reducers keeps the contract of `reducers.base`. A new reducer is a file there and a row here."""
+"""Every file in spmdkit/communication/reducers keeps the contract of `reducers.base`. A new reducer is a file there and
+a row here."""
 
 import dataclasses
 import functools
@@ -26,13 +27,16 @@ class Row(NamedTuple):
 
     Attributes:
         kinds: of the collectives that carry the gradient over replicas.
-        owner: for those that round a second time on the owner of a part: a context in which the owner forgets what it took.
+        owner: for those that round a second time on the owner of a part: a context in which the owner forgets what it
+            took.
         options: with which it is run here, where its own are not for a model this small.
         meshes: on which it is run by default; others only in the thorough form.
-        like: another reducer of the same exchange, or with tests of its own: its mutants and all numbers of replicas are run there, here in the thorough form.
+        like: another reducer of the same exchange, or with tests of its own: its mutants and all numbers of replicas
+            are run there, here in the thorough form.
         at: the mesh on which its mutants are run.
         never: meshes on which it is refused.
-        rounds: what carries the gradient stands in a loop, whose runs only the gradient knows: the formula is that of one.
+        rounds: what carries the gradient stands in a loop, whose runs only the gradient knows: the formula is that of
+            one.
     """
 
     kinds: frozenset[str]
@@ -178,7 +182,8 @@ def test_what_was_applied_and_what_is_owed_add_up_to_the_true_sum(name, mesh):
     assert_close(applied_and_owed(mesh, chosen(name)), true_sum(mesh))
 
 
-# ---- mutants of the state -----------------------------------------------------------------------------------------------
+# ---- mutants of the state
+# -----------------------------------------------------------------------------------------------
 
 
 def wrong(name, monkeypatch, change):
@@ -239,7 +244,8 @@ def test_the_bytes_on_the_wire_are_those_of_the_formula_and_none_are_in_a_loop(n
 
 
 def check_wire(choice, num, microbatches, row):
-    """Fails unless a compiled step sends the bytes of the reducer's formula, by the collectives of its row, after its last microbatch."""
+    """Fails unless a compiled step sends the bytes of the reducer's formula, by the collectives of its row, after its
+    last microbatch."""
     made = program({"mesh": {"data": num}}, choice, wide(), batch_size=64, microbatches=microbatches, data={})
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
     large = [c for c in bill.collectives if c.bytes_at_least > 1024]
@@ -275,7 +281,8 @@ def test_nothing_of_the_ordered_reducers_program_adds_on_the_way(mesh):
     ]
 
 
-# ---- broken ones, as a user writes them -----------------------------------------------------------------------------------
+# ---- broken ones, as a user writes them
+# -----------------------------------------------------------------------------------
 
 by_psum = functools.partial(check_wire, num=2, microbatches=1, row=Row(frozenset({"all_reduce"})))
 BROKEN = {

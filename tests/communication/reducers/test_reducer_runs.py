@@ -1,4 +1,5 @@
-"""What holds of a run under every reducer: replicas of the same bits after 200 steps, a restart bit for bit, another number of replicas, other settings, NaN."""
+"""What holds of a run under every reducer: replicas of the same bits after 200 steps, a restart bit for bit, another
+number of replicas, other settings, NaN."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""`warmup: N` of any reducer: the first N steps add by `sum`, in a program of their own; then the reducer does. Chosen on the host."""
+"""`warmup: N` of any reducer: the first N steps add by `sum`, in a program of their own; then the reducer does. Chosen
+on the host."""
 
 import functools
 
@@ -120,7 +121,8 @@ def test_one_replica_has_no_warm_up():
     assert program({"mesh": {}}, {"bfloat16": {"warmup": WARMUP}}, adam()).warmup == 0
 
 
-# ---- planned, explained, proven -----------------------------------------------------------------------------------------
+# ---- planned, explained, proven
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_plan_has_both_programs_and_names_the_phase():
@@ -165,7 +167,8 @@ def test_verify_proves_the_reducer_with_its_options_and_not_its_warm_up(choice, 
     assert reducer_of(config).warmup == 5 and provable(config) == proven
 
 
-# ---- a user's own, and mistakes -----------------------------------------------------------------------------------------
+# ---- a user's own, and mistakes
+# -----------------------------------------------------------------------------------------
 
 MINE = """
 import spmdkit as sk

@@ -1,4 +1,5 @@
-"""What each reducer sends of the gradient of a byte GPT of width 128 over eight replicas, over the bytes of float32: from compiled programs.
+"""What each reducer sends of the gradient of a byte GPT of width 128 over eight replicas, over the bytes of float32:
+from compiled programs.
 
 On CPU; what the TPU compiler makes of it: test_golden_shares.py.
 """

@@ -1,4 +1,5 @@
-"""Rows of a table alone: the sum in every form of step, the rounds as a metric, what crosses, and which tables are refused."""
+"""Rows of a table alone: the sum in every form of step, the rounds as a metric, what crosses, and which tables are
+refused."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""`sync: diloco`: an outer optimizer on the moves of groups, as in a loop written by hand; in few bytes; onto other groups and back."""
+"""`sync: diloco`: an outer optimizer on the moves of groups, as in a loop written by hand; in few bytes; onto other
+groups and back."""
 
 import functools
 
@@ -149,7 +150,8 @@ def test_the_bill_gives_the_papers_500_times_less_communication_and_what_int8_ma
     assert small["at_most"] == int8().wire(values, 8) == 500 * small["on_average"]
 
 
-# ---- after synchronous training ---------------------------------------------------------------------------------------
+# ---- after synchronous training
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", ["data 4", "replica 2 x fsdp 2 x tensor 2"])
@@ -185,7 +187,8 @@ def test_fragments_agree_in_the_rounds_after_its_start():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints after step 4, in the middle of a round, and after step 6, at the end of one, with the parameters after step 9."""
+    """Checkpoints after step 4, in the middle of a round, and after step 6, at the end of one, with the parameters
+    after step 9."""
     checkpoints = Checkpoints(tmp_path_factory.mktemp("diloco"))
     states, state = {}, None
     for start, step in ((1, 4), (5, 6)):

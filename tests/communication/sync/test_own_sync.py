@@ -1,4 +1,5 @@
-"""A user's own sync, named by a config: it trains as one of the package, it may keep something, and only what is declared is called."""
+"""A user's own sync, named by a config: it trains as one of the package, it may keep something, and only what is
+declared is called."""
 
 import jax
 import numpy as np

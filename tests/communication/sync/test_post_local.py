@@ -1,4 +1,5 @@
-"""`sync: post_local`: the steps to `start` are those of synchronous training for every optimizer, the later ones those of local SGD."""
+"""`sync: post_local`: the steps to `start` are those of synchronous training for every optimizer, the later ones those
+of local SGD."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""What groups that agree after every step make of a short batch: metrics are weighted by counts, parameters are the plain mean of the groups."""
+"""What groups that agree after every step make of a short batch: metrics are weighted by counts, parameters are the
+plain mean of the groups."""
 
 import jax
 import jax.numpy as jnp

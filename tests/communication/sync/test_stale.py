@@ -1,4 +1,5 @@
-"""`sync: stale`: each gradient is applied k steps late, as in a loop written by hand; a run goes on bit for bit, and from and to other syncs."""
+"""`sync: stale`: each gradient is applied k steps late, as in a loop written by hand; a run goes on bit for bit, and
+from and to other syncs."""
 
 import functools
 
@@ -89,7 +90,8 @@ def test_k_0_is_synchronous_training_bit_for_bit_and_nothing_more_is_sent():
 
 
 def test_it_converges_where_the_learning_rate_is_small_for_its_delay_and_not_where_it_is_large():
-    """A curve: 40 steps of plain descent. What a delay of 4 steps costs is small at a rate far from the edge of stability; nearer, it diverges."""
+    """A curve: 40 steps of plain descent. What a delay of 4 steps costs is small at a rate far from the edge of
+    stability; nearer, it diverges."""
     last = lambda k, rate: np.mean(train(program(k, optax.sgd(rate), clip_norm=None), 40)[1][-4:])
     first = train(on_data(None), 1)[1][0]
     assert last(0, 0.02) < last(4, 0.02) < 1.25 * last(0, 0.02) < 0.1 * first

@@ -1,4 +1,5 @@
-"""`sync: {diloco: {fragments, overlap}}`: fragments agree in turn, and what they send crosses beside a step, as in a loop written by hand."""
+"""`sync: {diloco: {fragments, overlap}}`: fragments agree in turn, and what they send crosses beside a step, as in a
+loop written by hand."""
 
 import functools
 import itertools

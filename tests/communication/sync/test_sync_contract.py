@@ -1,4 +1,5 @@
-"""Every file in spmdkit/communication/sync keeps the contract of `sync.base`. A new sync is a file there and a row here."""
+"""Every file in spmdkit/communication/sync keeps the contract of `sync.base`. A new sync is a file there and a row
+here."""
 
 import dataclasses
 import functools
@@ -28,7 +29,8 @@ ROWS = {
     "diloco": {"every": 3, "optimizer": {"name": "sgd", "learning_rate": 1.0}},
     OWN: {"every": 3},
 }
-"""Sync -> options under which groups train alone for a while and then take their mean, or None where there are no groups. A user's own is held to the same."""
+"""Sync -> options under which groups train alone for a while and then take their mean, or None where there are no
+groups. A user's own is held to the same."""
 
 DELAYED = [name for name, options in ROWS.items() if options and name != OWN]
 FSDP = {"layout": {"min_shard_bytes": 1}}
@@ -92,7 +94,8 @@ def run(program, steps, state=None, start=1):
     return state, losses
 
 
-# ---- against synchronous training, and against a loop written by hand ---------------------------------------------------
+# ---- against synchronous training, and against a loop written by hand
+# ---------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.05),
@@ -173,7 +176,8 @@ CONVERGING = {
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "diloco" else pytest.mark.slow) for n in CONVERGING])
 def test_otherwise_it_converges_beside_synchronous_training(name):
-    """A curve: evaluated after 8, 16, 32, 64 and 96 steps, all ends of rounds, it falls each time, and ends not far from synchronous training."""
+    """A curve: evaluated after 8, 16, 32, 64 and 96 steps, all ends of rounds, it falls each time, and ends not far
+    from synchronous training."""
 
     def curve(sync):
         made = program_of(task(optax.adam(1e-2), loss=to_learn), batch_size=32, steps=96, mesh={"data": 4}, sync=sync)
@@ -208,7 +212,8 @@ def test_with_adam_agreeing_after_every_step_is_a_loop_of_each_groups_own_adam(m
 
 
 def check_by_hand(name, mesh, microbatches=1, every=3):
-    """Fails unless groups are those of a plain loop that takes their mean: with Adam, weighted means, random numbers of each example, and microbatches."""
+    """Fails unless groups are those of a plain loop that takes their mean: with Adam, weighted means, random numbers of
+    each example, and microbatches."""
     adam = optax.adam(3e-3, eps=1e-3)
     sync = {name: ROWS.get(name, {}) | {"every": every}}
     made = program_of(task(adam), sync=sync, steps=8, microbatches=microbatches, **MESHES[mesh])
@@ -230,7 +235,8 @@ def test_a_step_sends_nothing_between_groups_and_an_agreement_only_there(name, m
 
 
 def check_wire(name, mesh):
-    """Fails unless a step sends nothing over the sync's axes, and what its agreements send there are all_reduces, none in a loop."""
+    """Fails unless a step sends nothing over the sync's axes, and what its agreements send there are all_reduces, none
+    in a loop."""
     made = program_of(task(optax.adam(1e-3)), sync={name: ROWS.get(name, {"every": 3})}, **MESHES[mesh])
     axes = set(made.groups.axes)
     assert not [c for c in collectives(made.compiled.as_text(), made.sizes) if c.axes & axes]
@@ -264,12 +270,14 @@ def test_a_sum_of_the_users_own_over_the_groups_is_refused():
         program_of(task(optax.sgd(0.1), loss=crossing), sync={"local_sgd": {"every": 2}}, mesh={"data": 4})
 
 
-# ---- evaluated, saved, restored -----------------------------------------------------------------------------------------
+# ---- evaluated, saved, restored
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(tmp_path):
-    """Returns (checkpoints that hold step 4 in the middle of a round, the state of step 4 on the host, that of step 8)."""
+    """Returns (checkpoints that hold step 4 in the middle of a round, the state of step 4 on the host, that of step
+    8)."""
     made = middle()
     state, _ = run(made, 4)
     checkpoints = Checkpoints(tmp_path)

@@ -1,4 +1,5 @@
-"""Watchers against a server of this test that speaks as the clouds' metadata servers do: every file of the folder is found and tried."""
+"""Watchers against a server of this test that speaks as the clouds' metadata servers do: every file of the folder is
+found and tried."""
 
 import http.server
 import json

@@ -1,4 +1,5 @@
-"""`spmdkit bench communication`: its JSON, its bytes against `plan`'s, what it refuses, what it writes; its arithmetic on made-up clocks."""
+"""`spmdkit bench communication`: its JSON, its bytes against `plan`'s, what it refuses, what it writes; its arithmetic
+on made-up clocks."""
 
 import json
 import math

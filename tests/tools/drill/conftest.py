@@ -66,7 +66,8 @@ class Drills:
         return left_behind(self.path, self._temporary, ["task.py", "run.yaml", "run_drill", "cache", "__pycache__"])
 
     def run(self, *arguments: str, timeout_s: float = 240, cache: str = "off") -> tuple[int, str]:
-        """Returns (exit code, output) of `spmdkit drill run.yaml ARGUMENTS`, all of whose processes are forked. `cache`: a folder for compiled programs."""
+        """Returns (exit code, output) of `spmdkit drill run.yaml ARGUMENTS`, all of whose processes are forked.
+        `cache`: a folder for compiled programs."""
         variables = {"SPMDKIT_COMPILE_CACHE": cache, "TMPDIR": str(self._temporary)}
         process = Process(["drill", "run.yaml", *arguments], self.path, variables, forks=True)
         (ended,) = self._forks.run([process], timeout_s)

@@ -1,4 +1,5 @@
-"""A real job hurt on order: each kind of fault is done, noticed, survived where it can be, and the bits are compared."""
+"""A real job hurt on order: each kind of fault is done, noticed, survived where it can be, and the bits are
+compared."""
 
 import json
 import time

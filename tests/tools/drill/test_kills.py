@@ -1,4 +1,5 @@
-"""SIGKILLs of any process in any phase, with restarts: the same bits, no committed step lost. Eight of them, and in a slow form a hundred (`make soak`)."""
+"""SIGKILLs of any process in any phase, with restarts: the same bits, no committed step lost. Eight of them, and in a
+slow form a hundred (`make soak`)."""
 
 import json
 import os

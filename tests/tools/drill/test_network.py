@@ -1,4 +1,5 @@
-"""Two and three hosts whose network fails: the run ends or goes on within its deadline, and never with a wrong number. As root: each process is in a network namespace of its own."""
+"""Two and three hosts whose network fails: the run ends or goes on within its deadline, and never with a wrong number.
+As root: each process is in a network namespace of its own."""
 
 import socket
 import threading

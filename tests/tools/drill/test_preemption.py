@@ -33,7 +33,8 @@ def start(forks, folder, num, *overrides, variables=lambda process: {}):
 
 
 def left(started, folder):
-    """Returns the events of a run all of whose processes have left with 42, and saved the last step alone, within 20 s."""
+    """Returns the events of a run all of whose processes have left with 42, and saved the last step alone, within 20
+    s."""
     begin = time.monotonic()
     assert [child.wait(60) for child in started] == [42] * len(started), [child.text() for child in started]
     assert time.monotonic() - begin < 20

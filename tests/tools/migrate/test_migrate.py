@@ -1,7 +1,9 @@
-"""`spmdkit migrate`: files as their projects' documentation shows them, what comes of each setting, and that `config check` takes it.
+"""`spmdkit migrate`: files as their projects' documentation shows them, what comes of each setting, and that `config
+check` takes it.
 
-On 2026-11-23 it was run on every config in the repositories of the three projects: accelerate 16cb6eb (28 files), microsoft/DeepSpeedExamples 83757d9
-(70) and maxtext e591f30 (122). `config check` takes what comes of 212; 5 are templates with placeholders and no JSON, 3 are no training configs.
+On 2026-11-23 it was run on every config in the repositories of the three projects: accelerate 16cb6eb (28 files),
+microsoft/DeepSpeedExamples 83757d9 (70) and maxtext e591f30 (122). `config check` takes what comes of 212; 5 are
+templates with placeholders and no JSON, 3 are no training configs.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Models of equinox's own examples (a CNN on images, a GRU on spirals, BERT, a vision transformer, a score-based diffusion, batch norm with state, a
-frozen layer, a U-Net), small, as tasks: the arrays of a module are trained, a module is written for one example."""
+"""Models of equinox's own examples (a CNN on images, a GRU on spirals, BERT, a vision transformer, a score-based
+diffusion, batch norm with state, a frozen layer, a U-Net), small, as tasks: the arrays of a module are trained, a
+module is written for one example."""
 
 import functools
 
@@ -43,7 +44,8 @@ def cross_entropy(logits, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
 
 
-# ---- a CNN on images: examples/mnist ------------------------------------------------------------------------------------
+# ---- a CNN on images: examples/mnist
+# ------------------------------------------------------------------------------------
 
 
 class CNN(eqx.Module):
@@ -73,7 +75,8 @@ def cnn():
     return trained(CNN(jr.key(1)), losses, optax.adamw(3e-4), IMAGES)
 
 
-# ---- a GRU on spirals: examples/train_rnn ---------------------------------------------------------------------------------
+# ---- a GRU on spirals: examples/train_rnn
+# ---------------------------------------------------------------------------------
 
 
 class RNN(eqx.Module):
@@ -102,7 +105,8 @@ def rnn():
     return trained(RNN(2, 1, 8, key=jr.key(5)), losses, optax.adam(3e-3), SPIRALS)
 
 
-# ---- BERT: examples/bert ------------------------------------------------------------------------------------------------
+# ---- BERT: examples/bert
+# ------------------------------------------------------------------------------------------------
 
 
 class Block(eqx.Module):
@@ -157,7 +161,8 @@ def bert():
     return trained(Bert(jr.key(2)), losses, tx, TOKENS, rules=[(".*/up/weight", ["mlp", None])])
 
 
-# ---- a vision transformer: examples/vision_transformer ----------------------------------------------------------------------
+# ---- a vision transformer: examples/vision_transformer
+# ----------------------------------------------------------------------
 
 
 class VisionTransformer(eqx.Module):
@@ -192,7 +197,8 @@ def vision_transformer():
     return trained(VisionTransformer(jr.key(3)), losses, tx, IMAGES)
 
 
-# ---- score-based diffusion: examples/score_based_diffusion -------------------------------------------------------------------
+# ---- score-based diffusion: examples/score_based_diffusion
+# -------------------------------------------------------------------
 
 
 def diffusion():
@@ -214,7 +220,8 @@ def diffusion():
     return trained(model, losses, optax.adabelief(3e-3), IMAGES)
 
 
-# ---- batch norm with its state: examples/stateful and the guide to BatchNorm ---------------------------------------------------
+# ---- batch norm with its state: examples/stateful and the guide to BatchNorm
+# ---------------------------------------------------
 
 
 class Normed(eqx.Module):
@@ -247,7 +254,8 @@ def batch_norm():
     return sk.Task(init, loss_fn, optax.adam(1e-2), train_data=IMAGES)
 
 
-# ---- a frozen layer: examples/frozen_layer ---------------------------------------------------------------------------------
+# ---- a frozen layer: examples/frozen_layer
+# ---------------------------------------------------------------------------------
 
 
 def frozen_layer():
@@ -264,7 +272,8 @@ def frozen_layer():
     return sk.Task(lambda key: diff, loss_fn, optax.sgd(1e-2), train_data=SPIRALS)
 
 
-# ---- a U-Net that denoises: examples/unet ----------------------------------------------------------------------------------
+# ---- a U-Net that denoises: examples/unet
+# ----------------------------------------------------------------------------------
 
 
 class UNet(eqx.Module):

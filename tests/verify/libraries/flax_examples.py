@@ -1,4 +1,5 @@
-"""Models of flax's own examples (mnist in linen and nnx, imagenet, lm1b, nlp_seq, ogbg_molpcba, seq2seq, sst2, vae, wmt), small, as tasks, with their losses and optimizers."""
+"""Models of flax's own examples (mnist in linen and nnx, imagenet, lm1b, nlp_seq, ogbg_molpcba, seq2seq, sst2, vae,
+wmt), small, as tasks, with their losses and optimizers."""
 
 import flax.linen as nn
 import jax
@@ -50,7 +51,8 @@ def mnist():
     return sk.Task(init, loss_fn, optax.sgd(0.1, 0.9), train_data=IMAGES, eval_data=IMAGES)
 
 
-# ---- mnist in nnx: its state has running averages and the keys of the dropout ------------------------------------------
+# ---- mnist in nnx: its state has running averages and the keys of the dropout
+# ------------------------------------------
 
 
 class NnxCNN(nnx.Module):
@@ -77,7 +79,8 @@ def mnist_nnx():
     return sk.Task(lambda key: sk.Variables(params, rest), loss_fn, optax.adamw(5e-3, 0.9), train_data=IMAGES)
 
 
-# ---- imagenet: a residual network, L2 on the kernels, Nesterov ------------------------------------------------------------
+# ---- imagenet: a residual network, L2 on the kernels, Nesterov
+# ------------------------------------------------------------
 
 
 class ResNet(nn.Module):
@@ -105,7 +108,8 @@ def imagenet():
     return sk.Task(constant(make), loss_fn, optax.sgd(schedule, momentum=0.9, nesterov=True), train_data=IMAGES)
 
 
-# ---- lm1b and wmt: a language model with shared embeddings; label smoothing, weights of tokens -----------------------------
+# ---- lm1b and wmt: a language model with shared embeddings; label smoothing, weights of tokens
+# -----------------------------
 
 
 class TransformerLM(nn.Module):
@@ -148,7 +152,8 @@ def wmt():
     return language_model(0.1)
 
 
-# ---- seq2seq: an encoder and a decoder of LSTMs -------------------------------------------------------------------------------
+# ---- seq2seq: an encoder and a decoder of LSTMs
+# -------------------------------------------------------------------------------
 
 
 class Seq2seq(nn.Module):
@@ -172,7 +177,8 @@ def seq2seq():
     return sk.Task(init, loss_fn, optax.adam(3e-3), train_data=TOKENS)
 
 
-# ---- sst2: a bidirectional LSTM with attention over the words ------------------------------------------------------------------
+# ---- sst2: a bidirectional LSTM with attention over the words
+# ------------------------------------------------------------------
 
 
 class TextClassifier(nn.Module):
@@ -233,7 +239,8 @@ def vae():
     return sk.Task(init, loss_fn, optax.adam(1e-3), train_data=IMAGES)
 
 
-# ---- nlp_seq: tags of words, by an encoder -------------------------------------------------------------------------------
+# ---- nlp_seq: tags of words, by an encoder
+# -------------------------------------------------------------------------------
 
 
 class Tagger(nn.Module):
@@ -260,7 +267,8 @@ def nlp_seq():
     return sk.Task(init, loss_fn, optimizer, train_data=data, eval_data=data)
 
 
-# ---- ogbg_molpcba: graphs with labels of which many are missing, as nan -----------------------------------------------------
+# ---- ogbg_molpcba: graphs with labels of which many are missing, as nan
+# -----------------------------------------------------
 
 
 class Graphs(nn.Module):

@@ -1,5 +1,5 @@
-"""optax's own examples (a perceptron, lookahead, DP-SGD, SAM, adversarial training, freezing, accumulated gradients, optimistic descent, perturbed
-optimizers, a learned rate, a rate that falls on a plateau), small, as tasks."""
+"""optax's own examples (a perceptron, lookahead, DP-SGD, SAM, adversarial training, freezing, accumulated gradients,
+optimistic descent, perturbed optimizers, a learned rate, a rate that falls on a plateau), small, as tasks."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""A language model whose sequence is cut over `context`, with an attention of its own: each device has some of the keys, and all queries."""
+"""A language model whose sequence is cut over `context`, with an attention of its own: each device has some of the
+keys, and all queries."""
 
 import jax
 import jax.numpy as jnp

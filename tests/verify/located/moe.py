@@ -1,4 +1,5 @@
-"""A mixture of experts in raw JAX: a router, a sum over the experts by its weights, and the balance of the load over the whole batch."""
+"""A mixture of experts in raw JAX: a router, a sum over the experts by its weights, and the balance of the load over
+the whole batch."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""A GRU over time in raw JAX, with dropout on what it has read and the mean over all replicas taken away from its inputs."""
+"""A GRU over time in raw JAX, with dropout on what it has read and the mean over all replicas taken away from its
+inputs."""
 
 import jax
 import jax.numpy as jnp

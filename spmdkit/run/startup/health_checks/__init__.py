@@ -1,4 +1,5 @@
-"""Whether devices and hosts are well, before a run is trusted to them: `spmdkit doctor`, and `preflight: true` of a config.
+"""Whether devices and hosts are well, before a run is trusted to them: `spmdkit doctor`, and `preflight: true` of a
+config.
 
 burn_in.py   the same products on every device, their bits and their rates
 bandwidth.py  what each link between neighbours moves, and collectives over each axis

@@ -1,7 +1,9 @@
 """What links move: each one between neighbours alone, and collectives over each axis of a mesh.
 
-Links are measured in rounds of pairs that share no device, in one order for all processes, so that they neither disturb nor wait for each other.
-Source of the busbw convention: nccl-tests, doc/PERFORMANCE.md (an all-reduce over n devices moves 2 (n-1) / n of its bytes over each link).
+Links are measured in rounds of pairs that share no device, in one order for all processes, so that they neither disturb
+nor wait for each other.
+Source of the busbw convention: nccl-tests, doc/PERFORMANCE.md (an all-reduce over n devices moves 2 (n-1) / n of its
+bytes over each link).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ REPEATS = 5
 
 
 def links(devices: Sequence[jax.Device], process_index: int) -> list[dict[str, Any]]:
-    """Returns `{"from", "to", "gb_per_s"}` of the links to the next device, of those that begin in this process. Called by all processes at once."""
+    """Returns `{"from", "to", "gb_per_s"}` of the links to the next device, of those that begin in this process. Called
+    by all processes at once."""
     found = []
     for begin, end in _rounds(len(devices)):
         pair = [devices[begin], devices[end]]
@@ -47,7 +50,8 @@ def _rounds(num: int) -> list[tuple[int, int]]:
 
 
 def bandwidths(mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns axis -> GB/s over each link in an all_reduce along it, of the axes that are larger than one. Called by all processes at once."""
+    """Returns axis -> GB/s over each link in an all_reduce along it, of the axes that are larger than one. Called by
+    all processes at once."""
     found = {}
     for axis, size in mesh.shape.items():
         if size > 1:

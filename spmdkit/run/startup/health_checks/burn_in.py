@@ -1,8 +1,10 @@
-"""The same products on every device for a while: a device that computes other bits than its equals is wrong, one that takes longer is slow.
+"""The same products on every device for a while: a device that computes other bits than its equals is wrong, one that
+takes longer is slow.
 
-A chip that silently computes wrong numbers does so on some operands, at some temperatures, now and then (Hochschild et al., "Cores that don't count",
-2021; Dixit et al., "Silent data corruptions at scale", 2021). So each device repeats chains of products with the same operands, all at once, and every
-result is looked at, not the last one. Nothing crosses devices: 32 bits for each chain go to the host.
+A chip that silently computes wrong numbers does so on some operands, at some temperatures, now and then (Hochschild et
+al., "Cores that don't count", 2021; Dixit et al., "Silent data corruptions at scale", 2021). So each device repeats
+chains of products with the same operands, all at once, and every result is looked at, not the last one. Nothing crosses
+devices: 32 bits for each chain go to the host.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ MOST_DIGESTS = 4
 
 
 def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
-    """Returns what each device of this process did: index in `devices`, process, host, platform, kind, digests (of the chains, each once), chains, gflops (median)."""
+    """Returns what each device of this process did: index in `devices`, process, host, platform, kind, digests (of the
+    chains, each once), chains, gflops (median)."""
     mine = [(index, device) for index, device in enumerate(devices) if device.process_index == process_index]
     found: list[dict[str, Any]] = [{} for _ in mine]
     errors: list[BaseException] = []

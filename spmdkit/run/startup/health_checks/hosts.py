@@ -1,7 +1,8 @@
 """What the processes of a cluster tell and see of each other, before a collective would hang on it.
 
-Each listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one connects there: collectives
-between hosts need exactly that, on ports of their own. The answer is the time there, from which the difference of two clocks follows (Cristian, 1989).
+Each listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one connects
+there: collectives between hosts need exactly that, on ports of their own. The answer is the time there, from which the
+difference of two clocks follows (Cristian, 1989).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ASKED = 3
 
 
 def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
-    """Returns for each process host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead of process 0's)."""
+    """Returns for each process host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead
+    of process 0's)."""
     mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises, "unreached": {}, "clock_s": None}  # fmt: skip
     if cluster.num_processes == 1:
         return [mine | {"clock_s": 0.0}]
@@ -107,7 +109,8 @@ def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
 
 
 def write_test(cluster: Cluster, run_dir: Path, checkpoints: Place) -> tuple[str, list[str]]:
-    """Returns (what to say of the run's directory and checkpoints, what is wrong): written by every process, and looked for by all."""
+    """Returns (what to say of the run's directory and checkpoints, what is wrong): written by every process, and looked
+    for by all."""
     name = f".doctor-{cluster.process_index}-{secrets.token_hex(4)}"
     mine, path = {"file": name, "error": ""}, run_dir / name
     remote = checkpoints / name if isinstance(checkpoints, Remote) else None

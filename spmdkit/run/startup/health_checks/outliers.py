@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SLOW_DEVICE, SLOW_LINK = 0.7, 0.5
-"""Share of the median below which a device, or a link, is called slow. Links between hosts and inside of one are not compared."""
+"""Share of the median below which a device, or a link, is called slow. Links between hosts and inside of one are not
+compared."""
 MOST_CLOCK_S = 1.0
 """Seconds that clocks of two hosts may differ: times in events.jsonl, and leases of tokens, go by them."""
 
@@ -26,7 +27,8 @@ class Verdict:
 
 
 def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Returns the odd ones by bits (within one kind of device), by rate, and by their links; arguments as burn_in.py and bandwidth.py give them, of all processes."""
+    """Returns the odd ones by bits (within one kind of device), by rate, and by their links; arguments as burn_in.py
+    and bandwidth.py give them, of all processes."""
     verdict = Verdict()
     kinds = collections.defaultdict(list)
     for one in devices:
@@ -86,7 +88,8 @@ def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str,
 
 
 def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Returns who cannot reach whom, who would be reached nowhere, and whose clock is off; `met` as hosts.py `meet` gives it."""
+    """Returns who cannot reach whom, who would be reached nowhere, and whose clock is off; `met` as hosts.py `meet`
+    gives it."""
     verdict = Verdict()
     num_hosts = len({one["host"] for one in met})
     for me, one in enumerate(met):
