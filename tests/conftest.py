@@ -16,6 +16,7 @@ if QUICK_XLA:  # read once, when jax is imported, by this process and those it s
 os.environ.setdefault("SPMDKIT_COMPILE_CACHE", "off")  # a test compiles what it says it does
 os.environ.setdefault("SPMDKIT_ALLOCATOR", "system")  # what a run sets would hold for all tests after it
 
+import hypothesis
 import jax
 import pytest
 
@@ -28,9 +29,15 @@ from tests.support.strangers import let_optax_promote
 jax.config.update("jax_num_cpu_devices", 8)
 let_optax_promote()
 
+for name, examples in (("default", 50), ("thorough", 1000)):
+    hypothesis.settings.register_profile(
+        name, derandomize=True, deadline=None, database=None, max_examples=examples, print_blob=False
+    )
+
 
 def pytest_configure(config):
     config.pluginmanager.register(Seconds(config))
+    hypothesis.settings.load_profile("thorough" if config.option.markexpr == "slow" else "default")
 
 
 def pytest_runtest_setup(item):
