@@ -47,7 +47,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmdkit as sk
 from spmdkit import compat
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.data import DeviceBatches
 from spmdkit.faults import StopSignals
 from spmdkit.program.program import Program
@@ -208,7 +208,7 @@ class ByToolkit:
             log={"every_steps": LOG_EVERY, "progress": "off"},
         )
         self.most_steps = most_steps
-        cluster = join(environment({}), "cpu:2")
+        cluster = join(detect_cluster({}), "cpu:2")
         self.program = Program(config, task, cluster.devices)
         self.compiled = self.program.compiled
         self.context = Run(config, cluster, self.program)
@@ -405,7 +405,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.sitting:
         # Before the first use of JAX, so that both loops run on the devices as the toolkit sets them up.
-        join(environment({}), "cpu:2")
+        join(detect_cluster({}), "cpu:2")
         size = SIZES[options.sitting]
         print(json.dumps(sitting(size, options.pairs or size.pairs, options.looks)))
         return

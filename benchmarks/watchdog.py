@@ -30,7 +30,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.faults import StopSignals
 from spmdkit.program.program import Program
 from spmdkit.run.loop import run_steps, watched
@@ -64,7 +64,7 @@ class Loop:
             checkpoint=None,
             **{"log": {"every_steps": 1000, "progress": "off"}, **changes},
         )
-        self.cluster = join(environment({}), devices)
+        self.cluster = join(detect_cluster({}), devices)
         self.program, self.config = Program(config, task, self.cluster.devices), config
         self.stack, self.state, self.run = ExitStack(), None, None
 

@@ -69,12 +69,12 @@ def train(
     ] = None,
 ) -> None:
     """Train a config, from its newest checkpoint or from the start."""
-    from spmdkit.cluster import environment
+    from spmdkit.cluster import detect_cluster
     from spmdkit.run.evaluator import evaluate_each
     from spmdkit.run.loop import train as run
 
     loaded = _load(config, overrides)
-    spec = environment(os.environ, loaded.cluster.dialect)
+    spec = detect_cluster(os.environ, loaded.cluster.dialect)
     if spec.role == "evaluator":
         evaluate_each(loaded, spec)
         return
@@ -317,10 +317,10 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
     """Returns the checked config and the joined processes; the config is checked before any process waits for
     another."""
-    from spmdkit.cluster import environment, join
+    from spmdkit.cluster import detect_cluster, join
 
     config = _load(path, overrides)
-    spec = environment(os.environ, config.cluster.dialect)
+    spec = detect_cluster(os.environ, config.cluster.dialect)
     return config, join(spec, config.devices, interface=config.cluster.interface)
 
 

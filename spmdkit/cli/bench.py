@@ -49,13 +49,13 @@ def communication(
 ) -> None:
     """Train the task under each reducer and sync in turns: bytes on the wire, time, and loss reached, against sum. Exit
     code 0 or 1."""
-    from spmdkit.cluster import environment, join
+    from spmdkit.cluster import detect_cluster, join
     from spmdkit.config import load_config
     from spmdkit.tools.bench.communication import Compared, run_communication
 
     loaded = load_config(config, overrides or [])
     one_arena = allocator.one_arena(loaded.devices, os.environ)
-    spec = environment(os.environ, loaded.cluster.dialect)
+    spec = detect_cluster(os.environ, loaded.cluster.dialect)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
     asked = Compared(reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out)
     code = run_communication(loaded, cluster, asked, keeps_memory=one_arena)

@@ -49,7 +49,7 @@ class Client:
 
     def _check(self) -> None:
         if self.is_over:
-            raise RuntimeError("CANCELLED: this epoch is over")
+            raise RuntimeError("CANCELLED: this generation is over")
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> Any:
         """Returns the value, waiting for it. Raises RuntimeError: DEADLINE_EXCEEDED, or CANCELLED."""

@@ -20,7 +20,7 @@ from spmdkit.errors import RendezvousError
 
 DEFAULT_TIMEOUT_S = 600.0
 # A second cluster object in one process (a notebook, a test) must not meet the keys of the first.
-_epoch = itertools.count()
+_join_count = itertools.count()
 
 
 class Cluster:
@@ -47,7 +47,7 @@ class Cluster:
         self.devices = list(devices)
         self._store, self._timeout_s = store, timeout_s
         self._clock, self._sleep = clock, sleep
-        self._root = f"spmdkit/{next(_epoch)}" if namespace is None else namespace
+        self._root = f"spmdkit/{next(_join_count)}" if namespace is None else namespace
         self._num_barriers = self._num_checks = self._num_boards = 0
         self._agreements: dict[str, Agreement] = {}
 

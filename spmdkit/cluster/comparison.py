@@ -124,7 +124,7 @@ class Comparison:
 
     def _told(self) -> None:
         """This process knows how it ends. Process 0 waits, for a bounded time, until all others do too."""
-        phase.ends()
+        phase.mark_ending()
         with contextlib.suppress(RendezvousError):
             if self._me:
                 self._put(f"told/{self._me}", {})

@@ -21,11 +21,11 @@ from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.cluster.rendezvous import roll_call, wait_for_service
-from spmdkit.cluster.service import HEARTBEAT_S, SHUTDOWN_S, Keeper
+from spmdkit.cluster.service import HEARTBEAT_S, SHUTDOWN_S, ServiceProcess
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
-from spmdkit.compat import epochs as compat_epochs
 from spmdkit.compat import gloo as compat_gloo
+from spmdkit.compat import membership as compat_membership
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
 
@@ -37,7 +37,7 @@ COLLECTIVE_MARGIN_S = 60
 INITIALIZE_S = 30
 
 
-class Epoch(NamedTuple):
+class Generation(NamedTuple):
     """One of several jobs that a process is in, one after the other.
 
     Attributes:
@@ -54,7 +54,7 @@ def join(
     devices: str | Sequence[int] = "auto",
     collective_timeout_s: float | None = None,
     interface: str = "auto",
-    epoch: Epoch | None = None,
+    generation: Generation | None = None,
 ) -> Cluster:
     """Returns the cluster of all processes in `spec` with the asked devices.
 
@@ -62,7 +62,7 @@ def join(
     `spec.devices_per_process` wins over it), or a list of local device indices, the same on every process.
     `collective_timeout_s`: the longest that a process may make the others wait; CPU collectives fail a little later.
     `interface`: whose address CPU collectives give to the others, see interface.py.
-    `epoch`: this process may leave and join again.
+    `generation`: this process may leave and join again.
     Where somebody else has called `jax.distributed.initialize` (ray.train's JaxTrainer, a user's own program) those are
     the processes, and it is not called again.
     Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
@@ -87,14 +87,14 @@ def join(
         told = choose(interface, spec.coordinator or "localhost:1")
         compat_gloo.advertise(told.address)
         notes += (told.said,) if told.said else ()
-        if epoch is not None:
-            compat_epochs.let_others_die()
-        notes += open_to_all(spec, _initialize(spec, is_first=epoch is None or epoch.number == 1))
-    with epoch.noticed if epoch is not None else nullcontext():
+        if generation is not None:
+            compat_membership.let_others_die()
+        notes += open_to_all(spec, _initialize(spec, is_first=generation is None or generation.number == 1))
+    with generation.noticed if generation is not None else nullcontext():
         found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     if num_processes > 1 and not joined:
         client = barrier.Client(compat.coordination_client(), num_processes)
-        client.can_end = epoch is not None
+        client.can_end = generation is not None
         compat.replace_coordination_client(client)
     chosen = _choose(found, spec, devices, num_cpu, num_processes)
     return Cluster(
@@ -104,7 +104,7 @@ def join(
         store=open_store(),
         notes=notes,
         advertises=told.address or by_name(),
-        namespace=None if epoch is None else f"spmdkit/epoch/{epoch.number}",
+        namespace=None if generation is None else f"spmdkit/generation/{generation.number}",
     )
 
 
@@ -187,22 +187,24 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
 
     Returns the address that process 0 has bound: loopback for a loopback coordinator.
     """
-    keeper = Keeper(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
+    service_process = (
+        ServiceProcess(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
+    )
     try:
         bind = roll_call(spec) if is_first else wait_for_service(spec, INITIALIZE_S)
     except BaseException:
-        if keeper is not None:
-            keeper.kill()
+        if service_process is not None:
+            service_process.kill()
         raise
-    if keeper is not None:
-        keeper.listen(bind)
-        keeper.wait_until_up(bind)
+    if service_process is not None:
+        service_process.listen(bind)
+        service_process.wait_until_up(bind)
     # JAX warns about proxy variables at every start; the roll call has just shown that the way is free.
     jax_log = logging.getLogger("jax._src.distributed")
     level = jax_log.level
     jax_log.setLevel(logging.ERROR)
     try:
-        with compat.service_elsewhere(None if keeper is None else keeper.shutdown):
+        with compat.service_elsewhere(None if service_process is None else service_process.shutdown):
             jax.distributed.initialize(
                 coordinator_address=spec.service or spec.coordinator,
                 num_processes=spec.num_processes,

@@ -34,8 +34,8 @@ class ClusterSpec:
         names: the variables that this was read from.
         notes: what a person should know about how it was read; told once, by process 0.
         service: `host:port` of JAX's coordination service where a launcher holds it; None: process 0 sees to it.
-        found_by: which dialect says so and by what, a line for the log; empty where none does.
-        repair: what to look at when processes do not meet, in that dialect's words.
+        found_by: which environment says so and by what, a line for the log; empty where none does.
+        repair: what to look at when processes do not meet, in that environment's words.
         role: what this process is for; an evaluator is alone.
     """
 

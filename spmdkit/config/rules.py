@@ -34,7 +34,7 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         *_layout(config),
         *_pipeline(config),
         *_choices(config),
-        *_watchers(config),
+        *_preemption_sources(config),
         *_remat(config),
         *_learning(config),
         *_precision(config),
@@ -184,9 +184,9 @@ def _choices(config: Settings) -> Iterator[Problem]:
             yield from _warmup(config, *plugins.split(value))
 
 
-def _watchers(config: Settings) -> Iterator[Problem]:
+def _preemption_sources(config: Settings) -> Iterator[Problem]:
     for i, choice in enumerate(config.preemption):
-        if found := plugins.problem("watchers", choice):
+        if found := plugins.problem("preemption_sources", choice):
             yield Problem(("preemption", i), found)
 
 

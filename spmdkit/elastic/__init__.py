@@ -1,5 +1,5 @@
-"""Epochs: a job that loses or wins processes goes on in the same processes, with the state from their memory."""
+"""Membership: a job that loses or wins processes goes on in the same processes, with the state from their memory."""
 
-from spmdkit.elastic.membership import Epochs, ending, epochs_of
+from spmdkit.elastic.membership import Membership, ending, membership_from_env
 
-__all__ = ["Epochs", "ending", "epochs_of"]
+__all__ = ["Membership", "ending", "membership_from_env"]

@@ -1,4 +1,4 @@
-"""`Wires`: this process's connections to the others for CPU collectives (Gloo), so that a collective that can never end
+"""`CollectiveTransport`: this process's connections to the others for CPU collectives (Gloo), so that a collective that can never end
 can be left.
 
 Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; everybody else waits for a neighbour
@@ -18,7 +18,7 @@ import socket
 from collections.abc import Iterator
 
 
-class Wires:
+class CollectiveTransport:
     """The connections of one backend.
 
     Attributes:

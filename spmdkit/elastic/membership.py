@@ -1,6 +1,6 @@
-"""`Epochs`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
+"""`Membership`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
 
-    1. The launcher says who the members of epoch k are (launch/membership_file.py). A thread hears it, ends every wait
+    1. The launcher says who the members of generation k are (launch/membership_file.py). A thread hears it, ends every wait
        for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
     2. The training thread comes out with an error, or sees between two steps that it is called; `takes` says that this
        is no failure.
@@ -29,10 +29,10 @@ from typing import Any
 from spmdkit import compat
 from spmdkit.checkpoint import storage_counters
 from spmdkit.cluster import Cluster
-from spmdkit.cluster.join import Epoch
+from spmdkit.cluster.join import Generation
 from spmdkit.cluster.spec import ClusterSpec
-from spmdkit.compat import epochs as compat_epochs
-from spmdkit.elastic.gloo_sockets import Wires
+from spmdkit.compat import membership as compat_membership
+from spmdkit.elastic.gloo_sockets import CollectiveTransport
 from spmdkit.elastic.peer_memory import Copier, FromMemory, HostMemory
 from spmdkit.elastic.redistribute import completed, found
 from spmdkit.errors import (
@@ -44,7 +44,7 @@ from spmdkit.errors import (
     UserCodeError,
 )
 from spmdkit.faults import lost_peer
-from spmdkit.launch.membership_file import Order, Orders, orders_of
+from spmdkit.launch.membership_file import MembershipFiles, MembershipUpdate, open_membership_files
 
 LOOK_EVERY_S = 0.02
 CUT_AGAIN_S = 0.2
@@ -54,42 +54,42 @@ TOLD_S = 5.0
 ORDER_S = 600.0
 """How long at most a process waits for the others in between: it is the launcher that decides."""
 LAG = 16
-"""Steps that may be in flight when processes agree on the last step of an epoch."""
+"""Steps that may be in flight when processes agree on the last step of a generation."""
 FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted, UserCodeError)
 """What ends a run whoever has died."""
 
 
-class Called(RendezvousError):
-    """This process is called to the next epoch: no failure."""
+class MembershipChanged(RendezvousError):
+    """This process is called to the next generation: no failure."""
 
 
-class Epochs:
-    """The epochs of this process; see the module.
+class Membership:
+    """The membership of this process; see the module.
 
     Attributes:
-        number: of the epoch that it is in, or joins now.
+        number: of the generation that it is in, or joins now.
         memory: the state of the last steps.
-        why: what ended the epoch before, for people.
+        why: what ended the generation before, for people.
     """
 
-    def __init__(self, orders: Orders, every: int):
+    def __init__(self, orders: MembershipFiles, every: int):
         self._orders, self._every = orders, every
         self.number, self.memory, self.why = orders.born, HostMemory(), ""
-        self._order: Order | None = None  # the next one
+        self._order: MembershipUpdate | None = None  # the next one
         self._called, self._gone = threading.Event(), threading.Event()
-        self._wires = Wires()
+        self._wires = CollectiveTransport()
         self._copier: Copier | None = None
         self._thread: threading.Thread | None = None
         self._waits = orders.born > 1  # for an order, before it joins
 
     # ---- joining -------------------------------------------------------------------------------------------------------
 
-    def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Epoch, tuple[str, ...]]:
-        """Returns (this process's place, what `join` needs of the epoch, `key=value`s of it), once all are there;
+    def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Generation, tuple[str, ...]]:
+        """Returns (this process's place, what `join` needs of the generation, `key=value`s of it), once all are there;
         `warm`: what a standby does before."""
-        self._wires = Wires()
+        self._wires = CollectiveTransport()
         if not self._waits:
-            return spec, Epoch(self.number, self._wires.noticed()), ()
+            return spec, Generation(self.number, self._wires.noticed()), ()
         if self._orders.member < 0:
             warm()
         order = self._awaited()
@@ -100,13 +100,13 @@ class Epochs:
             service=order.service,
             num_processes=len(order.members),
             process_id=order.members.index(self._orders.member),
-            notes=(f"epoch {order.number}: {order.why}",),
+            notes=(f"generation {order.number}: {order.why}",),
             found_by="",
         )
-        return told, Epoch(order.number, self._wires.noticed()), order.overrides
+        return told, Generation(order.number, self._wires.noticed()), order.overrides
 
-    def _awaited(self) -> Order:
-        """Says for which epoch this process is ready, and returns the order of the one that begins."""
+    def _awaited(self) -> MembershipUpdate:
+        """Says for which generation this process is ready, and returns the order of the one that begins."""
         deadline, ready = time.monotonic() + ORDER_S, 0
         while time.monotonic() < deadline:
             order = self._orders.read()
@@ -121,7 +121,7 @@ class Epochs:
                 if self._orders.member in order.members:
                     return order
                 if self._orders.member >= 0:
-                    raise RendezvousError("this process is no member of the next epoch: nobody needs it any more")
+                    raise RendezvousError("this process is no member of the next generation: nobody needs it any more")
             time.sleep(LOOK_EVERY_S)
         raise RendezvousError(
             f"the launcher has not said within {ORDER_S:g} s where to go on. See its output, and start the job again."
@@ -129,12 +129,12 @@ class Epochs:
 
     def joined(self, cluster: Cluster) -> None:
         """Listens to the launcher from now on. On all processes, right after `join`."""
-        gc.freeze()  # what is there now stays: `leave` collects what the epoch has made, and everybody waits for it (0.2 s a time otherwise)
+        gc.freeze()  # what is there now stays: `leave` collects what the generation has made, and everybody waits for it (0.2 s a time otherwise)
         self._called.clear()
         self._gone.clear()
         self._order = None
         client = compat.coordination_client()
-        self._thread = threading.Thread(target=self._listen, args=(client,), name="spmdkit-epochs", daemon=True)
+        self._thread = threading.Thread(target=self._listen, args=(client,), name="spmdkit-membership", daemon=True)
         self._thread.start()
         ports = cluster.gather("wires", json.dumps(self._wires.own))
         self._wires.others = {port for text in ports for port in json.loads(text)}
@@ -154,28 +154,28 @@ class Epochs:
     # ---- training ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises Called where this process cannot go on with the others."""
+        """Raises MembershipChanged where this process cannot go on with the others."""
         if self._called.is_set():
-            raise Called("another process died")
+            raise MembershipChanged("another process died")
 
     def after_step(self, run: Any, step: int, state: Any) -> None:
-        """Copies the state where that is due, and ends the epoch where all have agreed on it. On all processes, after
+        """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes, after
         each step, and before the first.
 
         Raises:
-            Called: the next epoch begins.
+            MembershipChanged: the next generation begins.
         """
         self.check()
         order = self._order
-        ends = run.cluster.agree(f"epoch/{run.due.epoch}", step, order is not None and order.planned, LAG)
+        ends = run.cluster.agree(f"generation/{run.due.generation}", step, order is not None and order.planned, LAG)
         if ends or step % self._every == 0 or not self.memory.kept:
             self.keep(run, step, state)
         if ends:
-            run.cluster.barrier("the last step of the epoch")  # nobody leaves while another one is still in it
+            run.cluster.barrier("the last step of the generation")  # nobody leaves while another one is still in it
             deadline = time.monotonic() + TOLD_S
             while self._order is None and time.monotonic() < deadline:  # another one has asked, and heard it first
                 time.sleep(LOOK_EVERY_S)
-            raise Called("more processes have come")
+            raise MembershipChanged("more processes have come")
 
     def keep(self, run: Any, step: int, state: Any) -> None:
         """Keeps the state of `step`. On all processes."""
@@ -186,7 +186,7 @@ class Epochs:
             snapshot = self._copier.take(step, state, run.record(step))
         if not self.memory.kept:
             run.events.write(
-                "kept in memory", step=step, bytes=snapshot.num_bytes, seconds=round(time.perf_counter() - begun, 4)
+                "snapshot_taken", step=step, bytes=snapshot.num_bytes, seconds=round(time.perf_counter() - begun, 4)
             )
         self.memory.put(snapshot)
 
@@ -210,9 +210,9 @@ class Epochs:
     # ---- leaving -------------------------------------------------------------------------------------------------------
 
     def takes(self, error: BaseException | None) -> bool:
-        """Returns whether an error is that another process has died, and the next epoch begins. May wait a moment for
+        """Returns whether an error is that another process has died, and the next generation begins. May wait a moment for
         the launcher to say so."""
-        if isinstance(error, Called):
+        if isinstance(error, MembershipChanged):
             return self._order is not None
         if not isinstance(error, Exception):
             return False
@@ -222,13 +222,13 @@ class Epochs:
         return self._called.wait(TOLD_S if is_lost else 0.0)
 
     def leave(self) -> None:
-        """Gives up the backend. Nothing of the epoch is referred to any more but by this object."""
+        """Gives up the backend. Nothing of the generation is referred to any more but by this object."""
         self._copier, self._waits = None, True
         _clear_caches()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what a save had not begun yet
             gc.collect()
-        compat_epochs.leave_backend()
+        compat_membership.leave_backend()
         self._gone.set()  # now: what was in flight may have begun to connect to others meanwhile
         if self._thread is not None:
             self._thread.join()
@@ -248,21 +248,21 @@ def _clear_caches() -> None:
                         clear()
 
 
-def epochs_of(env: Mapping[str, str], options: Any) -> Epochs | None:
-    """Returns the epochs of this process, None where no launcher orders any."""
+def membership_from_env(env: Mapping[str, str], options: Any) -> Membership | None:
+    """Returns the membership of this process, None where no launcher orders any."""
     if not options.in_process:
         return None
-    orders = orders_of(env)
-    return None if orders is None else Epochs(orders, options.peer_every)
+    orders = open_membership_files(env)
+    return None if orders is None else Membership(orders, options.peer_every)
 
 
 @contextmanager
-def ending(epochs: Epochs | None, watchdog: Any, signals: Any) -> Iterator[None]:
-    """The body is one epoch; where it ends for the next one, nobody watches it any more, and nothing else holds it."""
+def ending(membership: Membership | None, watchdog: Any, signals: Any) -> Iterator[None]:
+    """The body is one generation; where it ends for the next one, nobody watches it any more, and nothing else holds it."""
     try:
         yield
     except Exception as error:
-        if epochs is not None and epochs.takes(error):
+        if membership is not None and membership.takes(error):
             if watchdog is not None:
                 watchdog.stop()
             signals.then = None

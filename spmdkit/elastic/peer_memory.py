@@ -100,7 +100,7 @@ class HostMemory:
 
 
 class Copier:
-    """Copies states of one program to the host; made anew in each epoch.
+    """Copies states of one program to the host; made anew in each generation.
 
     Args:
         mesh: that of the states.

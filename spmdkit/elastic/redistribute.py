@@ -1,4 +1,4 @@
-"""What each process of a new epoch lacks of the state, it gets from those that have it.
+"""What each process of a new generation lacks of the state, it gets from those that have it.
 
 All say what they hold (step, leaves, shards). The newest step of which every shard is somewhere is taken. Shards that
 some process needs on the new mesh and does not hold are put one after the other into a stream of bytes, the same for

@@ -10,11 +10,11 @@ from spmdkit.faults.exit_handler import (
     run_process,
     taken_over,
 )
-from spmdkit.faults.signals import Asked, StopSignals
+from spmdkit.faults.signals import ExitRequested, StopSignals
 from spmdkit.faults.watchdog import Watchdog, watching
 
 __all__ = [
-    "Asked",
+    "ExitRequested",
     "StopSignals",
     "Watchdog",
     "describe",

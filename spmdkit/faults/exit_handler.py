@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
 from spmdkit.faults.error_mapping import of_foreign
-from spmdkit.faults.signals import SIGNALS, Asked
+from spmdkit.faults.signals import SIGNALS, ExitRequested
 from spmdkit.foundation import files, redact
 from spmdkit.foundation.constants import ERROR_FILE, NAMELESS, PROCESS_ID
 from spmdkit.foundation.formatting import bounded, visible
@@ -193,7 +193,7 @@ def leave(code: int) -> NoReturn:
 
 def describe(error: BaseException) -> tuple[int, str]:
     """Returns (exit code, text for people) of an exception."""
-    if isinstance(error, Asked):
+    if isinstance(error, ExitRequested):
         return ExitCode.PREEMPTED, str(error)
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"

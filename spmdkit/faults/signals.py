@@ -42,7 +42,7 @@ GRACE_S = 2.0
 """How long a main thread that has nothing to save may take to come out of what it does."""
 
 
-class Asked(BaseException):
+class ExitRequested(BaseException):
     """A signal came before there was anything to save. No `except Exception` of a user's module catches it."""
 
     exit_code = ExitCode.PREEMPTED
@@ -107,7 +107,7 @@ class StopSignals:
             self._at_once = None
 
     def _raised(self, number: int) -> BaseException:
-        return KeyboardInterrupt() if number == signal.SIGINT and not self._started else Asked(number)
+        return KeyboardInterrupt() if number == signal.SIGINT and not self._started else ExitRequested(number)
 
     def received(self, number: int) -> None:
         """Takes note of one signal: the first is a request, SIGINT after a request leaves at once with 130."""

@@ -13,7 +13,7 @@ import traceback
 from types import FrameType
 
 MOST_FRAMES = 10
-WATCHERS = ("spmdkit-watch", "spmdkit-beat", "spmdkit-last", "spmdkit-signals", "spmdkit-stop")
+MONITOR_THREADS = ("spmdkit-watch", "spmdkit-beat", "spmdkit-last", "spmdkit-signals", "spmdkit-stop")
 """Threads that never hang."""
 
 
@@ -25,7 +25,7 @@ def stacks(main: int | None) -> str:
     said = []
     for ident in shown:
         name = names.get(ident, "a thread")
-        if name in WATCHERS:
+        if name in MONITOR_THREADS:
             continue
         text = "".join(traceback.format_stack(frames[ident])[-MOST_FRAMES:]).rstrip().splitlines()
         if not text or (ident != main and _idle(text)):

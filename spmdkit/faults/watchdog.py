@@ -103,7 +103,7 @@ class Watchdog:
         self.newest: Callable[[], str] = lambda: ""  # a sentence on the newest checkpoint
         self.notices: list[str] = []  # lines for the log
         self._main = threading.get_ident()
-        self._place = phase.place()
+        self._place = phase.current_phase()
         self._since = 0.0
         # What the one thread reads while the other writes it is replaced, never changed.
         self._seen: Mapping[int, tuple[float, Beat]] = {}  # by running time
@@ -181,11 +181,11 @@ class Watchdog:
                 self._mistakes += 1
 
     def _beat(self) -> Beat:
-        place, now = phase.place(), self.clock.now
+        place, now = phase.current_phase(), self.clock.now
         if place.number != self._place.number:
             self._place, self._since = place, now
         limit = self._limits.of(place.phase, self.step_s)
-        return Beat(place.phase, place.detail, place.step, now - self._since, limit, dict(phase.spent))
+        return Beat(place.phase, place.detail, place.step, now - self._since, limit, dict(phase.seconds_by_phase))
 
     def _judge(self, now: float) -> None:
         """Ends the process where it cannot go on."""

@@ -70,13 +70,13 @@ STEP_FILE = "SPMDKIT_STEP_FILE"
 """Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set
 the variable."""
 
-ORDER_FILE = "SPMDKIT_ORDER_FILE"
+MEMBERSHIP_FILE = "SPMDKIT_MEMBERSHIP_FILE"
 """Names the file in which the launcher says who the processes of the next epoch are (launch/membership_file.py)."""
 
 READY_FILE = "SPMDKIT_READY_FILE"
 """Names the file in which a process says for which epoch it is ready."""
 
-MEMBER, BORN = "SPMDKIT_MEMBER", "SPMDKIT_BORN"
+MEMBER, GENERATION = "SPMDKIT_MEMBER", "SPMDKIT_GENERATION"
 """The number that the launcher gave to a process, and that of the epoch for which it was started."""
 
 COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
@@ -104,10 +104,10 @@ OUR_VARIABLES = frozenset(
         ERROR_FILE,
         BEAT_FILE,
         STEP_FILE,
-        ORDER_FILE,
+        MEMBERSHIP_FILE,
         READY_FILE,
         MEMBER,
-        BORN,
+        GENERATION,
         COMPILE_CACHE,
         COMPILE_ONLY,
         DRILL_FILE,

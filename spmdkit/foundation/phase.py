@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 
-class Doing(NamedTuple):
+class Phase(NamedTuple):
     """What the training thread is doing.
 
     Attributes:
@@ -40,9 +40,9 @@ WAITING = "waiting"
 EVALUATION, READING = "evaluation", "reading data"
 """The phase, and its detail while this process is on its own in it; otherwise all compute a batch together."""
 
-_place = Doing("begin", "", 0, time.monotonic(), 0)
+_phase = Phase("begin", "", 0, time.monotonic(), 0)
 _owner: int | None = None
-spent: dict[str, float] = defaultdict(float)
+seconds_by_phase: dict[str, float] = defaultdict(float)
 """Phase -> seconds in it so far, of those that are left."""
 
 
@@ -51,11 +51,11 @@ _ends_since = float("-inf")
 
 def begin() -> None:
     """From now on the calling thread is the one that trains."""
-    global _owner, _place, _ends_since
+    global _owner, _phase, _ends_since
     _ends_since = float("-inf")
     _owner = threading.get_ident()
-    _place = Doing("begin", "", 0, time.monotonic(), _place.number + 1)
-    spent.clear()
+    _phase = Phase("begin", "", 0, time.monotonic(), _phase.number + 1)
+    seconds_by_phase.clear()
 
 
 def end() -> None:
@@ -64,7 +64,7 @@ def end() -> None:
     _owner = None
 
 
-def ends() -> None:
+def mark_ending() -> None:
     """Says that this process ends by itself, for a reason that it shares with others: that they have left need not end
     it."""
     global _ends_since
@@ -76,30 +76,30 @@ def is_ending(within_s: float) -> bool:
     return time.monotonic() - _ends_since < within_s
 
 
-def place() -> Doing:
+def current_phase() -> Phase:
     """Returns where training stands."""
-    return _place
+    return _phase
 
 
-def at(phase: str, step: int | None = None, detail: str = "") -> None:
+def enter(phase: str, step: int | None = None, detail: str = "") -> None:
     """Says that this thread is in another phase now. Costs 0.4 us."""
-    global _place
+    global _phase
     if threading.get_ident() != _owner:
         return
-    before, now = _place, time.monotonic()
-    spent[before.phase] += now - before.since
-    _place = Doing(phase, detail, before.step if step is None else step, now, before.number + 1)
+    before, now = _phase, time.monotonic()
+    seconds_by_phase[before.phase] += now - before.since
+    _phase = Phase(phase, detail, before.step if step is None else step, now, before.number + 1)
 
 
 @contextmanager
 def during(phase: str, detail: str = "") -> Iterator[None]:
     """The body is this phase; after it, the one before goes on, as if it began then."""
-    before = _place
-    at(phase, detail=detail)
+    before = _phase
+    enter(phase, detail=detail)
     try:
         yield
     finally:
-        at(before.phase, detail=before.detail)
+        enter(before.phase, detail=before.detail)
 
 
 def waiting(what: str) -> AbstractContextManager[None]:

@@ -19,7 +19,11 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 
 PACKAGE = Path(__file__).parents[1]
-FOLDERS = {"reducers": "communication/reducers", "sync": "communication/sync", "watchers": "faults/preemption_sources"}
+FOLDERS = {
+    "reducers": "communication/reducers",
+    "sync": "communication/sync",
+    "preemption_sources": "faults/preemption_sources",
+}
 """Group -> its folder in the package; any other group is its folder's path."""
 
 OF_ALL = {"reducers": ("warmup",)}

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdkit.cluster import Cluster, environment, join
+from spmdkit.cluster import Cluster, detect_cluster, join
 from spmdkit.horovod.negotiation import Blackboard, Patience
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
 
-_epochs = itertools.count()
+_init_count = itertools.count()
 
 
 @dataclass
@@ -57,14 +57,14 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     if _world is not None:
         return
     patience = Patience.of(os.environ)
-    cluster = join(environment(os.environ), "auto", collective_timeout_s=patience.at_most_s)
+    cluster = join(detect_cluster(os.environ), "auto", collective_timeout_s=patience.at_most_s)
     if comm is not None and sorted(comm) != list(range(cluster.num_processes)):
         raise ValueError(
             f"hvd.init(comm={list(comm)}) in {cluster.num_processes} processes: JAX's devices are those of all processes that were "
             f"started, so all are ranks. Start as many processes as there should be ranks, or use process sets for some of them."
         )
     store, folder = cluster.board("horovod")
-    board = Blackboard(store, f"{folder}/{next(_epochs)}", cluster.process_index, patience)
+    board = Blackboard(store, f"{folder}/{next(_init_count)}", cluster.process_index, patience)
     hosts = cluster.gather("hosts", os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), patience.at_most_s)
     _world = World(cluster, board, hosts)
     global_process_set.open(0, list(range(cluster.num_processes)), board)

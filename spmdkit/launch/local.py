@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from spmdkit.cluster.service import Keeper, reserve_port
+from spmdkit.cluster.service import ServiceProcess, reserve_port
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation import redact
 from spmdkit.foundation.constants import (
@@ -43,8 +43,8 @@ from spmdkit.foundation.constants import (
 from spmdkit.foundation.run_status import directory_of, newest_saved
 from spmdkit.launch import gpu_assignment
 from spmdkit.launch.logs import Logs
-from spmdkit.launch.membership import Resize, Succession, Wanted
-from spmdkit.launch.observer import Witness
+from spmdkit.launch.membership import MembershipHistory, Resize, Wanted
+from spmdkit.launch.observer import JobObserver
 from spmdkit.launch.output import Output
 from spmdkit.launch.precompile import Precompile
 from spmdkit.launch.process import start
@@ -62,8 +62,8 @@ class Job:
     devices_per_process: int | None
     env: Mapping[str, str]
     grace_s: float
-    witness: Witness | None
-    epochs: tuple[Resize, Wanted] | None = None
+    observer: JobObserver | None
+    membership: tuple[Resize, Wanted] | None = None
     standby: int = 0
     precompile: Precompile | None = None
 
@@ -96,7 +96,7 @@ def launch(
     env: Mapping[str, str] = os.environ,
     grace_s: float = 15.0,
     max_restarts: int = 0,
-    witness: Witness | None = None,
+    observer: JobObserver | None = None,
     resize: Resize | None = None,
     wanted: Wanted | None = None,
     standby: int = 0,
@@ -107,7 +107,7 @@ def launch(
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
     signal kills them. `max_restarts`: how often all are started again after a failure (restart_policy.py); a launcher
     that was told to stop starts nothing.
-    `witness`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
+    `observer`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
     processes are started again (elastic.py). `wanted`: processes go on without their dead (membership.py); how many
     there are to be now. `standby`: how many wait for a death (standby.py). `precompile`: what compiles ahead for other
     numbers. To be called from the main thread.
@@ -120,8 +120,8 @@ def launch(
         raise ConfigError(f"--grace-s {grace_s:g}: seconds, from 0 to less than a day. Try 60.")
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
-    epochs = None if resize is None or wanted is None else (resize, wanted)
-    job = Job(command, num_processes, devices_per_process, env, grace_s, witness, epochs, standby, precompile)
+    membership = None if resize is None or wanted is None else (resize, wanted)
+    job = Job(command, num_processes, devices_per_process, env, grace_s, observer, membership, standby, precompile)
     redact.remember_command(command)  # what is kept of the processes' output is without them
     restarts = Restarts(max_restarts)
     with queued_signals() as signals:
@@ -184,46 +184,48 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
     children: list[Child] = []
     found, logs, deaths = Outcome(processes=job.num_processes), Logs(), Note()
     held = [reserve_port() for _ in range(2)]
-    addresses = ("127.0.0.1", "127.0.0.1") if job.witness is None else job.witness.addresses
+    addresses = ("127.0.0.1", "127.0.0.1") if job.observer is None else job.observer.addresses
     coordinator, service = (f"{address}:{port}" for address, (_, port) in zip(addresses, held, strict=True))
-    keeper = Keeper(job.num_processes, -1, start) if job.num_processes > 1 else None
+    service_process = ServiceProcess(job.num_processes, -1, start) if job.num_processes > 1 else None
     starter = _Starter(job, logs, deaths, coordinator, service, children, _pinned(job))
-    epochs = None
+    membership = None
     try:
-        if keeper is not None:
-            keeper.listen(service)
-            if job.epochs is not None:
+        if service_process is not None:
+            service_process.listen(service)
+            if job.membership is not None:
                 standby = 0 if starter.pinned[0] else job.standby  # whose GPUs it will have is not known before
-                epochs = Succession(job.num_processes, *job.epochs, starter.newcomer, keeper, standby, job.precompile)
+                membership = MembershipHistory(
+                    job.num_processes, *job.membership, starter.newcomer, service_process, standby, job.precompile
+                )
         for process in range(job.num_processes):
-            more: tuple[Mapping[str, str], list[int]] = ({}, []) if epochs is None else epochs.given(process)
+            more: tuple[Mapping[str, str], list[int]] = ({}, []) if membership is None else membership.given(process)
             child = starter.start(process, *more)
-            if epochs is not None:
-                epochs.take(child)
+            if membership is not None:
+                membership.take(child)
         starter.shows_output()
         look = partial(_look, job, logs, children, found)
         supervisor = Supervisor(children, signals, job.grace_s, deaths, look)
-        if epochs is not None:
-            supervisor.goes_on, supervisor.members = epochs.goes_on, lambda: epochs.running
-            supervisor.each_turn = partial(_turn, look, epochs, supervisor, starter)
+        if membership is not None:
+            supervisor.goes_on, supervisor.members = membership.goes_on, lambda: membership.running
+            supervisor.each_turn = partial(_turn, look, membership, supervisor, starter)
         found.asked = supervisor.run()
         look()
-        if keeper is not None and epochs is None and (status := keeper.ended()) is not None:
+        if service_process is not None and membership is None and (status := service_process.ended()) is not None:
             _say(f"the process of the coordination service has ended with {status}, which ends all that use it")
     finally:
         end(children)
         logs.close()
-        if keeper is not None:
-            keeper.kill()
-        if epochs is not None:
-            found.processes = len(epochs.members)
-            epochs.close()
+        if service_process is not None:
+            service_process.kill()
+        if membership is not None:
+            found.processes = len(membership.members)
+            membership.close()
         deaths.close()
         for holder, _ in held:
             holder.close()
     found.newest = _newest(logs.folder)
-    if job.witness is not None:
-        job.witness.ended(children, found.asked)
+    if job.observer is not None:
+        job.observer.ended(children, found.asked)
     _judge(found, job, children)
     return found
 
@@ -240,9 +242,9 @@ def _pinned(job: Job) -> list[dict[str, str]]:
     return shown
 
 
-def _turn(look: Callable[[], None], epochs: Succession, supervisor: Supervisor, starter: _Starter) -> None:
+def _turn(look: Callable[[], None], membership: MembershipHistory, supervisor: Supervisor, starter: _Starter) -> None:
     look()
-    if not epochs.turn():
+    if not membership.turn():
         supervisor.end_all()
     starter.shows_output()
 
@@ -286,12 +288,12 @@ class _Starter:
         env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: self.deaths.path, SERVICE: self.service}
         env |= {**(self.pinned[process] if 0 <= process < len(self.pinned) else {}), **variables}
         passed = [*descriptors, *(note.descriptor for note in (*notes, self.deaths))]
-        if job.witness is not None:
-            told, opened = job.witness.given(process)
+        if job.observer is not None:
+            told, opened = job.observer.given(process)
             env, passed = {**env, **told}, [*passed, *opened]
         keys = tuple(f"{setting.partition('=')[0]}=" for setting in more)
         command = [word for word in job.command if not keys or not word.startswith(keys)]
-        with nullcontext() if job.witness is None else job.witness.host(process):
+        with nullcontext() if job.observer is None else job.observer.host(process):
             popen = _start([*command, *more], env, pass_fds=passed)
         child = Child(process, popen, *notes)
         self.children.append(child)
@@ -300,7 +302,7 @@ class _Starter:
     def newcomer(
         self, process: int, variables: Mapping[str, str], descriptors: list[int], overrides: list[str]
     ) -> Child:
-        """Returns a process that joins a later epoch; a number below 0: a standby."""
+        """Returns a process that joins a later generation; a number below 0: a standby."""
         return self.start(process, variables, descriptors, overrides)
 
     def shows_output(self) -> None:
@@ -308,14 +310,14 @@ class _Starter:
         the next."""
         for child in self.children:
             if child.output is None and not child.in_waiting:
-                shown = self.job.witness is None
+                shown = self.job.observer is None
                 child.output = Output(child.process, child.popen, self.lock, self.logs, shown=shown)
 
 
 def _look(job: Job, logs: Logs, children: Sequence[Child], found: Outcome) -> None:
     """Lets logs be written where the run is, once a process has said where."""
-    if job.witness is not None:
-        job.witness.look(children)
+    if job.observer is not None:
+        job.observer.look(children)
     if logs.folder is None and (run_dir := directory_of(children[0].step.read())) is not None:
         logs.open(run_dir, len(children))
         found.before = _newest(logs.folder)

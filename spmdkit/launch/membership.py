@@ -1,11 +1,11 @@
-"""`Succession`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what
+"""`MembershipHistory`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what
 they do, and where they meet again.
 
-    a member dies       -> order k: who the members of epoch k are; newcomers are started for it
-    all say ready k     -> a coordination service of its own for epoch k, and its address
+    a member dies       -> order k: who the members of generation k are; newcomers are started for it
+    all say ready k     -> a coordination service of its own for generation k, and its address
 
-What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without epochs,
-and `--max-restarts` starts it again; so does an epoch in which not all come within `READY_S`, or the third one in a row
+What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without membership,
+and `--max-restarts` starts it again; so does a generation in which not all come within `READY_S`, or the third one in a row
 after which no step was done.
 """
 
@@ -18,10 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from spmdkit.cluster.service import Keeper, reserve_port
-from spmdkit.foundation.constants import BORN, MEMBER, NUM_PROCESSES, ORDER_FILE, PROCESS_ID, READY_FILE
+from spmdkit.cluster.service import ServiceProcess, reserve_port
+from spmdkit.foundation.constants import GENERATION, MEMBER, MEMBERSHIP_FILE, NUM_PROCESSES, PROCESS_ID, READY_FILE
 from spmdkit.foundation.run_status import step_of
-from spmdkit.launch.membership_file import Order, ready_of
+from spmdkit.launch.membership_file import MembershipUpdate, parse_ready
 from spmdkit.launch.precompile import Precompile
 from spmdkit.launch.process import busy_ns, send, start
 from spmdkit.launch.root_cause import ended_by, lost
@@ -32,7 +32,7 @@ READY_S = 120.0
 """How long processes may take to come out of what they do, and newcomers to import."""
 OUT_S = 4.0
 """How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its
-connections are closed (compat.epochs.reduce_one_by_one says how that comes, and has made it rare), is killed, and
+connections are closed (compat.membership.reduce_one_by_one says how that comes, and has made it rare), is killed, and
 counts as another dead one."""
 IDLE_S, BUSY_SHARE = 0.8, 0.01
 """Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for
@@ -45,25 +45,25 @@ LOOK_EVERY_S = 1.0
 LEAST = 2
 
 Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
-"""(processes before, lost) -> (processes of the next epoch, `key=value` for their config), None where no number will
+"""(processes before, lost) -> (processes of the next generation, `key=value` for their config), None where no number will
 do."""
 Wanted = Callable[[int], "tuple[int, list[str]] | None"]
 """Processes now -> the same of more processes, None where nobody asks for them."""
 
 
-class Succession:
-    """The epochs of one attempt.
+class MembershipHistory:
+    """The membership of one attempt.
 
     Args:
         resize, wanted: how many are to go on after a death; and how many there are to be now, None where nobody asks
             for more.
         newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
-        keeper: of the first epoch.
+        service_process: of the first generation.
         standby: how many processes wait to take the place of a dead one.
         precompile: what compiles ahead for other sizes.
 
     Attributes:
-        running: the process of each rank in the epoch that has begun last.
+        running: the process of each rank in the generation that has begun last.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Succession:
         resize: Resize,
         wanted: Wanted,
         newcomer: Callable[[int, Mapping[str, str], list[int], list[str]], Child],
-        keeper: Keeper,
+        service_process: ServiceProcess,
         standby: int = 0,
         precompile: Precompile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._resize, self._wanted, self._newcomer, self._clock = resize, wanted, newcomer, clock
-        self._note, self._order = Note(), Order(1, tuple(range(num)), service="given by the environment")
+        self._note, self._order = Note(), MembershipUpdate(1, tuple(range(num)), service="given by the environment")
         self._note.write(self._order.text())
         self._ready: dict[int, Note] = {}
         self._children: dict[int, Child] = {}
-        self._keepers, self._holders = [keeper], list[socket.socket]()
+        self._service_processes, self._holders = [service_process], list[socket.socket]()
         self._since: float | None = None  # all are waited for
-        self._coming: Order | None = None  # newcomers are started for it, and everybody trains
+        self._coming: MembershipUpdate | None = None  # newcomers are started for it, and everybody trains
         self._dismissed: set[int] = set()
         self._killed: list[Child] = []
         self._busy: dict[int, tuple[float, int]] = {}  # process -> (since when it may be idle, `busy_ns` then)
@@ -103,7 +103,7 @@ class Succession:
         if process in self._ready:
             self._ready[process].close()
         ready = self._ready[process] = Note()
-        told = {ORDER_FILE: self._note.path, READY_FILE: ready.path, MEMBER: str(process), BORN: str(born)}
+        told = {MEMBERSHIP_FILE: self._note.path, READY_FILE: ready.path, MEMBER: str(process), GENERATION: str(born)}
         return told, [self._note.descriptor, ready.descriptor]
 
     def take(self, child: Child) -> Child:
@@ -113,7 +113,7 @@ class Succession:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who is in the newest epoch, in the order of their ranks."""
+        """Who is in the newest generation, in the order of their ranks."""
         return self._order.members
 
     # ---- deaths --------------------------------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ class Succession:
         self._busy.clear()
         taken = [process for process in started if self._adopt(process)]
         adopted = tuple(self._standbys.adopted.items())
-        self._order = Order(
+        self._order = MembershipUpdate(
             self._order.number + 1, tuple(members), overrides=tuple(overrides), why=why, adopted=adopted
         )
         self._note.write(self._order.text())
         self._since = self._clock()
         places = f"; a standby takes the place of process {' and '.join(map(str, taken))}" if taken else ""
         self._say(
-            f"{why}; {len(living)} go on in this start, as {len(members)} processes (epoch {self._order.number}){places}"
+            f"{why}; {len(living)} go on in this start, as {len(members)} processes (generation {self._order.number}){places}"
         )
         self._prepare(processes)
         for process in started:
@@ -177,7 +177,7 @@ class Succession:
                 self._start(process, self._order)
 
     def _stands_still(self) -> bool:
-        """Returns whether epochs come and go and no step is done."""
+        """Returns whether membership come and go and no step is done."""
         newest = max((step for step in self._steps(self._children) if step is not None), default=-1)
         self._left_at = max(self._left_at, newest)
         self._idle = 0 if newest > self._best else self._idle + 1
@@ -203,7 +203,7 @@ class Succession:
             gone = [p for p in self._order.members if self._children[p].exit is not None]
             if gone or now - self._since > READY_S:
                 self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {READY_S:g} s"
-                self._say(f"epoch {self._order.number} is given up: {self.gave_up}")
+                self._say(f"generation {self._order.number} is given up: {self.gave_up}")
                 self._since = None
                 return False
             if all(self._is_ready(p, self._order.number) for p in self._order.members):
@@ -225,7 +225,7 @@ class Succession:
         return True
 
     def _end_stuck(self, now: float, is_late: bool) -> None:
-        """Kills who does not come out of the step of the epoch before."""
+        """Kills who does not come out of the step of the generation before."""
         for process in self._order.members:
             child = self._children[process]
             phase = str((child.said or {}).get("phase", ""))
@@ -253,15 +253,15 @@ class Succession:
         return self._children[process].exit is not None
 
     def _is_ready(self, process: int, number: int) -> bool:
-        return ready_of(self._ready[process].read()) >= number
+        return parse_ready(self._ready[process].read()) >= number
 
     def _prepare(self, num: int) -> None:
         """Starts the process of the next service while the others leave: importing takes it a moment."""
-        for keeper in self._keepers[1:]:
-            if keeper.ended() is not None:
-                self._keepers.remove(keeper)
-                keeper.kill()
-        self._keepers.append(Keeper(num, -1, start))
+        for service_process in self._service_processes[1:]:
+            if service_process.ended() is not None:
+                self._service_processes.remove(service_process)
+                service_process.kill()
+        self._service_processes.append(ServiceProcess(num, -1, start))
 
     def _go(self) -> None:
         """Tells all members where they meet."""
@@ -270,12 +270,12 @@ class Succession:
         if len(self._holders) > 2:
             self._holders.pop(0).close()
         service, self.running = f"127.0.0.1:{port}", self._order.members
-        self._keepers[-1].listen(service)
+        self._service_processes[-1].listen(service)
         self._order = dataclasses.replace(self._order, service=service)
         self._note.write(self._order.text())
         self._since = None
-        for keeper in self._keepers[:-1]:
-            keeper.shutdown()  # it stays until nobody is connected to it
+        for service_process in self._service_processes[:-1]:
+            service_process.shutdown()  # it stays until nobody is connected to it
 
     def _grow(self) -> None:
         """Starts newcomers where more processes are wanted; the others train until those can join."""
@@ -286,7 +286,7 @@ class Succession:
             return
         free = [p for p in range(size[0] + len(self._children)) if p not in self._order.members]
         more = free[: size[0] - now]
-        self._coming = Order(
+        self._coming = MembershipUpdate(
             self._order.number + 1,
             (*self._order.members, *more),
             planned=True,
@@ -300,7 +300,7 @@ class Succession:
         for process in more:
             self._start(process, self._coming)
 
-    def _start(self, process: int, order: Order) -> None:
+    def _start(self, process: int, order: MembershipUpdate) -> None:
         variables, descriptors = self.given(process, order.number)
         place = {NUM_PROCESSES: str(len(order.members)), PROCESS_ID: str(order.members.index(process))}
         variables = {**variables, **place}  # as its environment says it; the order that it waits for decides
@@ -321,7 +321,7 @@ class Succession:
             self.take(child)
         return found is not None
 
-    def _dismiss(self, order: Order) -> None:
+    def _dismiss(self, order: MembershipUpdate) -> None:
         for process in order.members[len(self._order.members) :]:
             if self._children[process].exit is None:
                 self._send_home(process)
@@ -345,8 +345,8 @@ class Succession:
     def close(self) -> None:
         """Ends what is left."""
         self._end_compiling()
-        for keeper in self._keepers[1:]:
-            keeper.kill()
+        for service_process in self._service_processes[1:]:
+            service_process.kill()
         for note in (self._note, *self._ready.values()):
             note.close()
         for holder in self._holders:

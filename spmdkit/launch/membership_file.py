@@ -1,4 +1,4 @@
-"""`Order`: what a launcher says of an epoch to its processes, in a file without a name that it hands down open; and
+"""`MembershipUpdate`: what a launcher says of a generation to its processes, in a file without a name that it hands down open; and
 what they say back.
 
 launcher                                               process
@@ -16,22 +16,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spmdkit.foundation.constants import BORN, MEMBER, ORDER_FILE, READY_FILE
+from spmdkit.foundation.constants import GENERATION, MEMBER, MEMBERSHIP_FILE, READY_FILE
 
 ORDER_BYTES = 1 << 14
 """What is written, one over the other."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """One epoch.
+class MembershipUpdate:
+    """One generation.
 
     Attributes:
         number: counted from 1, the start of all.
         members: the process of each rank, by the number that the launcher gave it.
-        service: `host:port` of the coordination service of this epoch; empty until all members are ready.
+        service: `host:port` of the coordination service of this generation; empty until all members are ready.
         planned: nobody has died: all go on to a step that they agree on.
-        overrides: `key=value` that the config of this epoch has besides.
+        overrides: `key=value` that the config of this generation has besides.
         adopted: (number of a standby, the process that it is from now on).
         why: for people.
     """
@@ -53,56 +53,56 @@ class Order:
         return json.dumps(asdict(self)).ljust(ORDER_BYTES)
 
 
-def order_of(text: str | bytes) -> Order | None:
-    """Returns the order of `Order.text`, None where it is half written or none."""
+def parse_update(text: str | bytes) -> MembershipUpdate | None:
+    """Returns the order of `MembershipUpdate.text`, None where it is half written or none."""
     try:
         said: dict[str, Any] = json.loads(text)
         adopted = tuple((standby, process) for standby, process in said["adopted"])
-        return Order(
+        return MembershipUpdate(
             **{**said, "members": tuple(said["members"]), "overrides": tuple(said["overrides"]), "adopted": adopted}
         )
     except (ValueError, TypeError, KeyError):
         return None
 
 
-class Orders:
-    """The files of one process; `orders_of` opens them.
+class MembershipFiles:
+    """The files of one process; `open_membership_files` opens them.
 
     Attributes:
         member: the number that the launcher gave to this process; below 0: a standby, which waits to become another
             one.
-        born: the number of the epoch that it was started for.
+        born: the number of the generation that it was started for.
     """
 
     def __init__(self, order: int, ready: int, member: int, born: int):
         self._order, self._ready = order, ready
         self.member, self.born = member, born
 
-    def read(self) -> Order | None:
+    def read(self) -> MembershipUpdate | None:
         """Returns the newest order."""
         with suppress(OSError):
-            return order_of(os.pread(self._order, ORDER_BYTES, 0))
+            return parse_update(os.pread(self._order, ORDER_BYTES, 0))
         return None
 
     def say_ready(self, number: int) -> None:
-        """Says that this process has left its backend, and can join epoch `number`."""
+        """Says that this process has left its backend, and can join generation `number`."""
         with suppress(OSError):
             os.pwrite(self._ready, f"{number:20d}\n".encode(), 0)
 
 
-def ready_of(content: bytes) -> int:
-    """Returns the epoch that a process is ready for, 0 where it has said nothing."""
+def parse_ready(content: bytes) -> int:
+    """Returns the generation that a process is ready for, 0 where it has said nothing."""
     try:
         return int(content[:21])
     except ValueError:
         return 0
 
 
-def orders_of(env: Mapping[str, str]) -> Orders | None:
+def open_membership_files(env: Mapping[str, str]) -> MembershipFiles | None:
     """Returns the files that a launcher has named, None where it gives no orders."""
     try:
-        order = os.open(env[ORDER_FILE], os.O_RDONLY | os.O_CLOEXEC)
+        order = os.open(env[MEMBERSHIP_FILE], os.O_RDONLY | os.O_CLOEXEC)
         ready = os.open(env[READY_FILE], os.O_WRONLY | os.O_CLOEXEC)
-        return Orders(order, ready, int(env[MEMBER]), int(env[BORN]))
+        return MembershipFiles(order, ready, int(env[MEMBER]), int(env[GENERATION]))
     except (KeyError, OSError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""`Witness`: who looks on while a launcher's processes run, from inside of its loop, twenty times a second: a drill,
+"""`JobObserver`: who looks on while a launcher's processes run, from inside of its loop, twenty times a second: a drill,
 which hurts them on order."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Protocol
 from spmdkit.launch.supervisor import Child
 
 
-class Witness(Protocol):
+class JobObserver(Protocol):
     """Called by one launcher, in its main thread; what it does there holds up the launcher."""
 
     @property

@@ -1,4 +1,4 @@
-"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that an epoch of such a
+"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that a generation of such a
 size compiles nothing.
 
 For each size, one after the other, a job of so many processes is started with the same config, at the lowest priority,
@@ -52,7 +52,7 @@ class Precompile:
                 return
             if code := self._running.returncode:
                 print(
-                    f"compiling ahead for {self._size} processes has failed with {code}: such an epoch compiles itself",
+                    f"compiling ahead for {self._size} processes has failed with {code}: such a generation compiles itself",
                     file=sys.stderr,
                     flush=True,
                 )

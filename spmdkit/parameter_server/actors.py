@@ -95,11 +95,11 @@ class WorkerActor:
 
         os.environ["SPMDKIT_WORKER"] = str(number)
         try:
-            from spmdkit.cluster import environment, join
+            from spmdkit.cluster import detect_cluster, join
             from spmdkit.parameter_server.gradient import from_plain
 
             config = from_plain(values, source)
-            devices = join(environment({}), config.devices).devices  # before the task is made, which may compute
+            devices = join(detect_cluster({}), config.devices).devices  # before the task is made, which may compute
             roles = _roles(values, source)
             roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
         except (Unavailable, Fenced) as error:

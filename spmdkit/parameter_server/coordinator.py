@@ -2,7 +2,7 @@
 computes nothing.
 
 A worker that dies is started again in a new incarnation; the others do not notice. When a server dies, all servers go
-back to the last checkpoint under a new epoch: so the state is one that training has been in, and a push is applied to
+back to the last checkpoint under a new generation: so the state is one that training has been in, and a push is applied to
 the new state at most once.
 
 The role is TensorFlow 1's chief: it initialises or restores, and saves; workers save nothing.
@@ -89,7 +89,7 @@ class Chief:
         self._running: dict[int, Running] = {}
         self._without_push = dict.fromkeys(range(workers), 0)
         self._progress_at_start = dict.fromkeys(range(workers), 0)
-        self._epoch, self._cursor = 0, 0
+        self._generation, self._cursor = 0, 0
         self._away: set[int] = set()
         self._told: set[int] = set()  # workers of whose place an event tells
         self._places: dict[int, str] = {}  # server -> where it was seen last
@@ -100,21 +100,21 @@ class Chief:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def install(self) -> int:
-        """Gives every server its part of the state to begin with, under a new epoch; returns the number of updates that
+        """Gives every server its part of the state to begin with, under a new generation; returns the number of updates that
         are in it."""
         state, tables = self._load()
-        self._first, self._epoch, self._cursor = state, self._epoch + 1, 0
+        self._first, self._generation, self._cursor = state, self._generation + 1, 0
         num = len(self.endpoints)
         tables = [{"applied": int(state.step)}] * num if tables is None else dealt(tables, self._owned, num)
         for number, endpoint in enumerate(self.endpoints):
             arrays = parts_of(state, self._optimizer, self._owned, number)
-            self._ask(endpoint, "install", self._epoch, arrays, tables[number], self._incarnations)
+            self._ask(endpoint, "install", self._generation, arrays, tables[number], self._incarnations)
         return int(state.step)
 
     def snapshot(self) -> tuple[TrainState, list[dict[str, Any]]] | None:
         """Returns (the whole state on the host, the table of each server); None where a server has just died."""
         found = [self._ask(endpoint, "snapshot") for endpoint in self.endpoints]
-        if any(answer is None or answer[0] != self._epoch for answer in found):
+        if any(answer is None or answer[0] != self._generation for answer in found):
             return None
         arrays, tables = [parts for _, parts, _ in found], [table for _, _, table in found]
         like = self._first
@@ -206,12 +206,14 @@ class Chief:
             if (where := status.get("where", "")) and self._places.get(number) != where:
                 self._places[number] = where
                 seen.happened.append(Happened("server runs", {"server": number, "where": where}))
-            if not status["installed"] or status["epoch"] != self._epoch:
+            if not status["installed"] or status["generation"] != self._generation:
                 self._lost(number, "it has come back without a state", seen)
         if self._away:
             back = self.install()
             seen.happened.append(
-                Happened("servers restored", {"servers": sorted(self._away), "step": back, "epoch": self._epoch})
+                Happened(
+                    "servers restored", {"servers": sorted(self._away), "step": back, "generation": self._generation}
+                )
             )
             seen.went_back_to = back
             self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # what they have done since is lost

@@ -34,7 +34,7 @@ class Push:
 
     Attributes:
         worker, incarnation, number: whose it is, in which life, and which of it.
-        epoch, version: of the server's state when it was pulled.
+        generation, version: of the server's state when it was pulled.
         batch: the number of the batch.
         gradient: this server's leaves; None: the batch is given up, since something was not finite.
         loss, weight: the loss, and its count, by which a mean weighs the gradient.
@@ -45,7 +45,7 @@ class Push:
     worker: int
     incarnation: int
     number: int
-    epoch: int
+    generation: int
     version: int
     batch: int
     gradient: Arrays | None
@@ -56,7 +56,7 @@ class Push:
 
 class Answer(NamedTuple):
     """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced`
-    (of an earlier life), `epoch` (of parameters that were lost), `again` (this batch is settled here), `done` (there
+    (of an earlier life), `generation` (of parameters that were lost), `again` (this batch is settled here), `done` (there
     are enough updates); and the updates that the server has applied."""
 
     outcome: str
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 class Pulled(NamedTuple):
     """The parameters of one server after `version` updates."""
 
-    epoch: int
+    generation: int
     version: int
     done: bool
     params: Arrays

@@ -3,7 +3,7 @@
 A push names itself: (worker, incarnation, number). `seen` is what a server has answered to the last push of each
 worker, and is part of the state that is saved: the same push, sent again after a lost answer or a restart, is answered
 and not applied. An incarnation is one life of a worker;
-pushes of an earlier life are refused once the chief knows of its end. An epoch is one life of the servers' state: when
+pushes of an earlier life are refused once the chief knows of its end. A generation is one life of the servers' state: when
 a server dies, all go back to the last checkpoint, and gradients of what was lost are refused. A batch that other
 servers lack is given out again: completed_batches.py.
 
@@ -61,7 +61,7 @@ class Server:
         self._paths = frozenset(to_arrays(abstract))
         self._opt_abstract = jax.eval_shape(optimizer.init, abstract)
         self._state: dict[str, Any] | None = None
-        self.epoch = -1
+        self.generation = -1
         self._members = 1
         self._here: dict[int, int] = {}  # worker -> incarnation that is ready
         self._forget()
@@ -88,7 +88,7 @@ class Server:
     # ---- the chief's ---------------------------------------------------------------------------------------------------
 
     def install(
-        self, epoch: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
+        self, generation: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
     ) -> None:
         """Takes a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of a
         snapshot.
@@ -97,7 +97,7 @@ class Server:
             members: worker -> its incarnation.
         """
         with self._lock:
-            if epoch <= self.epoch:
+            if generation <= self.generation:
                 return
             self._forget()
             own = lambda tree, given: jax.tree.map(jnp.array, to_tree(tree, given))
@@ -111,7 +111,11 @@ class Server:
             self._state = {"params": params, "opt_state": opt_state, "ema": ema}
             self._model_state = arrays.get("model_state")
             applied, again = int(table["applied"]), list(table.get("again", ()))
-            self.epoch, self._next_batch, self._again = epoch, int(table.get("next_batch", applied + 1)), again
+            self.generation, self._next_batch, self._again = (
+                generation,
+                int(table.get("next_batch", applied + 1)),
+                again,
+            )
             self._parts = [of_row(row) for row in table.get("parts", ())]
             self._parts = self._parts or [Alike(self._paths, Settled(min([self._next_batch, *again])), applied)]
             for worker, incarnation, number, outcome in table.get("seen", ()):
@@ -155,7 +159,7 @@ class Server:
             return {
                 "installed": self._state is not None,
                 "here": sorted(self._here),
-                "epoch": self.epoch,
+                "generation": self.generation,
                 "applied": self.applied,
                 "records": records,
                 "cursor": self._num_records,
@@ -165,7 +169,7 @@ class Server:
             }
 
     def snapshot(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Returns (epoch, arrays as `install` takes them, table): what was applied, and by whom, at one moment; None
+        """Returns (generation, arrays as `install` takes them, table): what was applied, and by whom, at one moment; None
         where there is nothing."""
         with self._lock:
             if self._state is None:
@@ -195,7 +199,7 @@ class Server:
                 "dropped": sorted(self._dropped.items()),
                 "progress": sorted(self._progress.items()),
             }
-            return self.epoch, arrays, table
+            return self.generation, arrays, table
 
     # ---- the workers' --------------------------------------------------------------------------------------------------
 
@@ -219,22 +223,22 @@ class Server:
             return out[number]
 
     def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> Pulled | None:
-        """Returns the parameters; None where there are none yet, or none of a later (epoch, version), unless there are
+        """Returns the parameters; None where there are none yet, or none of a later (generation, version), unless there are
         enough updates."""
         with self._lock:
             if self._state is None:
                 return None
             done = self.applied >= self._rules.steps
-            if (self.epoch, self.applied) <= tuple(newer_than) and not done:
+            if (self.generation, self.applied) <= tuple(newer_than) and not done:
                 return None
             params = {path: np.asarray(x) for path, x in to_arrays(self._state["params"]).items()}
-            return Pulled(self.epoch, self.applied, done, params, self._model_state)
+            return Pulled(self.generation, self.applied, done, params, self._model_state)
 
     def push(self, push: Push) -> Answer:
         """Takes a gradient. Sent again, it is answered and not applied again."""
         with self._lock:
-            if self._state is None or push.epoch != self.epoch:
-                return Answer("epoch", self.applied)
+            if self._state is None or push.generation != self.generation:
+                return Answer("generation", self.applied)
             incarnation, number, before = self._seen.get(push.worker, (0, -1, Answer("none", 0)))
             if push.incarnation < incarnation:
                 return Answer("fenced", self.applied)

@@ -53,7 +53,7 @@ class Ready(NamedTuple):
 
     number: int
     batch_number: int
-    epoch: int
+    generation: int
     versions: tuple[int, ...]
     batch: Any
     params: Any
@@ -139,7 +139,7 @@ class Worker:
             params = {path: x for part in pulled for path, x in part.params.items()}
             state, versions = pulled[0].model_state, tuple(part.version for part in pulled)
             placed = computes.place(params, state)
-            return Ready(number, batch, pulled[0].epoch, versions, computes.batch(batch), *placed, state)
+            return Ready(number, batch, pulled[0].generation, versions, computes.batch(batch), *placed, state)
         return None
 
     def _ask(self, method: str, *args: Any) -> Any:
@@ -147,9 +147,9 @@ class Worker:
         return ask(self.endpoints[0], method, *args, give_up=self.stopped, sleep=self.sleep)
 
     def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[Pulled] | None:
-        """Returns the parts of all servers; None where one has none that is newer, or they are of different epochs."""
+        """Returns the parts of all servers; None where one has none that is newer, or they are of different generations."""
         parts = self._of_all("pull", [(known,) for known in newer_than])
-        if any(part is None for part in parts) or len({part.epoch for part in parts}) > 1:
+        if any(part is None for part in parts) or len({part.generation for part in parts}) > 1:
             return None
         return parts
 
@@ -178,7 +178,7 @@ class Worker:
         return _Computed(found, skips, self.clock() - begin)
 
     def _push(self, ready: Ready, computed: _Computed) -> list[tuple[int, int]]:
-        """Returns (epoch, version), of each server, which the next parameters have to be newer than: where the gradient
+        """Returns (generation, version), of each server, which the next parameters have to be newer than: where the gradient
         waits for those of others."""
         found, pushes = computed.gradient, []
         for server, paths in enumerate(self.owned):
@@ -188,7 +188,7 @@ class Worker:
                 if found.model_state is not None:
                     told["state"] = (ready.old_state or found.model_state, found.model_state)
             gradient = None if computed.skips else {path: found.arrays[path] for path in paths}
-            where = (ready.epoch, ready.versions[server], ready.batch_number)
+            where = (ready.generation, ready.versions[server], ready.batch_number)
             pushes.append(
                 Push(self.number, self.incarnation, ready.number, *where, gradient, found.loss, found.weight, told)
             )
@@ -197,5 +197,6 @@ class Worker:
             raise Fenced(f"worker {self.number} in its life {self.incarnation} is taken for dead")
         waits = [answer.outcome == "held" for answer in answers]
         return [
-            (ready.epoch, version) if held else (-1, -1) for held, version in zip(waits, ready.versions, strict=True)
+            (ready.generation, version) if held else (-1, -1)
+            for held, version in zip(waits, ready.versions, strict=True)
         ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.config import Config, load_config, to_short_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
@@ -126,7 +126,7 @@ def choose_target(config: Config, target: str | None) -> Target:
     """Returns the target with its devices; None and `here` are the devices that `train` would use."""
     if target is None or target == "here":
         name = config.devices if isinstance(config.devices, str) and config.devices != "auto" else "here"
-        return target_of(join(environment({}), config.devices).devices, name)
+        return target_of(join(detect_cluster({}), config.devices).devices, name)
     return open_target(parse_target(target))
 
 

@@ -35,9 +35,9 @@ def build(
     if not isinstance(config, Config):
         config = load_config(config, overrides)
     if devices is None:
-        from spmdkit.cluster import environment, join
+        from spmdkit.cluster import detect_cluster, join
 
-        devices = join(environment({}), config.devices).devices
+        devices = join(detect_cluster({}), config.devices).devices
     return open_program(config, task_of(config) if task is None else task, devices)
 
 

@@ -30,7 +30,7 @@ class Due:
         self._ours = frozenset(names())
         self._now: list[Action] = []  # to be done after this step
         self._pending: list[Action] = []  # to be agreed on
-        self._epoch = 0
+        self._generation = 0
         self.keeps_errors = False  # what a hook raises is kept for `raise_kept`
         self._kept: Exception | None = None
         self._broken = set[str]()
@@ -55,9 +55,9 @@ class Due:
                 self._ask(hook, what, call, *args)
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """How often training went back: a step that comes again is asked about under another name."""
-        return self._epoch
+        return self._generation
 
     @property
     def has_own(self) -> bool:
@@ -126,7 +126,9 @@ class Due:
         """Returns what is done after `step`, the same on every process. To be called by all of them at every step in
         turn."""
         cluster = self._cluster
-        if cluster.num_processes > 1 and cluster.agree(f"actions/{self._epoch}", step, bool(self._pending), self._lag):
+        if cluster.num_processes > 1 and cluster.agree(
+            f"actions/{self._generation}", step, bool(self._pending), self._lag
+        ):
             self._now += self._everybodys(step)
             self._pending.clear()
         return self.more()
@@ -146,7 +148,7 @@ class Due:
 
     def _everybodys(self, step: int) -> list[Action]:
         """Returns the actions that any process waits for, in the order of the processes."""
-        cluster, key = self._cluster, f"actions/{self._epoch}/{step}"
+        cluster, key = self._cluster, f"actions/{self._generation}/{step}"
         cluster.put(f"{key}/{cluster.process_index}", json.dumps([to_json(action) for action in self._pending]))
         told = (json.loads(cluster.get(f"{key}/{process}")) for process in range(cluster.num_processes))
         return [from_json(value) for values in told for value in values]
@@ -155,8 +157,8 @@ class Due:
         """Forgets what was asked for, after a rollback: steps come again. Returns a number that is new each time."""
         self._now.clear()
         self._pending.clear()
-        self._epoch += 1
-        return self._epoch
+        self._generation += 1
+        return self._generation
 
     # ---- what travels in a checkpoint
     # ---------------------------------------------------------------------------------

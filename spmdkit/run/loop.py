@@ -16,11 +16,11 @@ import jax
 
 from spmdkit import compat
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.cluster import Cluster, environment, join
-from spmdkit.compat import epochs as compat_epochs
+from spmdkit.cluster import Cluster, detect_cluster, join
+from spmdkit.compat import membership as compat_membership
 from spmdkit.config import Config, load_config, replace_keys
 from spmdkit.data import DeviceBatches
-from spmdkit.elastic import Epochs, ending, epochs_of
+from spmdkit.elastic import Membership, ending, membership_from_env
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, leave, report_and_leave, watching
 from spmdkit.faults.error_mapping import callbacks_that_raise
@@ -98,51 +98,53 @@ def train(
         config = load_config(config)
     resume_check.check_allowed(allow)
     one_arena = allocator.one_arena(config.devices, os.environ)
-    epochs = epochs_of(os.environ, config.elastic) if cluster is None else None
+    membership = membership_from_env(os.environ, config.elastic) if cluster is None else None
     if config.elastic.in_process and not compat.backends_initialized():
-        compat_epochs.reduce_one_by_one()
+        compat_membership.reduce_one_by_one()
     with StopSignals() as signals:
         while True:
             try:
-                return _epoch(config, cluster, task, allow, signals, one_arena, epochs)
+                return _train_generation(config, cluster, task, allow, signals, one_arena, membership)
             except Exception as error:
-                if epochs is None or not epochs.takes(error):
+                if membership is None or not membership.takes(error):
                     raise
-            epochs.leave()  # now that nobody holds the frames of the error
+            membership.leave()  # now that nobody holds the frames of the error
 
 
-def _epoch(
+def _train_generation(
     config: Config,
     cluster: Cluster | None,
     task: Task | None,
     allow: Sequence[str],
     signals: StopSignals,
     one_arena: bool,
-    epochs: Epochs | None,
+    membership: Membership | None,
 ) -> Result:
     """Trains as long as the processes stay the same."""
     with signals.nothing_to_save(report_and_leave):
-        if epochs is None:
+        if membership is None:
             cluster = cluster or join_as(config)
         else:
-            cluster, config = _joined_epoch(config, epochs)
+            cluster, config = _join_generation(config, membership)
         signals.again()  # JAX has just taken SIGTERM
     signals.announce = cluster.is_main
     with (
         watched(config, cluster) as watchdog,
         kept(config.compile_cache, config.folder) as cache,
-        ending(epochs, watchdog, signals),
+        ending(membership, watchdog, signals),
     ):
-        if epochs is not None:
-            epochs.joined(cluster)
-        return _trained(config, cluster, task, allow, signals, watchdog, one_arena, cache, epochs)
+        if membership is not None:
+            membership.joined(cluster)
+        return _trained(config, cluster, task, allow, signals, watchdog, one_arena, cache, membership)
 
 
-def _joined_epoch(config: Config, epochs: Epochs) -> tuple[Cluster, Config]:
-    """Returns the processes of the next epoch, joined, and the config as it is with so many."""
-    spec, epoch, overrides = epochs.place(environment(os.environ, config.cluster.dialect), lambda: warm_up(config))
+def _join_generation(config: Config, membership: Membership) -> tuple[Cluster, Config]:
+    """Returns the processes of the next generation, joined, and the config as it is with so many."""
+    spec, generation, overrides = membership.place(
+        detect_cluster(os.environ, config.cluster.dialect), lambda: warm_up(config)
+    )
     limit_s = config.watchdog.longest_s if config.watchdog else None
-    cluster = join(spec, config.devices, limit_s, config.cluster.interface, epoch)
+    cluster = join(spec, config.devices, limit_s, config.cluster.interface, generation)
     return cluster, replace_keys(config, {key: int(value) for key, value in (each.split("=") for each in overrides)})
 
 
@@ -155,7 +157,7 @@ def _trained(
     watchdog: Watchdog | None,
     one_arena: bool,
     cache: Programs,
-    epochs: Epochs | None = None,
+    membership: Membership | None = None,
 ) -> Result:
     with signals.nothing_to_save(report_and_leave), phase.during("import"):
         consistency.same_start(cluster, config)
@@ -170,7 +172,10 @@ def _trained(
             _ = program.step_bytes  # before anything of the run is opened
             cluster.barrier("compiled")
             leave(0)
-    with ExitStack() as unsaved, Run(config, cluster, program, signals, watchdog, epochs=epochs, allow=allow) as run:
+    with (
+        ExitStack() as unsaved,
+        Run(config, cluster, program, signals, watchdog, membership=membership, allow=allow) as run,
+    ):
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if found_well is not None:
             run.events.write("preflight", why=found_well)
@@ -239,10 +244,10 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     due.tell("begin", run, run.step, state)
     due.keeps_errors = together.is_on
     looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and due.has_own
-    epochs = run.epochs
+    membership = run.membership
     try:
-        if epochs is not None:
-            epochs.after_step(run, run.step, state)
+        if membership is not None:
+            membership.after_step(run, run.step, state)
         with callbacks_that_raise(partial(leave_stuck_callback, run)):
             while (taken := next_of_all(run, state, batches, stop)) is not None:
                 step, batch, wait_s = taken
@@ -251,12 +256,12 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
                 due.after_step(run, step, state, metrics)
                 if (decision := due.decision(step)) is not NOTHING:
                     state, batches, stop = perform(run, step, state, batches, decision)
-                if epochs is not None and stop is None:
-                    epochs.after_step(run, run.step, state)
+                if membership is not None and stop is None:
+                    membership.after_step(run, run.step, state)
         if stop is None and run.input_given_up:
             state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
     except Exception as error:
-        if epochs is None or not epochs.takes(error):
+        if membership is None or not membership.takes(error):
             keep_work(run, state, error)
             together.part()
         raise
@@ -303,7 +308,7 @@ def _introduce(run: Run, state: TrainState) -> None:
     )
     progress.message(f"run directory {run.directory}")
     alone = ["elastic.in_process has no effect: this is not started by spmdkit launch --elastic MIN:MAX"]
-    for note in (*run.cluster.notes, *program.notes, *alone * (config.elastic.in_process and run.epochs is None)):
+    for note in (*run.cluster.notes, *program.notes, *alone * (config.elastic.in_process and run.membership is None)):
         progress.message(f"note: {note}")
     progress.start()
 
@@ -326,7 +331,7 @@ def _preempted(run: Run, stopped: Stop) -> Preempted:
 
 def join_as(config: Config) -> Cluster:
     """Returns the processes that the environment names, joined as a config asks for."""
-    spec = environment(os.environ, config.cluster.dialect)
+    spec = detect_cluster(os.environ, config.cluster.dialect)
     if spec.role == "evaluator":
         raise ConfigError(
             f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts one as what it is; from Python call "

@@ -207,7 +207,7 @@ class _Watch:
         self._window += seen.records
         if seen.went_back_to is None and seen.applied > run.step:
             run.dispatched(seen.applied, {}, 0.0)
-            phase.at("step", seen.applied)
+            phase.enter("step", seen.applied)
             run.telling.progress.advance(seen.applied)
 
     def _check_skipped(self, seen: Seen) -> None:
@@ -245,7 +245,7 @@ class _Watch:
             self._evaluate(state)
         with self._turn:
             save(run, run.step, state)
-        phase.at("end", run.step)
+        phase.enter("end", run.step)
         return state, stop
 
     def _evaluate(self, state: TrainState) -> None:

@@ -26,9 +26,9 @@ from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
-from spmdkit.elastic import Epochs
+from spmdkit.elastic import Membership
 from spmdkit.errors import CheckpointWriteError, Preempted
-from spmdkit.faults import Asked, StopSignals, Watchdog, describe, taken_over
+from spmdkit.faults import ExitRequested, StopSignals, Watchdog, describe, taken_over
 from spmdkit.foundation.run_status import StepMark
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.run import write_report
@@ -64,7 +64,7 @@ class Run:
         signals: StopSignals | None = None,
         watchdog: Watchdog | None = None,
         *,
-        epochs: Epochs | None = None,
+        membership: Membership | None = None,
         allow: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -73,7 +73,7 @@ class Run:
         self.directory = config.resolved_run_dir()
         self.step, self.first_step = 0, 1
         self.finished: str | None = None
-        self.signals, self.watchdog, self.epochs = signals, watchdog, epochs
+        self.signals, self.watchdog, self.membership = signals, watchdog, membership
         self.batches: DeviceBatches | None = None  # those that are read now
         self.input_given_up = False
         self._stack = ExitStack()
@@ -120,11 +120,14 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is not None and issubclass(kind, Asked):
+        if kind is not None and issubclass(kind, ExitRequested):
             self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
-        elif self.epochs is not None and self.epochs.takes(error):
+        elif self.membership is not None and self.membership.takes(error):
             self.events.write(
-                "left the epoch", step=self.step, epoch=self.epochs.number, why=f"{kind.__name__}: {error}"[:200]
+                "membership_changed",
+                step=self.step,
+                generation=self.membership.number,
+                why=f"{kind.__name__}: {error}"[:200],
             )
             restore.abandon(self)
         elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():

@@ -120,7 +120,7 @@ class Together:
 
     def _end(self, *what: Any) -> None:
         self.ended = True
-        phase.ends()  # that another one leaves need not end this one, which does by itself
+        phase.mark_ending()  # that another one leaves need not end this one, which does by itself
         with suppress(RendezvousError):
             self._say([what[0], self._number, *what[1:]])
 
@@ -141,7 +141,7 @@ class Together:
 
     def _follow(self, process: int, what: str, more: list[Any]) -> None:
         self.ended = True
-        phase.ends()
+        phase.mark_ending()
         if what == "stops":
             self.stops = True
             return

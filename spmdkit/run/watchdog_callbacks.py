@@ -53,7 +53,7 @@ def outlive_input(run: Any, number: int) -> None:
     (step_barrier.py). Where they do not, the others are inside the step that this one misses.
     """
     asked = time.monotonic()
-    while (place := phase.place()).phase != "end":
+    while (place := phase.current_phase()).phase != "end":
         time.sleep(0.1)
         waited_s = time.monotonic() - max(place.since, asked)
         if place.phase != "data" or waited_s < INPUT_GRACE_S:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spmdkit import compat
-from spmdkit.cluster import Cluster, environment, join
+from spmdkit.cluster import Cluster, detect_cluster, join
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation.formatting import format_bytes, visible
@@ -31,7 +31,7 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
         ConfigError: `burn_text` is no time.
     """
     burn_s = None if burn_text is None else seconds_of(burn_text)
-    spec = environment(os.environ, config.cluster.dialect if config else "auto")
+    spec = detect_cluster(os.environ, config.cluster.dialect if config else "auto")
     cluster = join(
         spec,
         config.devices if config else "auto",

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.foundation.user_code import call_user
@@ -115,7 +115,7 @@ def verify_step(
     if steps < 1:
         raise ConfigError(f"sk.verify: steps is {steps}. It must be at least 1. Leave it out for its default.")
     num = max(math.prod(sizes.values()) for sizes in meshes)
-    devices = join(environment({}), f"cpu:{num}").devices
+    devices = join(detect_cluster({}), f"cpu:{num}").devices
     if arguments is not None:
         check_holds_no_device(make, arguments, devices[0], axes)
         make = placing(make, arguments, specs, axes)

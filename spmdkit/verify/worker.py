@@ -37,7 +37,7 @@ def main(path: str) -> None:
 def _open(spec: dict[str, Any]) -> Any:
     import jax
 
-    from spmdkit.cluster import environment, join
+    from spmdkit.cluster import detect_cluster, join
     from spmdkit.config import parse_config
     from spmdkit.program.task import load_task
     from spmdkit.verify.memory_check import check_room
@@ -47,7 +47,7 @@ def _open(spec: dict[str, Any]) -> Any:
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
     # XLA's expensive passes: twice the processor time, and the same collectives (GPT on 8 devices, 2026-11-20).
     jax.config.update("jax_disable_most_optimizations", True)
-    join(environment({}), f"cpu:{spec['devices']}")
+    join(detect_cluster({}), f"cpu:{spec['devices']}")
     config = parse_config(spec["config"], source=spec["source"], name=spec["name"])
     target, name = config.task_reference()
     task = load_task(target, name, config.folder, config.task_args)

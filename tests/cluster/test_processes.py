@@ -16,11 +16,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BEGIN = """
 import os, sys
 from spmdkit import compat
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.faults import run_process
 def run(body):
     def main():
-        cluster = join(environment(os.environ), "cpu:3")
+        cluster = join(detect_cluster(os.environ), "cpu:3")
         body(cluster)
         cluster.shutdown()
     sys.exit(run_process(main))

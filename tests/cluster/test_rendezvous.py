@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spmdkit.cluster.environment import ClusterSpec
+from spmdkit.cluster.detection import ClusterSpec
 from spmdkit.cluster.rendezvous import is_loopback, roll_call
 from spmdkit.errors import ConfigError, RendezvousError
 from tests.support.threads import in_threads

@@ -226,31 +226,31 @@ def test_the_sink_goes_back(tmp_path, monkeypatch):
     assert (tmp_path / "run/numbers.csv").read_text().split() == ["1,train/loss,1.0"]
 
 
-# ---- a dialect ----------------------------------------------------------------------------------------------------------
+# ---- an environment ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_dialect_reads_the_environments_that_wait_for_it(added):
+def test_the_environment_reads_the_environments_that_wait_for_it(added):
     name = added("cluster/environments", environments)
     waiting = [row for row in starter_environments.ROWS if row.later and row.later[0] == name]
     assert len(waiting) >= 2
     for row in waiting:
-        wanted, spec = row.later[1], cluster.environment(row.env)
+        wanted, spec = row.later[1], cluster.detect_cluster(row.env)
         assert (spec.num_processes, spec.process_id) == (wanted.num_processes, wanted.process_id)
         assert spec.coordinator.startswith(wanted.coordinator.removesuffix(LATER_PORT))
         assert [words in note for words, note in zip(wanted.notes, spec.notes, strict=True)] == [True] * len(spec.notes)
 
 
-def test_the_dialect_keeps_the_contract(added, monkeypatch):
+def test_the_environment_keeps_the_contract(added, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(starter_environments.__file__).parent), *sys.path])
-    from tests.cluster.test_cluster_dialects import check_contract
+    from tests.cluster.test_environments import check_contract
 
     name = added("cluster/environments", environments)
-    dialect = importlib.import_module(f"spmdkit.cluster.environments.{name}")
-    check_contract(dialect, monkeypatch)
+    environment = importlib.import_module(f"spmdkit.cluster.environments.{name}")
+    check_contract(environment, monkeypatch)
     env = starter_environments.SKYPILOT
-    assert isinstance(dialect.read(env | {"SKYPILOT_NODE_RANK": "2"}), Partial)
+    assert isinstance(environment.read(env | {"SKYPILOT_NODE_RANK": "2"}), Partial)
     alone = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.4"}
-    assert dialect.read(env | alone).spec.coordinator is None
+    assert environment.read(env | alone).spec.coordinator is None
 
 
 # ---- an op --------------------------------------------------------------------------------------------------------------
@@ -281,11 +281,11 @@ def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
         assert_close(value_and_grad(fn, args, record), expected)
 
 
-# ---- a watcher ----------------------------------------------------------------------------------------------------------
+# ---- a source ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_watcher_gives_a_notice_where_azure_evicts(added, monkeypatch):
-    name = added("watchers", preemption_sources)
+def test_the_preemption_source_gives_a_notice_where_azure_evicts(added, monkeypatch):
+    name = added("preemption_sources", preemption_sources)
     events = []
 
     class Azure(http.server.BaseHTTPRequestHandler):
@@ -303,8 +303,8 @@ def test_the_watcher_gives_a_notice_where_azure_evicts(added, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Azure) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AZURE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        watcher = plugins.make("watchers", name)
-        assert watcher.notice() == ""
+        source = plugins.make("preemption_sources", name)
+        assert source.notice() == ""
         events.append({"EventType": "Preempt", "ResourceType": "VirtualMachine"})
-        assert watcher.notice() == "Azure evicts this machine"
+        assert source.notice() == "Azure evicts this machine"
         server.shutdown()

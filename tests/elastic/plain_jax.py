@@ -1,10 +1,10 @@
-"""Epochs on plain JAX, with the toolkit's keeper for the coordination service and nothing else of it: processes that
-lose one of them go on in the next epoch.
+"""Membership on plain JAX, with the toolkit's keeper for the coordination service and nothing else of it: processes that
+lose one of them go on in the next generation.
 
-    python plain_jax.py VICTIM WHERE SIZES      e.g. 0 collective 4,4,3: 0 dies inside an all-reduce of epoch 1, is
+    python plain_jax.py VICTIM WHERE SIZES      e.g. 0 collective 4,4,3: 0 dies inside an all-reduce of generation 1, is
                                                 replaced, then another one dies and three go on
 
-The parent kills, says so in a file, and holds one coordination service for each epoch. A survivor cuts its own Gloo
+The parent kills, says so in a file, and holds one coordination service for each generation. A survivor cuts its own Gloo
 connections as soon as it reads that (`elastic/gloo_sockets.py`);
 NO_CUT=1 leaves that out. How many would come out of the all-reduce without it was not measured.
 """
@@ -33,7 +33,7 @@ def member(me: int, order: Path, folder: Path) -> None:
     from jax.sharding import PartitionSpec as P
 
     from spmdkit import compat
-    from spmdkit.elastic.gloo_sockets import Wires
+    from spmdkit.elastic.gloo_sockets import CollectiveTransport
 
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -49,7 +49,7 @@ def member(me: int, order: Path, folder: Path) -> None:
             jax.distributed.initialize(
                 told["address"], num, rank, heartbeat_timeout_seconds=100_000, shutdown_timeout_seconds=5
             )
-        client, wires = compat.coordination_client(), Wires()
+        client, wires = compat.coordination_client(), CollectiveTransport()
         with wires.noticed():
             devices = jax.devices()
         client.key_value_set(f"port/{rank}", json.dumps(wires.own))
@@ -62,7 +62,7 @@ def member(me: int, order: Path, folder: Path) -> None:
         newest = psum(
             jax.make_array_from_process_local_data(cut, np.array([step if rank == 0 else 0], np.int32), (num,))
         )
-        if rank == 0:  # of an epoch: one that has a state
+        if rank == 0:  # of a generation: one that has a state
             client.key_value_set("step", str(step))
         has = json.loads(client.blocking_key_value_get("step", 60_000))
         left = threading.Event()
@@ -76,7 +76,7 @@ def member(me: int, order: Path, folder: Path) -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         print(
-            f"[{me}] epoch {said}: rank {rank} of {num}, entered in {time.monotonic() - began:.2f} s at step {has}",
+            f"[{me}] generation {said}: rank {rank} of {num}, entered in {time.monotonic() - began:.2f} s at step {has}",
             flush=True,
         )
         step, why = has, ""
@@ -105,7 +105,7 @@ def member(me: int, order: Path, folder: Path) -> None:
         jax.clear_caches()
         gc.collect()
         print(
-            f"[{me}] left epoch {said} at step {step} ({why or 'done'}), {time.monotonic() - out:.2f} s to leave; {len(os.listdir('/proc/self/fd'))} descriptors",
+            f"[{me}] left generation {said} at step {step} ({why or 'done'}), {time.monotonic() - out:.2f} s to leave; {len(os.listdir('/proc/self/fd'))} descriptors",
             flush=True,
         )
         if not why:
@@ -116,19 +116,19 @@ def member(me: int, order: Path, folder: Path) -> None:
 
 
 def parent(victim: int, where: str, sizes: list[int], folder: Path) -> int:
-    from spmdkit.cluster.service import Keeper, reserve_port
+    from spmdkit.cluster.service import ServiceProcess, reserve_port
 
     order = folder / "order"
-    members, keepers, running, holders, number = [], [], {}, [], 0
+    members, service_processes, running, holders, number = [], [], {}, [], 0
 
     def say(members: list[int]) -> None:
         nonlocal number
         number += 1
         holder, port = reserve_port()
-        keeper = Keeper(len(members), -1)
-        keeper.listen(f"127.0.0.1:{port}")
-        keeper.wait_until_up(f"127.0.0.1:{port}")
-        keepers.append(keeper)
+        service_process = ServiceProcess(len(members), -1)
+        service_process.listen(f"127.0.0.1:{port}")
+        service_process.wait_until_up(f"127.0.0.1:{port}")
+        service_processes.append(service_process)
         holders.append(holder)
         beside = folder / "beside"
         beside.write_text(
@@ -172,8 +172,8 @@ def parent(victim: int, where: str, sizes: list[int], folder: Path) -> int:
             time.sleep(0.005)
         print(f"recovered in {time.monotonic() - killed:.2f} s", flush=True)
     codes = [running[me].wait(timeout=60) for me in members]
-    for keeper in keepers:
-        keeper.kill()
+    for service_process in service_processes:
+        service_process.kill()
     print("codes", codes, flush=True)
     return max(codes)
 

@@ -155,7 +155,7 @@ def test_replaced_after_two_deaths_the_job_ends_with_the_bits_of_one_that_nobody
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_fewer_go_on_with_the_same_examples(job, tmp_path, axis):
     out = ended(job("task_args.victims=[[2,17],[1,24]]", axis=axis, elastic="2:4"))
-    assert "as 3 processes (epoch 2)" in out and "as 2 processes (epoch 3)" in out
+    assert "as 3 processes (generation 2)" in out and "as 2 processes (generation 3)" in out
     hurt = numbers(tmp_path / "run")
     ended(job("run_dir=clean", axis=axis))
     same(hurt, numbers(tmp_path / "clean"), exact=False)
@@ -171,8 +171,8 @@ def test_a_death_that_meets_the_others_inside_of_a_collective_lets_all_of_them_o
     does, and is killed and replaced too."""
     settings = "task_args={victims: [[1, 17]], inside: true}"
     out = ended(job(settings, num=num, elastic=f"{num}:{num}", on_error=False))
-    assert f"as {num} processes (epoch 2)" in out
-    left = events(tmp_path / "run", "left the epoch")
+    assert f"as {num} processes (generation 2)" in out
+    left = events(tmp_path / "run", "membership_changed")
     assert len(left) >= num - 2 and any("Gloo" in e["why"] for e in left), left
     hurt = numbers(tmp_path / "run")
     ended(job("run_dir=clean", "task_args.inside=true", num=num, elastic=f"{num}:{num}", on_error=False))
@@ -192,7 +192,7 @@ def test_two_more_join_while_two_train_and_no_step_is_lost(job, tmp_path):
     threading.Thread(target=ask, daemon=True).start()
     out = ended(popen)
     assert "mesh data 4, 4 processes" in out
-    left, back = events(tmp_path / "run", "left the epoch"), events(tmp_path / "run", "restored")
+    left, back = events(tmp_path / "run", "membership_changed"), events(tmp_path / "run", "restored")
     assert {e["step"] for e in left} == {e["step"] for e in back}, "all agreed on one step, and go on from it"
     hurt = numbers(tmp_path / "run")
     ended(job("run_dir=clean", num=2, elastic="2:4"))
@@ -206,7 +206,7 @@ def test_a_death_in_the_middle_of_an_epoch_change_begins_another_one(job, tmp_pa
     popen = job("task_args.victims=[[1,17]]", elastic="2:4")
     threading.Thread(target=kill_one_when, args=(tmp_path / "died17", popen.pid), daemon=True).start()
     out = ended(popen)
-    assert "as 3 processes (epoch 2)" in out and "as 2 processes (epoch 3)" in out, out
+    assert "as 3 processes (generation 2)" in out and "as 2 processes (generation 3)" in out, out
 
 
 def kill_one_when(path, launcher):
@@ -255,7 +255,7 @@ def test_an_epoch_of_fewer_processes_finds_its_step_compiled_ahead(job, tmp_path
     finally:
         popen.terminate()
         out = popen.communicate(timeout=60)[0]
-    assert "as 3 processes (epoch 2)" in out and "compiling ahead for 3 processes has failed" not in out, out
+    assert "as 3 processes (generation 2)" in out and "compiling ahead for 3 processes has failed" not in out, out
 
 
 def compiles_ahead(launcher):

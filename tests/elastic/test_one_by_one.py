@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from spmdkit.compat import epochs as compat_epochs
+from spmdkit.compat import membership as compat_membership
 from tests.support.environment import environment_of_a_user
 
 PROGRAM = """
 import sys
-from spmdkit.compat import epochs as compat_epochs
+from spmdkit.compat import membership as compat_membership
 if sys.argv[1] == "one by one":
-    compat_epochs.reduce_one_by_one()
+    compat_membership.reduce_one_by_one()
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 jax.config.update("jax_num_cpu_devices", 2)
@@ -33,9 +33,9 @@ def test_xla_makes_one_all_reduce_of_two_unless_it_is_told_not_to(how, num):
 
 def test_what_the_environment_says_of_passes_stays_and_nothing_is_said_twice(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_disable_hlo_passes=algsimp")
-    compat_epochs.reduce_one_by_one()
+    compat_membership.reduce_one_by_one()
     once = os.environ["XLA_FLAGS"]
     assert once.endswith(" --xla_disable_hlo_passes=algsimp,cpu-all-reduce-combiner")
     assert once.startswith("--xla_dump_to=/tmp/x ")
-    compat_epochs.reduce_one_by_one()
+    compat_membership.reduce_one_by_one()
     assert os.environ["XLA_FLAGS"] == once

@@ -1,4 +1,4 @@
-"""What epochs stand on, on plain JAX: after a death inside a collective all others come out of it, and meet again in
+"""What membership stand on, on plain JAX: after a death inside a collective all others come out of it, and meet again in
 another job of another size."""
 
 import subprocess

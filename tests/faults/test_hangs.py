@@ -130,7 +130,7 @@ def test_without_our_launcher_a_kill_of_process_0_ends_the_others_with_75_and_it
         assert ended.output.rstrip().splitlines()[-2].startswith("process 0 is gone: it ended without a word")
         assert ended.after_s < 1 + BUSY_S
     assert job.end_of(first).code == 137
-    job.wait_for(lambda: not job.keepers())
+    job.wait_for(lambda: not job.service_processes())
 
 
 def test_without_our_launcher_an_error_of_process_0_is_told_to_the_others(job):
@@ -240,9 +240,9 @@ def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_go
         job.wait_for(lambda: len(job.steps()) > before + 1)  # noqa: B023
     hours = {event["time"][:13] for event in job.events()}
     assert len(hours) > 1, "the clock was not set"
-    keepers = job.keepers()
-    assert len(keepers) == (n > 1)
-    pids = [child.pid, *job.processes().values(), *(keepers if paused_s < 60 else [])]
+    service_processes = job.service_processes()
+    assert len(service_processes) == (n > 1)
+    pids = [child.pid, *job.processes().values(), *(service_processes if paused_s < 60 else [])]
     stop(pids, signal.SIGSTOP)
     time.sleep(paused_s)
     before = len(job.steps())

@@ -49,4 +49,4 @@ def test_a_healthy_hour_with_slow_evaluations_compilations_and_saves_has_no_fals
     assert (job.folder / "slow-saves").is_file(), "no save was slow"
     assert len(saves) >= SOAK_S / 120 and evaluations >= SOAK_S / 300
     assert not events_of(job, "fault"), events_of(job, "fault")
-    assert job.processes() == {} and not job.keepers()
+    assert job.processes() == {} and not job.service_processes()

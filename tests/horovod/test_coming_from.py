@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import spmdkit as sk
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 
 pytestmark = pytest.mark.promotes("the page writes plain jnp")
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text().split("<!-- rows")[1]
@@ -93,7 +93,7 @@ def write(folder, title):
 def trained(folder, *overrides):
     """Returns the `Result` of the config in a folder."""
     config = sk.load_config(folder / "row.yaml", overrides)
-    return sk.train(config, join(environment({}), config.devices))
+    return sk.train(config, join(detect_cluster({}), config.devices))
 
 
 @pytest.fixture(scope="module")

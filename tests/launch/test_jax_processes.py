@@ -8,7 +8,7 @@ pytestmark = pytest.mark.processes
 
 BEGIN = """
 import os, random, sys, time
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import UserCodeError
 from spmdkit.faults import StopSignals, run_process
 import jax, jax.numpy as jnp
@@ -17,7 +17,7 @@ def total(x):
     return float(multihost_utils.process_allgather(jnp.float32(x)).sum())
 def run(main):
     def body():
-        cluster = join(environment(os.environ), "cpu:%d" % int(os.environ["SPMDKIT_NUM_PROCESSES"]))
+        cluster = join(detect_cluster(os.environ), "cpu:%d" % int(os.environ["SPMDKIT_NUM_PROCESSES"]))
         with StopSignals(announce=cluster.is_main) as signals:
             return main(cluster, signals)
     sys.exit(run_process(body))

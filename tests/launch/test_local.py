@@ -58,8 +58,10 @@ def test_an_end_of_the_coordination_service_itself_is_said(start):
     launched = start(script, 2)
     launched.read_until("here", count=2)
     children = Path(f"/proc/{launched.popen.pid}/task/{launched.popen.pid}/children").read_text().split()
-    (keeper,) = [pid for pid in children if "cluster/service/service.py" in Path(f"/proc/{pid}/cmdline").read_text()]
-    os.kill(int(keeper), signal.SIGKILL)
+    (service_process,) = [
+        pid for pid in children if "cluster/service/service.py" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    os.kill(int(service_process), signal.SIGKILL)
     result = launched.wait(timeout_s=20)
     assert result.code == 134
     assert "the process of the coordination service has ended with -9, which ends all that use it" in result.err
@@ -160,10 +162,12 @@ def test_kill_9_of_the_launcher_leaves_no_process(start):
     launched = start(script, 3)
     pids = [int(line.split()[-1]) for line in launched.read_until("pid", count=3)]
     children = Path(f"/proc/{launched.popen.pid}/task/{launched.popen.pid}/children").read_text()
-    keepers = {int(pid) for pid in children.split()} - set(pids)
-    assert all(alive(p) for p in pids) and len(keepers) == 1, "three processes, and one for the coordination service"
+    service_processes = {int(pid) for pid in children.split()} - set(pids)
+    assert all(alive(p) for p in pids) and len(service_processes) == 1, (
+        "three processes, and one for the coordination service"
+    )
     os.kill(launched.popen.pid, signal.SIGKILL)
-    wait_until_dead([*pids, *keepers])
+    wait_until_dead([*pids, *service_processes])
 
 
 def test_a_failure_also_ends_what_the_processes_started(start):

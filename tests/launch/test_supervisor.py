@@ -8,7 +8,7 @@ from spmdkit.launch.process import start
 from spmdkit.launch.supervisor import Child, Note, Supervisor, end
 
 
-def test_a_rank_that_is_blamed_is_found_among_the_processes_of_the_epoch_and_a_death_is_told_by_rank():
+def test_a_blamed_rank_is_mapped_to_its_process():
     """Process 1 is gone; process 0 misses rank 1, which is process 2, and leaves with 75."""
     deaths = Note()
     code = {0: "import sys; sys.exit(75)", 2: "import time; time.sleep(60)", 3: "import time; time.sleep(60)"}

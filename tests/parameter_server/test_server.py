@@ -32,7 +32,7 @@ def server_of(rules, optimizer=None, params=W, members=None):
 
 
 def push(number, version, worker=0, gradient=(1.0, 0.0), **more):
-    values = {"incarnation": 0, "epoch": 1, "batch": 3 * number + worker + 1, **more}
+    values = {"incarnation": 0, "generation": 1, "batch": 3 * number + worker + 1, **more}
     return Push(worker, number=number, version=version, gradient={"w": np.float32(gradient)}, **values)
 
 
@@ -91,15 +91,15 @@ def test_a_snapshot_knows_what_was_applied_and_a_held_gradient_is_not():
         server.push(push(0, 0, worker=worker))
     server.take(2, 0, 0)
     server.push(push(0, 1, worker=2, batch=3))
-    epoch, arrays, table = server.snapshot()
-    assert epoch == 1 and table["applied"] == 1 and table["again"] == [3] and table["next_batch"] == 4
+    generation, arrays, table = server.snapshot()
+    assert generation == 1 and table["applied"] == 1 and table["again"] == [3] and table["next_batch"] == 4
     back = server_of(Rules(10, aggregate=2), optax.adam(0.1))
     back.install(2, arrays, table, {0: 0, 1: 0, 2: 0})
     assert value(back) == value(server) and back.applied == 1
-    assert back.push(push(0, 0)).outcome == "epoch"  # of what was lost
-    assert back.push(push(0, 1, epoch=2)).outcome == "applied"  # already: the answer, and nothing else
+    assert back.push(push(0, 0)).outcome == "generation"  # of what was lost
+    assert back.push(push(0, 1, generation=2)).outcome == "applied"  # already: the answer, and nothing else
     assert back.applied == 1
-    assert back.push(push(0, 1, worker=2, epoch=2)).outcome == "held"  # it was not applied
+    assert back.push(push(0, 1, worker=2, generation=2)).outcome == "held"  # it was not applied
     assert back.take(2, 0, 1) == 3
 
 
@@ -158,22 +158,22 @@ def by_hand(owned, workers, zeros=2, optimizer=None, saved=None):
 def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached, loss):
     chief, transport, saved = by_hand({"v": 0, "w": 1}, workers=2)
 
-    def pushed(server, worker, batch, epoch):
+    def pushed(server, worker, batch, generation):
         gradient = {"vw"[server]: np.float32([1, 0])}
-        sent = Push(worker, 0, 0, epoch, 0, batch, gradient)
+        sent = Push(worker, 0, 0, generation, 0, batch, gradient)
         return ask(chief.endpoints[server], "push", sent).outcome
 
     assert ask(chief.endpoints[0], "take", 0, 0, 0) == 1
-    assert pushed(reached, 0, 1, epoch=1) == "applied"
+    assert pushed(reached, 0, 1, generation=1) == "applied"
     if loss == "servers go back":
         saved.append(chief.snapshot())
         chief.install()
     else:
         transport.workers[0].dead = True
         assert [happened.event for happened in chief.watch().happened] == ["worker lost", "worker started"]
-    epoch = len(saved)
+    generation = len(saved)
     assert ask(chief.endpoints[0], "take", 1, 0, 0) == 1  # whoever asks next has it
-    assert [pushed(server, 1, 1, epoch) == "again" for server in (0, 1)] == [reached == 0, reached == 1]
+    assert [pushed(server, 1, 1, generation) == "again" for server in (0, 1)] == [reached == 0, reached == 1]
     assert ask(chief.endpoints[0], "take", 1, 0, 1) == 2
     state, _ = chief.snapshot()
     assert state.params["v"].tolist() == state.params["w"].tolist() == [-1, 0]

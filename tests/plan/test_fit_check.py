@@ -205,14 +205,14 @@ def test_a_check_that_raises_on_one_process_keeps_nobody_waiting(process):
 PROCESS = """
 import os, sys, time
 from spmdkit.program import memory
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.config import load_config
 from spmdkit.faults import run_process
 from spmdkit.run.loop import train
 me = int(os.environ["SPMDKIT_PROCESS_ID"])
 def main():
     loaded = load_config(sys.argv[1])
-    cluster = join(environment(os.environ), loaded.devices)
+    cluster = join(detect_cluster(os.environ), loaded.devices)
     if me == 0:  # only process 0 finds that the step does not fit
         memory.StepBytes.fits = lambda self, limit: print("refused at", time.time(), file=sys.stderr)
     train(loaded, cluster)

@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError
 from spmdkit.plan.command import PlanOptions, make_plan, run_plan
 from spmdkit.plan.document import NotAllowed
@@ -166,4 +166,4 @@ def test_no_message_has_more_than_one_line():
     with pytest.raises(ConfigError) as refused:
         make_plan(config(), "tpu:v9:4x4")
     assert not re.search(r"\n", str(refused.value))
-    assert join(environment({}), "cpu:8").num_processes == 1
+    assert join(detect_cluster({}), "cpu:8").num_processes == 1

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.config import replace_keys
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())["tensorflow"]
@@ -60,7 +60,7 @@ def test_one_worker_of_our_parameter_server_is_one_of_tensorflows(tmp_path):
     config = replace_keys(
         one.config, {"sync": sync, "steps": golden["updates"], "run_dir": str(tmp_path), "checkpoint": None}
     )
-    params = sk.train(config, join(environment({}), "cpu:1"), one.task).state.params
+    params = sk.train(config, join(detect_cluster({}), "cpu:1"), one.task).state.params
     np.testing.assert_allclose(
         (float(params["w"]), float(params["b"])), (golden["w"], golden["b"]), rtol=1e-5, atol=1e-6
     )

@@ -17,7 +17,7 @@ from spmdkit.cli import checkpoint as cli_checkpoint
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.run.loop import evaluate
 from tests.run.test_restore import flip_every_array, lose_a_file
-from tests.support.small_runs import config_of, environment, events, join, line_task, lines, train
+from tests.support.small_runs import config_of, detect_cluster, events, join, line_task, lines, train
 
 SETTINGS = {
     "checkpoint": {"every_steps": None, "keep": 1, "best": {"metric": "loss", "mode": "min"}},
@@ -58,7 +58,7 @@ def test_what_was_best_is_known_after_a_restart(climbed, tmp_path):
 
 def test_the_best_step_any_step_and_the_newest_can_be_evaluated(climbed):
     config = config_of(climbed, **SETTINGS)
-    ask = lambda **which: evaluate(config, join(environment({}), config.devices), there_and_back(), **which)
+    ask = lambda **which: evaluate(config, join(detect_cluster({}), config.devices), there_and_back(), **which)
     for which, step in (({"best": True}, 6), ({"step": 6}, 6), ({}, 20)):
         found, values = ask(**which)
         assert found == step and values["loss"] == pytest.approx(losses(climbed)[step], rel=1e-6)
@@ -70,7 +70,7 @@ def test_eval_best_without_a_rule_says_how_to_have_one(tmp_path):
     train(tmp_path, steps=5)
     config = config_of(tmp_path)
     with pytest.raises(CheckpointError, match=r"the best checkpoint was asked for.*Set checkpoint: \{best:"):
-        evaluate(config, join(environment({}), config.devices), line_task(), best=True)
+        evaluate(config, join(detect_cluster({}), config.devices), line_task(), best=True)
 
 
 def test_steps_that_keep_every_divides_stay_for_good(tmp_path):

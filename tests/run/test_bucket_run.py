@@ -7,7 +7,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.checkpoint import Lease, location, object_store
-from spmdkit.cluster import ClusterSpec, environment, join
+from spmdkit.cluster import ClusterSpec, detect_cluster, join
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.foundation.run_status import newest_saved
 from spmdkit.launch.local import _newest
@@ -49,7 +49,7 @@ def test_a_run_goes_on_on_an_empty_disk_with_all_its_metrics_and_ends_as_one_tha
 def test_eval_and_an_evaluator_read_the_bucket(client, tmp_path):
     train(tmp_path, checkpoint=SAVED)
     config = config_of(tmp_path / "elsewhere", checkpoint=SAVED)
-    step, values = evaluate(config, join(environment({}), config.devices), line_task())
+    step, values = evaluate(config, join(detect_cluster({}), config.devices), line_task())
     assert step == 20 and values["loss"] < 1
     (tmp_path / "elsewhere/run").mkdir(parents=True)
     assert evaluate_each(config, ClusterSpec(), line_task(), say=lambda line: None) == [15, 20]
@@ -74,7 +74,9 @@ def test_batches_that_were_left_out_for_good_are_known_on_a_new_disk_and_to_proc
     train(tmp_path / "a", task, steps=4, checkpoint={"every_steps": None, "directory": URL})
     assert skipped_batches.read(tmp_path / "a/run") == ((1, 2),)
     (tmp_path / "b/run").mkdir(parents=True)
-    startup_bucket.bring_skipped(config_of(tmp_path / "b", checkpoint=SAVED), join(environment({})), tmp_path / "b/run")
+    startup_bucket.bring_skipped(
+        config_of(tmp_path / "b", checkpoint=SAVED), join(detect_cluster({})), tmp_path / "b/run"
+    )
     (tmp_path / "c").mkdir()
     folder = lambda cluster: tmp_path / ("b/run" if cluster.is_main else "c")
     assert on_all(2, lambda cluster: skipped_batches.read_for_all(folder(cluster), cluster)) == [((1, 2),), ((1, 2),)]

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import NonFiniteError
 from spmdkit.program.replica_check import Copies
 from tests.support.core_models import regression
@@ -126,7 +126,7 @@ def train(tmp_path, flip_at=None, device=2, loss_fn=lambda p, b, key: sk.mean(sq
         train_data=X,
         hooks=hooks,
     )
-    result = sk.train(config, join(environment({}), config.devices), task)
+    result = sk.train(config, join(detect_cluster({}), config.devices), task)
     assert fired or flip_at is None, "the fault was not injected"
     return result
 

@@ -13,7 +13,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit import checkpoint
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import NonFiniteError, UserCodeError
 
 X = np.random.default_rng(0).normal(size=(96, 3)).astype(np.float32)
@@ -54,7 +54,7 @@ def train(tmp_path, rows, *hooks, name="run", scale=1.0, **changes):
     }
     config = sk.Config(**{**values, **changes})
     task = sk.Task(lambda key: {"w": jnp.zeros(3)}, loss_fn, optax.adam(0.1), train_data=rows, hooks=hooks)
-    return sk.train(config, join(environment({}), config.devices), task)
+    return sk.train(config, join(detect_cluster({}), config.devices), task)
 
 
 def lines(tmp_path, name="metrics.jsonl", run="run"):

@@ -109,15 +109,15 @@ def test_a_state_is_replaced_by_all_processes_together_each_with_its_part():
 
 def test_steps_that_come_again_after_a_rollback_are_agreed_on_anew():
     def body(due, decisions, process, dispatched):
-        for epoch in range(3):
+        for generation in range(3):
             for step in range(1, 12):
                 dispatched(process)
                 due.after_step(None, step, None, None)
                 if (decision := due.decision(step)) is not NOTHING:
-                    decisions[epoch, step] = decision
+                    decisions[generation, step] = decision
                     break
             due.went_back()
 
     found = processes(lambda process: [asks(3, sk.Rollback(), process=1)(process)], body)
     assert found == [found[0]] * NUM
-    assert [epoch for epoch, _ in found[0]] == [0, 1, 2]
+    assert [generation for generation, _ in found[0]] == [0, 1, 2]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import spmdkit as sk
 from spmdkit import checkpoint
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError, NonFiniteError
 from spmdkit.run.hooks import finite
 
@@ -45,7 +45,7 @@ def train(tmp_path, task, **changes):
         "log": {"every_steps": 4, "progress": "plain"},
     }
     config = sk.Config(**values | changes)
-    return sk.train(config, join(environment({}), config.devices), task)
+    return sk.train(config, join(detect_cluster({}), config.devices), task)
 
 
 def lines(tmp_path, name="metrics.jsonl"):
@@ -100,7 +100,7 @@ def test_the_command_eval_ends_with_77_after_it_has_printed(tmp_path, monkeypatc
     from spmdkit.run import loop
 
     monkeypatch.setattr(loop, "evaluate", lambda config, cluster, **_: (4, {"loss": float("nan")}))
-    monkeypatch.setattr(cli, "_join", lambda path, overrides: (config, join(environment({}), "cpu:2")))
+    monkeypatch.setattr(cli, "_join", lambda path, overrides: (config, join(detect_cluster({}), "cpu:2")))
     for policy in ("stop", "continue"):
         config = sk.Config(task="t.py:t", on_nonfinite={"evaluation": policy})
         found = CliRunner().invoke(cli.app, ["eval", "unused.yaml"])

@@ -9,7 +9,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.checkpoint import RunLock
 from spmdkit.checkpoint.run_directory import prepare_run_dir
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation import redact
 from spmdkit.verify import certificate
@@ -62,10 +62,10 @@ def told(tmp_path, monkeypatch, capfd):
     (tmp_path / "run.yaml").write_text(CONFIG)
     config = sk.load_config(tmp_path / "run.yaml")
     with pytest.raises(UserCodeError, match=CANARY):  # in Python it is the user's own exception
-        sk.train(config, join(environment({}), config.devices))
+        sk.train(config, join(detect_cluster({}), config.devices))
     sys.modules.pop("spmdkit_task_task", None)
     (tmp_path / "task.py").write_text(TASK.replace("i == 31", "i == 99"))
-    sk.train(config, join(environment({}), config.devices))
+    sk.train(config, join(detect_cluster({}), config.devices))
     printed = capfd.readouterr().out
     assert CANARY not in printed and "*** refused" in printed
     return tmp_path, config

@@ -47,4 +47,4 @@ def test_what_was_lowered_for_the_comparison_is_what_is_compiled(tmp_path):
     program = sk.build(config_of(tmp_path), line_task())
     lowered = program.evaluator.lowered
     program.eval(program.init())
-    assert program.evaluator.lowered is not lowered, "it was kept in memory"
+    assert program.evaluator.lowered is not lowered, "it was snapshot_taken"

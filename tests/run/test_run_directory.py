@@ -14,7 +14,7 @@ import spmdkit as sk
 from spmdkit import checkpoint
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.checkpoint.record import read_record, write_record
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import CheckpointWriteError, NonFiniteError
 from spmdkit.program.program import Program
 from spmdkit.run.loop import run_steps
@@ -61,7 +61,7 @@ class Slow:
 
 
 def train(config, task):
-    return sk.train(config, join(environment({}), config.devices), task)
+    return sk.train(config, join(detect_cluster({}), config.devices), task)
 
 
 def lines(tmp_path, name):
@@ -103,7 +103,7 @@ def test_a_run_leaves_every_file_that_the_reference_names(tmp_path):
 
 def test_the_state_is_saved_every_so_many_seconds(tmp_path):
     config = make_config(tmp_path, checkpoint={"every_seconds": 10, "keep": 9})
-    cluster = join(environment({}), config.devices)
+    cluster = join(detect_cluster({}), config.devices)
     program = Program(config, make_task(), cluster.devices)
     now = [0.0]
     with Run(config, cluster, program, clock=lambda: now[0]) as run:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 
@@ -53,7 +53,7 @@ def train(folder, train_data, eval_data, **data):
         data=data,
     )
     task = sk.Task(lambda key: {"w": jnp.zeros(3)}, loss_fn, optax.sgd(0.1), train_data=train_data, eval_data=eval_data)
-    sk.train(config, join(environment({}), config.devices), task)
+    sk.train(config, join(detect_cluster({}), config.devices), task)
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

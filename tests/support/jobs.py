@@ -231,7 +231,7 @@ class Job:
             if "train" in command and "SPMDKIT_PROCESS_ID" in env
         }
 
-    def keepers(self) -> list[int]:
+    def service_processes(self) -> list[int]:
         """Returns the pids of those that hold a coordination service for this folder's job."""
         return [
             pid
@@ -284,7 +284,7 @@ class Job:
     def close(self) -> None:
         """Kills what is left."""
         for popen in self.started:
-            for pid in {*self.processes().values(), *self.keepers(), popen.pid}:
+            for pid in {*self.processes().values(), *self.service_processes(), popen.pid}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             popen.wait(timeout=30)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 
 X = np.random.default_rng(0).normal(size=(256, 1)).astype(np.float32)
 
@@ -42,7 +42,7 @@ def config_of(folder: Path, **changes: Any) -> sk.Config:
 def train(folder: Path, task: sk.Task | None = None, **changes: Any) -> Any:
     """Returns the `Result` of a run in this process."""
     config = config_of(folder, **changes)
-    return sk.train(config, join(environment({}), config.devices), task or line_task())
+    return sk.train(config, join(detect_cluster({}), config.devices), task or line_task())
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

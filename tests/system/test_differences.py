@@ -50,7 +50,7 @@ def note_when_data_agree():
     """Writes down how long it takes until text, versions and data were compared: what this process has worked since it began, and what a clock says since it has joined."""
     from spmdkit.foundation import phase
     from spmdkit.run.startup import consistency
-    compare, joined = consistency.same_program, phase.place().since - sum(phase.spent.values())
+    compare, joined = consistency.same_program, phase.current_phase().since - sum(phase.seconds_by_phase.values())
 
     def after_the_data(cluster, make):
         with open(f"agreed-{cluster.process_index}", "w") as file:

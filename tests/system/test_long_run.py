@@ -70,13 +70,13 @@ def below(pid: int) -> dict[int, str]:
 
 
 def what_is(pid: int) -> str:
-    """Returns "process 3" of a process of the job, "keeper" of the one that holds the coordination service, otherwise
+    """Returns "process 3" of a process of the job, "service_process" of the one that holds the coordination service, otherwise
     "launcher"."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     number = next((v for v in variables if v.startswith(b"SPMDKIT_PROCESS_ID=")), None)
     if number is not None:
         return f"process {number.partition(b'=')[2].decode()}"
-    return "keeper" if b"service.py" in Path(f"/proc/{pid}/cmdline").read_bytes() else "launcher"
+    return "service_process" if b"service.py" in Path(f"/proc/{pid}/cmdline").read_bytes() else "launcher"
 
 
 def test_eight_processes_stay_as_large_as_they_are_for_2000_steps_and_200_saves_and_leave_nothing(
@@ -111,7 +111,7 @@ def test_eight_processes_stay_as_large_as_they_are_for_2000_steps_and_200_saves_
     for row in told:
         print("{}: {} readings, {} KiB in 1,000 steps, {} to {} KiB, {} to {} files, {} more in the end".format(*row))
     print(f"{time.monotonic() - begin:.0f} s")
-    assert {row[0] for row in told} == {f"process {i}" for i in range(8)} | {"keeper", "launcher"}
+    assert {row[0] for row in told} == {f"process {i}" for i in range(8)} | {"service_process", "launcher"}
     assert all(row[2] < MOST_KIB and row[7] <= 2 for row in told), told
     events = [json.loads(line) for line in (real_folder.path / "run" / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "saved" for event in events) >= steps // every

@@ -7,10 +7,10 @@ import pkgutil
 from collections.abc import Mapping
 from typing import cast
 
-from spmdkit.cluster.environments.base import Dialect
+from spmdkit.cluster.environments.base import Environment
 
 
-def all_dialects() -> Mapping[str, Dialect]:
-    """Returns name -> module of every dialect in this folder."""
+def all_environments() -> Mapping[str, Environment]:
+    """Returns name -> module of every environment in this folder."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
-    return {name: cast(Dialect, importlib.import_module(f"{__name__}.{name}")) for name in names}
+    return {name: cast(Environment, importlib.import_module(f"{__name__}.{name}")) for name in names}

@@ -1,12 +1,12 @@
-"""What a dialect is: how one kind of starter tells a process its place. A file each in this folder, found by its name.
+"""What an environment is: how one kind of starter tells a process its place. A file each in this folder, found by its name.
 
-A dialect is a module with
+An environment is a module with
 
     NAMES: Names           its variables, for messages
-    read(env) -> Answer    `Found`, `Partial`, or None where nothing of it is set
+    read(env) -> Answer    `DetectedCluster`, `Partial`, or None where nothing of it is set
 
 `read` is pure: it looks at the mapping that it is given and at nothing else. Environments are nested (`mpirun` inside
-`salloc`, `spmdkit launch` in a batch script), so several dialects may answer; `environment.py` chooses by `level`.
+`salloc`, `spmdkit launch` in a batch script), so several environments may answer; `detection.py` chooses by `level`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedCluster:
     """This process's place, complete.
 
     Attributes:
-        names: the dialect's own variables, for messages.
+        names: the environment's own variables, for messages.
         agents: how many processes the starter keeps of its own to start these, one a host (torchrun's agents, Open
             MPI's daemons). Another starter with that many processes has started the agents, and is below this one.
-        said: the place in the dialect's own words, where its variables do not hold the two numbers themselves.
-        repair: what to look at in this dialect when processes do not meet, a sentence.
+        said: the place in the environment's own words, where its variables do not hold the two numbers themselves.
+        repair: what to look at in this environment when processes do not meet, a sentence.
         role: what the process is for: `train`, or `evaluator`, alone beside those that train.
     """
 
@@ -54,7 +54,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Partial:
-    """Something of the dialect is set, and it is no place in a cluster.
+    """Something of the environment is set, and it is no place in a cluster.
 
     Of the levels asked and starter it is an error where nothing else is found; of the level allocation it is one
     process and a line in the log.
@@ -71,16 +71,16 @@ class Partial:
     num_processes: int | None = None
 
 
-Answer: TypeAlias = Found | Partial | None
+Answer: TypeAlias = DetectedCluster | Partial | None
 
 
-class Dialect(Protocol):
-    """The module of a dialect."""
+class Environment(Protocol):
+    """The module of an environment."""
 
     NAMES: Names
 
     def read(self, env: Mapping[str, str]) -> Answer:
-        """Returns what `env` says in this dialect."""
+        """Returns what `env` says in this environment."""
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, Found, Partial, address, whole_number
+from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "TPU_PROCESS_ADDRESSES")
@@ -50,7 +50,7 @@ def read(env: Mapping[str, str]) -> Answer:
     said = f"{NAMES.process_id}={worker} of {len(hosts)} hosts" + (
         f", {SLICE}={slice_} of {num_slices}" if num_slices > 1 else ""
     )
-    return Found(spec, "allocation", NAMES, said=said, repair=REPAIR)
+    return DetectedCluster(spec, "allocation", NAMES, said=said, repair=REPAIR)
 
 
 def _host(text: str) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import FIRST_PORT, Answer, Found, Partial, address, whole_number
+from spmdkit.cluster.environments.base import FIRST_PORT, Answer, DetectedCluster, Partial, address, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("JOBSET_PODS", "JOB_COMPLETION_INDEX", "JOBSET_COORDINATOR")
@@ -58,4 +58,4 @@ def read(env: Mapping[str, str]) -> Answer:
     said = f"{NAMES.num_processes}={pods}, {NAMES.process_id}={index}" + (
         f", {JOB}={job} of {jobs}" if (jobs or 1) > 1 else ""
     )
-    return Found(spec, "allocation", NAMES, said=said, repair=REPAIR)
+    return DetectedCluster(spec, "allocation", NAMES, said=said, repair=REPAIR)

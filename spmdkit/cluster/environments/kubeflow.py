@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, Found, Partial, is_address, whole_number
+from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, is_address, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
@@ -36,6 +36,6 @@ def read(env: Mapping[str, str]) -> Answer:
             "starter",
             num,
         )
-    return Found(
+    return DetectedCluster(
         ClusterSpec(meeting if num > 1 else None, num, process, names=NAMES), "allocation", NAMES, repair=REPAIR
     )

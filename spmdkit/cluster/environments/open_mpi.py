@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, Found, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, port_of, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
@@ -45,7 +45,7 @@ def read(env: Mapping[str, str]) -> Answer:
             "starter",
         )
     spec = ClusterSpec(met if size > 1 else None, size, rank, names=NAMES)
-    return Found(spec, "starter", NAMES, agents=_daemons(env), repair=REPAIR)
+    return DetectedCluster(spec, "starter", NAMES, agents=_daemons(env), repair=REPAIR)
 
 
 def _daemons(env: Mapping[str, str]) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, Found, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, port_of, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")
@@ -53,7 +53,7 @@ def read(env: Mapping[str, str]) -> Answer:
         )
     port = port_of(job + PORTS_BETWEEN_STEPS * step)
     coordinator = address(first_host(hosts), port) if num_tasks > 1 else None
-    return Found(ClusterSpec(coordinator, num_tasks, task, names=NAMES), "starter", NAMES, repair=REPAIR)
+    return DetectedCluster(ClusterSpec(coordinator, num_tasks, task, names=NAMES), "starter", NAMES, repair=REPAIR)
 
 
 def _allocation(env: Mapping[str, str], job: int) -> Partial:

@@ -1,15 +1,15 @@
 """Our own variables: what `spmdkit launch` sets, and the whole interface for a starter of one's own.
 
 `SPMDKIT_NUM_PROCESSES`, `SPMDKIT_PROCESS_ID` and `SPMDKIT_COORDINATOR` are a place. The number of processes alone is a
-demand: whichever other dialect is found has to have that many. The others (`SPMDKIT_COORDINATOR` without a number,
-devices, timeout) change what another dialect says; `environment.py` lays them over it.
+demand: whichever other environment is found has to have that many. The others (`SPMDKIT_COORDINATOR` without a number,
+devices, timeout) change what another environment says; `detection.py` lays them over it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, Found, Partial
+from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial
 from spmdkit.cluster.spec import OURS, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
 
@@ -49,7 +49,9 @@ def read(env: Mapping[str, str]) -> Answer:
     coordinator = given.get(NAMES.coordinator) if num_processes > 1 else None
     if coordinator is not None:
         split_address(coordinator)
-    return Found(ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "asked", NAMES, repair=REPAIR)
+    return DetectedCluster(
+        ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "asked", NAMES, repair=REPAIR
+    )
 
 
 def integer(given: Mapping[str, str], name: str, *, default: int, least: int) -> int:

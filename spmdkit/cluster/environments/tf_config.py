@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spmdkit.cluster.environments.base import Answer, Found, Partial, is_address
+from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, is_address
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 VARIABLE = "TF_CONFIG"
@@ -41,7 +41,7 @@ def read(env: Mapping[str, str]) -> Answer:
     cluster, kind, index = task
     hosts = [host for role in TRAINS for host in cluster.get(role, [])]
     if kind == "evaluator":
-        return Found(
+        return DetectedCluster(
             ClusterSpec(names=NAMES), "allocation", NAMES, said="task evaluator", repair=REPAIR, role="evaluator"
         )
     if kind == "ps":
@@ -62,7 +62,7 @@ def read(env: Mapping[str, str]) -> Answer:
     if not is_address(hosts[0]):
         return Partial(f"{hosts[0]!r} of {VARIABLE} is no host:port", f"For example {EXAMPLE}.", "starter")
     spec = ClusterSpec(hosts[0] if len(hosts) > 1 else None, len(hosts), process, names=NAMES)
-    return Found(spec, "allocation", NAMES, said=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
+    return DetectedCluster(spec, "allocation", NAMES, said=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
 
 
 def _task(text: str) -> tuple[dict[str, list[str]], str, int] | str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, Found, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, port_of, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("WORLD_SIZE", "RANK", "MASTER_ADDR")
@@ -44,4 +44,4 @@ def read(env: Mapping[str, str]) -> Answer:
         return Partial(f"LOCAL_RANK={local} is set, and the rest is no place in a cluster ({found})", repair, "starter")
     free = port_of(port + 1) if env.get(AGENT_HAS_PORT) == "True" else port
     spec = ClusterSpec(address(host, free) if size > 1 else None, size, rank, names=NAMES)
-    return Found(spec, "starter", NAMES, agents=whole_number(env, AGENTS), repair=REPAIR)
+    return DetectedCluster(spec, "starter", NAMES, agents=whole_number(env, AGENTS), repair=REPAIR)

@@ -1,4 +1,4 @@
-"""`Keeper`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen and
+"""`ServiceProcess`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen and
 when to end.
 
 `spmdkit launch` keeps it for its processes; started in any other way, process 0 starts it, and it outlives process 0
@@ -31,7 +31,7 @@ UP_S = 30.0
 Start = Callable[..., "subprocess.Popen[Any]"]
 
 
-class Keeper:
+class ServiceProcess:
     """A process that holds the coordination service of `num_processes`.
 
     Args:

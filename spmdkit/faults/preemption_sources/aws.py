@@ -11,12 +11,12 @@ import json
 import time
 from urllib.error import HTTPError
 
-from spmdkit.faults.preemption_sources.base import Watcher, address, ask
+from spmdkit.faults.preemption_sources.base import PreemptionSource, address, ask
 
 TOKEN_S = 21600
 
 
-def make(every_s: float = 5.0) -> Watcher:
+def make(every_s: float = 5.0) -> PreemptionSource:
     """Returns the watcher of this machine; AWS_EC2_METADATA_SERVICE_ENDPOINT names another server, as AWS's own tools
     read it."""
     token: dict[str, float] = {}  # the one that is used -> until when
@@ -46,4 +46,4 @@ def make(every_s: float = 5.0) -> Watcher:
             else ""
         )
 
-    return Watcher(notice, every_s)
+    return PreemptionSource(notice, every_s)

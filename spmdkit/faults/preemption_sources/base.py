@@ -1,5 +1,5 @@
 """What a watcher is: it asks something outside whether this machine is about to be taken away. A file each in this
-folder, `make(**options) -> Watcher`.
+folder, `make(**options) -> PreemptionSource`.
 
 SIGTERM and SIGUSR1, which most schedulers send, need none (faults/signals.py). It is asked in a thread of its own, in
 every process of the run, since each may be on another machine; one notice is enough, and all processes save at one step
@@ -19,7 +19,7 @@ TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Watcher:
+class PreemptionSource:
     """What is asked, and how often.
 
     Attributes:

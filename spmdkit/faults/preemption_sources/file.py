@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from spmdkit.errors import ConfigError
-from spmdkit.faults.preemption_sources.base import Watcher
+from spmdkit.faults.preemption_sources.base import PreemptionSource
 
 
-def make(path: str, every_s: float = 1.0) -> Watcher:
+def make(path: str, every_s: float = 1.0) -> PreemptionSource:
     """Returns the watcher of a file; a relative path is in the folder in which the command was given."""
     if not isinstance(path, str) or not path:
         raise ConfigError(
@@ -28,4 +28,4 @@ def make(path: str, every_s: float = 1.0) -> Watcher:
             return ""
         return f"the file {file}" if changed >= begun else ""
 
-    return Watcher(notice, every_s)
+    return PreemptionSource(notice, every_s)

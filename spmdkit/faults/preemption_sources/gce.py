@@ -9,12 +9,12 @@ Every request carries `Metadata-Flavor: Google`. Source: cloud.google.com/comput
 
 from __future__ import annotations
 
-from spmdkit.faults.preemption_sources.base import Watcher, address, ask
+from spmdkit.faults.preemption_sources.base import PreemptionSource, address, ask
 
 HEADERS = {"Metadata-Flavor": "Google"}
 
 
-def make(every_s: float = 5.0) -> Watcher:
+def make(every_s: float = 5.0) -> PreemptionSource:
     """Returns the watcher of this machine; GCE_METADATA_HOST names another server, as Google's own libraries read
     it."""
 
@@ -26,4 +26,4 @@ def make(every_s: float = 5.0) -> Watcher:
             return "Google Cloud stops this machine for maintenance"
         return ""
 
-    return Watcher(notice, every_s)
+    return PreemptionSource(notice, every_s)

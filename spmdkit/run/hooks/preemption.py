@@ -1,4 +1,4 @@
-"""Stops when this machine, or that of any other process, is about to be taken away: `preemption` in a config; watchers/
+"""Stops when this machine, or that of any other process, is about to be taken away: `preemption` in a config; sources/
 has who is asked.
 
 All processes agree on a step, save it, and leave with 42. Where this process waits for data that do not come, the
@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from spmdkit.errors import Preempted
-from spmdkit.faults.preemption_sources.base import Watcher
+from spmdkit.faults.preemption_sources.base import PreemptionSource
 from spmdkit.foundation import phase, plugins
 from spmdkit.run.hooks.base import Action, Hook, Stop
 
@@ -24,14 +24,14 @@ def make(config: Any) -> Hook | None:
     """Returns the hook that heeds notices, None where nobody is asked."""
     if not config.preemption:
         return None
-    watchers = [(plugins.split(choice)[0], plugins.make("watchers", choice)) for choice in config.preemption]
+    sources = [(plugins.split(choice)[0], plugins.make("preemption_sources", choice)) for choice in config.preemption]
     noticed: list[str] = []
     taken, ended = threading.Event(), threading.Event()
 
     def begin(run: Any, step: int, state: Any) -> None:
-        for name, watcher in watchers:
+        for name, source in sources:
             thread = threading.Thread(
-                target=_watch, args=(run, name, watcher, noticed, taken, ended), name=f"spmdkit-{name}", daemon=True
+                target=_watch, args=(run, name, source, noticed, taken, ended), name=f"spmdkit-{name}", daemon=True
             )
             thread.start()
 
@@ -45,20 +45,20 @@ def make(config: Any) -> Hook | None:
 
 
 def _watch(
-    run: Any, name: str, watcher: Watcher, noticed: list[str], taken: threading.Event, ended: threading.Event
+    run: Any, name: str, source: PreemptionSource, noticed: list[str], taken: threading.Event, ended: threading.Event
 ) -> None:
     """Asks until there is a notice, or training ends."""
     failed = False
-    while not ended.wait(watcher.every_s):
+    while not ended.wait(source.every_s):
         try:
-            why = watcher.notice()
+            why = source.notice()
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not failed:
-                run.events.write("preemption watcher", name=name, error=f"{type(error).__name__}: {error}"[:300])
+                run.events.write("preemption_source_failed", name=name, error=f"{type(error).__name__}: {error}"[:300])
             failed = True
             continue
         if why:
-            run.events.write("notice", name=name, why=why, phase=phase.place().phase)
+            run.events.write("notice", name=name, why=why, phase=phase.current_phase().phase)
             noticed.append(why)
             if not taken.wait(TAKEN_S) and not ended.is_set() and run.signals is not None:
                 run.signals.received(signal.SIGUSR1)

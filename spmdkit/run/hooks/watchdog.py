@@ -24,10 +24,10 @@ def make(config: Any) -> Hook | None:
 
     def begin(run: Any, step: int, state: Any) -> None:
         seen[:] = step, run.watchdog.clock.now if run.watchdog is not None else 0.0
-        phase.at("data", step + 1)
+        phase.enter("data", step + 1)
 
     def before_step(run: Any, step: int, state: Any) -> None:
-        phase.at("step", step)
+        phase.enter("step", step)
 
     def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
         if run.is_log_step(step) and step > seen[0] and run.watchdog is not None:
@@ -38,9 +38,9 @@ def make(config: Any) -> Hook | None:
             for line in run.watchdog.take_notices():
                 run.message(line)
                 run.events.write("straggler", step=step, text=line)
-        phase.at("data", step + 1)
+        phase.enter("data", step + 1)
 
     def end(run: Any, step: int, state: Any) -> None:
-        phase.at("end", step)
+        phase.enter("end", step)
 
     return Hook("watchdog", order=AFTER_ALL, begin=begin, before_step=before_step, after_step=after_step, end=end)

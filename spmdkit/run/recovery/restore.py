@@ -41,10 +41,10 @@ class Restored(NamedTuple):
 def newest(run: Any) -> Restored | None:
     """Returns what the memory of the processes holds, where that is newer than every checkpoint, otherwise the newest
     that can be restored, None where there is neither."""
-    checkpoints, epochs = run.checkpoints, run.epochs
-    if epochs is not None and epochs.number > 1:
+    checkpoints, membership = run.checkpoints, run.membership
+    if membership is not None and membership.number > 1:
         on_disk = None if checkpoints is None else latest_for_all(run.cluster, checkpoints, " of the disk")
-        found = epochs.restored(run.cluster, run.program, (on_disk or 0), restored)
+        found = membership.restored(run.cluster, run.program, (on_disk or 0), restored)
         if found is not None:
             step, state, record, lines = found
             return Restored(step, state, record, lines, {}, is_saved=step == on_disk)

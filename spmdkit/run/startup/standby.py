@@ -7,7 +7,7 @@ import importlib
 from contextlib import suppress
 
 from spmdkit import compat
-from spmdkit.compat import epochs as compat_epochs
+from spmdkit.compat import membership as compat_membership
 from spmdkit.config import Config
 from spmdkit.errors import SpmdkitError
 from spmdkit.foundation.user_code import find
@@ -33,4 +33,4 @@ def warm_up(config: Config) -> None:
     with suppress(SpmdkitError):
         find(f"{target}:{name}", "task", config.folder, Task)
     if compat.backends_initialized():  # by the user's file: a process has to join before it has devices
-        compat_epochs.leave_backend()
+        compat_membership.leave_backend()

@@ -153,7 +153,7 @@ def _run(asked: Drill, config: Config, folder: Path, driver: Driver, max_restart
         )
     command = [sys.executable, "-m", "spmdkit", *train]
     try:
-        return launch(command, num, devices, max_restarts=max_restarts, witness=driver, **more)
+        return launch(command, num, devices, max_restarts=max_restarts, observer=driver, **more)
     finally:
         driver.close()
 

@@ -46,7 +46,7 @@ TELLS = (
 
 
 class Driver:
-    """A launcher's witness. `pace` and `steps` (of the run) are needed by random faults alone."""
+    """A launcher's observer. `pace` and `steps` (of the run) are needed by random faults alone."""
 
     def __init__(
         self,

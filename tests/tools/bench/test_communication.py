@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdkit.cluster import environment, join
+from spmdkit.cluster import detect_cluster, join
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
 from spmdkit.metrics.report.communication import communication_page, communication_section
@@ -25,7 +25,7 @@ OVERRIDES = ["devices=cpu:4"]
 
 def bench(capsys, out, config=CONFIG, overrides=(), **asked):
     loaded = load_config(config, [*OVERRIDES, *overrides])
-    cluster = join(environment({}), loaded.devices)
+    cluster = join(detect_cluster({}), loaded.devices)
     code = run_communication(loaded, cluster, Compared(as_json=True, out=out, **asked))
     return code, json.loads(capsys.readouterr().out)
 
@@ -36,7 +36,7 @@ def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench")
     config = load_config(CONFIG, OVERRIDES)
     asked = Compared(reducers="int8,topk", syncs="local_sgd(every=4)", steps=40, seeds=2, out=out)
-    return run_communication(config, join(environment({}), config.devices), asked), out
+    return run_communication(config, join(detect_cluster({}), config.devices), asked), out
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.faults.preemption_sources.test_watchers import cloud  # noqa: F401  the fixture
+from tests.faults.preemption_sources.test_preemption_sources import cloud  # noqa: F401  the fixture
 from tests.support.forks import Process
 
 pytestmark = pytest.mark.processes
@@ -64,7 +64,7 @@ def test_a_notice_of_the_cloud_to_one_process_saves_and_leaves_with_42_and_names
     cloud.state["preempted"] = "TRUE"
     events = left(started, drills.path)
     assert {event["process"] for event in events if event["event"] == "notice"} == {1}
-    assert {event["process"] for event in events if event["event"] == "preemption watcher"} == {0}, (
+    assert {event["process"] for event in events if event["event"] == "preemption_source_failed"} == {0}, (
         "nobody answers there, which ends nothing"
     )
     assert events[-1]["signal"] == "Google Cloud preempts this machine"

@@ -12,7 +12,7 @@ import pytest
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 
-KINDS = plugins.names("watchers")
+KINDS = plugins.names("preemption_sources")
 OPTIONS = {"file": {"path": "preempt"}}
 
 
@@ -67,9 +67,9 @@ def cloud(monkeypatch):
 
 
 @pytest.fixture
-def watcher(request, tmp_path, monkeypatch, cloud):
+def source(request, tmp_path, monkeypatch, cloud):
     monkeypatch.chdir(tmp_path)
-    return plugins.make("watchers", {request.param: OPTIONS.get(request.param, {})})
+    return plugins.make("preemption_sources", {request.param: OPTIONS.get(request.param, {})})
 
 
 def give_notice(kind, cloud):
@@ -85,41 +85,41 @@ def give_notice(kind, cloud):
         raise AssertionError(f"say here how {kind} gives notice")
 
 
-@pytest.mark.parametrize(("watcher", "kind"), [(k, k) for k in KINDS], indirect=["watcher"], ids=KINDS)
-def test_nothing_is_said_until_there_is_a_notice_and_then_why(watcher, kind, cloud):
-    assert [watcher.notice() for _ in range(3)] == ["", "", ""]
+@pytest.mark.parametrize(("source", "kind"), [(k, k) for k in KINDS], indirect=["source"], ids=KINDS)
+def test_nothing_is_said_until_there_is_a_notice_and_then_why(source, kind, cloud):
+    assert [source.notice() for _ in range(3)] == ["", "", ""]
     give_notice(kind, cloud)
-    why = watcher.notice()
+    why = source.notice()
     assert why and len(why) < 200 and "\n" not in why
-    assert watcher.every_s > 0
+    assert source.every_s > 0
 
 
-@pytest.mark.parametrize("watcher", ["gce", "aws"], indirect=True)
-def test_a_server_that_fails_gives_no_notice_and_is_asked_again(watcher, cloud):
+@pytest.mark.parametrize("source", ["gce", "aws"], indirect=True)
+def test_a_server_that_fails_gives_no_notice_and_is_asked_again(source, cloud):
     cloud.state["broken"] = True
     with pytest.raises(OSError):
-        watcher.notice()
+        source.notice()
     del cloud.state["broken"]
-    assert watcher.notice() == ""
+    assert source.notice() == ""
 
 
-@pytest.mark.parametrize("watcher", ["gce"], indirect=True)
-def test_google_a_host_that_goes_down_is_a_notice_and_one_that_moves_the_machine_is_none(watcher, cloud):
+@pytest.mark.parametrize("source", ["gce"], indirect=True)
+def test_google_a_host_that_goes_down_is_a_notice_and_one_that_moves_the_machine_is_none(source, cloud):
     cloud.state["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
-    assert watcher.notice() == ""
+    assert source.notice() == ""
     cloud.state["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-    assert "maintenance" in watcher.notice()
+    assert "maintenance" in source.notice()
 
 
-@pytest.mark.parametrize("watcher", ["aws"], indirect=True)
-def test_aws_one_token_serves_for_hours_and_one_that_is_refused_is_renewed(watcher, cloud):
-    assert [watcher.notice() for _ in range(3)] == [""] * 3
+@pytest.mark.parametrize("source", ["aws"], indirect=True)
+def test_aws_one_token_serves_for_hours_and_one_that_is_refused_is_renewed(source, cloud):
+    assert [source.notice() for _ in range(3)] == [""] * 3
     assert cloud.asked.count("/latest/api/token") == 1
     cloud.state["token"] = "another"
     with pytest.raises(OSError):
-        watcher.notice()
+        source.notice()
     cloud.state["token"] = "token-1"
-    assert watcher.notice() == ""
+    assert source.notice() == ""
     assert cloud.asked.count("/latest/api/token") == 2
 
 
@@ -127,13 +127,13 @@ def test_a_file_of_before_the_start_is_an_old_notice(tmp_path):
     old = tmp_path / "preempt"
     old.touch()
     os.utime(old, (time.time() - 60, time.time() - 60))
-    watcher = plugins.make("watchers", {"file": {"path": str(old)}})
-    assert watcher.notice() == ""
+    source = plugins.make("preemption_sources", {"file": {"path": str(old)}})
+    assert source.notice() == ""
     os.utime(old, (time.time() + 1, time.time() + 1))
-    assert watcher.notice() == f"the file {old}"
+    assert source.notice() == f"the file {old}"
 
 
-def test_a_watcher_that_is_not_known_or_has_other_options_is_refused():
+def test_a_source_that_is_not_known_or_has_other_options_is_refused():
     for choice, said in (
         ("gcp", "gce"),
         ({"file": {}}, "needs path"),
@@ -141,4 +141,4 @@ def test_a_watcher_that_is_not_known_or_has_other_options_is_refused():
         ({"gce": {"every": 1}}, "every_s"),
     ):
         with pytest.raises(ConfigError, match=said):
-            plugins.make("watchers", choice)
+            plugins.make("preemption_sources", choice)

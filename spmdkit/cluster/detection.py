@@ -1,6 +1,6 @@
 """Environment variables -> `ClusterSpec`: how many processes there are, which one this is, where they meet. Pure.
 
-Every dialect of `dialects/` reads the same environment. The answer of the highest level wins (what was asked for
+Every environment of `environments/` reads the same environment. The answer of the highest level wins (what was asked for
 spmdkit by name, then what started this process, then what lent the host) and the lower ones are a line in the log. Two
 of one level that disagree are an error, unless one of them has started the other's agents. Our variables about devices,
 timeout and address hold whoever says how many processes there are.
@@ -11,44 +11,44 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments import all_dialects
-from spmdkit.cluster.environments.base import LEVELS, Answer, Found, Level, Partial
+from spmdkit.cluster.environments import all_environments
+from spmdkit.cluster.environments.base import LEVELS, Answer, DetectedCluster, Level, Partial
 from spmdkit.cluster.environments.spmdkit import integer
 from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import COORDINATOR, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S, SERVICE
 from spmdkit.foundation.formatting import nearest
 
-Answers = Mapping[str, Found | Partial]
+Answers = Mapping[str, DetectedCluster | Partial]
 
 
-def environment(env: Mapping[str, str], dialect: str = "auto") -> ClusterSpec:
-    """Returns this process's place in the cluster; a single process when no dialect finds its variables.
+def detect_cluster(env: Mapping[str, str], environment: str = "auto") -> ClusterSpec:
+    """Returns this process's place in the cluster; a single process when no environment finds its variables.
 
-    `dialect`: auto, the name of the one to read, or none for a single process whatever is set.
+    `environment`: auto, the name of the one to read, or none for a single process whatever is set.
     Raises: ConfigError when variables are malformed, incomplete or contradict each other.
     """
-    dialects = all_dialects()
-    if dialect not in ("auto", "none", *dialects):
-        known = ["auto", "none", *dialects]
+    environments = all_environments()
+    if environment not in ("auto", "none", *environments):
+        known = ["auto", "none", *environments]
         raise ConfigError(
-            f"cluster.dialect: {dialect!r} is not known. It is one of {', '.join(known)}.{nearest(dialect, known)}"
+            f"cluster.dialect: {environment!r} is not known. It is one of {', '.join(known)}.{nearest(environment, known)}"
         )
-    if dialect not in ("auto", "none"):
-        return _with_ours(_only(dialect, dialects[dialect].read(env), dialects[dialect].NAMES), env)
-    answers = {name: answer for name, module in dialects.items() if (answer := module.read(env)) is not None}
-    if dialect == "none":
+    if environment not in ("auto", "none"):
+        return _with_ours(_only(environment, environments[environment].read(env), environments[environment].NAMES), env)
+    answers = {name: answer for name, module in environments.items() if (answer := module.read(env)) is not None}
+    if environment == "none":
         return _with_ours(ClusterSpec(notes=_not_used(answers, "cluster.dialect is none")), env)
     return _with_ours(resolve(answers), env)
 
 
 def resolve(answers: Answers) -> ClusterSpec:
-    """Returns the place that the answers of all dialects come to.
+    """Returns the place that the answers of all environments come to.
 
     Raises: ConfigError when they disagree, or name processes that cannot meet.
     """
     demands = {name: answer for name, answer in answers.items() if isinstance(answer, Partial)}
-    found = {name: answer for name, answer in answers.items() if isinstance(answer, Found)}
+    found = {name: answer for name, answer in answers.items() if isinstance(answer, DetectedCluster)}
     if not found:
         _refuse_incomplete(demands)
         return ClusterSpec(notes=tuple(f"one process: {p.why}. {p.repair}" for p in demands.values()))
@@ -72,7 +72,7 @@ _WHY: Mapping[Level, str] = {
 }
 
 
-def _told(name: str, found: Found, notes: tuple[str, ...] = ()) -> ClusterSpec:
+def _told(name: str, found: DetectedCluster, notes: tuple[str, ...] = ()) -> ClusterSpec:
     """Returns the place, with who says so and why that one is followed."""
     by = f"{name} ({_said(found)}), since {_WHY[found.level]}"
     return dataclasses.replace(found.spec, notes=notes, found_by=by, repair=found.repair, role=found.role)
@@ -87,7 +87,7 @@ def _refuse_incomplete(partials: Mapping[str, Partial]) -> None:
     raise ConfigError(" ".join([f"{broken[0].why}. {broken[0].repair}", *around]))
 
 
-def _one_of(found: Mapping[str, Found]) -> str:
+def _one_of(found: Mapping[str, DetectedCluster]) -> str:
     """Returns the name of the one to follow among those of one level."""
     started = lambda n, a: any(a.spec.num_processes == other.agents for m, other in found.items() if m != n)
     inner = {n: a for n, a in found.items() if not started(n, a)} or dict(found)
@@ -102,8 +102,8 @@ def _one_of(found: Mapping[str, Found]) -> str:
     return next(iter(inner))
 
 
-def _said(answer: Found) -> str:
-    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or what the dialect says itself."""
+def _said(answer: DetectedCluster) -> str:
+    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or what the environment says itself."""
     if answer.said:
         return answer.said
     names, spec = answer.names, answer.spec
@@ -112,12 +112,12 @@ def _said(answer: Found) -> str:
 
 def _not_used(others: Answers, because: str) -> tuple[str, ...]:
     """Returns one line for each answer that is not followed."""
-    shown = {name: _said(a) if isinstance(a, Found) else a.why for name, a in others.items()}
+    shown = {name: _said(a) if isinstance(a, DetectedCluster) else a.why for name, a in others.items()}
     return tuple(f"{name} is not used ({said}): {because}" for name, said in shown.items())
 
 
 def _only(name: str, answer: Answer, names: tuple[str, ...]) -> ClusterSpec:
-    if isinstance(answer, Found):
+    if isinstance(answer, DetectedCluster):
         return dataclasses.replace(
             _told(name, answer), found_by=f"{name} ({_said(answer)}), since cluster.dialect names it"
         )

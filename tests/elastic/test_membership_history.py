@@ -1,4 +1,4 @@
-"""What a launcher says of epochs, and when: without processes."""
+"""What a launcher says of membership, and when: without processes."""
 
 import os
 import signal
@@ -8,13 +8,13 @@ import pytest
 
 from spmdkit.launch import membership as rooms
 from spmdkit.launch import standby, supervisor
-from spmdkit.launch.membership import Succession
-from spmdkit.launch.membership_file import Order, Orders, order_of, ready_of
+from spmdkit.launch.membership import MembershipHistory
+from spmdkit.launch.membership_file import MembershipFiles, MembershipUpdate, parse_ready, parse_update
 from spmdkit.launch.root_cause import Exit
 from spmdkit.launch.supervisor import Note
 
 
-class Keeper:
+class ServiceProcess:
     def __init__(self, num, process=-1, start=None):
         self.num, self.address, self.asked = num, "", False
 
@@ -41,16 +41,18 @@ class Child(types.SimpleNamespace):
 
 
 class Job:
-    """A launcher's epochs over processes that are a number and two files."""
+    """A launcher's membership over processes that are a number and two files."""
 
     def __init__(self, num, after, wanted=lambda now: None, standby=0):
         OPEN.append(self)
         self.opened = []
         self.now, self.started, self.killed = 0.0, [], []
-        self.epochs = Succession(num, after, wanted, self.newcomer, Keeper(num), standby, clock=lambda: self.now)
+        self.membership = MembershipHistory(
+            num, after, wanted, self.newcomer, ServiceProcess(num), standby, clock=lambda: self.now
+        )
         self.orders = {}
         for process in range(num):
-            self.child(process, *self.epochs.given(process))
+            self.child(process, *self.membership.given(process))
 
     def child(self, process, variables, descriptors):
         note = Note()
@@ -64,47 +66,47 @@ class Job:
         )
         order, ready = (os.dup(descriptor) for descriptor in descriptors)
         self.opened += [lambda: os.close(order), lambda: os.close(ready), note.close]
-        self.orders[process] = Orders(order, ready, process, int(variables["SPMDKIT_BORN"]))
-        return self.epochs.take(child)
+        self.orders[process] = MembershipFiles(order, ready, process, int(variables["SPMDKIT_GENERATION"]))
+        return self.membership.take(child)
 
     def newcomer(self, process, variables, descriptors, overrides):
         self.started.append((process, overrides))
         return self.child(process, variables, descriptors)
 
     def dies(self, process, status=-signal.SIGKILL):
-        child = self.epochs._children[process]
+        child = self.membership._children[process]
         child.exit = Exit(process, status, 0, ended_by_us=child.told_to_end)
-        return self.epochs.goes_on(child)
+        return self.membership.goes_on(child)
 
     def trains(self, step):
-        for child in self.epochs._children.values():
+        for child in self.membership._children.values():
             child.step.write(f"{step:20d}\n")
 
     def comes(self, *processes):
         for process in processes:
             order = self.orders[process].read()
             self.orders[process].say_ready(max(order.number, self.orders[process].born))
-        return self.epochs.turn()
+        return self.membership.turn()
 
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch):
-    monkeypatch.setattr(rooms, "Keeper", Keeper)
+    monkeypatch.setattr(rooms, "ServiceProcess", ServiceProcess)
     for module in (rooms, standby):
         monkeypatch.setattr(module, "send", lambda pid, number: KILLED.append(pid - NOBODY))
     KILLED.clear()
     yield
     while OPEN:
         job = OPEN.pop()
-        job.epochs.close()
+        job.membership.close()
         for close in job.opened:
             close()
 
 
 def test_an_order_is_read_as_it_was_written_and_one_that_is_half_written_is_none():
-    order = Order(3, (0, 4, 2), "127.0.0.1:5", True, ("microbatches=2",), "2 is gone")
-    assert order_of(order.text()) == order
-    assert order_of(order.text()[:40]) is None and order_of(b"") is None and ready_of(b"") == 0
+    order = MembershipUpdate(3, (0, 4, 2), "127.0.0.1:5", True, ("microbatches=2",), "2 is gone")
+    assert parse_update(order.text()) == order
+    assert parse_update(order.text()[:40]) is None and parse_update(b"") is None and parse_ready(b"") == 0
 
 
 def test_after_a_death_the_dead_ones_place_is_taken_by_a_newcomer_and_all_meet_when_all_are_ready():
@@ -116,7 +118,7 @@ def test_after_a_death_the_dead_ones_place_is_taken_by_a_newcomer_and_all_meet_w
     assert job.started == [(0, ["microbatches=1"])] and job.orders[0].born == 2
     assert job.comes(1, 2, 3) and job.orders[1].read().service == ""
     assert job.comes(0) and job.orders[1].read().service.startswith("127.0.0.1:")
-    assert [keeper.asked for keeper in job.epochs._keepers] == [True, False]
+    assert [service_process.asked for service_process in job.membership._service_processes] == [True, False]
 
 
 def test_with_fewer_allowed_the_others_close_up_in_their_order():
@@ -134,7 +136,7 @@ def test_more_processes_join_once_they_are_there_and_nobody_waits_for_them():
     job = Job(2, lambda before, lost: (before - lost, []), lambda now: asked[0] if asked and now < 4 else None)
     asked.append((4, ["microbatches=1"]))
     job.now = 2.0
-    assert job.epochs.turn() and [process for process, _ in job.started] == [2, 3]
+    assert job.membership.turn() and [process for process, _ in job.started] == [2, 3]
     assert job.orders[0].read().number == 1, "the others train"
     assert job.comes(2, 3)
     order = job.orders[0].read()
@@ -167,10 +169,10 @@ def test_who_does_not_come_in_time_lets_all_be_started_again():
 def test_a_newcomer_that_fails_to_start_is_not_started_again_and_again():
     job = Job(2, lambda before, lost: (before - lost, []), lambda now: (4, []))
     job.now = 2.0
-    assert job.epochs.turn() and len(job.started) == 2
+    assert job.membership.turn() and len(job.started) == 2
     assert job.dies(3, 78) and job.dies(2)
     for job.now in (4.0, 6.0, 8.0):
-        assert job.epochs.turn() and len(job.started) == 2
+        assert job.membership.turn() and len(job.started) == 2
     assert job.orders[0].read().number == 1
 
 
@@ -178,7 +180,7 @@ def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_
     job = Job(4, lambda before, lost: (before - lost, []))
     job.trains(5)
     assert job.dies(3)
-    job.epochs._children[1].said = {"phase": "compile"}
+    job.membership._children[1].said = {"phase": "compile"}
     job.now = rooms.OUT_S - 1
     assert job.comes(2) and KILLED == []
     job.now = rooms.OUT_S + 1
@@ -221,10 +223,10 @@ def test_a_standby_that_ends_is_nobodys_loss_and_not_started_for_ever():
     job.trains(5)
     for _ in range(5):
         looks(job)
-        waiting = list(job.epochs._standbys._waiting)
+        waiting = list(job.membership._standbys._waiting)
         for child in waiting:
             child.exit = Exit(child.process, 1, 0)
-            assert job.epochs.goes_on(child)
+            assert job.membership.goes_on(child)
     assert job.started == [(-1, []), (-2, []), (-3, [])] and job.orders[0].read().number == 1
 
 
@@ -233,14 +235,14 @@ def test_standbys_end_with_the_job():
     job.trains(5)
     looks(job)
     assert job.started == [(-1, []), (-2, [])]
-    job.epochs._children[0].exit = Exit(0, 0, 0)
+    job.membership._children[0].exit = Exit(0, 0, 0)
     looks(job)
     assert KILLED == [-1, -2] and job.started == [(-1, []), (-2, [])]
 
 
 def looks(job):
     job.now += 2.0
-    assert job.epochs.turn()
+    assert job.membership.turn()
 
 
 def test_who_waits_in_a_step_and_does_nothing_is_killed_at_once_and_who_works_or_waits_for_data_is_not(
@@ -251,7 +253,7 @@ def test_who_waits_in_a_step_and_does_nothing_is_killed_at_once_and_who_works_or
     job = Job(5, lambda before, lost: (before - lost, []))
     job.trains(5)
     assert job.dies(4)
-    job.epochs._children[2].said = {"phase": "data"}
+    job.membership._children[2].said = {"phase": "data"}
     for _ in range(8):
         job.now += 0.25
         busy[NOBODY] += 1_000_000

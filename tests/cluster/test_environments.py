@@ -1,4 +1,4 @@
-"""The contract of a dialect, for every file of cluster/dialects, and a table of environments that real starters set."""
+"""The contract of an environment, for every file of cluster/environments, and a table of environments that real starters set."""
 
 import os
 import sys
@@ -7,15 +7,15 @@ from types import MappingProxyType
 import pytest
 from starter_environments import LATER_PORT, ROWS, Refused
 
-from spmdkit.cluster import ClusterSpec, environment, environments
-from spmdkit.cluster.environment import resolve
-from spmdkit.cluster.environments import all_dialects
-from spmdkit.cluster.environments.base import LEVELS, Found, Partial
+from spmdkit.cluster import ClusterSpec, detect_cluster, environments
+from spmdkit.cluster.detection import resolve
+from spmdkit.cluster.environments import all_environments
+from spmdkit.cluster.environments.base import LEVELS, DetectedCluster, Partial
 from spmdkit.cluster.spec import Names, split_address
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 
-DIALECTS = all_dialects()
+DIALECTS = all_environments()
 
 
 def expected(row):
@@ -27,11 +27,11 @@ def test_an_environment_is_read_as_the_table_says(row):
     wanted = expected(row)
     if isinstance(wanted, Refused):
         with pytest.raises(ConfigError) as caught:
-            environment(row.env)
+            detect_cluster(row.env)
         assert all(words in str(caught.value) for words in wanted.words), caught.value
         assert caught.value.exit_code == 78
         return
-    spec = environment(row.env)
+    spec = detect_cluster(row.env)
     assert (spec.num_processes, spec.process_id) == (wanted.num_processes, wanted.process_id)
     if wanted.coordinator and wanted.coordinator.endswith(LATER_PORT):
         assert spec.coordinator.startswith(wanted.coordinator.removesuffix(LATER_PORT))
@@ -47,7 +47,7 @@ def test_an_environment_is_read_as_the_table_says(row):
         assert getattr(spec, name) == value
 
 
-def test_the_table_has_a_row_that_each_dialect_decides():
+def test_the_table_has_a_row_that_each_environment_decides():
     places = [expected(row) for row in ROWS if not isinstance(expected(row), Refused)]
     decides = {place.by for place in places} - {None}
     assert decides | {"ray"} == set(DIALECTS), "Ray tells a process nothing: its rows are lines in the log"
@@ -55,27 +55,31 @@ def test_the_table_has_a_row_that_each_dialect_decides():
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def check_contract(dialect, monkeypatch):
-    """Fails unless a module keeps what base.py says of a dialect, on every environment of the table."""
-    assert dialect.__doc__ and isinstance(dialect.NAMES, Names)
-    assert dialect.read({}) is None
+def check_contract(environment, monkeypatch):
+    """Fails unless a module keeps what base.py says of an environment, on every environment of the table."""
+    assert environment.__doc__ and isinstance(environment.NAMES, Names)
+    assert environment.read({}) is None
     for row in ROWS:
-        answer = dialect.read(MappingProxyType(row.env))
+        answer = environment.read(MappingProxyType(row.env))
         with monkeypatch.context() as patched:
             patched.setattr(os, "environ", {key: "7" for one in ROWS for key in one.env})
-            assert dialect.read(dict(row.env)) == answer, f"{row.name}: read is not a function of its argument alone"
-        if isinstance(answer, Found):
+            assert environment.read(dict(row.env)) == answer, (
+                f"{row.name}: read is not a function of its argument alone"
+            )
+        if isinstance(answer, DetectedCluster):
             spec = answer.spec
-            assert answer.level in LEVELS and answer.names == spec.names == dialect.NAMES
+            assert answer.level in LEVELS and answer.names == spec.names == environment.NAMES
             assert 0 <= spec.process_id < spec.num_processes
             assert (spec.coordinator is None) == (spec.num_processes == 1)
             if spec.coordinator:
                 split_address(spec.coordinator)
             assert spec.num_processes == 1 or not answer.repair or answer.repair.endswith(".") or "..." in answer.repair
-            others = {k: v for k, v in row.env.items() if k not in dialect.NAMES}
-            assert not isinstance(dialect.read(others), Found), f"{row.name}: it reads what it does not name"
+            others = {k: v for k, v in row.env.items() if k not in environment.NAMES}
+            assert not isinstance(environment.read(others), DetectedCluster), (
+                f"{row.name}: it reads what it does not name"
+            )
             plain = ClusterSpec(spec.coordinator, spec.num_processes, spec.process_id, names=spec.names)
-            assert spec == plain, "devices, timeout and notes are not a dialect's"
+            assert spec == plain, "devices, timeout and notes are not an environment's"
         elif isinstance(answer, Partial):
             assert answer.level in LEVELS and answer.why and answer.why[-1] != "." and answer.repair[-1] == "."
         else:
@@ -83,30 +87,30 @@ def check_contract(dialect, monkeypatch):
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_a_dialect_keeps_the_contract(name, monkeypatch):
+def test_an_environment_keeps_the_contract(name, monkeypatch):
     check_contract(DIALECTS[name], monkeypatch)
 
 
 BROKEN = {
-    "finds a cluster in nothing": "return Found(ClusterSpec('h:1', 2, 0, names=NAMES), 'starter', NAMES)",
+    "finds a cluster in nothing": "return DetectedCluster(ClusterSpec('h:1', 2, 0, names=NAMES), 'starter', NAMES)",
     "looks at the real environment": "return Partial('a', 'b.', 'starter') if env and 'TF_CONFIG' in os.environ else None",
-    "has a rank beyond its size": "return Found(ClusterSpec('h:1', 2, 2, names=NAMES), 'starter', NAMES) if env else None",
-    "gives no address": "return Found(ClusterSpec(None, 2, 1, names=NAMES), 'starter', NAMES) if env else None",
-    "reads what it does not name": "return Found(ClusterSpec('h:1', 2, 1, names=NAMES), 'starter', NAMES) if env else None",
+    "has a rank beyond its size": "return DetectedCluster(ClusterSpec('h:1', 2, 2, names=NAMES), 'starter', NAMES) if env else None",
+    "gives no address": "return DetectedCluster(ClusterSpec(None, 2, 1, names=NAMES), 'starter', NAMES) if env else None",
+    "reads what it does not name": "return DetectedCluster(ClusterSpec('h:1', 2, 1, names=NAMES), 'starter', NAMES) if env else None",
     "has no repair": "return Partial('a', '', 'starter') if env else None",
     "says something else": "return False",
 }
 
 
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
-def test_a_file_in_the_folder_is_a_dialect_and_a_broken_one_fails_the_contract(body, tmp_path, monkeypatch):
+def test_a_file_in_the_folder_is_an_environment_and_a_broken_one_fails_the_contract(body, tmp_path, monkeypatch):
     source = "from spmdkit.cluster.environments.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, Names\nimport os\n"
     (tmp_path / "broken.py").write_text(
         f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
     )
     monkeypatch.setattr(environments, "__path__", [*environments.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, f"{environments.__name__}.broken", raising=False)
-    found = all_dialects()
+    found = all_environments()
     assert set(found) == {*DIALECTS, "broken"}
     with pytest.raises((AssertionError, IndexError)):
         check_contract(found["broken"], monkeypatch)
@@ -114,7 +118,7 @@ def test_a_file_in_the_folder_is_a_dialect_and_a_broken_one_fails_the_contract(b
 
 def found(num, process, level="starter", name="X", agents=None):
     names = Names(f"{name}_SIZE", f"{name}_RANK", f"{name}_ADDR")
-    return Found(ClusterSpec("h:1" if num > 1 else None, num, process, names=names), level, names, agents)
+    return DetectedCluster(ClusterSpec("h:1" if num > 1 else None, num, process, names=names), level, names, agents)
 
 
 def test_the_highest_level_wins_and_the_others_are_a_line_each():
@@ -173,14 +177,14 @@ IN_ITS_OWN_WORDS = {
     "spmdkit": "`spmdkit launch -n ",
     "open_mpi": "mpirun -x SPMDKIT_COORDINATOR=",
 }
-"""The command that repairs it, by dialect."""
+"""The command that repairs it, by environment."""
 
 
 @pytest.mark.parametrize(("name", "command"), IN_ITS_OWN_WORDS.items())
 def test_half_a_place_and_a_meeting_that_fails_name_the_repair_as_a_command_of_that_starter(name, command):
     answers = [DIALECTS[name].read(row.env) for row in ROWS]
     halves = [answer for answer in answers if isinstance(answer, Partial)]
-    together = [answer for answer in answers if isinstance(answer, Found) and answer.spec.num_processes > 1]
+    together = [answer for answer in answers if isinstance(answer, DetectedCluster) and answer.spec.num_processes > 1]
     assert together and (halves or name == "open_mpi")
     for answer in (*halves, *together):
         assert command in answer.repair, answer
@@ -191,19 +195,19 @@ def test_a_starter_that_says_half_of_it_is_an_error():
         resolve({"a": Partial("half", "Fix it.", "starter")})
 
 
-def test_the_config_names_a_dialect_or_none():
+def test_the_config_names_an_environment_or_none():
     env = next(row.env for row in ROWS if row.name == "spmdkit launch -n 4")
-    alone = environment(env, "none")
+    alone = detect_cluster(env, "none")
     assert alone.num_processes == 1
     assert "cluster.dialect is none" in alone.notes[0]
-    assert environment(env, "spmdkit") == environment(env)
+    assert detect_cluster(env, "spmdkit") == detect_cluster(env)
     with pytest.raises(ConfigError, match=r"cluster.dialect: spmdkit was asked for; found none of its variables"):
-        environment({}, "spmdkit")
+        detect_cluster({}, "spmdkit")
     with pytest.raises(ConfigError, match="'slrum' is not known"):
-        environment({}, "slrum")
+        detect_cluster({}, "slrum")
 
 
-def test_a_config_knows_the_dialects_that_there_are():
+def test_a_config_knows_the_environments_that_there_are():
     for name in ("auto", "none", *DIALECTS):
         assert parse_config({"task": "a.py:t", "cluster": {"dialect": name}}).cluster.dialect == name
     with pytest.raises(ConfigError) as caught:

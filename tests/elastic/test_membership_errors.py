@@ -3,13 +3,13 @@
 import pytest
 
 from spmdkit.elastic import membership as rooms
-from spmdkit.elastic.membership import Called, Epochs
+from spmdkit.elastic.membership import Membership, MembershipChanged
 from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, RendezvousError, UserCodeError
 
 GLOO = RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:9")
 
 
-class Orders:
+class MembershipFiles:
     born, member = 1, 0
 
 
@@ -19,9 +19,9 @@ def caused(error, by):
 
 
 @pytest.fixture(params=[True, False], ids=["called", "not called"])
-def epochs(request, monkeypatch):
+def membership(request, monkeypatch):
     monkeypatch.setattr(rooms, "TOLD_S", 0.0)
-    made = Epochs(Orders(), 5)
+    made = Membership(MembershipFiles(), 5)
     if request.param:
         made._order = object()
         made._called.set()
@@ -35,13 +35,13 @@ def epochs(request, monkeypatch):
         GLOO,
         caused(ConfigError("hook 'mine': after_step cannot be traced: JAX raised JaxRuntimeError"), GLOO),
         caused(UserCodeError("hook 'mine' raised"), GLOO),
-        RendezvousError("could not read a key in the coordination service: CANCELLED: this epoch is over"),
+        RendezvousError("could not read a key in the coordination service: CANCELLED: this generation is over"),
         ValueError("a buffer of a step that has failed"),
-        Called("another process died"),
+        MembershipChanged("another process died"),
     ],
 )
-def test_what_tells_of_the_dead_is_no_failure_once_the_launcher_has_called(epochs, error):
-    assert epochs.takes(error) is epochs.is_called
+def test_what_tells_of_the_dead_is_no_failure_once_the_launcher_has_called(membership, error):
+    assert membership.takes(error) is membership.is_called
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_what_tells_of_the_dead_is_no_failure_once_the_launcher_has_called(epoch
         None,
     ],
 )
-def test_what_is_wrong_by_itself_ends_the_run_whoever_has_died(epochs, error):
-    assert not epochs.takes(error)
+def test_what_is_wrong_by_itself_ends_the_run_whoever_has_died(membership, error):
+    assert not membership.takes(error)

@@ -8,15 +8,15 @@ import pytest
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.config import load_config
 from spmdkit.elastic import membership as rooms
-from spmdkit.elastic.membership import Epochs
+from spmdkit.elastic.membership import Membership
 from spmdkit.errors import RendezvousError
-from spmdkit.launch.membership_file import Order
+from spmdkit.launch.membership_file import MembershipUpdate
 from spmdkit.run.startup.standby import warm_up
 
 SPEC = ClusterSpec("localhost:1", 4, 0)
 
 
-class Orders:
+class MembershipFiles:
     """Those of a list, one after the other."""
 
     def __init__(self, member, born, *orders):
@@ -35,36 +35,36 @@ def at_once(monkeypatch):
 
 
 def test_a_standby_lets_orders_pass_that_name_others_and_takes_the_place_that_one_gives_it():
-    order = Order(3, (0, 1, 2, 3), "", adopted=((-1, 2), (-2, 0)))
-    orders = Orders(
+    order = MembershipUpdate(3, (0, 1, 2, 3), "", adopted=((-1, 2), (-2, 0)))
+    orders = MembershipFiles(
         -1,
         2,
         None,
-        Order(1, (0, 1, 2, 3), "h:1"),
-        Order(2, (0, 1, 2, 3), "h:2", adopted=((-2, 0),)),
+        MembershipUpdate(1, (0, 1, 2, 3), "h:1"),
+        MembershipUpdate(2, (0, 1, 2, 3), "h:2", adopted=((-2, 0),)),
         order,
-        Order(**{**vars(order), "service": "h:3"}),
+        MembershipUpdate(**{**vars(order), "service": "h:3"}),
     )
     warmed = []
-    spec, epoch, _ = Epochs(orders, 5).place(SPEC, lambda: warmed.append(orders.said[:]))
-    assert (spec.process_id, spec.num_processes, spec.service, epoch.number) == (2, 4, "h:3", 3)
+    spec, generation, _ = Membership(orders, 5).place(SPEC, lambda: warmed.append(orders.said[:]))
+    assert (spec.process_id, spec.num_processes, spec.service, generation.number) == (2, 4, "h:3", 3)
     assert orders.member == 2 and orders.said == [2, 3] and warmed == [[]], "warm before it waits"
 
 
 def test_a_standby_waits_longer_than_one_that_others_wait_for(monkeypatch):
     monkeypatch.setattr(rooms, "ORDER_S", -1.0)
-    idle = Order(1, (0, 1), "h:1")
+    idle = MembershipUpdate(1, (0, 1), "h:1")
     with pytest.raises(RendezvousError, match="has not said"):
-        Epochs(Orders(0, 2, idle), 5).place(SPEC, list)
+        Membership(MembershipFiles(0, 2, idle), 5).place(SPEC, list)
     monkeypatch.setattr(rooms, "ORDER_S", 0.05)
-    taken = Order(2, (0, 1), "h:2", adopted=((-1, 1),))
-    orders = Orders(-1, 2, *[idle] * 3_000, taken)
-    assert Epochs(orders, 5).place(SPEC, list)[0].process_id == 1
+    taken = MembershipUpdate(2, (0, 1), "h:2", adopted=((-1, 1),))
+    orders = MembershipFiles(-1, 2, *[idle] * 3_000, taken)
+    assert Membership(orders, 5).place(SPEC, list)[0].process_id == 1
 
 
 def test_who_is_no_member_and_no_standby_is_told_so():
     with pytest.raises(RendezvousError, match="nobody needs it"):
-        Epochs(Orders(2, 2, Order(2, (0, 1), "h:2")), 5).place(SPEC, list)
+        Membership(MembershipFiles(2, 2, MembershipUpdate(2, (0, 1), "h:2")), 5).place(SPEC, list)
 
 
 def test_warm_is_who_has_imported_the_users_file_and_has_no_devices(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_warm_is_who_has_imported_the_users_file_and_has_no_devices(tmp_path, mo
     (tmp_path / "run.yaml").write_text("task: mine.py:task\nsteps: 1\nbatch_size: 1\nrun_dir: run\n")
     left = []
     monkeypatch.setattr("spmdkit.compat.backends_initialized", lambda: True)
-    monkeypatch.setattr("spmdkit.compat.epochs.leave_backend", lambda: left.append(True))
+    monkeypatch.setattr("spmdkit.compat.membership.leave_backend", lambda: left.append(True))
     warm_up(load_config(tmp_path / "run.yaml"))
     assert any(getattr(m, "IMPORTED", False) for name, m in list(sys.modules.items()) if name.endswith("mine")) and left
     (tmp_path / "mine.py").write_text("raise ValueError\n")

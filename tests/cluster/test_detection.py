@@ -2,27 +2,27 @@
 
 import pytest
 
-from spmdkit.cluster import ClusterSpec, environment
+from spmdkit.cluster import ClusterSpec, detect_cluster
 from spmdkit.errors import ConfigError
 
 MANY = {"SPMDKIT_COORDINATOR": "10.0.0.1:8476", "SPMDKIT_NUM_PROCESSES": "4", "SPMDKIT_PROCESS_ID": "3"}
 
 
 def test_an_empty_environment_is_one_process():
-    assert environment({}) == ClusterSpec(None, 1, 0, None)
+    assert detect_cluster({}) == ClusterSpec(None, 1, 0, None)
 
 
 def test_the_variables_of_the_launcher_are_read():
-    spec = environment({**MANY, "SPMDKIT_DEVICES_PER_PROCESS": "2", "SPMDKIT_RENDEZVOUS_TIMEOUT_S": "7.5"})
+    spec = detect_cluster({**MANY, "SPMDKIT_DEVICES_PER_PROCESS": "2", "SPMDKIT_RENDEZVOUS_TIMEOUT_S": "7.5"})
     assert spec == ClusterSpec("10.0.0.1:8476", 4, 3, 2, 7.5)
 
 
 def test_one_process_needs_no_coordinator_and_ignores_one():
-    assert environment({"SPMDKIT_COORDINATOR": "10.0.0.1:1", "SPMDKIT_NUM_PROCESSES": "1"}).coordinator is None
+    assert detect_cluster({"SPMDKIT_COORDINATOR": "10.0.0.1:1", "SPMDKIT_NUM_PROCESSES": "1"}).coordinator is None
 
 
 def test_an_error_file_alone_does_not_make_a_cluster():
-    assert environment({"SPMDKIT_ERROR_FILE": "/tmp/e.json"}) == ClusterSpec()
+    assert detect_cluster({"SPMDKIT_ERROR_FILE": "/tmp/e.json"}) == ClusterSpec()
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_an_error_file_alone_does_not_make_a_cluster():
 )
 def test_a_bad_variable_is_named_with_its_repair(change, expected):
     with pytest.raises(ConfigError, match="SPMDKIT_") as caught:
-        environment({**MANY, **change})
+        detect_cluster({**MANY, **change})
     assert expected in str(caught.value)
     assert caught.value.exit_code == 78
