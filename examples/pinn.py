@@ -22,7 +22,7 @@ import spmdkit as sk
 
 DIFFUSIVITY = 0.1
 REPLICAS = ("replica", "data")
-AGREE = {"points": "sum", "largest": "max"}
+STATE_REDUCTION = {"points": "sum", "largest": "max"}
 
 
 def exact(x, t):
@@ -103,5 +103,5 @@ def task(width=32, num_points=4096):
         train_data=points(num_points, 0),
         eval_data=points(1024, 1),
         rules=[("layers/[01]/w", ["embed", "mlp"]), ("layers/[01]/b", ["mlp"]), ("layers/2/w", ["mlp", None])],
-        agree=AGREE,
+        state_reduction=STATE_REDUCTION,
     )

@@ -3,7 +3,7 @@
     spmdkit train configs/recurrent.yaml
 
 What a layer of your own needs to be cut is all here: logical names for the dims of its weights (`BLOCK_DIMS`) and
-activations (`STREAM`), `sk.manual` around a block, inside of which arrays are what one device holds, `sk.column_row`
+activations (`STREAM`), `sk.manual` around a block, inside of which arrays are what one device holds, `sk.column_row_parallel`
 for products whose hidden dim is cut, and one collective (`state_before`) where the layer needs what other devices know.
 The mesh in the config decides which of it happens: over no axes a collective is the identity, so one device runs the
 same text.
@@ -145,8 +145,12 @@ def block_part(x_BTD: jax.Array, w: Params) -> jax.Array:
     fsdp."""
     columns = [w["value"], w["update"], w["output_gate"]]
     bias = {"extra": [w["bias"]], "extra_dims": [BLOCK_DIMS["bias"]]}
-    x_BTD += sk.column_row(rms_norm(x_BTD, w["recurrent_norm"]), columns, recurrence, w["out"], dims=STREAM, **bias)
-    return x_BTD + sk.column_row(rms_norm(x_BTD, w["mlp_norm"]), [w["gate"], w["up"]], gated, w["down"], dims=STREAM)
+    x_BTD += sk.column_row_parallel(
+        rms_norm(x_BTD, w["recurrent_norm"]), columns, recurrence, w["out"], dims=STREAM, **bias
+    )
+    return x_BTD + sk.column_row_parallel(
+        rms_norm(x_BTD, w["mlp_norm"]), [w["gate"], w["up"]], gated, w["down"], dims=STREAM
+    )
 
 
 def losses(x_BTD: jax.Array, ends: Params, rows: Params) -> sk.Mean:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spmdkit.config import Config, load_config
     from spmdkit.data.per_process import per_process
     from spmdkit.errors import SpmdkitError
-    from spmdkit.foundation.user_code import hook, reducer, sink, synchronization, task
+    from spmdkit.foundation.user_code import hook, reducer, sink, sync, task
     from spmdkit.metrics.sinks.base import Sink
     from spmdkit.ops.attention import attention
     from spmdkit.ops.context import context_order, context_positions, context_restore
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from spmdkit.ops.moe import moe
     from spmdkit.ops.pipeline import pipeline
     from spmdkit.ops.remat import remat
-    from spmdkit.ops.tensor import column_row
+    from spmdkit.ops.tensor import column_row_parallel
     from spmdkit.ops.vocab import cross_entropy, embed
     from spmdkit.program.opening import build
     from spmdkit.program.program import Program
     from spmdkit.program.task import Task
-    from spmdkit.run.hooks.base import Evaluate, Hook, Replace, Rollback, Save, Stop
+    from spmdkit.run.hooks.base import Evaluate, Hook, ReplaceState, Rollback, Save, Stop
     from spmdkit.run.loop import train
     from spmdkit.step.gradient import value_and_grad
-    from spmdkit.step.metrics.aggregates import Counts, Finished, Max, Sum, counts, finish, max, sum
+    from spmdkit.step.metrics.aggregates import Bincount, Derived, Max, Sum, bincount, derived, max, sum
     from spmdkit.step.metrics.base import Metric
     from spmdkit.step.metrics.mean import Mean, Means, example_keys, example_mask, examples, mean, scalar
     from spmdkit.step.replica_collectives import all_gather, num_replicas, pmean, psum, replica_index
     from spmdkit.step.state import TrainState, Variables
     from spmdkit.step.step import Batch
-    from spmdkit.step.trace_context import rows, shard
+    from spmdkit.step.trace_context import shard, sharded_arange
 
 _HOME = {
     "Batch": "step.step",
     "Config": "config",
-    "Counts": "step.metrics.aggregates",
+    "Bincount": "step.metrics.aggregates",
     "Evaluate": "run.hooks.base",
-    "Finished": "step.metrics.aggregates",
+    "Derived": "step.metrics.aggregates",
     "Hook": "run.hooks.base",
     "Max": "step.metrics.aggregates",
     "Mean": "step.metrics.mean",
@@ -54,7 +54,7 @@ _HOME = {
     "Metric": "step.metrics.base",
     "Program": "program.program",
     "Reducer": "communication.reducers.base",
-    "Replace": "run.hooks.base",
+    "ReplaceState": "run.hooks.base",
     "Rollback": "run.hooks.base",
     "Save": "run.hooks.base",
     "Sink": "metrics.sinks.base",
@@ -68,17 +68,17 @@ _HOME = {
     "all_gather": "step.replica_collectives",
     "attention": "ops.attention",
     "build": "program.opening",
-    "column_row": "ops.tensor",
+    "column_row_parallel": "ops.tensor",
     "context_order": "ops.context",
     "context_positions": "ops.context",
     "context_restore": "ops.context",
-    "counts": "step.metrics.aggregates",
+    "bincount": "step.metrics.aggregates",
     "cross_entropy": "ops.vocab",
     "embed": "ops.vocab",
     "example_keys": "step.metrics.mean",
     "example_mask": "step.metrics.mean",
     "examples": "step.metrics.mean",
-    "finish": "step.metrics.aggregates",
+    "derived": "step.metrics.aggregates",
     "hook": "foundation.user_code",
     "load_config": "config",
     "manual": "ops.manual",
@@ -93,12 +93,12 @@ _HOME = {
     "reducer": "foundation.user_code",
     "remat": "ops.remat",
     "replica_index": "step.replica_collectives",
-    "rows": "step.trace_context",
+    "sharded_arange": "step.trace_context",
     "scalar": "step.metrics.mean",
     "shard": "step.trace_context",
     "sink": "foundation.user_code",
     "sum": "step.metrics.aggregates",
-    "synchronization": "foundation.user_code",
+    "sync": "foundation.user_code",
     "task": "foundation.user_code",
     "train": "run.loop",
     "value_and_grad": "step.gradient",

@@ -100,7 +100,7 @@ def eval(
     loaded, cluster = _join(config, overrides)
     step, values = run(loaded, cluster, step=step, best=best)
     if cluster.is_main:
-        plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}  # arrays of sk.counts
+        plain = {name: x if isinstance(x, float) else x.tolist() for name, x in values.items()}  # arrays of sk.bincount
         if json_:
             print(json.dumps({"step": step, **plain}))
         else:

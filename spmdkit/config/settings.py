@@ -78,7 +78,7 @@ class Settings(Section):
     sync: fields.NamedChoice = Field(
         default="every_step",
         description="When replicas agree: every_step, {local_sgd: {every: N}}, {diloco: {every: N}}, {post_local: {start: S, every: N}}, {stale: K}, or a user's own: file.py:name of a function under "
-        "@sk.synchronization, {file.py:name: {option: value}} with its keyword arguments; or without one step of all: {parameter_server: {servers: "
+        "@sk.sync, {file.py:name: {option: value}} with its keyword arguments; or without one step of all: {parameter_server: {servers: "
         "1, workers: 2}}.",
     )
     precision: Annotated[

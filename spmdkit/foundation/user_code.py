@@ -2,7 +2,7 @@
 their own line.
 
 A config may name only what says that it is meant for this: `task: os:system` must not run a command. So what is called
-has to be declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.synchronization`, `@sk.sink`) in the very module that is
+has to be declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.sink`) in the very module that is
 named, or be an object of that kind.
 """
 
@@ -31,10 +31,6 @@ T = TypeVar("T")
 
 KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "sink": "log.sinks"}
 """What can be declared -> the key of a config that names it."""
-DECORATORS = {kind: kind for kind in KEYS} | {
-    "sync": "synchronization"
-}  # spmdkit.communication.sync is the folder of syncs
-"""What can be declared -> its decorator in `spmdkit`."""
 
 _MARK = "__spmdkit_declared__"
 _LOADED_AS = "spmdkit_task_"
@@ -148,15 +144,15 @@ def declared(kind: str) -> Callable[[T], T]:
             setattr(fn, _MARK, (kind, module))
         except (AssertionError, AttributeError, TypeError):
             raise ConfigError(
-                f"@sk.{DECORATORS[kind]} is given {_described(fn)}. It declares a function of yours. Write it above `def make(...):`."
+                f"@sk.{kind} is given {_described(fn)}. It declares a function of yours. Write it above `def make(...):`."
             ) from None
         return fn
 
-    declare.__name__ = DECORATORS[kind]
+    declare.__name__ = kind
     return declare
 
 
-task, hook, reducer, synchronization, sink = map(declared, KEYS)
+task, hook, reducer, sync, sink = map(declared, KEYS)
 
 
 def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:
@@ -178,11 +174,9 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     found = getattr(module, name)
     if _is_instance(found, instance) or _is_declared(found, kind, module):
         return found
-    (found_kind, owner), decorator = _mark(found), f"@sk.{DECORATORS.get(kind, kind)}"
+    (found_kind, owner), decorator = _mark(found), f"@sk.{kind}"
     rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
-    what = f"is {_described(found)}" + (
-        f" declared in {owner} with @sk.{DECORATORS[found_kind or kind]}" if owner else ""
-    )
+    what = f"is {_described(found)}" + (f" declared in {owner} with @sk.{found_kind or kind}" if owner else "")
     if found_kind == kind:
         repair = f"Name it where it is declared: {owner}:{name}"
     elif target.endswith(".py") and getattr(found, "__module__", None) == module.__name__ and callable(found):
@@ -207,7 +201,7 @@ def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type
     if options:
         raise ConfigError(
             f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function under "
-            f"@sk.{DECORATORS.get(kind, kind)}. "
+            f"@sk.{kind}. "
             "Write one that takes them, or leave them out."
         )
     return found

@@ -92,7 +92,7 @@ def attention(
             tokens that were not put into the order of the mesh.
     """
     context = trace_context.current()
-    context.noticed.called("attention")
+    context.usage.called("attention")
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, causal, positions_BT, segment_ids_BT)
     _check_mesh(context, q_BTNH, causal, positions_BT)
     call = _Call(
@@ -100,7 +100,7 @@ def attention(
         _implementation(context, implementation, q_BTNH, k_BSKH, segment_ids_BT is not None, positions_BT is not None),
         causal,
         1 / math.sqrt(q_BTNH.shape[3]) if scale is None else float(scale),
-        context.chosen.attention.context == "all_to_all" and axis_size("sequence") > 1,
+        context.options.attention.context == "all_to_all" and axis_size("sequence") > 1,
     )
     positions = positions_BT[None] if positions_BT is not None and positions_BT.ndim == 1 else positions_BT
     k_BSKH, v_BSKH = (_repeated(context, x) for x in (k_BSKH, v_BSKH))
@@ -235,7 +235,7 @@ def _alike(context: trace_context.Context, operands: Any) -> Any:
 def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
     """Returns key heads repeated as often as it takes to cut them like the query heads."""
     tensor = 1 if context.in_manual else axis_size("heads")
-    cut = tensor * (axis_size("sequence") if context.chosen.attention.context == "all_to_all" else 1)
+    cut = tensor * (axis_size("sequence") if context.options.attention.context == "all_to_all" else 1)
     num = x_BSKH.shape[2]
     return x_BSKH if num % cut == 0 else jnp.repeat(x_BSKH, math.lcm(num, cut) // num, axis=2)
 
@@ -251,7 +251,7 @@ def _implementation(
     Outside of a program no devices are known: `auto` is xla there, and a name is taken at its word.
     """
     name, key = (
-        (asked, "implementation") if asked else (context.chosen.attention.implementation, "attention.implementation")
+        (asked, "implementation") if asked else (context.options.attention.implementation, "attention.implementation")
     )
     known = ("auto", *IMPLEMENTATIONS)
     if name not in known:
@@ -261,7 +261,7 @@ def _implementation(
     lengths = _block_lengths(context, q.shape[1], k.shape[1])
     why = {
         "cudnn": "its gradient adds in another order each time, and deterministic is true"
-        if context.chosen.deterministic
+        if context.options.deterministic
         else attention_cudnn.missing(device, q, lengths, ids),
         "splash": attention_splash.missing(device, q, lengths, ids),
         "xla": None,
@@ -275,13 +275,13 @@ def _implementation(
 
 def _device(context: trace_context.Context) -> Any:
     """Returns one of the mesh's devices, also where the mesh is that of a topology and not of this machine."""
-    return None if context.cuts.mesh is None else context.cuts.mesh.devices.flat[0]
+    return None if context.sharding.mesh is None else context.sharding.mesh.devices.flat[0]
 
 
 def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, ...]:
     """Returns the numbers of queries and keys that one call of an implementation sees."""
     num = axis_size("sequence")
-    if context.chosen.attention.context == "all_to_all":
+    if context.options.attention.context == "all_to_all":
         return tuple(length * (num if context.in_manual else 1) for length in lengths)
     own = [length // (1 if context.in_manual or not cuts(context) else num) for length in lengths]
     return tuple(own) if order() == "contiguous" else tuple(length // 2 for length in own)
@@ -330,7 +330,7 @@ def _check_mesh(context: trace_context.Context, q: jax.Array, causal: bool, posi
         and causal
         and positions is None
         and order() == "zigzag"
-        and not context.noticed.has_called("context_order")
+        and not context.usage.has_called("context_order")
     ):
         raise ConfigError(
             f"sk.attention: mesh.context is {num}, in zigzag order, and the model has not put its tokens into that order. A causal mask would "
@@ -343,7 +343,7 @@ def _check_mesh(context: trace_context.Context, q: jax.Array, causal: bool, posi
             f"sk.attention: q has {q.shape[1]} tokens; mesh.context {num} in {order()} order cuts them into {unit} chunks. The number of "
             f"tokens is a multiple of {unit}. Try {-(-q.shape[1] // unit) * unit}."
         )
-    cut = tensor * (num if context.chosen.attention.context == "all_to_all" else 1)
+    cut = tensor * (num if context.options.attention.context == "all_to_all" else 1)
     if q.shape[2] % cut:
         ring = ", or attention: {context: ring}" if cut > tensor and q.shape[2] % tensor == 0 else ""
         by = f"mesh.tensor {tensor} x mesh.context {num}" if cut > tensor else f"mesh.tensor {tensor}"

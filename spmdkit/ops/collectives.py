@@ -37,18 +37,18 @@ def axes(*names: str) -> tuple[str, ...]:
         ValueError: a name that no table knows.
     """
     context = trace_context.current()
-    if context.cuts.mesh is None or context.cuts.form == "manual":
+    if context.sharding.mesh is None or context.sharding.form == "manual":
         return ()
-    taken = (*context.cuts.data_axes, *context.mapped_axes)
+    taken = (*context.sharding.data_axes, *context.mapped_axes)
     found: list[str] = []
     for name in names:
-        if name not in context.chosen.logical_axes:
+        if name not in context.options.logical_axes:
             raise ValueError(
-                f"unknown name '{name}'.{nearest(name, context.chosen.logical_axes)} Known: {', '.join(sorted(context.chosen.logical_axes))}."
+                f"unknown name '{name}'.{nearest(name, context.options.logical_axes)} Known: {', '.join(sorted(context.options.logical_axes))}."
             )
-        own = context.cuts.inner_axes if name == "batch" else context.chosen.logical_axes[name]
-        context.noticed.axis(*own)
-        found += [a for a in own if context.cuts.size(a) > 1 and a in MODEL_AXES and a not in taken]
+        own = context.sharding.inner_axes if name == "batch" else context.options.logical_axes[name]
+        context.usage.axis(*own)
+        found += [a for a in own if context.sharding.size(a) > 1 and a in MODEL_AXES and a not in taken]
     return tuple(dict.fromkeys(found))
 
 
@@ -61,7 +61,7 @@ def axis_size(names: Names) -> int:
             of replicas.
     """
     found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
-    return trace_context.current().cuts.size(*found)
+    return trace_context.current().sharding.size(*found)
 
 
 def axis_index(names: Names) -> jax.Array | int:
@@ -83,7 +83,7 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
         raise ConfigError(
             f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
-            f"{trace_context.current().cuts.size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
+            f"{trace_context.current().sharding.size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
         )
     return lax.psum(x, found)
 
@@ -114,7 +114,7 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
         return x
     if len(found) > 1:
         raise ConfigError(f"ring_shift over '{name}': it means the axes {list(found)}. A ring runs along one axis.")
-    num = trace_context.current().cuts.size(*found)
+    num = trace_context.current().sharding.size(*found)
     return lax.ppermute(x, found[0], [(i, (i + by) % num) for i in range(num)])
 
 
@@ -134,7 +134,7 @@ def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
             would be sent.
     """
     context = trace_context.current()
-    mesh = context.cuts.mesh
+    mesh = context.sharding.mesh
     if not trace_context.is_in_part() and mesh is not None and mesh.size > 1:
         raise ConfigError(
             f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} devices. Outside of a part "

@@ -74,7 +74,7 @@ def manual(
         if not cuts(context, kernel):
             with trace_context.in_part():
                 return fn(*args)
-        assert context.cuts.mesh is not None
+        assert context.sharding.mesh is not None
         args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), args)
         leaves, treedef = jax.tree.flatten(args)
         in_specs = _flat_specs(context, tuple(in_dims), args)
@@ -96,7 +96,7 @@ def manual(
         shapes, is_watched = _trace_once(context, str(name), body, leaves, in_specs)
         watched = (str(name), body) if is_watched else None
         treedef_out, out_specs = seen
-        part = Part(body, inner, context.cuts.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
+        part = Part(body, inner, context.sharding.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
         return jax.tree.unflatten(treedef_out, differentiable(part)(*leaves))
 
     return manual_fn
@@ -105,11 +105,13 @@ def manual(
 def cuts(context: trace_context.Context, kernel: bool = False) -> bool:
     """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part
     around it."""
-    if context.in_manual or context.cuts.form == "manual" or context.cuts.mesh is None:
+    if context.in_manual or context.sharding.form == "manual" or context.sharding.mesh is None:
         return False
     if kernel:
-        return context.cuts.mesh.size > 1
-    return any(context.cuts.size(a) > 1 for a in MODEL_AXES if a not in (*context.cuts.data_axes, *context.mapped_axes))
+        return context.sharding.mesh.size > 1
+    return any(
+        context.sharding.size(a) > 1 for a in MODEL_AXES if a not in (*context.sharding.data_axes, *context.mapped_axes)
+    )
 
 
 # ---- specs ------------------------------------------------------------------------------------------------------------
@@ -140,10 +142,10 @@ def _flat_specs(context: trace_context.Context, dims: Any, values: Any) -> tuple
 def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     for i, (length, names) in enumerate(zip(shape, spec, strict=False)):
         cut = (names,) if isinstance(names, str) else names or ()
-        if length % context.cuts.size(*cut):
+        if length % context.sharding.size(*cut):
             raise ConfigError(
-                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {context.cuts.size(*cut)}, and {length} is not "
-                f"divisible by it. Make the dim a multiple of {context.cuts.size(*cut)}, or use another mesh."
+                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {context.sharding.size(*cut)}, and {length} is not "
+                f"divisible by it. Make the dim a multiple of {context.sharding.size(*cut)}, or use another mesh."
             )
 
 
@@ -159,10 +161,10 @@ def _typed(context: trace_context.Context, what: str, x: Any, spec: PartitionSpe
     """
     x = jnp.asarray(x)
     extra = [
-        a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and context.cuts.size(a) > 1
+        a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and context.sharding.size(a) > 1
     ]
     # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
-    if extra := sorted(a for a in extra if a not in context.mapped_axes and a not in context.cuts.data_axes):
+    if extra := sorted(a for a in extra if a not in context.mapped_axes and a not in context.sharding.data_axes):
         raise ConfigError(
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
             "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they cut."
@@ -179,13 +181,13 @@ def _trace_once(
     Raises:
         ConfigError: `fn` closes over traced arrays, or JAX's types have added up a derivative that it takes.
     """
-    assert context.cuts.mesh is not None
+    assert context.sharding.mesh is not None
     locals_: list[Any] = []
 
     def probe(*shards: jax.Array) -> None:
         locals_[:] = body(*shards)
 
-    closed = traced(probe, context.cuts.mesh, tuple(in_specs), leaves, typed=True)
+    closed = traced(probe, context.sharding.mesh, tuple(in_specs), leaves, typed=True)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in locals_]
     if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         raise ConfigError(
@@ -194,6 +196,6 @@ def _trace_once(
         )
     has_derivative = takes_derivative(closed)
     if has_derivative:
-        untyped = traced(probe, context.cuts.mesh, tuple(in_specs), leaves, typed=False)
-        refuse_summed(f"sk.manual: {name}", closed, untyped, [a for a in MODEL_AXES if context.cuts.size(a) > 1])
+        untyped = traced(probe, context.sharding.mesh, tuple(in_specs), leaves, typed=False)
+        refuse_summed(f"sk.manual: {name}", closed, untyped, [a for a in MODEL_AXES if context.sharding.size(a) > 1])
     return shapes, has_derivative

@@ -206,7 +206,7 @@ def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
     """Returns the body at `shards`, which keeps what a trace `before` has kept."""
-    remat = part.context.chosen.remat
+    remat = part.context.options.remat
     found = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
     if before is not None and found.made_by != before.made_by:
         raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {found.made_by}")
@@ -235,7 +235,7 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
         jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
     (linear,) = found
     # Axes of replicas and of a pipeline's stages belong to an enclosing vmap, as in _typed.
-    outer = {*part.context.cuts.data_axes, *part.context.mapped_axes}
+    outer = {*part.context.sharding.data_axes, *part.context.mapped_axes}
     differs = [tuple(a for a in MODEL_AXES if a in compat.varying_axes_of(x) and a not in outer) for x in linear.kept]
     keeping = dataclasses.replace(
         part,

@@ -52,7 +52,7 @@ ROWS: Dims = ("batch", "norm_sequence", None)
 
 
 @jax.named_scope(trace_context.TENSOR)
-def column_row(
+def column_row_parallel(
     x_BTD: jax.Array,
     columns: Sequence[jax.Array],
     between: Callable[..., jax.Array],
@@ -67,8 +67,8 @@ def column_row(
 ) -> jax.Array:
     """Returns `between(x . columns[0], x . columns[1], ..., *extra) . row`, like `x`.
 
-        y_BTD = sk.column_row(x_BTD, [gate_DF, up_DF], lambda gate, up: jax.nn.silu(gate) * up, down_FD)
-        y_BTD = sk.column_row(x_BTD, [q_DNH, k_DNH, v_DNH], attention, out_NHD, hidden="heads")
+        y_BTD = sk.column_row_parallel(x_BTD, [gate_DF, up_DF], lambda gate, up: jax.nn.silu(gate) * up, down_FD)
+        y_BTD = sk.column_row_parallel(x_BTD, [q_DNH, k_DNH, v_DNH], attention, out_NHD, hidden="heads")
 
     Args:
         x_BTD: any number of leading dims.
@@ -91,7 +91,7 @@ def column_row(
     in_column = _column_dims(columns, hidden, column_dims)
     if len(in_column) != len(columns) or len(extra) != len(extra_dims):
         raise ConfigError(
-            f"sk.column_row: {len(columns)} columns with {len(in_column)} column_dims, {len(extra)} extra with {len(extra_dims)} "
+            f"sk.column_row_parallel: {len(columns)} columns with {len(in_column)} column_dims, {len(extra)} extra with {len(extra_dims)} "
             "extra_dims. Each array says how it is cut. Give one tuple of names for each."
         )
     in_row = row_dims or (hidden, *(None,) * (row.ndim - 2), "embed")
@@ -103,7 +103,7 @@ def column_row(
         return _row(between(*products, *extra), row, dims, in_row)
 
     in_dims = (dims, list(in_column), in_row, list(extra_dims))
-    return manual(pair, in_dims, dims, "sk.column_row")(x_BTD, list(columns), row, list(extra))
+    return manual(pair, in_dims, dims, "sk.column_row_parallel")(x_BTD, list(columns), row, list(extra))
 
 
 @jax.named_scope(trace_context.TENSOR)

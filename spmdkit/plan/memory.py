@@ -83,13 +83,13 @@ def read_memory(program: Program, module: Module, num_live: int = 12) -> Memory:
 def _gradient_bytes(program: Program) -> int:
     """Returns the bytes of one gradient as the optimizer gets it, in the dtype that is added up."""
     context = program._step_context
-    if context.cuts.placements is None:
+    if context.sharding.placements is None:
         return 0
     params = jax.tree.leaves(program.abstract_state.params)
     specs = jax.tree.leaves(
-        context.cuts.placements.gradient, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+        context.sharding.placements.gradient, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
     )
     shardings = [jax.sharding.NamedSharding(program.mesh, spec) for spec in specs]
     return sum(
-        shard_bytes(x.shape, context.chosen.reduce_dtype or x.dtype, s) for x, s in zip(params, shardings, strict=True)
+        shard_bytes(x.shape, context.options.reduce_dtype or x.dtype, s) for x, s in zip(params, shardings, strict=True)
     )

@@ -61,17 +61,19 @@ def choose_form(
     Raises:
         ConfigError, UserCodeError: no form takes the user's functions, or they do not use what the config asks for.
     """
-    reducer = context.chosen.reducer
+    reducer = context.options.reducer
     forms = forms_of(task_step.task.view, task_step.sizes, num_replicas)
     if task_step.groups is not None:
-        context = context.cutting(sizes=task_step.groups.inner(task_step.sizes))
-        forms = ("plain",) if context.cuts.num_replicas == 1 else ("mapped",)
-    keeps = reducer.init is not stateless and context.cuts.num_replicas > 1
+        context = context.with_sharding(sizes=task_step.groups.inner(task_step.sizes))
+        forms = ("plain",) if context.sharding.num_replicas == 1 else ("mapped",)
+    keeps = reducer.init is not stateless and context.sharding.num_replicas > 1
     if keeps and task_step.groups is not None:
         groups.check_reducer(task_step.groups, task_step.config)
     if keeps:  # the form and the calls are found without it
-        context = context.choosing(reducer=plain_sum())
-    context, traced, refused = _first_traced(task_step, [context.cutting(form=form).anew() for form in forms])
+        context = context.with_options(reducer=plain_sum())
+    context, traced, refused = _first_traced(
+        task_step, [context.with_sharding(form=form).for_new_trace() for form in forms]
+    )
     reducer_state.check_effect(
         plugins.split(task_step.config.reducer)[0], reducer, context, task_step.sizes, task_step.what
     )
@@ -100,7 +102,7 @@ def _first_traced(
         except SpmdkitError as error:
             errors.append(error)
             continue
-        return context, traced, tuple((r.cuts.form, str(e)) for r, e in zip(contexts, errors, strict=False))
+        return context, traced, tuple((r.sharding.form, str(e)) for r, e in zip(contexts, errors, strict=False))
     raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
 
 
@@ -111,7 +113,7 @@ def _with_state_of(
     its place."""
     gradients: list[Any] = []
     call_user(lambda: task_step.shapes(context, gradients=gradients), task_step.what)
-    context = context.choosing(reducer=reducer).anew()
+    context = context.with_options(reducer=reducer).for_new_trace()
     kept, table = reducer_state.shapes(reducer, gradients, context)
     placed = task_step.state
     abstract = placed.abstract.replace(reducer=kept)
@@ -128,12 +130,12 @@ def _settle(
     check_pools(traced.jaxpr, task_step.sizes, task_step.what)
     if probe_padding and not task_step.always_full:
         padding_check.check_first_dims(context, task_step.shapes, task_step.batch, task_step.what)
-    whole = context.chosen.remat is not None and not context.noticed.has_called("remat")
+    whole = context.options.remat is not None and not context.usage.has_called("remat")
     if whole:
-        context = context.choosing(remat_whole=True)
+        context = context.with_options(remat_whole=True)
     if not isinstance(config.remat, str):
         if whole:
             last, whole = task_step.trace(context), False  # names are met only where something is computed again
         for key, names in (("save", config.remat.save), ("offload", config.remat.offload)):
-            check_names(key, names, context.noticed.marks, task_step.what)
+            check_names(key, names, context.usage.marks, task_step.what)
     return context, None if whole else last

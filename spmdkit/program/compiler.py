@@ -8,7 +8,7 @@ the bytes, and one ring.
 The options send both to the SparseCores (v5p, v6e, 7x), which drive several rings and leave the TensorCore to the
 arithmetic; on v5e they stay on the TensorCore, native.
 
-| bytes over the formula, layers of `column_row` | default           | with the options      |
+| bytes over the formula, layers of `column_row_parallel` | default           | with the options      |
 | ---------------------------------------------- | ----------------- | --------------------- |
 | v5p 4x4x4, fsdp 64                             | 2.00              | 1.00, asynchronous    |
 | v5p 4x4x4, fsdp 16 x tensor 4                  | 1.00              | 1.00, asynchronous    |

@@ -60,10 +60,14 @@ class Evaluator:
         self._feed, self._probe = feed, probe_padding
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
-        groups = context.cuts.state_groups
-        context = context.choosing(remat=None, remat_whole=False).cutting(microbatches=1, state_groups=None).anew()
-        assert context.cuts.mesh is not None
-        self._whole = NamedSharding(context.cuts.mesh, PartitionSpec())
+        groups = context.sharding.state_groups
+        context = (
+            context.with_options(remat=None, remat_whole=False)
+            .with_sharding(microbatches=1, state_groups=None)
+            .for_new_trace()
+        )
+        assert context.sharding.mesh is not None
+        self._whole = NamedSharding(context.sharding.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
         eval_fn, needs_key, self.note = _function(
             task, jax.eval_shape(to_device, abstract_state), abstract_batch, stateful, groups
@@ -75,7 +79,7 @@ class Evaluator:
             params = current.ema if which == "ema" else current.params
             model_state = current.model_state
             if groups is not None:
-                model_state = agreement.of_groups(context.chosen.agree, model_state)
+                model_state = agreement.of_groups(context.options.state_reduction, model_state)
             with trace_context.tracing(dataclasses.replace(context, mask=batch.mask)):
                 key = rng.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
@@ -109,7 +113,7 @@ class Evaluator:
         return self._feed.reads_rows
 
     def __call__(self, state: TrainState, setting_out: SettingOut = nullcontext) -> dict[str, Any]:
-        """Returns the metrics over the whole set: numbers, and of `sk.counts` arrays. Waits for the device.
+        """Returns the metrics over the whole set: numbers, and of `sk.bincount` arrays. Waits for the device.
 
         Args:
             setting_out: in its context each batch is taken.

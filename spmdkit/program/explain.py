@@ -85,22 +85,24 @@ def _placement(task_step: TaskStep) -> str:
 
 
 def _form(task_step: TaskStep, context: trace_context.Context, refused: Refused) -> str:
-    replicas, model = context.cuts.num_replicas, _model_axes(context)
+    replicas, model = context.sharding.num_replicas, _model_axes(context)
     inside = "" if task_step.groups is None else " inside of each group"
     why = {
         "plain": f"one replica{inside}, so nothing is added; the partitioner cuts the rest",
         "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner cuts the rest{f' ({model})' if model else ''}",
         "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no model axis that cuts anything else",
-    }[context.cuts.form]
+    }[context.sharding.form]
     if task_step.task.view == "replica":
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
     tried = "".join(f"; not {form}: {text.splitlines()[0]}" for form, text in refused)
-    return f"{context.cuts.form}: {why}{tried}"
+    return f"{context.sharding.form}: {why}{tried}"
 
 
 def _model_axes(context: trace_context.Context) -> str:
     return ", ".join(
-        a for a, size in context.cuts.sizes.items() if size > 1 and a not in ("replica", *context.cuts.data_axes)
+        a
+        for a, size in context.sharding.sizes.items()
+        if size > 1 and a not in ("replica", *context.sharding.data_axes)
     )
 
 
@@ -118,7 +120,7 @@ def _precision(task_step: TaskStep) -> str:
 
 
 def _microbatches(context: trace_context.Context, batch_size: int) -> str:
-    num = context.cuts.microbatches
+    num = context.sharding.microbatches
     if num == 1:
         return f"1: the whole batch of {batch_size} at once"
     return (
@@ -128,38 +130,42 @@ def _microbatches(context: trace_context.Context, batch_size: int) -> str:
 
 def _remat(task_step: TaskStep, context: trace_context.Context) -> str:
     asked = task_step.config.remat
-    if context.chosen.remat is None:
+    if context.options.remat is None:
         return "none: all that the backward pass needs is kept"
     name = asked if isinstance(asked, str) else f"save {asked.save}, offload {asked.offload}"
     where = (
-        "the whole loss, since the step calls no sk.remat" if context.chosen.remat_whole else "each part under sk.remat"
+        "the whole loss, since the step calls no sk.remat"
+        if context.options.remat_whole
+        else "each part under sk.remat"
     )
     return f"{name}: around {where}"
 
 
 def _parts(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line]:
     """Yields what ops of the model were told, where the step uses them."""
-    if context.noticed.has_called("pipeline") and task_step.sizes["pipeline"] > 1:
-        yield "pipeline", f"{context.chosen.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
-    if context.noticed.has_called("attention"):
-        around = f", {context.chosen.attention.context} over context" if task_step.sizes["context"] > 1 else ""
-        yield "attention", f"{context.chosen.attention.implementation}{around}"
+    if context.usage.has_called("pipeline") and task_step.sizes["pipeline"] > 1:
+        yield "pipeline", f"{context.options.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
+    if context.usage.has_called("attention"):
+        around = f", {context.options.attention.context} over context" if task_step.sizes["context"] > 1 else ""
+        yield "attention", f"{context.options.attention.implementation}{around}"
 
 
 def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
-    reducer, (name, options) = context.chosen.reducer, plugins.split(task_step.config.reducer)
+    reducer, (name, options) = context.options.reducer, plugins.split(task_step.config.reducer)
     added = _added(context)
     by_partitioner = (
-        "" if task_step.sizes["fsdp"] == 1 or "fsdp" in context.cuts.data_axes else "; over fsdp the partitioner adds"
+        ""
+        if task_step.sizes["fsdp"] == 1 or "fsdp" in context.sharding.data_axes
+        else "; over fsdp the partitioner adds"
     )
     if not added:
         return f"{name}: not used, since nothing is added over replicas{by_partitioner}"
-    if not context.noticed.has_called("value_and_grad"):
+    if not context.usage.has_called("value_and_grad"):
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
     itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
     plain = lambda leaves: sum(2 * (x.num - 1) / x.num * itemsize * x.size for x in leaves)
     over = ", ".join(
-        f"{values} values over {' x '.join(axes)} ({context.cuts.size(*axes)} replicas)"
+        f"{values} values over {' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
         for axes, values in added.items()
     )
     sent = (plain if reducer.is_sum else reducer.sent)(reducer_state.added(context))
@@ -167,7 +173,7 @@ def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
     given = f" {options}" if options else ""
     first = f"sum to step {reducer.warmup}, then " if reducer.warmup else ""
     keeps = "" if reducer.init is stateless else "; keeps what it owes in the train state"
-    return f"{first}{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; takes {reducer.takes}s{keeps}{by_partitioner}"
+    return f"{first}{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; input scale {reducer.input_scale}{keeps}{by_partitioner}"
 
 
 def _added(context: trace_context.Context) -> dict[tuple[str, ...], int]:
@@ -180,7 +186,7 @@ def _added(context: trace_context.Context) -> dict[tuple[str, ...], int]:
 
 def _model_state(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line]:
     if task_step.stateful:
-        num = context.cuts.state_groups
+        num = context.sharding.state_groups
         yield "model state", "one for all replicas" if num is None else f"{num}, one for each group of replicas"
 
 

@@ -93,7 +93,7 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
             f"sync: {name}: its reducer {plugins.split(asked)[0]} {what}, and outer gradients are added without a memory. Use a reducer without a state, for "
             f"example sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
-    if made.apply_and_tell is not None:
+    if made.apply_with_metrics is not None:
         raise ConfigError(
             f"sync: {name}: its reducer {plugins.split(asked)[0]} tells of each step what it has sent, and between groups nobody hears it. It is for gradients. "
             f"Write it as the config's reducer, and sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
@@ -126,7 +126,7 @@ def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtr
     made = optax.with_extra_args_support(sync.optimizer(optimizer))
 
     def update(*args: Any, **extra: Any) -> Any:
-        trace_context.current().noticed.called("optimizer")
+        trace_context.current().usage.called("optimizer")
         return made.update(*args, **extra)
 
     return optax.GradientTransformationExtraArgs(made.init, update)

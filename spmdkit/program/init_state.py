@@ -174,7 +174,7 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     clip = optax.clip_by_global_norm(config.clip_norm)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        trace_context.current().noticed.called("optimizer")
+        trace_context.current().usage.called("optimizer")
         clipped, _ = clip.update(
             grads, clip.init(params), params
         )  # which has no state: the optimizer's stays as its author knows it

@@ -30,7 +30,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding
 
-from spmdkit.communication.reducers.base import TOLD
+from spmdkit.communication.reducers.base import METRIC_PREFIX
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype, named_leaves
 from spmdkit.step import trace_context
@@ -165,16 +165,16 @@ def check_first_dims(
         context: of the step as it was traced.
         trace: traces the step with another context and another abstract batch.
     """
-    if not (context.noticed.has_called("example_mask") and context.noticed.has_called("mean")):
+    if not (context.usage.has_called("example_mask") and context.usage.has_called("mean")):
         return
-    other = context.anew()
+    other = context.for_new_trace()
     longer = lambda shape: (2 * shape[0], *shape[1:]) if shape else ()
     twice = lambda x: jax.ShapeDtypeStruct(longer(x.shape), x.dtype, sharding=x.sharding)
     try:
         trace(other, jax.tree.map(twice, batch))
     except Exception:  # noqa: BLE001  a step that can only have its own number of rows says nothing about another
         return
-    found, expected = context.noticed.num_masked, other.noticed.num_masked
+    found, expected = context.usage.num_masked, other.usage.num_masked
     if found != expected:
         raise ConfigError(
             f"data.remainder is mask, and {what} gives {found} times values to sk.mean whose first dim is as long as the rows, but "
@@ -204,7 +204,7 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
         parts = {"model state": (state.model_state, abstract_state.model_state)}
         if not metrics:
             parts["parameter"] = (state.params, abstract_state.params)
-        own = {name: x for name, x in metrics.items() if not name.startswith(TOLD)}
+        own = {name: x for name, x in metrics.items() if not name.startswith(METRIC_PREFIX)}
         return {"metric": own} | {name: _floating(*pair) for name, pair in parts.items()}
 
     def step_from_moved(state: Any, batch: Batch) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Program:
         self.groups = program_groups.groups_of(config, self.sizes, task.view == "replica")
         self._stepped: tuple[Any, int] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
-        self._agree = agreement.said_of(task.agree, abstract_model_state)
+        self._state_reduction = agreement.said_of(task.state_reduction, abstract_model_state)
         self._kept_by_reducer: tuple[Any, ...] = ()
         self._abstract_state: Any = None
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
@@ -97,7 +97,7 @@ class Program:
         self._placed = placed  # before the reducer gets its place
         self._open_data()
         self._choose_form()
-        trained = [self.abstract_batch] if self._step_context.noticed.has_called("value_and_grad") else []
+        trained = [self.abstract_batch] if self._step_context.usage.has_called("value_and_grad") else []
         evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
         if self.has_eval:
@@ -113,12 +113,12 @@ class Program:
     @property
     def reducer(self) -> Reducer:
         """How gradients are added over replicas."""
-        return self._step_context.chosen.reducer
+        return self._step_context.options.reducer
 
     @property
     def said_of_state(self) -> agreement.Kinds:
         """How the task says that replicas agree on leaves of the model state."""
-        return self._agree
+        return self._state_reduction
 
     @property
     def num_replicas(self) -> int:
@@ -159,7 +159,7 @@ class Program:
             data_axes=self.data_axes,
             placements=self._placed.placements,
             state_groups=self._state_groups,
-            agree=self._agree,
+            state_reduction=self._state_reduction,
         )
 
     def _choose_form(self) -> None:
@@ -167,7 +167,7 @@ class Program:
         self._place(self._placed)
         chosen = choose_form(self._task_step, self._context(), self.num_replicas, self.probe_padding)
         self._step_context, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
-        self.form, self._kept_by_reducer = chosen.context.cuts.form, chosen.kept
+        self.form, self._kept_by_reducer = chosen.context.sharding.form, chosen.kept
         self._first_look = reducer_state.FirstLook(chosen.context)
         self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
         self._place(chosen.state)
@@ -238,10 +238,10 @@ class Program:
     def traced_once(self) -> jax.stages.Traced:
         """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together
         on one device."""
-        context = self._step_context.choosing(remat=None, remat_whole=False).anew()
+        context = self._step_context.with_options(remat=None, remat_whole=False).for_new_trace()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
-            context = context.cutting(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
+            context = context.with_sharding(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
         return jax.jit(self._task_step.function(context)).trace(self._abstract_state, self.abstract_batch)
 
     def explain(self) -> str:
@@ -281,13 +281,13 @@ class Program:
     @property
     def warmup(self) -> int:
         """The last step in which gradients are added by `sum`, whatever the reducer; 0 where nothing is added."""
-        return self.reducer.warmup if self._step_context.cuts.num_replicas > 1 else 0
+        return self.reducer.warmup if self._step_context.sharding.num_replicas > 1 else 0
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The programs that a run calls beside the step, those in its place first."""
         warm, code = (self.warmup, lambda: self.lowered_by(plain_sum())), lambda: self.traced.out_info[2]
-        whole = self._single, self._context, self.num_replicas, code, self._step_context.anew
+        whole = self._single, self._context, self.num_replicas, code, self._step_context.for_new_trace
         return phases.phases_of(self._task_step, self._compile, warm, whole)
 
     def compiled_by(self, reducer: Reducer) -> jax.stages.Compiled:
@@ -296,7 +296,7 @@ class Program:
 
     def lowered_by(self, reducer: Reducer) -> jax.stages.Lowered:
         """Returns the step with another reducer, as it is given to the compiler."""
-        return self._task_step.trace(self._step_context.choosing(reducer=reducer).anew()).lower()
+        return self._task_step.trace(self._step_context.with_options(reducer=reducer).for_new_trace()).lower()
 
     @functools.cached_property
     def _add_metrics(self) -> Any:
@@ -314,7 +314,7 @@ class Program:
     def _one_copy(self, current: TrainState) -> TrainState:
         """Returns the state that is evaluated: on the devices, one copy of all groups."""
         current = to_device(self.layout, self.mesh, current)
-        return current if self.groups is None else groups.whole(self.groups, current, self._agree)
+        return current if self.groups is None else groups.whole(self.groups, current, self._state_reduction)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
         """Refuses a step in which the contents of padding rows change what it gives; see
@@ -397,10 +397,10 @@ class Program:
     def _eval_context(self) -> trace_context.Context:
         """Returns the context of an evaluation: over all replicas, in the form that binds the names of their axes."""
         whole = self._step_context
-        return whole if self.groups is None else whole.cutting(sizes=self.sizes, form="mapped")
+        return whole if self.groups is None else whole.with_sharding(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.counts` arrays. Waits for
+        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.bincount` arrays. Waits for
         the device."""
         check_not_donated(current, "program.eval")
         return self.evaluator(current)

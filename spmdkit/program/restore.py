@@ -3,7 +3,7 @@ changed.
 
 Everything else in a train state has one shape on every mesh; `Checkpoints.restore` puts it on the new one. The
 reducer's state is [replicas, *leaf]: what is missing begins at zero, what is left over is dropped with one line, and
-another number of replicas is the reducer's `carry_over`, leaf by leaf. With groups, parameters and all that follows
+another number of replicas is the reducer's `reshard_state`, leaf by leaf. With groups, parameters and all that follows
 them are [groups, *leaf]: groups of another number begin with the mean of those that were saved; what their sync keeps,
 one copy for all (an outer optimizer), goes on. Gradients that wait in a delay line (`sync: stale`) are dropped where
 another number of them is to wait.
@@ -178,7 +178,7 @@ def _on_this_mesh(
         def carry(have: Any, wanted: Any = wanted, num: int = num) -> Any:
             zeros = {name: jax.numpy.zeros(x.shape, x.dtype) for name, x in wanted.items()}
             same = not have or all(have[name].shape == wanted[name].shape for name in have)
-            return zeros | dict(have if same else program.reducer.carry_over(have, num))
+            return zeros | dict(have if same else program.reducer.reshard_state(have, num))
 
         placed = {name: x.sharding for name, x in wanted.items()}
         made |= {f"{leaf}/{name}": x for name, x in jax.jit(carry, out_shardings=placed)(have).items()}

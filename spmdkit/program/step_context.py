@@ -27,18 +27,18 @@ def step_context(
     data_axes: tuple[str, ...],
     placements: trace_context.Placements,
     state_groups: int | None,
-    agree: Mapping[str, Any],
+    state_reduction: Mapping[str, Any],
 ) -> trace_context.Context:
     """Returns the context of the step of a config, whose microbatches are a number; its form is still to be chosen."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
-    chosen = trace_context.Choices(
+    chosen = trace_context.StepOptions(
         compute_dtype=None if {dtypes.compute, dtypes.params} == {"float32"} else jnp.dtype(dtypes.compute),
         inputs=dtypes.inputs or "compute",
         reduce_dtype=jnp.dtype(dtypes.reduce),
         reducer=reducer_of(config),
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
-        agree=agree,
+        state_reduction=state_reduction,
         logical_axes=layout.logical_axes(config.layout.axes),
         attention=trace_context.AttentionSettings(**config.attention.model_dump()),
         pipeline=trace_context.PipelineSettings(
@@ -49,7 +49,7 @@ def step_context(
         guard=guard_of(config),
         deterministic=config.deterministic,
     )
-    cuts = trace_context.Cuts(
+    cuts = trace_context.ShardingSpec(
         mesh=mesh,
         sizes=sizes,
         data_axes=data_axes,

@@ -45,7 +45,7 @@ class Task:
         train_step: `train_step(state, batch) -> (state, metrics)`, instead of the default step around `loss_fn`.
         view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
-        agree: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica
+        state_reduction: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica
             adds), `max`, or `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it
             is asked for. See `spmdkit.step.model_state.agreement`.
         hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see
@@ -62,7 +62,7 @@ class Task:
     train_step: Callable[..., Any] | None = None
     view: Literal["global", "replica"] = "global"
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
-    agree: Mapping[str, str] = field(default_factory=dict)
+    state_reduction: Mapping[str, str] = field(default_factory=dict)
     hooks: Sequence[Any] = ()
     unit: str = "examples"
 
@@ -97,10 +97,10 @@ class Task:
                 raise ConfigError(
                     f"Task.hooks holds {type(hook).__name__}. A hook says what is due around a step. Write hooks=[sk.Hook('mine', ...)]."
                 )
-        for pattern, kind in self.agree.items():
+        for pattern, kind in self.state_reduction.items():
             if kind not in KINDS:
                 raise ConfigError(
-                    f"Task.agree says {kind!r} for '{pattern}'. Valid: {', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example "
+                    f"Task.state_reduction says {kind!r} for '{pattern}'. Valid: {', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example "
                     "{'seen': 'sum'}."
                 )
 

@@ -90,7 +90,7 @@ class TaskStep:
         if self.task.view == "replica":
             many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
             check_reductions(traced.jaxpr, many)
-            untyped = jax.make_jaxpr(self.function(context.anew(), typed=False))(*given)
+            untyped = jax.make_jaxpr(self.function(context.for_new_trace(), typed=False))(*given)
             refuse_summed("train_step", traced.jaxpr, untyped, many)
         if self.groups is not None:
             groups.check_alone(self.groups, traced.jaxpr, self.what)

@@ -27,38 +27,38 @@ def check_used(
         ConfigError: microbatches that nothing accumulates, short batches whose padding would count, an axis that cuts
             nothing, settings of an attention that is not there, or what a step of the user's own leaves out.
     """
-    sizes = context.cuts.sizes
+    sizes = context.sharding.sizes
     _check_own_step(config, context)
-    if context.cuts.microbatches > 1 and not context.noticed.has_called("value_and_grad"):
+    if context.sharding.microbatches > 1 and not context.usage.has_called("value_and_grad"):
         raise ConfigError(
             f"microbatches: {config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
             "accumulates. Use it, or set microbatches: 1."
         )
-    if not always_full and not context.noticed.has_called("value_and_grad", "mean", "example_mask"):
+    if not always_full and not context.usage.has_called("value_and_grad", "mean", "example_mask"):
         raise ConfigError(
             "data.remainder is mask, but train_step uses neither sk.value_and_grad, sk.mean nor sk.example_mask: padding rows of "
             "the short batch would count as examples. Use one of them, or set data.remainder: drop."
         )
-    if sizes["context"] > 1 and not any("context" in p.axes for p in layout) and "context" not in context.noticed.axes:
+    if sizes["context"] > 1 and not any("context" in p.axes for p in layout) and "context" not in context.usage.axes:
         raise ConfigError(
             f"mesh.context is {sizes['context']}, but {what} cuts nothing over context: {sizes['context']} devices would "
             "repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', 'sequence', None), sk.attention), "
             f"or use data: {sizes['context']}."
         )
-    if sizes["pipeline"] > 1 and not context.noticed.has_called("pipeline"):
+    if sizes["pipeline"] > 1 and not context.usage.has_called("pipeline"):
         raise ConfigError(
             f"mesh.pipeline is {sizes['pipeline']}, but {what} never calls sk.pipeline: {sizes['pipeline']} devices would "
             "repeat each other's work. Run its layers through sk.pipeline(embed, layer, head), or use another axis of the mesh "
             f"(data: {sizes['pipeline']})."
         )
-    if context.chosen.attention != trace_context.AttentionSettings() and not context.noticed.has_called("attention"):
+    if context.options.attention != trace_context.AttentionSettings() and not context.usage.has_called("attention"):
         changed = [
             k
-            for k, v in dataclasses.asdict(context.chosen.attention).items()
+            for k, v in dataclasses.asdict(context.options.attention).items()
             if v != getattr(trace_context.AttentionSettings(), k)
         ]
         raise ConfigError(
-            f"attention.{changed[0]} is {getattr(context.chosen.attention, changed[0])}, but {what} never calls sk.attention, so it has "
+            f"attention.{changed[0]} is {getattr(context.options.attention, changed[0])}, but {what} never calls sk.attention, so it has "
             "no effect. Use sk.attention in the model, or remove the section attention."
         )
 
@@ -69,7 +69,7 @@ def _check_own_step(config: Config, context: trace_context.Context) -> None:
     Raises:
         ConfigError: ema, clip_norm, precision or remat without effect.
     """
-    called, precision = context.noticed.has_called, config.precision
+    called, precision = context.usage.has_called, config.precision
     if config.ema is not None and not called("ema"):
         raise ConfigError(
             f"ema: {config.ema} has no effect: train_step never calls state.apply_gradients, which is what averages, nor returns another "
@@ -91,7 +91,7 @@ def _check_own_step(config: Config, context: trace_context.Context) -> None:
             f"precision.compute: {precision.compute} has no effect: train_step never calls sk.value_and_grad, which is what computes in it. "
             f"Use it, cast in the step, or set precision: {precision.params}."
         )
-    if context.chosen.remat is not None and not called("value_and_grad", "remat"):
+    if context.options.remat is not None and not called("value_and_grad", "remat"):
         raise ConfigError(
             f"remat: {config.remat} has no effect: train_step never calls sk.value_and_grad, around whose loss it goes, nor sk.remat. Wrap "
             "the blocks of the model in sk.remat, use jax.checkpoint, or set remat: none."

@@ -12,7 +12,7 @@ from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeEr
 from spmdkit.foundation import phase
 from spmdkit.foundation.trees import first_difference
 from spmdkit.run import rollback
-from spmdkit.run.hooks.base import Decision, Replace, Rollback, Stop
+from spmdkit.run.hooks.base import Decision, ReplaceState, Rollback, Stop
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
@@ -31,13 +31,13 @@ def perform(
     if isinstance(turn, Rollback):
         state, batches = go_back(run, turn, batches)
         return state, batches, None
-    if isinstance(turn, Replace):
+    if isinstance(turn, ReplaceState):
         state = replaced(run, step, state, turn.state)
     if decision.evaluate:
         evaluate(run, step, state)
     more = run.due.more()  # of after_eval: a best loss that is to be saved, patience that ends
     turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
-    if isinstance(more.turn, Rollback | Replace) or (isinstance(more.turn, Stop) and not more.turn.saves):
+    if isinstance(more.turn, Rollback | ReplaceState) or (isinstance(more.turn, Stop) and not more.turn.saves):
         return perform(run, step, state, batches, more)
     if turn is not None and turn.code == 0:
         run.finished = turn.why or "a hook"
@@ -121,8 +121,8 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
     if not isinstance(new, TrainState) or (difference := first_difference(state, new)):
         found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
         raise ConfigError(
-            f"sk.Replace at step {step}: the new state is shaped otherwise: {found}. Shapes and dtypes of the state stay the same over all "
-            "steps. Write sk.Replace(state.replace(params=...))."
+            f"sk.ReplaceState at step {step}: the new state is shaped otherwise: {found}. Shapes and dtypes of the state stay the same over all "
+            "steps. Write sk.ReplaceState(state.replace(params=...))."
         )
     run.saved_at_step = 0 if run.saved_at_step == step else run.saved_at_step
     return jax.device_put(new, run.program.state_sharding)

@@ -11,7 +11,7 @@ from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import phase, user_code
 from spmdkit.run.hooks import names
-from spmdkit.run.hooks.base import Action, Decision, Hook, Replace, Stop, decide, from_json, to_json
+from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, Stop, decide, from_json, to_json
 
 
 class Due:
@@ -84,11 +84,11 @@ class Due:
         if not isinstance(action, get_args(Action)):
             raise ConfigError(
                 f"hook '{hook.name}': {what} returned {type(action).__name__}. It returns None or what it asks for. Return sk.Stop(...), "
-                "sk.Save(), sk.Evaluate(), sk.Replace(state) or sk.Rollback(...)."
+                "sk.Save(), sk.Evaluate(), sk.ReplaceState(state) or sk.Rollback(...)."
             )
         if self._cluster.num_processes == 1:
             self._now.append(action)
-        elif isinstance(action, Replace):
+        elif isinstance(action, ReplaceState):
             self._now.append(self._everywhere(hook, action))
         elif action.known and hook.on == "all":
             self._now.append(action)
@@ -110,11 +110,11 @@ class Due:
             user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")
             raise
 
-    def _everywhere(self, hook: Hook, action: Replace) -> Replace:
+    def _everywhere(self, hook: Hook, action: ReplaceState) -> ReplaceState:
         """Returns the action, once every process asks for it: a state cannot be told to others."""
         if hook.on == "main":
             raise ConfigError(
-                f"hook '{hook.name}': process 0 alone asks for sk.Replace. All processes hold a part of the state, and replace it together. "
+                f"hook '{hook.name}': process 0 alone asks for sk.ReplaceState. All processes hold a part of the state, and replace it together. "
                 'Write sk.Hook(..., on="all").'
             )
         self._cluster.same_everywhere("replaced state", hook.name)

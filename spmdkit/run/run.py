@@ -231,7 +231,7 @@ class Run:
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
     def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Returns the metrics of `step` on the host: floats, and of `sk.counts` arrays. Waits for the device, once for
+        """Returns the metrics of `step` on the host: floats, and of `sk.bincount` arrays. Waits for the device, once for
         each step."""
         if self._numbers is None or self._numbers[0] != step:
             found = self.program.metrics(values)
@@ -250,7 +250,7 @@ class Run:
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too.
 
-        Arrays among scalars (`sk.counts`) are a record of their own, of the kind `histogram`.
+        Arrays among scalars (`sk.bincount`) are a record of their own, of the kind `histogram`.
         """
         if self.cluster.is_main:
             self.fence.check(every_s=FENCE_EVERY_S)

@@ -64,13 +64,13 @@ def guarded(
 
 def skips(context: trace_context.Context) -> bool:
     """Returns whether a step may have to leave everything as it was."""
-    return context.chosen.guard is not None and bool(context.chosen.guard.skips)
+    return context.options.guard is not None and bool(context.options.guard.skips)
 
 
 def is_skipped(context: trace_context.Context, code: jax.Array) -> jax.Array:
     """Returns bool[], whether a step of this code leaves everything as it was."""
-    assert context.chosen.guard is not None
-    return code & context.chosen.guard.skips != 0
+    assert context.options.guard is not None
+    return code & context.options.guard.skips != 0
 
 
 def code_of(
@@ -81,7 +81,7 @@ def code_of(
     limit: jax.Array | None = None,
 ) -> jax.Array | None:
     """Returns the code of a step, as `guarded`; None where nobody looks."""
-    asked = context.chosen.guard
+    asked = context.options.guard
     if asked is None:
         return None
     with jax.named_scope(trace_context.GUARD):
@@ -107,12 +107,14 @@ def _of_metrics(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]) 
 
 def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
     """Returns the code with the gradient's bit: of this device's parts, or joined over all devices."""
-    asked, placements = context.chosen.guard, context.cuts.placements
+    asked, placements = context.options.guard, context.sharding.placements
     assert asked is not None
-    leaves, mesh = jax.tree.leaves(list(gradients)), context.cuts.mesh
+    leaves, mesh = jax.tree.leaves(list(gradients)), context.sharding.mesh
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     every = tuple(
-        a for a in (context.cuts.mesh.axis_names if context.cuts.mesh is not None else ()) if context.cuts.size(a) > 1
+        a
+        for a in (context.sharding.mesh.axis_names if context.sharding.mesh is not None else ())
+        if context.sharding.size(a) > 1
     )
     if context.inside or not every:
         # What other axes cut is not to be taken apart here: the partitioner would send it.
@@ -122,7 +124,7 @@ def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: 
         axes = REPLICA_AXES if asked.joins else tuple(compat.varying_axes(bad))
         return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
     whole = [PartitionSpec()] * len(leaves)
-    is_cut = context.cuts.form != "manual" and placements is not None
+    is_cut = context.sharding.form != "manual" and placements is not None
     specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if is_cut and placements else whole
     cutting = {a for spec in specs for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
     axes = every if asked.joins else tuple(a for a in every if a in cutting)
@@ -136,7 +138,7 @@ def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: 
         return code[None] if axes else code
 
     out = PartitionSpec(axes) if axes and not asked.joins else PartitionSpec()
-    mapped = jax.shard_map(of_device, mesh=context.cuts.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
+    mapped = jax.shard_map(of_device, mesh=context.sharding.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
     return mapped(leaves, code)
 
 

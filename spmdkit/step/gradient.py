@@ -29,10 +29,10 @@ from spmdkit.step import rng, trace_context
 from spmdkit.step.accumulator import Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
 from spmdkit.step.lowering import as_local, constrain, map_replicas
-from spmdkit.step.metrics.aggregates import Counts, Finished
+from spmdkit.step.metrics.aggregates import Bincount, Derived
 from spmdkit.step.metrics.base import Metric, merged, nothing
 from spmdkit.step.metrics.mean import Mean, Means
-from spmdkit.step.metrics.user_metric import Own
+from spmdkit.step.metrics.user_metric import CustomMetric
 from spmdkit.step.model_state import agreement
 from spmdkit.step.multi_term_loss import of_microbatches, pulled
 from spmdkit.step.reduction import Call
@@ -48,7 +48,7 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Right on every mesh, for any
     number of microbatches and in both dialects: in a global `train_step` it sees global arrays, in a per-replica one
     the replica's own; the result is the same, and already reduced. Metrics are numbers; those that are
-    arrays (`sk.counts`) stay what they are, with `.value`, and can be returned by the step.
+    arrays (`sk.bincount`) stay what they are, with `.value`, and can be returned by the step.
 
     Raises:
         ConfigError: the loss does not return what `Task.loss_fn` must.
@@ -65,7 +65,7 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
 def _number(metric: Metric) -> Any:
     """Returns the value of a metric that is one number, and any other as it is."""
-    if isinstance(metric, Counts) or (isinstance(metric, Finished | Own) and jnp.ndim(metric.value)):
+    if isinstance(metric, Bincount) or (isinstance(metric, Derived | CustomMetric) and jnp.ndim(metric.value)):
         return metric
     return metric.value
 
@@ -76,7 +76,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
     def means_and_gradient(params: Any, *args: Any) -> Any:
         context = trace_context.current()
-        context.noticed.called("value_and_grad")
+        context.usage.called("value_and_grad")
         if len(args) not in (2, 3):
             raise ConfigError(
                 f"sk.value_and_grad(loss_fn) was called with {1 + len(args)} arguments. It takes (params, batch, key), with model "
@@ -109,14 +109,14 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 
     def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
         context = trace_context.current()
-        replicas = context.cuts.num_replicas
+        replicas = context.sharding.num_replicas
 
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
             places = _positions(context, index, 0, num) + number * (num * replicas)
             with trace_context.over(trace_context.Examples(num, mask, places, key)):
                 metrics = eval_fn(
-                    _cast(params, context.chosen.compute_dtype),
+                    _cast(params, context.options.compute_dtype),
                     *((state,) if stateful else ()),
                     _cast_inputs(context, rows),
                     *(() if key is None else (_loss_key(rng.batch_key(key, number), index, 0),)),
@@ -143,7 +143,7 @@ def _local_gradient(
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
         group, _ = context.group
-        folded = _loss_key(key, group * context.cuts.num_replicas + index, micro)
+        folded = _loss_key(key, group * context.sharding.num_replicas + index, micro)
         with trace_context.over(trace_context.Examples(num, mask, _positions(context, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(context, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
@@ -151,7 +151,7 @@ def _local_gradient(
         return loss, metrics, _same_kind(state, new_state) if stateful else None
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
-        chosen, count_depends = context.chosen, list[bool]()
+        chosen, count_depends = context.options, list[bool]()
         computed = _cast(params, chosen.compute_dtype)
 
         def sum_and_count(*args: Any) -> Any:
@@ -169,7 +169,7 @@ def _local_gradient(
             reduced = [None if grads is None else _as_reduced(context, grads, params) for grads in parts]
             return Sums(loss, metrics, *reduced), new_state
 
-        if context.cuts.microbatches == 1:
+        if context.sharding.microbatches == 1:
             return one(state, rows, mask, 0)
         cut_rows, cut_mask = jax.tree.map(lambda x: _cut_microbatches(context, x), (rows, mask))
 
@@ -180,7 +180,7 @@ def _local_gradient(
             return as_local(context, (merged(total, sums), state)), None
 
         shapes = jax.eval_shape(one, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
-        micros = jnp.arange(context.cuts.microbatches, dtype=jnp.int32)
+        micros = jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
         whole = None
         if isinstance(of_one := counts["loss"], Means):
             of_micro = lambda state, xs: sum_and_count(computed, state, *xs[:2], index, xs[2])[1]
@@ -219,13 +219,13 @@ def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
 def _gradient_shapes(context: trace_context.Context, params: Any) -> Any:
     """Returns the gradient that is reduced as `jax.ShapeDtypeStruct`."""
     return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), context.chosen.reduce_dtype or jnp.result_type(p)), params
+        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), context.options.reduce_dtype or jnp.result_type(p)), params
     )
 
 
 def _as_reduced(context: trace_context.Context, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
-    grads = jax.tree.map(lambda g, p: g.astype(context.chosen.reduce_dtype or p.dtype), grads, params)
+    grads = jax.tree.map(lambda g, p: g.astype(context.options.reduce_dtype or p.dtype), grads, params)
     return _constrain_gradient(context, grads)
 
 
@@ -233,16 +233,16 @@ def _kinds(
     loss_fn: Loss, context: trace_context.Context, params: Any, state: Any, batch: Any, key: Any
 ) -> agreement.Kinds:
     """Returns how replicas agree on each leaf of the model state that the loss returns."""
-    replicas = context.cuts.num_replicas
-    if replicas == 1 or context.cuts.state_groups == replicas:  # nobody to agree with
-        return {path: "same" for path, _ in named_leaves(state)}
+    replicas = context.sharding.num_replicas
+    if replicas == 1 or context.sharding.state_groups == replicas:  # nobody to agree with
+        return {path: "identical" for path, _ in named_leaves(state)}
     shape_of = lambda tree, lead: jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree)
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (params, key))
-    if context.cuts.state_groups is not None:
+    if context.sharding.state_groups is not None:
         of_one = shape_of(state, ())
     else:
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    num = _num_rows(batch) // (context.cuts.microbatches * (1 if context.inside else replicas))
+    num = _num_rows(batch) // (context.sharding.microbatches * (1 if context.inside else replicas))
 
     def own(num: int) -> Any:
         return (*shape_of((batch, context.mask), (num,)), whole[1], jax.ShapeDtypeStruct((num,), jnp.int32))
@@ -250,12 +250,12 @@ def _kinds(
     def new_state(state: Any, shared: Any, own: Any) -> Any:
         (params, key), (rows, mask, loss_key, positions) = shared, own
         with trace_context.over(trace_context.Examples(_num_rows(rows), mask, positions, key)):
-            out = loss_fn(_cast(params, context.chosen.compute_dtype), state, _cast_inputs(context, rows), loss_key)
+            out = loss_fn(_cast(params, context.options.compute_dtype), state, _cast_inputs(context, rows), loss_key)
         return _same_kind(state, checked_loss(out, True)[2])
 
-    axes = (("replica", context.cuts.size("replica")), ("data", context.cuts.size(*context.cuts.data_axes)))
+    axes = (("replica", context.sharding.size("replica")), ("data", context.sharding.size(*context.sharding.data_axes)))
     return agreement.kinds_of(
-        context.chosen.agree, new_state, of_one, whole, [own(num), own(2 * num)], axes, context.inside
+        context.options.state_reduction, new_state, of_one, whole, [own(num), own(2 * num)], axes, context.inside
     )
 
 
@@ -284,7 +284,7 @@ def _known_count(context: trace_context.Context, total: Any, of_one: Any) -> Any
         return Means(tuple(_known_count(context, part, one) for part, one in parts))
     if not isinstance(total, Mean):
         return total
-    times = context.cuts.microbatches * context.cuts.num_replicas
+    times = context.sharding.microbatches * context.sharding.num_replicas
     known: dict[str, Any] = {
         name: value.dtype.type(float(value) * times)
         for name, value in (("count", of_one.count), ("num", of_one.num))
@@ -304,18 +304,20 @@ def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
 def _order(context: trace_context.Context, rows: int) -> RowOrder:
     """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
     _, groups = context.group
-    return RowOrder(groups * context.cuts.num_replicas * context.cuts.num_shards, context.cuts.microbatches, rows)
+    return RowOrder(
+        groups * context.sharding.num_replicas * context.sharding.num_shards, context.sharding.microbatches, rows
+    )
 
 
 def _first_shard(context: trace_context.Context, replica: Any) -> Any:
     """Returns the first shard of a replica, counted over the shards of all groups."""
     group, _ = context.group
-    return (group * context.cuts.num_replicas + replica) * context.cuts.num_shards
+    return (group * context.sharding.num_replicas + replica) * context.sharding.num_shards
 
 
 def _positions(context: trace_context.Context, replica: Any, micro: Any, num: int) -> jax.Array:
     """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
-    inner = context.cuts.num_shards
+    inner = context.sharding.num_shards
     return _order(context, num // inner).of_microbatch(_first_shard(context, replica), inner, micro)
 
 
@@ -328,8 +330,8 @@ def whole_rows(
     `sk.value_and_grad`.
     """
     num = _num_rows(examples)
-    own = context.cuts.num_shards * (context.cuts.num_replicas if replica is None else 1)
-    order = _order(context, num // (own * context.cuts.microbatches))
+    own = context.sharding.num_shards * (context.sharding.num_replicas if replica is None else 1)
+    order = _order(context, num // (own * context.sharding.microbatches))
     positions = order.of_shards(_first_shard(context, 0 if replica is None else replica), own)
     return trace_context.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
 
@@ -337,19 +339,22 @@ def whole_rows(
 def _cut_microbatches(context: trace_context.Context, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
     return constrain(
-        context, split(x, 0, context.cuts.num_shards, context.cuts.microbatches), (), context.cuts.inner_axes
+        context,
+        split(x, 0, context.sharding.num_shards, context.sharding.microbatches),
+        (),
+        context.sharding.inner_axes,
     )
 
 
 def _constrain_gradient(context: trace_context.Context, grads: Any) -> Any:
     """Keeps a replica's gradient cut as its parameters are; the partitioner would else hold it whole while it adds."""
-    mesh = context.cuts.mesh
-    if context.cuts.form == "manual" or mesh is None or context.cuts.placements is None:
+    mesh = context.sharding.mesh
+    if context.sharding.form == "manual" or mesh is None or context.sharding.placements is None:
         return grads
     return jax.tree.map(
         lambda g, s: lax.with_sharding_constraint(g, NamedSharding(mesh, s)) if len(s) else g,
         grads,
-        context.cuts.placements.of(grads).compute,
+        context.sharding.placements.of(grads).compute,
     )
 
 
@@ -362,7 +367,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 def _cast_inputs(context: trace_context.Context, rows: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, x: (
-            _cast(x, context.chosen.compute_dtype) if is_cast(context.chosen.inputs, path_name(path)) else x
+            _cast(x, context.options.compute_dtype) if is_cast(context.options.inputs, path_name(path)) else x
         ),
         rows,
     )

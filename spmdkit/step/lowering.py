@@ -62,10 +62,10 @@ def map_replicas(
     """
     if context.inside:
         return _inside_replica(context, local, params, state, batch, kinds, call)
-    run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[context.cuts.form]
-    groups, old = context.cuts.state_groups, state
+    run = {"plain": _plain, "mapped": _mapped, "manual": _manual}[context.sharding.form]
+    groups, old = context.sharding.state_groups, state
     if groups is not None:
-        state = jax.tree.map(lambda x: jnp.repeat(x, context.cuts.num_replicas // groups, axis=0), state)
+        state = jax.tree.map(lambda x: jnp.repeat(x, context.sharding.num_replicas // groups, axis=0), state)
     sums, new_state, kept = run(context, local, params, state, batch, kinds, call)
     if groups is not None and new_state is not None:
         new_state = agreement.by_group(kinds, old, new_state, groups)
@@ -81,10 +81,10 @@ def _plain(
     _: agreement.Kinds,
     call: Call | None,
 ) -> Any:
-    if context.cuts.state_groups is not None:
+    if context.sharding.state_groups is not None:
         state = jax.tree.map(lambda x: x[0], state)
     sums, new_state = local(0, params, state, batch, context.mask)
-    if context.cuts.state_groups is not None:
+    if context.sharding.state_groups is not None:
         new_state = jax.tree.map(lambda x: x[None], new_state)
     return sums, new_state, None if call is None else call.kept
 
@@ -103,7 +103,7 @@ def _inside_replica(
     index = lax.axis_index(REPLICA_AXES)
     own_params, own_state, batch, mask = as_local(context, (params, state, batch, context.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
-    if context.cuts.state_groups is not None:
+    if context.sharding.state_groups is not None:
         sums, _, kept = reduction.reduced(context, as_local(context, sums), {}, REPLICA_AXES, call)
         return sums, new_state, kept
     added, largest = agreement.crossing(kinds, own_state, new_state, index == 0)
@@ -111,7 +111,7 @@ def _inside_replica(
     sums, added, kept = reduction.reduced(context, sums, added, REPLICA_AXES, call)
     with jax.named_scope(trace_context.REDUCE):
         largest = lax.pmax(as_local(context, largest), REPLICA_AXES) if largest else largest
-    return sums, agreement.agreed(kinds, state, new_state, added, largest, context.cuts.size(*REPLICA_AXES)), kept
+    return sums, agreement.agreed(kinds, state, new_state, added, largest, context.sharding.size(*REPLICA_AXES)), kept
 
 
 def _manual(
@@ -123,7 +123,7 @@ def _manual(
     kinds: agreement.Kinds,
     call: Call | None,
 ) -> Any:
-    own_state = context.cuts.state_groups is not None
+    own_state = context.sharding.state_groups is not None
     rows = PartitionSpec(_non_trivial(context, REPLICA_AXES))
 
     def body(params: Any, state: Any, batch: Any, mask: Any, kept: Any) -> Any:
@@ -140,7 +140,7 @@ def _manual(
     kept_specs = rows if call is None else whole_kept_specs(context, call.kept)
     run = jax.shard_map(
         body,
-        mesh=context.cuts.mesh,
+        mesh=context.sharding.mesh,
         in_specs=(PartitionSpec(), states, rows, rows, kept_specs),
         out_specs=(PartitionSpec(), states, kept_specs),
         # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters,
@@ -161,12 +161,12 @@ def _mapped(
     call: Call | None,
 ) -> Any:
     compat.map_gathers_over_several_axes()
-    num_replica, num_data = context.cuts.size("replica"), context.cuts.size(*context.cuts.data_axes)
-    own_state = context.cuts.state_groups is not None
+    num_replica, num_data = context.sharding.size("replica"), context.sharding.size(*context.sharding.data_axes)
+    own_state = context.sharding.state_groups is not None
 
     def by_replica(x: jax.Array) -> jax.Array:
         x = x.reshape(num_replica, num_data, -1, *x.shape[1:])
-        return constrain(context, x, ("replica",), context.cuts.data_axes, context.cuts.inner_axes)
+        return constrain(context, x, ("replica",), context.sharding.data_axes, context.sharding.inner_axes)
 
     rows, mask = jax.tree.map(by_replica, (batch, context.mask))
     states = jax.tree.map(lambda x: x.reshape(num_replica, num_data, *x.shape[1:]), state) if own_state else state
@@ -182,8 +182,8 @@ def _mapped(
     # v5e).
     alone = context.group[1] == 1
     names = [
-        tuple(a for a in axes if alone or context.cuts.size(a) > 1) or None
-        for axes in (context.cuts.data_axes, ("replica",))
+        tuple(a for a in axes if alone or context.sharding.size(a) > 1) or None
+        for axes in (context.sharding.data_axes, ("replica",))
     ]
     over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=names[0])
     stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
@@ -202,12 +202,12 @@ def _mapped(
 def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call: Call | None) -> Any:
     """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual
     `shard_map`."""
-    axes = tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1)
+    axes = tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1)
     if not axes:
         sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
         return sums, added, None if call is None else call.kept
     before, after = _specs(context, sums, added, "compute"), _specs(context, sums, added, "gradient")
-    stack = (_axes_or_none(context, ("replica",)), _axes_or_none(context, context.cuts.data_axes))
+    stack = (_axes_or_none(context, ("replica",)), _axes_or_none(context, context.sharding.data_axes))
     dims = None
     if call is not None and "fsdp" in axes and before != after:
         dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
@@ -226,7 +226,7 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
 
     run = jax.shard_map(
         body,
-        mesh=context.cuts.mesh,
+        mesh=context.sharding.mesh,
         in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before), kept_specs),
         out_specs=(after, kept_specs),
     )
@@ -248,7 +248,7 @@ def _kept_specs(context: trace_context.Context, gradient: Any, kept: Any) -> Any
 def whole_kept_specs(context: trace_context.Context, kept: Any) -> Any:
     """Returns the specs of a reducer's state where no gradient is cut: of one that goes by shards leaf by leaf,
     otherwise one for all."""
-    if not context.chosen.reducer.by_shard:
+    if not context.options.reducer.per_shard_state:
         return PartitionSpec(_non_trivial(context, REPLICA_AXES))
     return jax.tree.map(lambda x: kept_spec(context, PartitionSpec(), x.shape[1:]), kept)
 
@@ -266,22 +266,22 @@ def kept_spec(context: trace_context.Context, gradient: PartitionSpec, shape: tu
 def shard_dim_of(context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> int | None:
     """Returns the dim along which the state of a leaf is cut over the inner replica axes, None where it is not."""
     inner = inner_axes(replica_axes_of(context, gradient))
-    if not context.chosen.reducer.by_shard or not inner:
+    if not context.options.reducer.per_shard_state or not inner:
         return None
-    return shard_dim(part_shape(context, gradient, shape), context.cuts.size(*inner))
+    return shard_dim(part_shape(context, gradient, shape), context.sharding.size(*inner))
 
 
 def part_shape(context: trace_context.Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of one device's part of an array that is cut as `spec`."""
     dims = [(of,) if isinstance(of, str) else of or () for of in (*spec, *[None] * (len(shape) - len(spec)))]
-    return tuple(n // context.cuts.size(*axes) for n, axes in zip(shape, dims, strict=True))
+    return tuple(n // context.sharding.size(*axes) for n, axes in zip(shape, dims, strict=True))
 
 
 def replica_axes_of(context: trace_context.Context, gradient: PartitionSpec) -> tuple[str, ...]:
     """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its
     gradient."""
     cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
-    return tuple(a for a in ("replica", *context.cuts.data_axes) if context.cuts.size(a) > 1 and a not in cut)
+    return tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1 and a not in cut)
 
 
 def _specs(context: trace_context.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
@@ -289,8 +289,8 @@ def _specs(context: trace_context.Context, sums: Sums, added: Any, placement: Li
     whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
     if sums.gradient is None:
         return whole, added
-    assert context.cuts.placements is not None
-    specs = getattr(context.cuts.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
+    assert context.sharding.placements is not None
+    specs = getattr(context.sharding.placements.of(jax.tree.map(lambda x: x[0, 0], sums.gradient)), placement)
     of_count = None if sums.count_gradient is None else specs
     return dataclasses.replace(whole, gradient=specs, count_gradient=of_count), added
 
@@ -310,13 +310,13 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
 
 def constrain(context: trace_context.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
     if (
-        context.cuts.form == "manual"
-        or context.cuts.mesh is None
-        or not any(context.cuts.size(*axes) > 1 for axes in dims)
+        context.sharding.form == "manual"
+        or context.sharding.mesh is None
+        or not any(context.sharding.size(*axes) > 1 for axes in dims)
     ):
         return x
     spec = PartitionSpec(*(_axes_or_none(context, axes) for axes in dims))
-    return lax.with_sharding_constraint(x, NamedSharding(context.cuts.mesh, spec))
+    return lax.with_sharding_constraint(x, NamedSharding(context.sharding.mesh, spec))
 
 
 def as_local(context: trace_context.Context, tree: Any) -> Any:
@@ -325,9 +325,9 @@ def as_local(context: trace_context.Context, tree: Any) -> Any:
 
 
 def _axes_or_none(context: trace_context.Context, axes: tuple[str, ...]) -> Any:
-    axes = tuple(a for a in axes if context.cuts.size(a) > 1)
+    axes = tuple(a for a in axes if context.sharding.size(a) > 1)
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def _non_trivial(context: trace_context.Context, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(a for a in axes if context.cuts.size(a) > 1) or axes
+    return tuple(a for a in axes if context.sharding.size(a) > 1) or axes

@@ -33,12 +33,12 @@ from spmdkit.step.metrics.mean import Mean, Means
 def of_all(context: trace_context.Context, loss: Means, with_sums: bool) -> Means:
     """Returns one replica's part of a sum of means as that of all replicas; without sums, those are zero.
 
-    What a reducer takes as each replica's own mean (`takes="mean"`) is divided by its own counts.
+    What a reducer takes as each replica's own mean (`input_scale="mean"`) is divided by its own counts.
     """
-    if context.chosen.reducer.takes == "mean":
+    if context.options.reducer.input_scale == "mean":
         return loss
-    axes = REPLICA_AXES if context.inside or context.cuts.form != "plain" else ()
-    num = context.cuts.size(*REPLICA_AXES) if context.inside else context.cuts.num_replicas
+    axes = REPLICA_AXES if context.inside or context.sharding.form != "plain" else ()
+    num = context.sharding.size(*REPLICA_AXES) if context.inside else context.sharding.num_replicas
 
     def added(x: Any) -> Any:
         if isinstance(x, np.floating):
@@ -69,7 +69,7 @@ def of_microbatches(
         microbatches: a tree of [microbatches, ...].
         depends: not empty where a count depends on the parameters.
     """
-    times = context.cuts.microbatches
+    times = context.sharding.microbatches
     if all(isinstance(part.count, np.floating) for part in of_one.parts):
         return of_all(context, Means(tuple(_times(part, times) for part in of_one.parts)), False)
 

@@ -4,7 +4,7 @@ it on another mesh.
     TrainState.reducer[call] = {leaf of the gradient: {name: [replicas of the leaf, *leaf]}}
 
 A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too.
-Where a reducer adds shards (`Reducer.by_shard`), the replicas are the positions along `replica`, and the other replica
+Where a reducer adds shards (`Reducer.per_shard_state`), the replicas are the positions along `replica`, and the other replica
 axes cut the leaf's state.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdkit.communication.reducers.base import TOLD, Added, Reducer, inner_axes, value_bytes
+from spmdkit.communication.reducers.base import METRIC_PREFIX, Added, Reducer, inner_axes, value_bytes
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.layout import LeafPlacement
@@ -39,8 +39,8 @@ def check_effect(
     """
     if reducer.is_sum:
         return
-    assert context.cuts.placements is not None
-    if not context.noticed.has_called("value_and_grad"):
+    assert context.sharding.placements is not None
+    if not context.usage.has_called("value_and_grad"):
         raise ConfigError(
             f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are reduced. What jax.grad or "
             "sk.pmean(grads) give is not its. Compute the gradient with sk.value_and_grad(loss_fn)(params, batch, state.key), or use "
@@ -48,9 +48,9 @@ def check_effect(
         )
     several = any(size > 1 for size in sizes.values())
     if several and not any(
-        replica_axes_of(context, spec) for spec in jax.tree.leaves(context.cuts.placements.gradient)
+        replica_axes_of(context, spec) for spec in jax.tree.leaves(context.sharding.placements.gradient)
     ):
-        zero = f", zero: {3 if 'fsdp' not in context.cuts.data_axes else 2}" if sizes["fsdp"] > 1 else ""
+        zero = f", zero: {3 if 'fsdp' not in context.sharding.data_axes else 2}" if sizes["fsdp"] > 1 else ""
         raise ConfigError(
             f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: nothing is added over replicas, and what ZeRO and the "
             f"model axes send is not the reducer's. Try mesh: {_with_replicas(sizes)}, or reducer: sum."
@@ -71,7 +71,7 @@ class FirstLook:
     """Has the reducer look, once, at what it tells of the first step in which it adds; that is waited for."""
 
     def __init__(self, context: trace_context.Context):
-        self._look, self._context = context.chosen.reducer.look, context
+        self._look, self._context = context.options.reducer.validate_first_step, context
 
     def __call__(self, metrics: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         """Looks at the metrics of a step, which `read` makes numbers of all groups.
@@ -79,23 +79,23 @@ class FirstLook:
         Raises:
             ConfigError: they show a mistake.
         """
-        if self._look is not None and any(name.startswith(TOLD) for name in metrics):
+        if self._look is not None and any(name.startswith(METRIC_PREFIX) for name in metrics):
             look, self._look = self._look, None
-            numbers = {name: x for name, x in read(metrics).items() if name.startswith(TOLD)}
-            look(added(self._context), {name.removeprefix(TOLD): float(x) for name, x in numbers.items()})
+            numbers = {name: x for name, x in read(metrics).items() if name.startswith(METRIC_PREFIX)}
+            look(added(self._context), {name.removeprefix(METRIC_PREFIX): float(x) for name, x in numbers.items()})
 
 
 def added(context: trace_context.Context) -> list[Added]:
     """Returns the leaves of the gradient that are added over replicas, in flattening order."""
-    assert context.cuts.placements is not None
-    found, each = [], value_bytes(context.chosen.reduce_dtype or "float32")
-    specs: list[Any] = jax.tree.leaves(context.cuts.placements.gradient)
-    for (path, shape), spec in zip(context.cuts.placements.shapes.items(), specs, strict=True):
-        sizes = {a: context.cuts.size(a) for a in replica_axes_of(context, spec)}
+    assert context.sharding.placements is not None
+    found, each = [], value_bytes(context.options.reduce_dtype or "float32")
+    specs: list[Any] = jax.tree.leaves(context.sharding.placements.gradient)
+    for (path, shape), spec in zip(context.sharding.placements.shapes.items(), specs, strict=True):
+        sizes = {a: context.sharding.size(a) for a in replica_axes_of(context, spec)}
         names = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
         if sizes:
-            cut = tuple(a for a in names if context.cuts.size(a) > 1)
-            before = tuple(a for a in cut if a in context.cuts.data_axes)
+            cut = tuple(a for a in names if context.sharding.size(a) > 1)
+            before = tuple(a for a in cut if a in context.sharding.data_axes)
             found.append(Added(path, part_shape(context, spec, shape), sizes, cut, before, each))
     return found
 
@@ -116,16 +116,16 @@ def shapes(
         gradients: what each call of `sk.value_and_grad` reduces.
         context: of the step, in its form.
     """
-    assert context.cuts.placements is not None
+    assert context.sharding.placements is not None
     entries, table = [], []
     for call, gradient in enumerate(gradients):
-        specs = jax.tree.leaves(context.cuts.placements.of(gradient).gradient)
+        specs = jax.tree.leaves(context.sharding.placements.of(gradient).gradient)
         states = []
         for (path, leaf), spec in zip(named_leaves(gradient), specs, strict=True):
             axes = replica_axes_of(context, spec)
-            num, inner = context.cuts.size(*axes), context.cuts.size(*inner_axes(axes))
+            num, inner = context.sharding.size(*axes), context.sharding.size(*inner_axes(axes))
             found = reducer.init(leaf) if num > 1 else {}
-            if reducer.by_shard and inner > 1:
+            if reducer.per_shard_state and inner > 1:
                 num, found = num // inner, {} if shard_dim_of(context, spec, leaf.shape) is None else found
             states.append({name: jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for name, x in found.items()})
             table += [

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
-from spmdkit.communication.reducers.base import TOLD, LeafState, Leaves, Over, Reducer, Told
+from spmdkit.communication.reducers.base import METRIC_PREFIX, LeafState, Leaves, ReduceGroup, Reducer, ReducerMetrics
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.step import rng, trace_context
 from spmdkit.step.accumulator import Sums
@@ -49,17 +49,17 @@ def reduced(
         call: None in an evaluation.
         dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is.
 
-    What the reducer tells is among the metrics of the sums, under names that begin with `TOLD`.
+    What the reducer tells is among the metrics of the sums, under names that begin with `METRIC_PREFIX`.
     """
     with jax.named_scope(trace_context.REDUCE):
-        reducer = context.chosen.reducer
+        reducer = context.options.reducer
         if call is None:
             sums, added = _exact(reducer, (sums, added), axes)
             return sums, added, None
         loss, metrics, added = _exact(reducer, (sums.loss, sums.metrics, added), axes)
         gradients = _as_taken(reducer, sums, loss, call)
         gradients, kept, told = _by_reducer(context, reducer, gradients, axes, call, dims)
-        numbers: dict[str, Metric] = {f"{TOLD}{name}": Sum(number) for name, number in told.items()}
+        numbers: dict[str, Metric] = {f"{METRIC_PREFIX}{name}": Sum(number) for name, number in told.items()}
         return Sums(loss, numbers | metrics, *gradients), added, kept
 
 
@@ -76,9 +76,9 @@ def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
 
 def _as_taken(reducer: Reducer, own: Sums, loss: Mean | Means, call: Call) -> tuple[Any, Any]:
     """Returns (gradient, gradient of the count or None) of one replica as the reducer takes them."""
-    if reducer.takes == "share":
+    if reducer.input_scale == "weighted":
         return own.mean_gradient(call.total(loss)), None
-    if reducer.takes == "mean":
+    if reducer.input_scale == "mean":
         assert own.loss is not None
         return own.mean_gradient(own.loss), None
     return own.gradient, own.count_gradient
@@ -117,8 +117,8 @@ def _apply(
     axes: tuple[str, ...],
     call: Call,
     paths: tuple[str, ...],
-) -> tuple[Leaves, list[LeafState], Told]:
-    num = context.cuts.size(*axes)
+) -> tuple[Leaves, list[LeafState], ReducerMetrics]:
+    num = context.sharding.size(*axes)
     if num == 1:
         return lax.psum(leaves, axes), states, {}
 
@@ -127,9 +127,9 @@ def _apply(
             raise ValueError("a reducer that draws numbers needs the step's key: sk.value_and_grad got None")
         return rng.reducer_key(call.key)
 
-    over = Over(axes, num, key, paths)
-    if reducer.apply_and_tell is not None:
-        return reducer.apply_and_tell(leaves, states, over)
+    over = ReduceGroup(axes, num, key, paths)
+    if reducer.apply_with_metrics is not None:
+        return reducer.apply_with_metrics(leaves, states, over)
     return *reducer.apply(leaves, states, over), {}
 
 

@@ -29,7 +29,7 @@ from spmdkit.foundation.trees import describe, named_leaves
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
 from spmdkit.step.metrics.base import crossed, is_metric
-from spmdkit.step.metrics.user_metric import Own, is_own, taken
+from spmdkit.step.metrics.user_metric import CustomMetric, is_own, taken
 
 
 def all_gather(tree: Any, with_mask: bool = False) -> Any:
@@ -48,7 +48,7 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
             global.
     """
     axes = _axes("sk.all_gather")
-    trace_context.current().noticed.called("all_gather")
+    trace_context.current().usage.called("all_gather")
     examples = trace_context.current_examples()
     num = None if examples is None else examples.num
     for path, leaf in named_leaves(tree):
@@ -59,7 +59,7 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
                 f"sk.all_gather: {what} is {describe(leaf)}. It joins arrays along their first dim; asked is {asks}. "
                 "Write x[None] for one number of each replica, or sk.psum(x) for its sum."
             )
-        unmasked = not with_mask and not trace_context.current().noticed.has_called("example_mask")
+        unmasked = not with_mask and not trace_context.current().usage.has_called("example_mask")
         if unmasked and examples is not None and examples.mask is not None and leaf.shape[0] == num:
             raise ConfigError(
                 f"sk.all_gather: {what} is {describe(leaf)}, while some of the {num} examples may be padding: they would count among everybody's. "
@@ -104,7 +104,7 @@ def num_replicas() -> int:
     """
     axes = _axes("sk.num_replicas")
     context = trace_context.current()
-    return context.cuts.num_replicas if axes else 1
+    return context.sharding.num_replicas if axes else 1
 
 
 def psum(tree: Any) -> Any:
@@ -139,15 +139,17 @@ def _taken(tree: Any) -> Any:
     tree = jax.tree.map(lambda x: taken(x, "a metric in sk.pmean"), tree, is_leaf=lambda x: is_metric(x) or is_own(x))
     if not trace_context.current().inside:
         return tree
-    own = lambda x: dataclasses.replace(x, some=compat.as_varying(x.some, REPLICA_AXES)) if isinstance(x, Own) else x
-    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Own))
+    own = lambda x: (
+        dataclasses.replace(x, some=compat.as_varying(x.some, REPLICA_AXES)) if isinstance(x, CustomMetric) else x
+    )
+    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, CustomMetric))
 
 
 def _reduced(name: str, tree: Any) -> Any:
     axes, context = _axes(name), trace_context.current()
     for path, leaf in named_leaves(tree) if context.inside and compat.axes_are_typed() else ():
         varying = compat.varying_axes(leaf)
-        if not varying or any(context.cuts.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
+        if not varying or any(context.sharding.size(axis) > 1 and axis not in varying for axis in REPLICA_AXES):
             raise ConfigError(reduced_twice(name, f"leaf '{path}'" if path else "the value"))
     if not axes:
         return tree
@@ -181,7 +183,7 @@ def _axes(name: str) -> tuple[str, ...]:
             f"{name} was called outside of a per-replica step and of a loss. In the global view arrays are global: they hold the rows of all "
             "replicas, and nothing is left to cross. Remove it, move it into the loss of sk.value_and_grad, or give the task view='replica'."
         )
-    return () if context.cuts.form == "plain" else REPLICA_AXES
+    return () if context.sharding.form == "plain" else REPLICA_AXES
 
 
 def reduced_twice(name: str, what: str) -> str:

@@ -240,8 +240,8 @@ def check_not_donated(state: Any, what: str) -> None:
 
 def constrain_update(context: trace_context.Context, tree: Any) -> Any:
     """Returns a tree like the parameters, cut as the optimizer's update is."""
-    mesh, placements = context.cuts.mesh, context.cuts.placements
-    if context.cuts.form == "manual" or mesh is None or placements is None:
+    mesh, placements = context.sharding.mesh, context.sharding.placements
+    if context.sharding.form == "manual" or mesh is None or placements is None:
         return tree
     return jax.tree.map(
         lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x,

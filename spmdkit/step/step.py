@@ -174,12 +174,12 @@ def replica_step(
     Raises:
         ConfigError: the new state or a metric differs between replicas.
     """
-    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if context.cuts.size(a) > 1) or REPLICA_AXES)
+    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if context.sharding.size(a) > 1) or REPLICA_AXES)
 
     def body(state: TrainState, examples: Any, mask: Any, limit: Any) -> Stepped:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
-        inner = dataclasses.replace(context.cutting(form="manual"), inside=True, mask=mask, carried=carried)
+        inner = dataclasses.replace(context.with_sharding(form="manual"), inside=True, mask=mask, carried=carried)
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with trace_context.tracing(inner), trace_context.over(own_rows):
             handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
@@ -202,11 +202,13 @@ def replica_step(
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         whole = PartitionSpec()
         kept = PartitionSpec(REPLICA_AXES)
-        if context.chosen.reducer.by_shard:
+        if context.options.reducer.per_shard_state:
             kept = whole_kept_specs(context, state.reducer)
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": kept})
         in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
-        mapped = jax.shard_map(body, mesh=context.cuts.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
+        mapped = jax.shard_map(
+            body, mesh=context.sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed
+        )
         return mapped(to_device(state), batch.examples, batch.mask, batch.limit)
 
     whole_step.__name__ = COMPILED_NAME
@@ -226,7 +228,7 @@ def owned(state: TrainState, new_state: TrainState, context: trace_context.Conte
     if context is not None:
         averages = zip(jax.tree.leaves(state.ema), jax.tree.leaves(new_state.ema), strict=True)
         if any(new is not old for old, new in averages):
-            context.noticed.called("ema")
+            context.usage.called("ema")
     return new_state.replace(step=state.step + 1, rng=state.rng)
 
 

@@ -26,7 +26,7 @@ from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.step.reducer_io import Carried
-from spmdkit.step.usage import Noticed
+from spmdkit.step.usage import UsageTracker
 
 _tokens = itertools.count()
 # JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they
@@ -118,7 +118,7 @@ class GuardSettings:
 
 
 @dataclass(frozen=True)
-class Choices:
+class StepOptions:
     """What the user chose for a step: the config and the task, as the step needs it.
 
     Attributes:
@@ -129,7 +129,7 @@ class Choices:
         reducer: how gradients are added over replicas.
         remat: what `sk.remat` keeps (`ops.remat.Remat`); None: nothing is computed twice.
         remat_whole: `remat` goes around the whole loss, since the task wraps no part.
-        agree: path of a leaf of the model state -> how the task says that replicas agree on it
+        state_reduction: path of a leaf of the model state -> how the task says that replicas agree on it
             (step/model_state/agreement.py).
         logical_axes: name of a dim -> mesh axes that cut it.
         attention: how `sk.attention` runs.
@@ -144,7 +144,7 @@ class Choices:
     reducer: Reducer = field(default_factory=plain_sum)
     remat: Any = None
     remat_whole: bool = False
-    agree: Mapping[str, Any] = field(default_factory=dict)
+    state_reduction: Mapping[str, Any] = field(default_factory=dict)
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
@@ -153,7 +153,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ShardingSpec:
     """How the mesh cuts a step.
 
     Attributes:
@@ -201,8 +201,8 @@ class Context:
     what it noticed.
 
     Attributes:
-        cuts: how the mesh cuts the step.
-        chosen: by the user.
+        sharding: how the mesh shards the step.
+        options: of the user's config and task.
         group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one
             here.
         mask: bool[global batch] or None; False marks padding rows.
@@ -210,37 +210,37 @@ class Context:
         inside: True while a per-replica step is traced, inside `shard_map`.
         in_manual: True inside of `sk.manual`, where arrays are shards.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
-        noticed: what this trace has noticed of the user's code.
+        usage: what the user's code has called in this trace.
         token: a number of its own for each context.
     """
 
-    cuts: Cuts = field(default_factory=Cuts)
-    chosen: Choices = field(default_factory=Choices)
+    sharding: ShardingSpec = field(default_factory=ShardingSpec)
+    options: StepOptions = field(default_factory=StepOptions)
     group: tuple[Any, int] = (0, 1)
     mask: jax.Array | None = None
     carried: Carried = field(default_factory=lambda: Carried(()))
     inside: bool = False
     in_manual: bool = False
     mapped_axes: tuple[str, ...] = ()
-    noticed: Noticed = field(default_factory=Noticed)
+    usage: UsageTracker = field(default_factory=UsageTracker)
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
-    def choosing(self, **changes: Any) -> Context:
+    def with_options(self, **changes: Any) -> Context:
         """Returns the context with some of what was chosen changed."""
-        return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, **changes))
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
 
-    def cutting(self, **changes: Any) -> Context:
+    def with_sharding(self, **changes: Any) -> Context:
         """Returns the context with something of how the mesh cuts changed."""
-        return dataclasses.replace(self, cuts=dataclasses.replace(self.cuts, **changes))
+        return dataclasses.replace(self, sharding=dataclasses.replace(self.sharding, **changes))
 
-    def anew(self, **changes: Any) -> Context:
+    def for_new_trace(self, **changes: Any) -> Context:
         """Returns the context for another trace, which has noticed nothing yet, with some fields changed."""
-        return dataclasses.replace(self, noticed=Noticed(), **changes)
+        return dataclasses.replace(self, usage=UsageTracker(), **changes)
 
     @property
     def gives_sums(self) -> bool:
         """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
-        return self.chosen.reducer.takes == "sum" or self.cuts.num_replicas == 1
+        return self.options.reducer.input_scale == "sum" or self.sharding.num_replicas == 1
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def current_examples() -> Examples | None:
 
 def differing_axes(context: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
     """Returns the mesh axes over which `x` may differ inside `shard_map`; over an axis of size one nothing differs."""
-    return tuple(sorted(axis for axis in compat.varying_axes(x) if context.cuts.size(axis) > 1))
+    return tuple(sorted(axis for axis in compat.varying_axes(x) if context.sharding.size(axis) > 1))
 
 
 @contextlib.contextmanager
@@ -344,48 +344,54 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     """
     context, examples = current(), current_examples()
     of_step = examples is not None and examples.whole and not context.inside
-    if (context.cuts.form == "manual" and not of_step) or context.cuts.mesh is None or context.in_manual:
+    if (context.sharding.form == "manual" and not of_step) or context.sharding.mesh is None or context.in_manual:
         return x
     if len(dims) != x.ndim:
         raise ValueError(
             f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Give one name or None each."
         )
     spec: list[tuple[str, ...] | None] = []
-    rows = ("replica", *context.cuts.data_axes, *context.cuts.inner_axes) if of_step else context.cuts.inner_axes
-    special = {"rows": rows, "batch": context.cuts.inner_axes}
+    rows = (
+        ("replica", *context.sharding.data_axes, *context.sharding.inner_axes)
+        if of_step
+        else context.sharding.inner_axes
+    )
+    special = {"rows": rows, "batch": context.sharding.inner_axes}
     for dim, length in zip(dims, x.shape, strict=True):
-        if dim is not None and dim not in {**context.chosen.logical_axes, **special}:
-            known = ", ".join(sorted({**context.chosen.logical_axes, **special}))
+        if dim is not None and dim not in {**context.options.logical_axes, **special}:
+            known = ", ".join(sorted({**context.options.logical_axes, **special}))
             raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {known}.")
         if dim == "rows" and of_step:
             spec.append(_dividing(context, rows, length))
             continue
-        axes = special[dim] if dim in special else context.chosen.logical_axes[dim] if dim else ()
-        context.noticed.axis(*axes)
+        axes = special[dim] if dim in special else context.options.logical_axes[dim] if dim else ()
+        context.usage.axis(*axes)
         axes = tuple(
-            a for a in axes if context.cuts.size(a) > 1 and a not in (*context.cuts.data_axes, *context.mapped_axes)
+            a
+            for a in axes
+            if context.sharding.size(a) > 1 and a not in (*context.sharding.data_axes, *context.mapped_axes)
         )
-        spec.append(axes if axes and length % context.cuts.size(*axes) == 0 else None)
-    has_model_axes = any(context.cuts.size(a) > 1 for a in MODEL_AXES if a not in context.cuts.data_axes)
+        spec.append(axes if axes and length % context.sharding.size(*axes) == 0 else None)
+    has_model_axes = any(context.sharding.size(a) > 1 for a in MODEL_AXES if a not in context.sharding.data_axes)
     if not has_model_axes and not any(axes for dim, axes in zip(dims, spec, strict=True) if dim == "rows"):
         return x
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(context.cuts.mesh, PartitionSpec(*spec)))
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(context.sharding.mesh, PartitionSpec(*spec)))
 
 
 def _dividing(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
     """Returns those of `axes` that can cut `length` rows evenly: all that are larger than one, or as many from the
     first on."""
-    many = tuple(a for a in axes if context.cuts.size(a) > 1)
-    while many and length % context.cuts.size(*many):
+    many = tuple(a for a in axes if context.sharding.size(a) > 1)
+    while many and length % context.sharding.size(*many):
         many = many[:-1]
     return many or None
 
 
-def rows(num: int) -> jax.Array:
+def sharded_arange(num: int) -> jax.Array:
     """Returns int32[num], 0 to num - 1, cut over the axes that cut a batch: begin with it what a global `train_step`
     makes of nothing.
 
-    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.rows(4096))` are points that the
+    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.sharded_arange(4096))` are points that the
     replicas share out. In a loss they are all of one replica.
     """
     return shard(jnp.arange(num, dtype=jnp.int32), "rows")

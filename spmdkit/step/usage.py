@@ -1,4 +1,4 @@
-"""`Noticed`: what a trace has noticed of the user's code. Besides the results of a trace and `Carried` nothing else
+"""`UsageTracker`: what a trace has noticed of the user's code. Besides the results of a trace and `Carried` nothing else
 leaves it.
 What one call of `sk.value_and_grad` notes of its own loss (gradient.py: whether a count depends on the parameters) ends
 with that call: here it would be said of the step's other calls too.
@@ -29,7 +29,7 @@ parameters, `optimizer` for its update."""
 
 
 @dataclass
-class Noticed:
+class UsageTracker:
     """What the user's code has called and named.
 
     Attributes:
@@ -65,11 +65,11 @@ class Noticed:
         """Notes a metric that has left padding rows out of values whose first dim is as long as the rows."""
         self.num_masked += 1
 
-    def without(self, function: Function) -> Noticed:
+    def without(self, function: Function) -> UsageTracker:
         """Returns a copy that has not noticed calls of `function`."""
-        return Noticed(self.functions - {function}, set(self.axes), set(self.marks), self.num_masked)
+        return UsageTracker(self.functions - {function}, set(self.axes), set(self.marks), self.num_masked)
 
-    def include(self, other: Noticed) -> None:
+    def include(self, other: UsageTracker) -> None:
         """Takes over what a copy of this has noticed since."""
         self.functions |= other.functions
         self.axes |= other.axes

@@ -105,7 +105,7 @@ def provable(config: Config) -> str | dict[str, Any]:
     cold = {"warmup": 0} if plugins.is_own(choice) and made.warmup else {}
     if made.exact:
         return {name: options | cold} if cold else choice
-    return "sum" if made.lossless is None else {name: options | cold | dict(made.lossless)}
+    return "sum" if made.exact_options is None else {name: options | cold | dict(made.exact_options)}
 
 
 def about_reducer(config: Config) -> str | None:
@@ -114,9 +114,9 @@ def about_reducer(config: Config) -> str | None:
     if plugins.without_common("reducers", proven)[0] == asked:
         return None
     made, name = reducer_of(config), plugins.split(asked)[0]
-    if made.lossless is not None:
+    if made.exact_options is not None:
         return f"reducer {name} is not exact: what is compared is {proven}, at which it loses nothing; its rounding is bounded by its own tests"
-    if made.takes == "mean":
+    if made.input_scale == "mean":
         why = "makes of the means of the replicas something that is not their mean"
     else:
         why = "is not exact, and names no options at which it loses nothing"

@@ -175,7 +175,7 @@ def _by_own_count(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...],
 
 
 def _own_counts(_: Any, context: trace_context.Context, loss: Means, with_sums: bool) -> Means:
-    num = context.cuts.size(*REPLICA_AXES) if context.inside else context.cuts.num_replicas
+    num = context.sharding.size(*REPLICA_AXES) if context.inside else context.sharding.num_replicas
     return Means(tuple(Mean(part.sum * num, part.count * num, part.num) for part in loss.parts))
 
 
@@ -322,15 +322,15 @@ def clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         context = trace_context.current()
-        assert context.cuts.placements is not None
-        specs = context.cuts.placements.update
+        assert context.sharding.placements is not None
+        specs = context.sharding.placements.update
 
         def body(shards: Any) -> Any:
             cut = [x for x, spec in zip(jax.tree.leaves(shards), jax.tree.leaves(specs), strict=True) if len(spec)]
             scale = jnp.minimum(1.0, max_norm / optax.tree.norm(cut))
             return jax.tree.map(lambda x, spec: x * scale if len(spec) else x, shards, specs)
 
-        return jax.shard_map(body, mesh=context.cuts.mesh, in_specs=(specs,), out_specs=specs)(grads), state
+        return jax.shard_map(body, mesh=context.sharding.mesh, in_specs=(specs,), out_specs=specs)(grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 

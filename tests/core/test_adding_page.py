@@ -74,13 +74,13 @@ def test_the_page_has_an_example_of_each():
 def test_the_reducer_loses_nothing(added):
     name = added("reducers", reducers)
     made = plugins.make("reducers", name)
-    assert made.takes == "share" and not made.exact
+    assert made.input_scale == "weighted" and not made.exact
     assert_close(applied_and_owed("replica 2 x fsdp 2 x tensor 2", name), true_sum("replica 2 x fsdp 2 x tensor 2"))
 
 
 def test_the_reducer_at_its_lossless_options_is_the_sum(added):
     name = added("reducers", reducers)
-    lossless = {name: dict(plugins.make("reducers", name).lossless)}
+    lossless = {name: dict(plugins.make("reducers", name).exact_options)}
     own, mesh = two_layers(optax.adam(1e-2, eps=1e-3)), {"mesh": {"data": 4}}
     (found, losses), (expected, theirs) = (train(program(mesh, how, own), 3) for how in (lossless, "sum"))
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)

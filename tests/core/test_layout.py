@@ -183,7 +183,7 @@ def test_zero_decides_what_the_fsdp_axis_cuts(zero, stored, compute, gradient):
     seen = {}
 
     def loss_fn(params, batch, key):
-        seen["placements"] = trace_context.current().cuts.placements
+        seen["placements"] = trace_context.current().sharding.placements
         return regression_loss(params, batch, key)
 
     task = dataclasses.replace(regression(), loss_fn=loss_fn, optimizer=optax.adam(1e-2))

@@ -1,4 +1,4 @@
-"""`sk.rows`: what a global `train_step` makes of no batch, shared out over the replicas; the numbers of plain JAX, and
+"""`sk.sharded_arange`: what a global `train_step` makes of no batch, shared out over the replicas; the numbers of plain JAX, and
 a part of the work on each."""
 
 import jax
@@ -26,7 +26,7 @@ def residual(params, key, places):
 
 
 def train_step(state, batch):
-    loss, grads = jax.value_and_grad(lambda p: residual(p, state.key, sk.rows(NUM)).mean())(state.params)
+    loss, grads = jax.value_and_grad(lambda p: residual(p, state.key, sk.sharded_arange(NUM)).mean())(state.params)
     return state.apply_gradients(grads), {"loss": loss}
 
 

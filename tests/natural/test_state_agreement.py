@@ -47,7 +47,7 @@ def start():
     }
 
 
-AGREE = {"rows|wraps|added": "sum", "largest|smallest": "max", "synced": "same"}
+STATE_REDUCTION = {"rows|wraps|added": "sum", "largest|smallest": "max", "synced": "identical"}
 
 
 def new_state(state, rows):
@@ -70,9 +70,9 @@ def loss_fn(params, state, rows, key):
     return sk.mean((rows @ params) ** 2), {}, new_state(state, rows)
 
 
-def task(fn=loss_fn, state=start, agree=AGREE, **changes):
+def task(fn=loss_fn, state=start, state_reduction=STATE_REDUCTION, **changes):
     init = lambda key: sk.Variables(jnp.ones(6), state())
-    return sk.Task(init, fn, keep_gradient(optax.sgd(0.1)), train_data=DATA, agree=agree, **changes)
+    return sk.Task(init, fn, keep_gradient(optax.sgd(0.1)), train_data=DATA, state_reduction=state_reduction, **changes)
 
 
 def expected():
@@ -140,13 +140,13 @@ def test_each_group_agrees_alone_and_an_evaluation_sees_all_of_them(mesh, group)
     assert seen["wraps"] == sum(found["wraps"].tolist()) % 256
 
 
-def refused(match, fn=loss_fn, mesh="data 8", agree=AGREE, **settings):
+def refused(match, fn=loss_fn, mesh="data 8", state_reduction=STATE_REDUCTION, **settings):
     with pytest.raises(ConfigError, match=match):
-        program_of(task(fn, agree=agree), mesh, **settings)
+        program_of(task(fn, state_reduction=state_reduction), mesh, **settings)
 
 
 WITHOUT = {
-    "rows": r"model state 'rows' \(int32\[\]\) by the number of rows.*never averaged.*Task\(agree=\{'rows': 'sum'\}\)",
+    "rows": r"model state 'rows' \(int32\[\]\) by the number of rows.*never averaged.*Task\(state_reduction=\{'rows': 'sum'\}\)",
     "largest": r"model state 'largest' \(float32\[\]\) by .*not linearly.*'max'.*'mean', 'sum'",
 }
 
@@ -157,9 +157,9 @@ def test_what_has_no_mean_is_asked_for(name, mesh):
     def loss(params, state, rows, key):
         return sk.mean((rows @ params) ** 2), {}, state | {name: new_state(state, rows)[name]}
 
-    refused(WITHOUT[name], loss, mesh, agree={})
-    program_of(task(loss, agree={}), "one device")  # nobody to agree with
-    program_of(task(loss, agree={}), mesh, model_state="replica")
+    refused(WITHOUT[name], loss, mesh, state_reduction={})
+    program_of(task(loss, state_reduction={}), "one device")  # nobody to agree with
+    program_of(task(loss, state_reduction={}), mesh, model_state="replica")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_differs_between_replicas_is_not_taken_for_the_same(name, change, m
         changed = jnp.asarray(change(state[name], rows, key)) if name != "key" else change(state[name], rows, key)
         return sk.mean((rows @ params) ** 2), {}, state | {name: changed.astype(state[name].dtype)}
 
-    refused(match, loss, agree={"synced": "same"})
+    refused(match, loss, state_reduction={"synced": "identical"})
 
 
 def test_what_follows_from_loops_branches_and_jitted_parts_is_seen_through():
@@ -217,7 +217,7 @@ def test_what_follows_from_loops_branches_and_jitted_parts_is_seen_through():
         )
 
     first = {"stacked": jnp.zeros((4, 6)), "vector": jnp.ones(6), "count": jnp.int32(0)}
-    own = task(loss, lambda: first, agree={})
+    own = task(loss, lambda: first, state_reduction={})
     _, one = train(own, "one device")
     for mesh in ("data 8", "data 2 x fsdp 4"):
         _, run = train(own, mesh)
@@ -231,16 +231,16 @@ def test_what_follows_from_loops_branches_and_jitted_parts_is_seen_through():
     [
         (
             {"tokens": "mean"},
-            r"says mean for model state 'tokens', which is int32.*never averaged\. Say sum, max or same",
+            r"says mean for model state 'tokens', which is int32.*never averaged\. Say sum, max or identical",
         ),
-        ({"flag": "mean"}, r"which is bool.*Say same"),
+        ({"flag": "mean"}, r"which is bool.*Say identical"),
         ({"key": "sum"}, r"says sum for model state 'key', which is key<fry>\. Only numbers"),
         ({"token": "sum"}, r"'token' fits no leaf.*Did you mean.*tokens"),
-        ({"tokens": "average"}, r"says 'average' for 'tokens'\. Valid: mean, sum, max, same"),
+        ({"tokens": "average"}, r"says 'average' for 'tokens'\. Valid: mean, sum, max, identical"),
     ],
 )
 def test_what_cannot_be_is_refused(agree, match):
-    refused(match, agree=agree)
+    refused(match, state_reduction=agree)
 
 
 def test_a_per_replica_step_that_uses_value_and_grad_agrees_in_the_same_way():

@@ -169,7 +169,7 @@ def test_inside_of_a_manual_part_few_key_heads_are_taken_by_their_queries():
 def global_of(fn, *args, **asked):
     with trace_context.tracing(step(**asked)) as record:
         return jax.jit(fn)(
-            *jax.device_put(args, jax.sharding.NamedSharding(record.cuts.mesh, jax.sharding.PartitionSpec()))
+            *jax.device_put(args, jax.sharding.NamedSharding(record.sharding.mesh, jax.sharding.PartitionSpec()))
         )
 
 

@@ -38,7 +38,7 @@ def lowered(platform, implementation, segments=False, attention=None, **asked):
     if not asked:
         return run.trace(shape(4), shape(2), shape(2)).lower(lowering_platforms=(platform,)).as_text()
     record = step(attention=trace_context.AttentionSettings(**(attention or {})), **asked)
-    whole = jax.sharding.NamedSharding(record.cuts.mesh, jax.sharding.PartitionSpec())
+    whole = jax.sharding.NamedSharding(record.sharding.mesh, jax.sharding.PartitionSpec())
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (shape(4), shape(2), shape(2))]
     with trace_context.tracing(record):
         return run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
@@ -47,8 +47,8 @@ def lowered(platform, implementation, segments=False, attention=None, **asked):
 def lowered_in_replicas(platform, implementation, data_axes, segments, **asked):
     """Returns the text of the gradients of replicas in the mapped form: a vmap over the devices of `replica` and of
     `data_axes`."""
-    record = step(**asked).cutting(form="mapped", data_axes=data_axes)
-    num = record.cuts.size("replica"), record.cuts.size(*data_axes)
+    record = step(**asked).with_sharding(form="mapped", data_axes=data_axes)
+    num = record.sharding.size("replica"), record.sharding.size(*data_axes)
     shape = lambda heads: jax.ShapeDtypeStruct((*num, 2, 1024, heads, 64), jnp.bfloat16)
 
     def loss(q, k, v):

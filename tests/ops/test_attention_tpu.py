@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 import spmdkit as sk
 from spmdkit.mesh import layout, mesh
 from spmdkit.step import trace_context
-from spmdkit.step.usage import Noticed
+from spmdkit.step.usage import UsageTracker
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import open_target, parse_target
@@ -26,10 +26,10 @@ sizes = mesh.resolve({"context": 4, "tensor": 2}, 8)
 found = {}
 for form in ("ring", "all_to_all"):
     record = trace_context.Context(
-        trace_context.Cuts(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")), noticed=Noticed({"context_order"}),
-        chosen=trace_context.Choices(logical_axes=layout.logical_axes({}), attention=trace_context.AttentionSettings(context=form)),
+        trace_context.ShardingSpec(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")), usage=UsageTracker({"context_order"}),
+        options=trace_context.StepOptions(logical_axes=layout.logical_axes({}), attention=trace_context.AttentionSettings(context=form)),
     )
-    cut = NamedSharding(record.cuts.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))
+    cut = NamedSharding(record.sharding.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))
     q = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16, sharding=cut)
     run = jax.jit(jax.grad(lambda q, k, v, w: (sk.attention(q, k, v) * w).astype(jnp.float32).sum(), (0, 1, 2)), out_shardings=(cut,) * 3)
     with trace_context.tracing(record):

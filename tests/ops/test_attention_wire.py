@@ -26,7 +26,7 @@ MESHES = [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"c
 
 def attend(segments):
     def op(q, k, v, ids=None):
-        trace_context.current().noticed.called("context_order")
+        trace_context.current().usage.called("context_order")
         return sk.attention(q, k, v, segment_ids_BT=ids)
 
     ids = [((B, T), ("batch", "sequence"), "int32")] if segments else []
@@ -40,7 +40,7 @@ def bytes_of(asked, heads):
 
 def sent(compiled, record):
     found = {}
-    for c in read_bill(parse(compiled.as_text()), record.cuts.sizes).collectives:
+    for c in read_bill(parse(compiled.as_text()), record.sharding.sizes).collectives:
         found[c.op, *c.axes] = found.get((c.op, *c.axes), 0) + c.bytes
     return found
 
@@ -50,10 +50,10 @@ def passes(op, args, **asked):
     them."""
     record = step(**asked)
     cut = lambda dims: NamedSharding(
-        record.cuts.mesh,
+        record.sharding.mesh,
         canonical(
-            [record.cuts.inner_axes if d == "batch" else record.chosen.logical_axes[d] if d else () for d in dims],
-            record.cuts.sizes,
+            [record.sharding.inner_axes if d == "batch" else record.options.logical_axes[d] if d else () for d in dims],
+            record.sharding.sizes,
         ),
     )
     given = [jax.ShapeDtypeStruct(shape, *dtype or [jnp.float32], sharding=cut(dims)) for shape, dims, *dtype in args]
@@ -140,7 +140,7 @@ def scores(context, order, backward):
     spec = PartitionSpec(None, "context")
     q = jax.ShapeDtypeStruct((1, T, 1, H), jnp.float32)
     with trace_context.tracing(record):
-        jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=record.cuts.mesh, in_specs=spec, out_specs=spec))(q, q, q)
+        jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=record.sharding.mesh, in_specs=spec, out_specs=spec))(q, q, q)
     products = 2 + 5 if backward else 2  # forward: q k and p v; backward: again q k, and four gradients
     return count(jaxpr).products / (context * products * 2 * H), branches(jaxpr.jaxpr)
 

@@ -27,7 +27,7 @@ def pair(x, up, down):
 
 OPS = {
     "manual": sk.manual(pair, DIMS, ROWS),
-    "column_row": lambda x, up, down: sk.column_row(x, [up], jnp.tanh, down),
+    "column_row": lambda x, up, down: sk.column_row_parallel(x, [up], jnp.tanh, down),
 }
 MESHES = [{"tensor": 2}, {"fsdp": 2}, {"data": 2, "tensor": 2}]
 
@@ -74,7 +74,7 @@ def arrays():
 
 def on_mesh(kind, op, args, tangents, **asked):
     record = step(**asked)
-    whole = lambda tree: jax.device_put(tree, NamedSharding(record.cuts.mesh, PartitionSpec()))
+    whole = lambda tree: jax.device_put(tree, NamedSharding(record.sharding.mesh, PartitionSpec()))
     with trace_context.tracing(record):
         return jax.jit(KINDS[kind](loss_of(op)))(whole(args), whole(tangents))
 
@@ -82,7 +82,7 @@ def on_mesh(kind, op, args, tangents, **asked):
 def in_replicas(kind, op, args, tangents):
     """The mapped form: the weights are the same on both replicas, each has its own examples."""
     record = step(data=2, tensor=2)
-    args, tangents = jax.device_put((args, tangents), NamedSharding(record.cuts.mesh, PartitionSpec()))
+    args, tangents = jax.device_put((args, tangents), NamedSharding(record.sharding.mesh, PartitionSpec()))
 
     def one(x, dx):
         return KINDS[kind](loss_of(op))((x, *args[1:]), (dx, *tangents[1:]))
@@ -169,7 +169,7 @@ def test_derivatives_through_attention_are_those_of_one_device(form, kind):
     args, tangents = heads()
     expected = jax.jit(KINDS[kind](weighted(plain_attention)))(args, tangents)
     record = step(attention, **asked)
-    whole = lambda tree: jax.device_put(tree, NamedSharding(record.cuts.mesh, PartitionSpec()))
+    whole = lambda tree: jax.device_put(tree, NamedSharding(record.sharding.mesh, PartitionSpec()))
     with trace_context.tracing(record):
         found = jax.jit(KINDS[kind](weighted(in_order)))(whole(args), whole(tangents))
     assert_close(found, expected)
@@ -180,14 +180,14 @@ def test_derivatives_through_attention_in_the_manual_form_are_each_devices_own(k
     args, tangents = heads()
     cut = lambda tree: jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
     expected = jax.jit(jax.vmap(KINDS[kind](weighted(plain_attention))))(cut(args), cut(tangents))
-    record = step(data=2).cutting(form="manual")
+    record = step(data=2).with_sharding(form="manual")
 
     def local(args, tangents):
         own = jax.tree.map(lambda x: x[0], (args, tangents))
         return jax.tree.map(lambda x: x[None], KINDS[kind](weighted(sk.attention))(*own))
 
     on_data = PartitionSpec("data")
-    run = jax.shard_map(local, mesh=record.cuts.mesh, in_specs=on_data, out_specs=on_data)
+    run = jax.shard_map(local, mesh=record.sharding.mesh, in_specs=on_data, out_specs=on_data)
     with trace_context.tracing(record):
         assert_close(jax.jit(run)(cut(args), cut(tangents)), expected)
 
@@ -204,7 +204,7 @@ def test_derivatives_through_attention_inside_of_a_part_are_those_of_one_device(
 def on_mesh_of(fn, *args, **asked):
     record = step(**asked)
     with trace_context.tracing(record):
-        return jax.jit(fn)(*jax.device_put(args, NamedSharding(record.cuts.mesh, PartitionSpec())))
+        return jax.jit(fn)(*jax.device_put(args, NamedSharding(record.sharding.mesh, PartitionSpec())))
 
 
 @pytest.mark.parametrize("asked", [{}, {"tensor": 2}], ids=["one device", "tensor 2"])

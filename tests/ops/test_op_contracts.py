@@ -132,7 +132,7 @@ EXAMPLES = {
         HEADS,
     ),
     "column_row": Example(
-        lambda x, up, down: sk.column_row(x, [up], jnp.square, down),
+        lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down),
         (draw(B, T, D), draw(D, F), draw(F, D)),
         (ROWS, *PAIR),
         ROWS,
@@ -201,7 +201,7 @@ def doubled(x):
     return x
 
 
-doubled.defvjp(lambda x: (x, None), lambda _, g: (g * trace_context.current().cuts.size("tensor"),))
+doubled.defvjp(lambda x: (x, None), lambda _, g: (g * trace_context.current().sharding.size("tensor"),))
 
 BROKEN = {
     "takes the mean of its own rows for that of all": lambda x: sk.manual(lambda x: x - x.mean(0), [ROWS], ROWS)(x),
@@ -229,7 +229,7 @@ def value_and_grad(fn, args, record):
         (_, value), grads = run(*args)
     else:
         with trace_context.tracing(record):
-            (_, value), grads = run(*jax.device_put(args, NamedSharding(record.cuts.mesh, PartitionSpec())))
+            (_, value), grads = run(*jax.device_put(args, NamedSharding(record.sharding.mesh, PartitionSpec())))
     return jax.device_get((value, grads))
 
 

@@ -52,15 +52,15 @@ def arguments(microbatches, tokens=16, chunks=None):
 @functools.cache
 def compiled(schedule, microbatches, chunks=1, stacked_dims=1, tokens=16, **asked):
     """Returns the compiled `(loss, gradients)` of a mesh, and its arguments in place."""
-    record = step(**asked).choosing(pipeline=trace_context.PipelineSettings(schedule, microbatches, chunks))
+    record = step(**asked).with_options(pipeline=trace_context.PipelineSettings(schedule, microbatches, chunks))
     params, rows = arguments(microbatches, tokens, chunks if stacked_dims == 2 else None)
-    on = lambda *dims: jax.NamedSharding(record.cuts.mesh, canonical(dims, record.cuts.sizes))
+    on = lambda *dims: jax.NamedSharding(record.sharding.mesh, canonical(dims, record.sharding.sizes))
     stack = (*(None for _ in range(stacked_dims - 1)), "pipeline")
     places = {"table": on(), "layers": {"up": on(*stack), "down": on(*stack)}, "out": on()}
     args = jax.device_put(params, places), jax.device_put(rows, on(("fsdp", "expert")))
     run = jax.jit(jax.value_and_grad(functools.partial(loss, stacked_dims=stacked_dims)), out_shardings=(on(), places))
     with trace_context.tracing(record):
-        return run.lower(*args).compile(), args, record.cuts.sizes
+        return run.lower(*args).compile(), args, record.sharding.sizes
 
 
 def sent(*case, **asked):

@@ -35,7 +35,7 @@ def task(wraps=True, within_manual=False):
     def block(x_BTD, w):
         if within_manual:
             square = lambda h: checkpoint_name(jnp.square(h), "inside")
-            return checkpoint_name(x_BTD + sk.column_row(x_BTD, [w["up"]], square, w["down"]), "block")
+            return checkpoint_name(x_BTD + sk.column_row_parallel(x_BTD, [w["up"]], square, w["down"]), "block")
         hidden = checkpoint_name(jnp.square(x_BTD @ w["up"]), "hidden")
         return checkpoint_name(x_BTD + hidden @ w["down"], "block")
 

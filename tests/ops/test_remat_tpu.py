@@ -16,7 +16,7 @@ from spmdkit.ops.remat import policy_of_names
 from spmdkit.plan.machine.target import open_target, parse_target
 
 record = step(devices=open_target(parse_target("tpu:v5e:2x2")).devices, fsdp=4)
-on = lambda *spec: NamedSharding(record.cuts.mesh, P(*spec))
+on = lambda *spec: NamedSharding(record.sharding.mesh, P(*spec))
 x = jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=on("fsdp"))
 w = jax.ShapeDtypeStruct((16, 512, 2048), jnp.float32, sharding=on())
 for names in ({"save": ["hidden"], "offload": []}, {"save": [], "offload": ["hidden"]}):

@@ -70,11 +70,11 @@ def cut(between, dims, **loss_options):
     """Returns the same, cut."""
 
     def heads(x, w):
-        return sk.column_row(x, [w["q"], w["k"], w["v"]], between, w["out"], hidden="heads", dims=dims)
+        return sk.column_row_parallel(x, [w["q"], w["k"], w["v"]], between, w["out"], hidden="heads", dims=dims)
 
     def mlp(x, w):
         more = {"extra": [w["scale"]], "extra_dims": [("mlp",)]}
-        return sk.column_row(x, [w["gate"], w["up"]], gate, w["down"], dims=dims, **more)
+        return sk.column_row_parallel(x, [w["gate"], w["up"]], gate, w["down"], dims=dims, **more)
 
     embed = lambda table, tokens: sk.embed(tokens, table, dims=dims)
     return embed, block_of(heads, mlp), functools.partial(sk.cross_entropy, dims=dims, **loss_options)

@@ -16,7 +16,7 @@ from spmdkit.plan.machine.target import open_target, parse_target
 
 devices = open_target(parse_target("tpu:v5p:4x4x4")).devices
 rows, D, F, T = ("batch", "norm_sequence", None), 512, 1024, 128
-pair = lambda x, up, down: sk.column_row(x, [up], jnp.square, down)
+pair = lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down)
 half = "bfloat16"
 args = [((64, T, D), rows, half), ((D, F), ("embed", "mlp"), half), ((F, D), ("mlp", "embed"), half)]
 for own in (compiler.own_options(devices[0]), {}):

@@ -37,7 +37,7 @@ def added_up(num_c, num_f, other, weight):
 
 @mesh
 def test_a_pair_sends_its_rows_over_tensor_and_its_weights_over_fsdp(asked):
-    pair = lambda x, up, down: sk.column_row(x, [up], jnp.square, down)
+    pair = lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down)
     args = [((B, T, D), ROWS), ((D, F), ("embed", "mlp")), ((F, D), ("mlp", "embed"))]
     num_t, num_f, num_c, other, _, rows = sizes(asked)
     weights = 4 * 2 * D * F / num_t
@@ -58,7 +58,7 @@ def test_a_pair_sends_its_rows_over_tensor_and_its_weights_over_fsdp(asked):
 @mesh
 def test_rows_that_tensor_does_not_cut_leave_by_one_all_reduce(asked):
     rows_dims = ("batch", "sequence", None)
-    pair = lambda x, up, down: sk.column_row(x, [up], jnp.square, down, dims=rows_dims)
+    pair = lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down, dims=rows_dims)
     args = [((B, T, D), rows_dims), ((D, F), ("embed", "mlp")), ((F, D), ("mlp", "embed"))]
     num_t, _, _, _, _, rows = sizes(asked)
     for backward in (False, True):

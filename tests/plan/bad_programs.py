@@ -67,7 +67,7 @@ def silent_replication_of_an_activation():
 
 def full_rematerialization():
     def cut(*dims):
-        return NamedSharding(current().cuts.mesh, PartitionSpec(*dims))
+        return NamedSharding(current().sharding.mesh, PartitionSpec(*dims))
 
     def loss(params, batch, key):
         h = jnp.tanh(batch["x"] @ params["up"]).reshape(-1, 4, 128)
@@ -178,7 +178,7 @@ def shared_work():
 
     def train_step(state, batch):
         def loss(params):
-            keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(sk.rows(512))
+            keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(sk.sharded_arange(512))
             points = jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
             return jnp.mean((points @ params["up"]) ** 2)
 

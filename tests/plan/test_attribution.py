@@ -113,7 +113,7 @@ def test_every_op_is_in_its_scope_forward_and_backward():
         tokens = sk.context_order(batch["tokens"])
         x = sk.embed(tokens, params["table"])
         heads = lambda x: sk.attention(x, x, x, causal=True)
-        x = x + sk.column_row(x, [params["q"]], heads, params["out"], hidden="heads")
+        x = x + sk.column_row_parallel(x, [params["q"]], heads, params["out"], hidden="heads")
         return sk.mean(sk.cross_entropy(x, params["table"].T, tokens).mean(-1))
 
     shapes = {"table": (64, 16), "q": (16, 4, 8), "out": (4, 8, 16)}

@@ -91,8 +91,8 @@ def test_what_a_parts_gradient_computes_a_second_time_counts_twice(remat, forwar
     sizes = resolve({"fsdp": 2, "tensor": 4}, 8)
     mesh = make_mesh(sizes, jax.devices())
     record = trace_context.Context(
-        trace_context.Cuts(mesh=mesh, sizes=sizes, inner_axes=("fsdp",)),
-        chosen=trace_context.Choices(logical_axes=logical_axes({}), remat=policy(remat)),
+        trace_context.ShardingSpec(mesh=mesh, sizes=sizes, inner_axes=("fsdp",)),
+        options=trace_context.StepOptions(logical_axes=logical_axes({}), remat=policy(remat)),
     )
     jaxpr = jax.make_jaxpr(step)(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))
     forward = 2 * 2 * 4 * 8 * 16 * 32

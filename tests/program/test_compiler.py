@@ -58,7 +58,7 @@ def test_deterministic_refuses_what_cannot_be():
     with pytest.raises(ConfigError, match="xla_gpu_deterministic_ops: is false, and deterministic is true"):
         sk.Config(**asked, compiler_options={"xla_gpu_deterministic_ops": False})
     q = jnp.ones((1, 4, 2, 8))
-    chosen = trace_context.Context().choosing(deterministic=True)
+    chosen = trace_context.Context().with_options(deterministic=True)
     with (
         trace_context.tracing(chosen),
         pytest.raises(ConfigError, match="cudnn, but its gradient adds in another order"),

@@ -56,7 +56,7 @@ def test_the_lines_stand_in_order_and_a_data_mesh_is_told_with_the_bytes_of_its_
     values = NUM_VALUES + NUM_SMALL
     a_replicas = 3 * 1024  # of 17,416 values, filled up
     sent = f"{2 * 7 * 2 * a_replicas} B sent"
-    has(found["reducer"], f"{values} values over data (8 replicas), {sent}", "takes shares; keeps what it owes")
+    has(found["reducer"], f"{values} values over data (8 replicas), {sent}", "input scale weighted; keeps what it owes")
     has(found["update"], "clipped to a global norm of 1, then the task's optimizer")
     has(found["hooks"], "none in the step")
     has(found["sync"], "every_step")

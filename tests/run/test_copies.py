@@ -105,7 +105,7 @@ def train(tmp_path, flip_at=None, device=2, loss_fn=lambda p, b, key: sk.mean(sq
     def corrupt(run, step, state, metrics):
         if step == flip_at and not fired:
             fired.append(step)
-            return sk.Replace(state.replace(params={"w": flipped(state.params["w"], device)}))
+            return sk.ReplaceState(state.replace(params={"w": flipped(state.params["w"], device)}))
 
     fired = []
     four_devices = {

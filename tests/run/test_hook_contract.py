@@ -142,7 +142,7 @@ def test_actions_say_whether_every_process_knows_them_and_can_be_told_to_others(
     from spmdkit.run.hooks.base import from_json, to_json
 
     for kind in Action.__args__:
-        if kind is sk.Replace:
+        if kind is sk.ReplaceState:
             continue
         action = kind()
         assert action.known is False, "what a user asks for is agreed on"

@@ -99,12 +99,12 @@ def test_a_hook_of_process_0_is_not_called_elsewhere_and_its_wish_reaches_all():
 
 def test_a_state_is_replaced_by_all_processes_together_each_with_its_part():
     replace = lambda process: [
-        sk.Hook("mine", after_step=lambda run, step, state, _: sk.Replace(state + "!") if step == 5 else None)
+        sk.Hook("mine", after_step=lambda run, step, state, _: sk.ReplaceState(state + "!") if step == 5 else None)
     ]
     found = processes(replace)
     assert [decisions[5].turn.state for decisions in found] == [f"state of {process}!" for process in range(NUM)]
-    with pytest.raises(ConfigError, match=r"hook 'mine': process 0 alone asks for sk\.Replace"):
-        processes(lambda process: [asks(5, sk.Replace("x"), on="main")(process)])
+    with pytest.raises(ConfigError, match=r"hook 'mine': process 0 alone asks for sk\.ReplaceState"):
+        processes(lambda process: [asks(5, sk.ReplaceState("x"), on="main")(process)])
 
 
 def test_steps_that_come_again_after_a_rollback_are_agreed_on_anew():

@@ -108,16 +108,16 @@ def test_after_a_run_a_state_that_was_given_away_is_refused_as_before_it(tmp_pat
 
 def test_a_replaced_state_is_what_training_goes_on_with(tmp_path):
     def halve(run, step, state, metrics):
-        return sk.Replace(state.replace(params=jax.tree.map(lambda x: x * 0, state.params))) if step == 6 else None
+        return sk.ReplaceState(state.replace(params=jax.tree.map(lambda x: x * 0, state.params))) if step == 6 else None
 
     found = losses_of(tmp_path, sk.Hook("halve", after_step=halve))
     assert found[6] < found[7] and found[7] == pytest.approx(float(np.mean(X.sum(-1) ** 2)), rel=0.6)
-    with pytest.raises(ConfigError, match=r"sk\.Replace at step 2: the new state is shaped otherwise: .*step"):
+    with pytest.raises(ConfigError, match=r"sk\.ReplaceState at step 2: the new state is shaped otherwise: .*step"):
         train(
             tmp_path / "b",
             sk.Hook(
                 "wrong",
-                after_step=lambda run, step, state, _: sk.Replace(state.replace(step=0.5)) if step == 2 else None,
+                after_step=lambda run, step, state, _: sk.ReplaceState(state.replace(step=0.5)) if step == 2 else None,
             ),
         )
 
@@ -179,9 +179,9 @@ def test_a_rollback_that_would_come_again_for_ever_is_refused(tmp_path):
 def test_the_strongest_of_all_that_is_asked_for_wins():
     assert decide([sk.Save(), sk.Evaluate()]) == Decision(True, True)
     assert decide([sk.Evaluate(), sk.Stop(0, "a"), sk.Rollback(), sk.Stop(77, "b")]) == Decision(turn=sk.Stop(77, "b"))
-    assert decide([sk.Evaluate(), sk.Stop(42), sk.Replace(1)]) == Decision(True, True, sk.Stop(42))
+    assert decide([sk.Evaluate(), sk.Stop(42), sk.ReplaceState(1)]) == Decision(True, True, sk.Stop(42))
     assert decide([sk.Save(), sk.Rollback(6), sk.Rollback(3), sk.Rollback()]) == Decision(turn=sk.Rollback(3))
-    assert decide([sk.Save(), sk.Replace(1)]) == Decision(False, True, sk.Replace(1))
+    assert decide([sk.Save(), sk.ReplaceState(1)]) == Decision(False, True, sk.ReplaceState(1))
 
 
 def test_a_rollback_to_a_time_whose_checkpoints_are_gone_is_refused_and_the_beginning_can_be_asked_for(tmp_path):
@@ -362,7 +362,7 @@ def test_what_a_hook_does_wrong_is_told_as_the_users_own(tmp_path):
 
 def test_arrays_of_counts_go_to_a_file_of_their_own_and_numbers_where_they_always_went(tmp_path):
     def counted(params, batch, key):
-        metrics = {"signs": sk.counts((batch > 0).astype(jnp.int32), 2), "largest": sk.max(batch)}
+        metrics = {"signs": sk.bincount((batch > 0).astype(jnp.int32), 2), "largest": sk.max(batch)}
         return loss_fn(params, batch, jax.random.key(0)), metrics
 
     def run(steps):

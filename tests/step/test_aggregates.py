@@ -1,4 +1,4 @@
-"""`sk.sum`, `sk.max` and `sk.counts`: over microbatches, replicas, groups and a whole evaluation what one device
+"""`sk.sum`, `sk.max` and `sk.bincount`: over microbatches, replicas, groups and a whole evaluation what one device
 computes from all rows."""
 
 import dataclasses
@@ -29,14 +29,14 @@ def measured(params, batch):
         "total": sk.sum(-1 - error),
         "largest": sk.max(-1 - error.min(-1)),
         "broken": sk.max(jnp.where(batch["weight"] > 2.9, jnp.nan, -1)),
-        "table": sk.counts((label, small), (BINS, 2)),
-        "by_label": sk.counts(label, BINS, weights=error[:, 1]),
-        "kept": sk.counts(label, BINS, where=batch["weight"] > 1),
-        "perplexity": sk.finish(jnp.exp, sk.mean(error[:, 0])),
-        "f1": sk.finish(f1, sk.counts((label // 3, small), (2, 2))),
-        "by_class": sk.finish(lambda c: c[:, 1] / jnp.maximum(c.sum(1), 1), sk.counts((label, small), (BINS, 2))),
-        "spread": sk.finish(lambda mean, most: most - mean, sk.mean(error[:, 0]), sk.max(error[:, 0])),
-        "own": sk.finish(Average.compute, Average.of(error[:, 1], sk.example_mask())),
+        "table": sk.bincount((label, small), (BINS, 2)),
+        "by_label": sk.bincount(label, BINS, weights=error[:, 1]),
+        "kept": sk.bincount(label, BINS, where=batch["weight"] > 1),
+        "perplexity": sk.derived(jnp.exp, sk.mean(error[:, 0])),
+        "f1": sk.derived(f1, sk.bincount((label // 3, small), (2, 2))),
+        "by_class": sk.derived(lambda c: c[:, 1] / jnp.maximum(c.sum(1), 1), sk.bincount((label, small), (BINS, 2))),
+        "spread": sk.derived(lambda mean, most: most - mean, sk.mean(error[:, 0]), sk.max(error[:, 0])),
+        "own": sk.derived(Average.compute, Average.of(error[:, 1], sk.example_mask())),
         "norm": sk.scalar(jnp.abs(params["w"]).sum()),
     }
 
@@ -143,14 +143,14 @@ def test_groups_that_train_alone_tell_them_over_all_groups():
 def test_a_step_of_the_users_returns_them():
     def global_step(state, batch):
         (loss, metrics), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
-        assert isinstance(metrics["table"], sk.Counts) and metrics["largest"].shape == ()
-        own = {"own": sk.counts((batch["weight"] > 1).astype(jnp.int32), 2), "least": -sk.max(-batch["weight"]).value}
+        assert isinstance(metrics["table"], sk.Bincount) and metrics["largest"].shape == ()
+        own = {"own": sk.bincount((batch["weight"] > 1).astype(jnp.int32), 2), "least": -sk.max(-batch["weight"]).value}
         return state.apply_gradients(grads), {"loss": loss, **metrics, **own}
 
     def replica_step(state, batch):
         (loss, metrics), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         own = sk.pmean(
-            {"own": sk.counts((batch["weight"] > 1).astype(jnp.int32), 2), "least": sk.max(-batch["weight"])}
+            {"own": sk.bincount((batch["weight"] > 1).astype(jnp.int32), 2), "least": sk.max(-batch["weight"])}
         )
         return state.apply_gradients(grads), {"loss": loss, **metrics, **own, "least": -own["least"].value}
 
@@ -177,7 +177,7 @@ def test_padding_and_where_leave_rows_out():
         assert float(sk.sum(VALUES).value) == VALUES[:2].sum()
         assert float(sk.max(VALUES).value) == VALUES[1, 2]
         assert float(sk.max(VALUES, where=np.array([True, False, True, True])).value) == VALUES[0, 2]
-        assert sk.counts(np.array([0, 1, 1, 1]), 3).value.tolist() == [1, 1, 0]
+        assert sk.bincount(np.array([0, 1, 1, 1]), 3).value.tolist() == [1, 1, 0]
         with pytest.raises(ConfigError, match=r"sk\.max got values of shape \(3, 4\).*padding"):
             sk.max(VALUES.T)
     assert float(sk.max(VALUES, where=np.zeros(4, bool)).value) == -np.inf
@@ -185,22 +185,22 @@ def test_padding_and_where_leave_rows_out():
 
 
 def test_indices_outside_are_not_counted():
-    assert sk.counts(np.array([-1, 0, 2, 3]), 3).value.tolist() == [1, 0, 1]
-    assert sk.counts(np.array([[0, 1], [1, 1]]), 2).value.tolist() == [1, 3]
+    assert sk.bincount(np.array([-1, 0, 2, 3]), 3).value.tolist() == [1, 0, 1]
+    assert sk.bincount(np.array([[0, 1], [1, 1]]), 2).value.tolist() == [1, 3]
 
 
 def test_parts_merge():
     for fn in (sk.sum, sk.max):
         assert float(fn(VALUES[:1]).merge(fn(VALUES[1:])).value) == float(fn(VALUES).value)
-    parts = sk.counts(np.array([0, 1]), 2).merge(sk.counts(np.array([1]), 2))
+    parts = sk.bincount(np.array([0, 1]), 2).merge(sk.bincount(np.array([1]), 2))
     assert parts.value.tolist() == [1, 2]
 
 
 def test_counts_take_integers_one_array_for_each_dim():
     with pytest.raises(ConfigError, match=r"indices of shapes \[\(2,\)\] for counts of shape \(2, 2\).*Write"):
-        sk.counts(np.array([0, 1]), (2, 2))
+        sk.bincount(np.array([0, 1]), (2, 2))
     with pytest.raises(ConfigError, match=r"dtype float32.*astype"):
-        sk.counts(np.ones(2, np.float32), 2)
+        sk.bincount(np.ones(2, np.float32), 2)
 
 
 def refused(match, **changes):
@@ -210,7 +210,7 @@ def refused(match, **changes):
 
 def test_they_are_no_loss_and_what_does_not_merge_is_no_metric():
     refused(r"loss_fn returned a sk\.sum of shape \(\) as its loss.*sk\.mean", loss_fn=lambda *_: sk.sum(1.0))
-    asked = r"metric 'a' as .*3.*A metric is a sk\.mean, sk\.sum, sk\.max or sk\.counts"
+    asked = r"metric 'a' as .*3.*A metric is a sk\.mean, sk\.sum, sk\.max or sk\.bincount"
     refused(asked, loss_fn=lambda *_: (sk.mean(1.0), {"a": jnp.ones(3)}))
     refused(asked, loss_fn=lambda *_: (sk.mean(1.0), {"a": sk.Sum(jnp.ones(3))}))
     refused(asked, train_step=lambda state, batch: (state, {"a": jnp.ones(3)}), loss_fn=None)

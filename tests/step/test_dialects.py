@@ -380,7 +380,7 @@ def test_a_scan_that_begins_with_a_constant_is_equal_in_the_manual_form():
 
 def test_what_the_manual_form_refuses_for_whatever_reason_is_tried_in_the_mapped_form():
     def loss_fn(params, batch, key):
-        if trace_context.current().cuts.form == "manual":
+        if trace_context.current().sharding.form == "manual":
             raise AssertionError("not here")
         return regression_loss(params, batch, key)
 

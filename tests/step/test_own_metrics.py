@@ -68,7 +68,7 @@ def measured(params, batch):
     return {
         "deviation": Deviation.from_model_output(5 + error[:, 0], mask),
         "smallest": Smallest(jnp.where(mask[:, None], error, jnp.inf).min(0)),
-        "variance": sk.finish(lambda part: part.compute() ** 2, Deviation.from_model_output(error[:, 0], mask)),
+        "variance": sk.derived(lambda part: part.compute() ** 2, Deviation.from_model_output(error[:, 0], mask)),
     }
 
 

@@ -45,7 +45,7 @@ WHOLE = np.tanh(batches(DATA)[0] @ START).sum()
     [
         (lambda s, x: sk.scalar(s), WHOLE),
         (lambda s, x: sk.mean(jnp.stack([s, 3 * s]), weights=jnp.stack([s, s])), 2 * WHOLE),
-        (lambda s, x: sk.finish(jnp.exp, sk.scalar(s / 10)), np.exp(WHOLE / 10)),
+        (lambda s, x: sk.derived(jnp.exp, sk.scalar(s / 10)), np.exp(WHOLE / 10)),
         (lambda s, x: sk.scalar(s) + sk.mean(x[:, 0]), WHOLE + batches(DATA)[0][:, 0].mean()),
     ],
     ids=["scalar", "weighted mean", "finished", "sum of means"],

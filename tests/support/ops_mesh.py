@@ -22,10 +22,10 @@ def step(attention=None, devices=None, **asked):
     num = math.prod(asked.values())
     sizes = mesh.resolve(asked, num)
     return trace_context.Context(
-        trace_context.Cuts(
+        trace_context.ShardingSpec(
             mesh=mesh.make_mesh(sizes, (devices or jax.devices())[:num]), sizes=sizes, inner_axes=("fsdp", "expert")
         ),
-        chosen=trace_context.Choices(
+        options=trace_context.StepOptions(
             logical_axes=layout.logical_axes({}), attention=attention or trace_context.AttentionSettings()
         ),
     )
@@ -57,8 +57,10 @@ def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
     record = step(devices=devices, **asked)
 
     def abstract(shape, dims, dtype="float32"):
-        cut = [record.cuts.inner_axes if d == "batch" else record.chosen.logical_axes[d] if d else () for d in dims]
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_on(record, mesh.canonical(cut, record.cuts.sizes)))
+        cut = [
+            record.sharding.inner_axes if d == "batch" else record.options.logical_axes[d] if d else () for d in dims
+        ]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_on(record, mesh.canonical(cut, record.sharding.sizes)))
 
     given = [abstract(*arg) for arg in args]
     floats = [i for i, x in enumerate(given) if x.dtype != "int32"]
@@ -74,10 +76,10 @@ def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
         run = jax.jit(pulled if backward else fn, out_shardings=outs)
         compiled = run.lower(*([result] if backward else []), *given).compile(options)
     found = {}
-    for c in read_bill(parse(compiled.as_text()), record.cuts.sizes).collectives:
+    for c in read_bill(parse(compiled.as_text()), record.sharding.sizes).collectives:
         found[c.op, *c.axes] = found.get((c.op, *c.axes), 0) + c.bytes
     return found
 
 
 def _on(record, spec):
-    return NamedSharding(record.cuts.mesh, spec)
+    return NamedSharding(record.sharding.mesh, spec)

@@ -29,8 +29,8 @@ def right():
 
 
 @sk.reducer
-def spoiling(takes="sum"):
-    return made(lambda x, axes: lax.psum(SCALE * x, axes), exact=False, takes=takes)
+def spoiling(input_scale="sum"):
+    return made(lambda x, axes: lax.psum(SCALE * x, axes), exact=False, input_scale=input_scale)
 
 
 @sk.reducer

@@ -13,28 +13,28 @@ def made(every, agree):
     return sk.Sync(every=every, agree=lambda params, kept, mean: (agree(params, mean), kept), view=view)
 
 
-@sk.synchronization
+@sk.sync
 def mean_of_groups(every):
     return made(every, lambda params, mean: mean(params))
 
 
-@sk.synchronization
+@sk.sync
 def of_the_first(every):
     return made(every, lambda params, mean: jax.tree.map(lambda x: x[0], params))
 
 
-@sk.synchronization
+@sk.sync
 def too_late(every):
     return made(every + 1, lambda params, mean: mean(params))
 
 
-@sk.synchronization
+@sk.sync
 def median(every):
     """Sends the parameters of each group to all, where a mean is one all_reduce."""
     return made(every, lambda params, mean: jax.tree.map(lambda x: jnp.median(x, axis=0), params))
 
 
-@sk.synchronization
+@sk.sync
 def row_by_row(every):
     """Takes the mean of one row after the other, in a loop."""
     of_rows = lambda x, mean: jax.lax.map(mean, jnp.swapaxes(x, 0, 1))

@@ -141,7 +141,7 @@ def model_of_ops(layers=4):
         return {"x": x_BTD, "balance": jnp.zeros(x_BTD.shape[0]), "dropped": jnp.zeros(x_BTD.shape[0])}
 
     def layer(carry, w, rows):
-        x_BTD = carry["x"] + sk.column_row(norm(carry["x"], 1), [w["up"]], jax.nn.gelu, w["down"])
+        x_BTD = carry["x"] + sk.column_row_parallel(norm(carry["x"], 1), [w["up"]], jax.nn.gelu, w["down"])
         y_BTD, load = sk.moe(norm(x_BTD, 1), w["router"], w["experts"], top_k=2, capacity=1.0)
         sums = {"balance": carry["balance"] + load.balance_B, "dropped": carry["dropped"] + load.dropped_B / layers}
         return {"x": x_BTD + y_BTD, **sums}

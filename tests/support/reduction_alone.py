@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit.communication.reducers.base import Added, LeafShapes, Over, Reducer, inner_axes, shard_dim
+from spmdkit.communication.reducers.base import Added, LeafShapes, ReduceGroup, Reducer, inner_axes, shard_dim
 from spmdkit.config import load_config
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import named_leaves
@@ -48,7 +48,7 @@ def compiled_bill(name: str, devices: Sequence[Any], sizes: Mapping[str, int]) -
     mesh = make_mesh(dict.fromkeys(AXES, 1) | dict(sizes), devices)
 
     def local(own: Any, states: Any) -> Any:
-        over = Over(REPLICA_AXES, num, lambda: jax.random.key(0), tuple(gradient()))
+        over = ReduceGroup(REPLICA_AXES, num, lambda: jax.random.key(0), tuple(gradient()))
         total, new = reducer.apply([x[0] for x in own], jax.tree.map(lambda x: x[0], states), over)
         return total, jax.tree.map(lambda x: x[None], new)
 
@@ -58,7 +58,7 @@ def compiled_bill(name: str, devices: Sequence[Any], sizes: Mapping[str, int]) -
     of_states = [dict.fromkeys(state, spec) for state, spec in zip(states, specs, strict=True)]
     run = jax.shard_map(local, mesh=mesh, in_specs=(rows, of_states), out_specs=(PartitionSpec(), of_states))
     placed = lambda lead, x, spec: jax.ShapeDtypeStruct((lead, *x.shape), x.dtype, sharding=NamedSharding(mesh, spec))
-    lead = sizes["replica"] if reducer.by_shard else num
+    lead = sizes["replica"] if reducer.per_shard_state else num
     kept = [{key: placed(lead, x, spec) for key, x in state.items()} for state, spec in zip(states, specs, strict=True)]
     lowered = jax.jit(run).lower([placed(num, x, rows) for x in leaves], kept)
     compiled = lowered.compile(compiler_options=dict(own_options(devices[0])))
@@ -66,13 +66,13 @@ def compiled_bill(name: str, devices: Sequence[Any], sizes: Mapping[str, int]) -
 
 
 def _state(reducer: Reducer, leaf: jax.ShapeDtypeStruct, sizes: Mapping[str, int]) -> LeafShapes:
-    is_cut = not reducer.by_shard or shard_dim(leaf.shape, sizes["data"]) is not None
+    is_cut = not reducer.per_shard_state or shard_dim(leaf.shape, sizes["data"]) is not None
     return reducer.init(leaf) if is_cut else {}
 
 
 def _state_spec(reducer: Reducer, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns where the state of a leaf lives: as in `spmdkit.step.lowering.kept_spec`."""
-    if not reducer.by_shard:
+    if not reducer.per_shard_state:
         return PartitionSpec(REPLICA_AXES)
     dims: list[Any] = [None] * len(shape)
     dim = shard_dim(shape, sizes["data"])

@@ -99,7 +99,7 @@ def two_means(params, batch, key):
 def real_rows_counted(params, batch, key):
     """A mean, and a metric of the real rows whose mask the task asks for itself."""
     loss = examples_loss(params, batch)
-    return sk.mean(loss), {"real": sk.finish(jnp.sqrt, sk.example_mask().astype(jnp.float32).sum())}
+    return sk.mean(loss), {"real": sk.derived(jnp.sqrt, sk.example_mask().astype(jnp.float32).sum())}
 
 
 # ---- mistakes of users
@@ -218,7 +218,7 @@ def natural_judge():
 
 
 def new_natural_judge():
-    task = sk.Task(natural_init, natural, optax.adam(1e-2), train_data=data(), agree=NATURAL_AGREE)
+    task = sk.Task(natural_init, natural, optax.adam(1e-2), train_data=data(), state_reduction=NATURAL_AGREE)
     return Judge(Subject(sk.Config(task="t.py:t"), task, BATCH, steps=2))
 
 

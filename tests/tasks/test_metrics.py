@@ -82,11 +82,11 @@ def loss_fn(params, batch, key):
 
 def eval_fn(params, batch):
     logits = logits_of(params, batch)
-    matrix = sk.counts((batch["y"], logits.argmax(-1)), (4, 4))
+    matrix = sk.bincount((batch["y"], logits.argmax(-1)), (4, 4))
     bins = jnp.minimum(jax.nn.softmax(logits)[:, 0] * 20, 19).astype(jnp.int32)
-    histogram = sk.counts(((batch["y"] == 0).astype(jnp.int32), bins), (2, 20))
-    perplexity = sk.finish(jnp.exp, sk.mean(losses_of(params, batch)))
-    return {"matrix": matrix, "f1": sk.finish(f1, matrix), "auc": sk.finish(auc, histogram), "perplexity": perplexity}
+    histogram = sk.bincount(((batch["y"] == 0).astype(jnp.int32), bins), (2, 20))
+    perplexity = sk.derived(jnp.exp, sk.mean(losses_of(params, batch)))
+    return {"matrix": matrix, "f1": sk.derived(f1, matrix), "auc": sk.derived(auc, histogram), "perplexity": perplexity}
 
 
 task = sk.Task(

@@ -71,7 +71,7 @@ def eval_fn(params, batch):
     metrics["accuracy"].update(logits=logits_of(params, batch), labels=batch["y"], mask=real)
     metrics["loss"].update(loss=losses_of(params, batch), mask=real)
     split = {name: nnx.split(metric) for name, metric in metrics.items()}
-    return {name: sk.finish(lambda s, d=d: nnx.merge(d, s).compute(), s) for name, (d, s) in split.items()}
+    return {name: sk.derived(lambda s, d=d: nnx.merge(d, s).compute(), s) for name, (d, s) in split.items()}
 
 
 task = sk.Task(

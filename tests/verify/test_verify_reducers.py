@@ -27,7 +27,7 @@ def test_every_reducer_is_compared_as_it_is_or_at_options_at_which_it_loses_noth
         assert plugins.split(provable(config(choice)))[0] == name and about_reducer(config(choice)) is None
     for name in ROUNDED:
         proven = provable(config(name))
-        assert proven == {name: dict(reducer_of(config(name)).lossless)}
+        assert proven == {name: dict(reducer_of(config(name)).exact_options)}
         said = rf"reducer {name} is not exact: what is compared is {re.escape(str(proven))}, at which it loses nothing"
         assert re.match(said, about_reducer(config(name)))
         assert about_reducer(config(proven)) is None

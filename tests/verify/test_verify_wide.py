@@ -31,7 +31,7 @@ def own_phase(params, state, rows, key):
 @pytest.mark.parametrize("loss_fn", [odd.loss_fn, own_phase])
 def test_a_task_with_complex_half_and_empty_leaves(loss_fn):
     agree = {"spectrum": "mean"} if loss_fn is own_phase else {}  # without it the task is refused
-    task = sk.Task(odd.init, loss_fn, optax.sgd(0.1), train_data=odd.DATA, agree=agree)
+    task = sk.Task(odd.init, loss_fn, optax.sgd(0.1), train_data=odd.DATA, state_reduction=agree)
     config = sk.Config(task="t.py:t", batch_size=16, data={"shuffle": False})
     found = Judge(Subject(config, task, 16, 2), locate="cases").case({"data": 4}, 1, whole=True)
     if loss_fn is odd.loss_fn:

@@ -37,7 +37,7 @@ from spmdkit.communication.reducers.base import (
     Added,
     LeafState,
     Leaves,
-    Over,
+    ReduceGroup,
     Reducer,
     buffers,
     by_axes,
@@ -50,7 +50,7 @@ from spmdkit.errors import ConfigError
 def make() -> Reducer:
     """Returns the reducer."""
 
-    def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+    def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out = list(leaves)
         for group in buffers(leaves):
             for i, leaf in zip(group, _of_group([leaves[i] for i in group], over), strict=True):
@@ -70,7 +70,7 @@ def make() -> Reducer:
         apply=apply,
         wire=lambda values, num: wire_of([Added("", (values,), {"data": num}, ())]),
         wire_of=wire_of,
-        takes="mean",
+        input_scale="mean",
         check=_check,
     )
 
@@ -91,7 +91,7 @@ def _check(added: Sequence[Added]) -> None:
             )
 
 
-def _of_group(leaves: Sequence[jax.Array], over: Over) -> Leaves:
+def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     """Returns the adaptive sums of leaves that share a buffer."""
     num, lengths = over.num, [-(-x.size // over.num) for x in leaves]
     rows = [_rows(x.astype(jnp.float32), num) for x in leaves]

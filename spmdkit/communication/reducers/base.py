@@ -17,11 +17,11 @@ from spmdkit.foundation.trees import common_dtype
 
 Leaves = list[jax.Array]
 LeafState = Mapping[str, jax.Array]
-Told = Mapping[str, jax.Array]
+ReducerMetrics = Mapping[str, jax.Array]
 """name -> float32[], the same on every device of the mesh: what a reducer tells of one step."""
 LeafShapes = Mapping[str, jax.ShapeDtypeStruct]
 
-TOLD = "reducer/"
+METRIC_PREFIX = "reducer/"
 """Begins the names of metrics that are what a reducer tells."""
 
 PAD = 1024
@@ -30,7 +30,7 @@ PAD = 1024
 
 
 @dataclass(frozen=True)
-class Over:
+class ReduceGroup:
     """Where one call of `apply` runs: inside a `shard_map` that is manual over all mesh axes.
 
     Attributes:
@@ -129,14 +129,14 @@ class Reducer:
         init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: it
             lives in the train state as [replicas of the leaf, *leaf], cut as the gradient of the leaf is, so that it
             can be restored on any mesh.
-        carry_over: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
+        reshard_state: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
             compiled program, leaf by leaf.
-        takes: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole batch
+        input_scale: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole batch
             (`sum`, `ordered`).
-            "share": this replica's part of the mean (divided by the count of the whole batch before): for all that is
+            "weighted": this replica's part of the mean (divided by the count of the whole batch before): for all that is
             not linear, and all that keeps something for the next batch, whose count may be another. "mean": this
             replica's own mean; what comes back is final (Adasum).
-        by_shard: what a leaf's state belongs to is a shard of it, one for each position along the replica axes other
+        per_shard_state: what a leaf's state belongs to is a shard of it, one for each position along the replica axes other
             than `replica`: the state is cut over these along `shard_dim` of the leaf, and a leaf without such a dim has
             none.
         add: `(tree, axes) -> tree`, the exact sum of what is no gradient: loss, counts, metrics and model state.
@@ -144,33 +144,35 @@ class Reducer:
             chosen on the host. In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
         check: `(leaves)`: raises a `ConfigError` where these leaves cannot be added so, or not with less than `sum`
             sends: what asks for it, what is found, and the smallest change that works.
-        lossless: options at which the result equals `sum` (rank full, fraction 1), or None.
-        apply_and_tell: `apply` with a third result, `Told`: metrics of the step, `reducer/NAME`. Where it is given it
+        exact_options: options at which the result equals `sum` (rank full, fraction 1), or None.
+        apply_with_metrics: `apply` with a third result, `ReducerMetrics`: metrics of the step, `reducer/NAME`. Where it is given it
             is what is called in a step.
             None: there is nothing to tell. A reducer that tells is not taken where nobody would hear it: between groups
                 that agree, as `outer`
             of `hierarchical`.
-        look: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in which it adds
+        validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in which it adds
             shows a mistake.
     """
 
     exact: bool
-    apply: Callable[[Leaves, list[LeafState], Over], tuple[Leaves, list[LeafState]]]
+    apply: Callable[[Leaves, list[LeafState], ReduceGroup], tuple[Leaves, list[LeafState]]]
     wire: Callable[[int, int], float]
     wire_of: Callable[[Sequence[Added]], float] | None = None
     init: Callable[[jax.ShapeDtypeStruct], LeafShapes] = stateless
-    carry_over: Callable[[LeafState, int], LeafState] = split_evenly
-    takes: Literal["sum", "share", "mean"] = "sum"
-    by_shard: bool = False
+    reshard_state: Callable[[LeafState, int], LeafState] = split_evenly
+    input_scale: Literal["sum", "weighted", "mean"] = "sum"
+    per_shard_state: bool = False
     add: Callable[[Any, tuple[str, ...]], Any] = lax.psum
     warmup: int = 0
     check: Callable[[Sequence[Added]], None] = accepts_all
-    lossless: Mapping[str, Any] | None = None
-    apply_and_tell: Callable[[Leaves, list[LeafState], Over], tuple[Leaves, list[LeafState], Told]] | None = None
-    look: Callable[[Sequence[Added], Mapping[str, float]], None] | None = None
+    exact_options: Mapping[str, Any] | None = None
+    apply_with_metrics: (
+        Callable[[Leaves, list[LeafState], ReduceGroup], tuple[Leaves, list[LeafState], ReducerMetrics]] | None
+    ) = None
+    validate_first_step: Callable[[Sequence[Added], Mapping[str, float]], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.init is not stateless and self.takes == "sum":
+        if self.init is not stateless and self.input_scale == "sum":
             raise ValueError(
                 "a reducer with a state takes shares: a batch of another count would pay back in another unit"
             )
@@ -185,7 +187,7 @@ class Reducer:
     def is_sum(self) -> bool:
         """Whether gradients are added as everything else is: a step without a call of `sk.value_and_grad` loses nothing
         by it."""
-        return self.exact and self.takes == "sum" and self.add is lax.psum and self.apply_and_tell is None
+        return self.exact and self.input_scale == "sum" and self.add is lax.psum and self.apply_with_metrics is None
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:

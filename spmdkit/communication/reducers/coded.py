@@ -36,7 +36,7 @@ from spmdkit.communication.reducers.base import (
     LeafShapes,
     LeafState,
     Leaves,
-    Over,
+    ReduceGroup,
     Reducer,
     buffers,
     exchanged,
@@ -67,15 +67,15 @@ class Code:
     multiple: int = PAD
 
 
-def coded(code: Code, error_feedback: bool, lossless: Mapping[str, Any]) -> Reducer:
+def coded(code: Code, error_feedback: bool, exact_options: Mapping[str, Any]) -> Reducer:
     """Returns the reducer that sends by `code`.
 
     Args:
         error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
-        lossless: options of the kind at which nothing is rounded.
+        exact_options: options of the kind at which nothing is rounded.
     """
 
-    def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+    def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out, new = list(leaves), list(states)
         for group in buffers(leaves):
             owed = [states[i]["error"] for i in group] if error_feedback else None
@@ -95,8 +95,8 @@ def coded(code: Code, error_feedback: bool, lossless: Mapping[str, Any]) -> Redu
         apply=apply,
         wire=wire,
         init=error_like if error_feedback else stateless,
-        takes="share",
-        lossless=lossless,
+        input_scale="weighted",
+        exact_options=exact_options,
     )
 
 
@@ -106,7 +106,7 @@ def error_like(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
 
 
 def coded_sum(
-    leaves: Sequence[jax.Array], owed: Sequence[jax.Array] | None, over: Over, code: Code
+    leaves: Sequence[jax.Array], owed: Sequence[jax.Array] | None, over: ReduceGroup, code: Code
 ) -> tuple[Leaves, Leaves]:
     """Returns (the sums, what each replica owes now; nothing where nothing was)."""
     multiple = over.num * code.multiple
@@ -126,7 +126,7 @@ def coded_sum(
     return unflat(total, leaves), unflat((left + owner).reshape(-1), leaves, jnp.float32)
 
 
-def _on_owner(part: jax.Array, over: Over) -> jax.Array:
+def _on_owner(part: jax.Array, over: ReduceGroup) -> jax.Array:
     """Returns [replicas, part], zeros but for what belongs to the part that this replica owns."""
     is_mine = (jnp.arange(over.num, dtype=jnp.int32) == lax.axis_index(over.axes))[:, None]
     return jnp.where(is_mine, part, 0)

@@ -37,7 +37,7 @@ from spmdkit.communication.reducers.base import (
     Added,
     LeafState,
     Leaves,
-    Over,
+    ReduceGroup,
     Reducer,
     buffers,
     gathered,
@@ -87,15 +87,19 @@ def make(inner: str = "sum", outer: Choice = "int8") -> Reducer:
         wire=lambda values, num: 8 * (num - 1) / num * values,
         wire_of=wire_of,
         init=between.init,
-        carry_over=between.carry_over,
-        by_shard=True,
-        takes="share",
+        reshard_state=between.reshard_state,
+        per_shard_state=True,
+        input_scale="weighted",
         check=check,
-        lossless=None if between.exact else {"outer": {name: plugins.split(outer)[1] | dict(between.lossless or {})}},
+        exact_options=None
+        if between.exact
+        else {"outer": {name: plugins.split(outer)[1] | dict(between.exact_options or {})}},
     )
 
 
-def _apply(between: Reducer, leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+def _apply(
+    between: Reducer, leaves: Leaves, states: list[LeafState], over: ReduceGroup
+) -> tuple[Leaves, list[LeafState]]:
     """Returns (the sums, the new states): a reduce_scatter inside, `between` on the shards, an all_gather inside."""
     axes = inner_axes(over.axes)
     num = math.prod(lax.axis_size(a) for a in axes)
@@ -137,7 +141,7 @@ def _outer(choice: Choice) -> tuple[str, Reducer]:
     if wrong := plugins.problem("reducers", choice):
         raise ConfigError(f"hierarchical.outer: {wrong}")
     made: Reducer = plugins.make("reducers", choice)
-    if made.apply_and_tell is not None:
+    if made.apply_with_metrics is not None:
         raise ConfigError(
             f"hierarchical.outer is {name}: what it sends depends on the gradient and is told as a metric, which nobody hears between positions. Write "
             f"outer: int8, or reducer: {name} alone."

@@ -29,7 +29,7 @@ from spmdkit.communication.reducers.base import (
     Added,
     LeafState,
     Leaves,
-    Over,
+    ReduceGroup,
     Reducer,
     buffers,
     by_axes,
@@ -43,7 +43,7 @@ from spmdkit.communication.reducers.base import (
 def make() -> Reducer:
     """Returns the reducer."""
 
-    def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+    def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out = list(leaves)
         for group in buffers(leaves):
             own = [leaves[i] for i in group]

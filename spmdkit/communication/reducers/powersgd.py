@@ -45,7 +45,7 @@ from spmdkit.communication.reducers.base import (
     LeafShapes,
     LeafState,
     Leaves,
-    Over,
+    ReduceGroup,
     Reducer,
     buffers,
     flat,
@@ -84,7 +84,7 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         like = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
         return {"error": like} | ({"product": like} if warm_start else {})
 
-    def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+    def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out, new = list(leaves), list(states)
         for group in buffers(leaves):
             views = {i: v for i in group if (v := view(over.paths[i] if over.paths else "", leaves[i].shape))}
@@ -114,10 +114,10 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         wire=lambda values, num: 8 * (num - 1) / num * values,
         wire_of=wire_of,
         init=init,
-        carry_over=_carried_over,
-        takes="share",
+        reshard_state=_carried_over,
+        input_scale="weighted",
         check=check,
-        lossless={"rank": 1 << 20, "least": 0},
+        exact_options={"rank": 1 << 20, "least": 0},
     )
 
 
@@ -159,7 +159,7 @@ def _of_group(
     states: list[LeafState],
     group: Sequence[int],
     views: dict[int, tuple[int, int, int]],
-    over: Over,
+    over: ReduceGroup,
     rank: int,
 ) -> list[tuple[int, jax.Array, LeafState]]:
     """Returns (index, sum, state) of the leaves of one buffer."""
@@ -192,12 +192,14 @@ def _with_owed(leaf: jax.Array, state: LeafState) -> jax.Array:
     return leaf.astype(dtype) + state["error"].astype(dtype)
 
 
-def _sum(leaves: Sequence[jax.Array], over: Over) -> Leaves:
+def _sum(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     """Returns the sums of leaves over the replicas: one all_reduce."""
     return unflat(lax.psum(flat(leaves, 1), over.axes), leaves) if leaves else []
 
 
-def _start(product: jax.Array | None, view: tuple[int, int, int], rank: int, index: int, over: Over) -> jax.Array:
+def _start(
+    product: jax.Array | None, view: tuple[int, int, int], rank: int, index: int, over: ReduceGroup
+) -> jax.Array:
     """Returns Q, float32[matrices, n, rank], orthonormal and the same on all replicas: the subspace of the last step's
     product, or one at random.
 

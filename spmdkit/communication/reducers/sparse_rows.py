@@ -35,7 +35,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
-from spmdkit.communication.reducers.base import PAD, Added, LeafState, Leaves, Over, Reducer, Told, gathered
+from spmdkit.communication.reducers.base import (
+    PAD,
+    Added,
+    LeafState,
+    Leaves,
+    ReduceGroup,
+    Reducer,
+    ReducerMetrics,
+    gathered,
+)
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype
 
@@ -58,10 +67,12 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     def is_table(path: str) -> bool:
         return any(re.fullmatch(pattern, path) for pattern in patterns)
 
-    def tables(given: Leaves, over: Over) -> list[int]:
+    def tables(given: Leaves, over: ReduceGroup) -> list[int]:
         return [i for i, path in enumerate(over.paths) if is_table(path) and given[i].ndim > 1 and given[i].size]
 
-    def apply_and_tell(given: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState], Told]:
+    def apply_with_metrics(
+        given: Leaves, states: list[LeafState], over: ReduceGroup
+    ) -> tuple[Leaves, list[LeafState], ReducerMetrics]:
         out, chosen, told = list(given), tables(given, over), dict[str, jax.Array]()
         others = [i for i in range(len(given)) if i not in chosen]
         for i, total in zip(others, lax.psum([given[i] for i in others], over.axes), strict=True):
@@ -80,18 +91,18 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
         for table in (x for x in added if is_table(x.path)):
             _check_table(table, rows, most)
 
-    def look(added: Sequence[Added], found: Mapping[str, float]) -> None:
+    def validate_first_step(added: Sequence[Added], found: Mapping[str, float]) -> None:
         for table in added:
             _check_first(table, rows, most, found.get(f"rounds/{table.path}", 0))
 
     return Reducer(
         exact=True,
-        apply=lambda given, states, over: apply_and_tell(given, states, over)[:2],
+        apply=lambda given, states, over: apply_with_metrics(given, states, over)[:2],
         wire=lambda values, num: 8 * (num - 1) / num * values,
         wire_of=wire_of,
         check=check,
-        apply_and_tell=apply_and_tell,
-        look=look,
+        apply_with_metrics=apply_with_metrics,
+        validate_first_step=validate_first_step,
     )
 
 
@@ -104,7 +115,7 @@ def _touched(leaf: jax.Array) -> jax.Array:
     return jnp.any(leaf.reshape(leaf.shape[0], -1) != 0, axis=1)
 
 
-def _rounds(leaves: Sequence[jax.Array], rows: int, over: Over) -> list[jax.Array]:
+def _rounds(leaves: Sequence[jax.Array], rows: int, over: ReduceGroup) -> list[jax.Array]:
     """Returns int32[] of each leaf, the same on every device of the mesh: all that send in a loop enter it as often."""
     if not leaves:
         return []
@@ -114,7 +125,7 @@ def _rounds(leaves: Sequence[jax.Array], rows: int, over: Over) -> list[jax.Arra
     return list(jnp.maximum(lax.pmax(jnp.stack(compat.as_varying(num, everywhere)), everywhere), 1))
 
 
-def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: Over) -> jax.Array:
+def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) -> jax.Array:
     """Returns the sum of a leaf over the replicas, `rows` touched rows of each in a round."""
     num, rows = leaf.shape[0], min(rows, leaf.shape[0])
     table = leaf.reshape(num, -1).astype(common_dtype(leaf.dtype, jnp.float32))

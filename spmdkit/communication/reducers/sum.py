@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from jax import lax
 
-from spmdkit.communication.reducers.base import LeafState, Leaves, Over, Reducer
+from spmdkit.communication.reducers.base import LeafState, Leaves, ReduceGroup, Reducer
 
 
 def make() -> Reducer:
     """Returns the reducer."""
 
-    def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+    def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         return lax.psum(leaves, over.axes), states
 
     return Reducer(exact=True, apply=apply, wire=lambda values, num: 2 * (num - 1) / num * 4 * values)

@@ -35,7 +35,7 @@ from spmdkit.communication.reducers.base import (
     Added,
     LeafState,
     Leaves,
-    Over,
+    ReduceGroup,
     Reducer,
     buffers,
     flat,
@@ -66,7 +66,7 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
         k = math.floor(fraction * _padded(values) / PAD + 1e-9) * PAD
         return k if most is None or num * k < most * values else 0
 
-    def apply(leaves: Leaves, states: list[LeafState], over: Over) -> tuple[Leaves, list[LeafState]]:
+    def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out, new = list(leaves), list(states)
         for group in buffers(leaves):
             own, owed = [leaves[i] for i in group], [states[i]["error"] for i in group]
@@ -93,9 +93,9 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
         apply=apply,
         wire=wire,
         init=error_like,
-        takes="share",
+        input_scale="weighted",
         check=check,
-        lossless={"fraction": 1.0, "most": None},
+        exact_options={"fraction": 1.0, "most": None},
     )
 
 
@@ -124,7 +124,9 @@ def _refusal(fraction: float, most: float, values: int, num: int) -> str:
     )
 
 
-def _largest(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: Over, k: int) -> tuple[Leaves, Leaves]:
+def _largest(
+    leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, k: int
+) -> tuple[Leaves, Leaves]:
     """Returns (the sums of the k largest of each replica, what each replica owes now)."""
     own = flat(leaves, PAD)
     own = (own + flat(owed, PAD).astype(own.dtype)).astype(jnp.float32)
@@ -142,7 +144,7 @@ def _largest(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: Over,
     return unflat(total, leaves), unflat(left, leaves, jnp.float32)
 
 
-def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: Over, _: int) -> tuple[Leaves, Leaves]:
+def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, _: int) -> tuple[Leaves, Leaves]:
     """Returns (the sums with all that was owed, nothing)."""
     own = [(x + error).astype(x.dtype) for x, error in zip(leaves, owed, strict=True)]
     return lax.psum(own, over.axes), [jnp.zeros_like(error) for error in owed]

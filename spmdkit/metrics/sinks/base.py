@@ -19,7 +19,7 @@ KINDS = ("scalars", "text", "image", "histogram", "hparams", "table")
 
 Record = Mapping[str, Any]
 """`{"step", ...}` of host values, with `"split": "eval"` for an evaluation: of scalars numbers by their names, of a
-histogram nested lists of numbers (`sk.counts`)."""
+histogram nested lists of numbers (`sk.bincount`)."""
 
 
 def nothing(*_: Any) -> None:

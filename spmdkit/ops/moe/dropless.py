@@ -53,7 +53,7 @@ def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Exper
 
 
 def _platform() -> str:
-    mesh = trace_context.current().cuts.mesh
+    mesh = trace_context.current().sharding.mesh
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 

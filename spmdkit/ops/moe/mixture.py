@@ -156,7 +156,7 @@ def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
     called that."""
     positions_T = np.arange(num_tokens, dtype=np.int32)
     num = axis_size("sequence")
-    is_reordered = trace_context.current().noticed.has_called("context_order") and set(axes("sequence")) <= set(cut)
+    is_reordered = trace_context.current().usage.has_called("context_order") and set(axes("sequence")) <= set(cut)
     if num > 1 and is_reordered and context.order() == "zigzag":
         parts = np.split(positions_T, 2 * num)
         positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])

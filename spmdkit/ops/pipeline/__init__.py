@@ -96,10 +96,10 @@ def pipeline(
     @jax.named_scope(trace_context.PIPELINE)
     def pipelined(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
         context = trace_context.current()
-        context.noticed.called("pipeline")
-        context.noticed.axis(AXIS)
+        context.usage.called("pipeline")
+        context.usage.axis(AXIS)
         check_place(context)
-        num_stages, settings = context.cuts.size(AXIS), context.chosen.pipeline
+        num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)
         rows = without_gradient(rows)
         one_sum = num_stages > 1 and settings.schedule != "gpipe"
@@ -141,14 +141,14 @@ def _set_up(
     rows: Rows,
 ) -> Pipe:
     """Returns the pipeline of one call; `weights` are those of one layer."""
-    num_stages, settings = context.cuts.size(AXIS), context.chosen.pipeline
-    shards = context.cuts.num_shards
+    num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
+    shards = context.sharding.num_shards
     num = _num_microbatches(rows.num // shards, num_stages, settings.microbatches)
     size = rows.num // num
     inner = dataclasses.replace(context, mapped_axes=(*context.mapped_axes, AXIS))
     micro = jax.eval_shape(lambda: rows.map(lambda x: x[:size]))
     model, x_shapes = checked(model, inner, abstract(embed_params), weights, abstract(head_params), micro)
-    parts = num_stages * context.cuts.size("context", "tensor")
+    parts = num_stages * context.sharding.size("context", "tensor")
     tokens = {s.shape[1] for s in jax.tree.leaves(x_shapes) if s.ndim > 1}
     head_dim = None
     if size // shards % num_stages == 0:

@@ -58,7 +58,7 @@ def checked(
     Raises:
         ConfigError: a function returns something else than it must, or closes over a traced array.
     """
-    own = dataclasses.replace(context, noticed=context.noticed.without("remat"))
+    own = dataclasses.replace(context, usage=context.usage.without("remat"))
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         def on_rows(rows: Rows, *args: Any) -> Any:
@@ -91,10 +91,10 @@ def checked(
             f"sk.pipeline: layer changes the activation: {difference}. Layers follow each other, so shapes and dtypes "
             "stay the same. Cast or project inside the layer."
         )
-    if not own.noticed.has_called("remat"):
+    if not own.usage.has_called("remat"):
         model = model._replace(layer=remat(model.layer))
     traced("head", lambda x, params, rows: model.head(x, params, rows), x, head_params)
-    context.noticed.include(own.noticed)
+    context.usage.include(own.usage)
     return model, x
 
 

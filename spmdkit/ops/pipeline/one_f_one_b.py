@@ -133,7 +133,7 @@ class _TickLoop:
 
     def start(self) -> _Carry:
         """Returns the carry before the first tick: zeros, each where it will live."""
-        pipe, dtype = self.pipe, self.pipe.context.chosen.reduce_dtype
+        pipe, dtype = self.pipe, self.pipe.context.options.reduce_dtype
         sums = jax.eval_shape(self.losses, pipe.zeros(pipe.x_shapes), jnp.bool_(True), jnp.int32(0))[0]
         of_stage = lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype)
         like = lambda tree: pipe.zeros([jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in _floats(tree)[0]])

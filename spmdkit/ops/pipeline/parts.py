@@ -128,13 +128,15 @@ class Pipe:
     def place(self, tree: Any, *dims: str | None) -> Any:
         """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner
         likes."""
-        names: dict[str | None, Any] = {"rows": self.context.cuts.inner_axes or None, AXIS: AXIS, None: None}
+        names: dict[str | None, Any] = {"rows": self.context.sharding.inner_axes or None, AXIS: AXIS, None: None}
         spec = tuple(names[d] for d in dims)
 
         def one(x: jax.Array) -> jax.Array:
             free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
-            assert self.context.cuts.mesh is not None
-            return lax.with_sharding_constraint(x, NamedSharding(self.context.cuts.mesh, PartitionSpec(*spec, *free)))
+            assert self.context.sharding.mesh is not None
+            return lax.with_sharding_constraint(
+                x, NamedSharding(self.context.sharding.mesh, PartitionSpec(*spec, *free))
+            )
 
         return jax.tree.map(one, tree)
 
@@ -187,7 +189,7 @@ class Pipe:
 
     def _num_shards(self, dim: int) -> int:
         """Returns into how many parts the mesh may cut rows (0) or tokens (1) inside a stage."""
-        return self.context.cuts.size(*(self.context.cuts.inner_axes if dim == 0 else ("context", "tensor")))
+        return self.context.sharding.size(*(self.context.sharding.inner_axes if dim == 0 else ("context", "tensor")))
 
     # ---- between the last stage and the head
     # -----------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
         f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} times over on {axes}: "
         f"{total / whole:.0%} of what a device computes is what others compute too, since it is not made from the batch",
         at,
-        'Share it out by its first dim, where it is made: x = sk.shard(x, "rows", None), or begin with sk.rows(num), or put it into the batch '
+        'Share it out by its first dim, where it is made: x = sk.shard(x, "rows", None), or begin with sk.sharded_arange(num), or put it into the batch '
         "(the loss of sk.value_and_grad sees one replica's rows).",
     )
 

@@ -14,7 +14,7 @@ in the config's `hooks`.
         return sk.Hook("patience", after_eval=after_eval, state=lambda: dict(seen), restore=seen.update)
 
 A hook asks for actions and takes none itself. All processes agree on them at one step, and of those that change where
-training goes the strongest wins: `Stop`, then `Rollback`, then `Replace`.
+training goes the strongest wins: `Stop`, then `Rollback`, then `ReplaceState`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Replace:
+class ReplaceState:
     """Go on with another state, shaped as the old one; all processes ask for it at the same step."""
 
     state: Any
@@ -96,7 +96,7 @@ class Stop:
         return self.code in (0, 42)
 
 
-Action = Stop | Save | Evaluate | Replace | Rollback
+Action = Stop | Save | Evaluate | ReplaceState | Rollback
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Decision:
 
     evaluate: bool = False
     save: bool = False
-    turn: Stop | Rollback | Replace | None = None
+    turn: Stop | Rollback | ReplaceState | None = None
 
 
 def decide(actions: Iterable[Action]) -> Decision:
@@ -178,7 +178,11 @@ def decide(actions: Iterable[Action]) -> Decision:
     stops = sorted((a for a in asked if isinstance(a, Stop)), key=lambda a: (a.saves, -a.code, a.why))
     back = [a for a in asked if isinstance(a, Rollback)]
     furthest = sorted(back, key=lambda a: (a.to_step is None, a.to_step or 0, -a.skip_batches, a.batches))
-    strongest: list[Stop | Rollback | Replace] = [*stops, *furthest, *(a for a in asked if isinstance(a, Replace))]
+    strongest: list[Stop | Rollback | ReplaceState] = [
+        *stops,
+        *furthest,
+        *(a for a in asked if isinstance(a, ReplaceState)),
+    ]
     turn = strongest[0] if strongest else None
     if isinstance(turn, Rollback) or (isinstance(turn, Stop) and not turn.saves):
         return Decision(turn=turn)
@@ -190,7 +194,7 @@ _TYPES: Mapping[str, type] = {"stop": Stop, "save": Save, "evaluate": Evaluate, 
 
 
 def to_json(action: Action) -> list[Any]:
-    """Returns an action as JSON values, to tell it to other processes. A `Replace` cannot be told."""
+    """Returns an action as JSON values, to tell it to other processes. A `ReplaceState` cannot be told."""
     name = next(name for name, kind in _TYPES.items() if isinstance(action, kind))
     return [name, {key: value for key, value in vars(action).items() if key != "known"}]
 

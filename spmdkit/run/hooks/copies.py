@@ -14,7 +14,7 @@ from spmdkit.cluster.cluster import name_processes
 from spmdkit.errors import NonFiniteError
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.program.replica_check import Copies, Difference
-from spmdkit.run.hooks.base import Action, Hook, Replace, Rollback, Stop
+from spmdkit.run.hooks.base import Action, Hook, ReplaceState, Rollback, Stop
 
 MOST_LEAVES = 4
 """So many leaves are named."""
@@ -55,7 +55,7 @@ def make(config: Any) -> Hook | None:
             return Rollback(same["step"], known=True)
         if asked.then == "mend" and all(d.source is not None for d in differences):
             run.message(f"{what} It has the bits of the others again.")
-            return Replace(copies.mended(state, differences))
+            return ReplaceState(copies.mended(state, differences))
         unknown = " Which of them is right is not known, so nothing can be mended." if asked.then == "mend" else ""
         return Stop(
             NonFiniteError.exit_code,

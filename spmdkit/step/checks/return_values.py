@@ -11,14 +11,12 @@ import jax.numpy as jnp
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import RESERVED_METRICS
 from spmdkit.foundation.trees import describe
-from spmdkit.step.metrics.aggregates import Counts, Finished
+from spmdkit.step.metrics.aggregates import Bincount, Derived
 from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean, Means
-from spmdkit.step.metrics.user_metric import Own, taken
+from spmdkit.step.metrics.user_metric import CustomMetric, taken
 
-RULE = (
-    "A metric is a sk.mean, sk.sum, sk.max or sk.counts, a sk.finish of them, a class of yours with merge and compute"
-)
+RULE = "A metric is a sk.mean, sk.sum, sk.max or sk.bincount, a sk.derived of them, a class of yours with merge and compute"
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
@@ -91,7 +89,9 @@ def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
 
 def is_array(metric: Metric) -> bool:
     """Returns whether a metric that has to be one number is none."""
-    return not isinstance(metric, Counts | Finished | Own) and any(jnp.ndim(x) for x in jax.tree.leaves(metric))
+    return not isinstance(metric, Bincount | Derived | CustomMetric) and any(
+        jnp.ndim(x) for x in jax.tree.leaves(metric)
+    )
 
 
 def shape_of(x: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from spmdkit.communication.reducers.base import Over, Reducer
+from spmdkit.communication.reducers.base import ReduceGroup, Reducer
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.step import rng, trace_context
 from spmdkit.step.groups.groups import Groups
@@ -34,10 +34,10 @@ def mean_by(reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec]
         cut = [specs[path] for path, _ in named]
 
         def body(leaves: list[jax.Array], key: jax.Array) -> list[jax.Array]:
-            own = [x[0] / groups.num if reducer.takes == "share" else x[0] for x in leaves]
-            over = Over(groups.axes, groups.num, _made(key))
+            own = [x[0] / groups.num if reducer.input_scale == "weighted" else x[0] for x in leaves]
+            over = ReduceGroup(groups.axes, groups.num, _made(key))
             total, _ = reducer.apply(own, [{} for _ in own], over)
-            return [x / groups.num for x in total] if reducer.takes == "sum" else total
+            return [x / groups.num for x in total] if reducer.input_scale == "sum" else total
 
         each = [PartitionSpec(groups.axes, *spec) for spec in cut]
         mapped = jax.shard_map(body, mesh=mesh, in_specs=(each, PartitionSpec()), out_specs=cut)

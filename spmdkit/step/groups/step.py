@@ -54,7 +54,7 @@ def group_step(
             new_state, code = guarded(own, state, new_state, metrics, carried.seen)
             return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code
 
-    alone = all(size == 1 for size in context.cuts.sizes.values())
+    alone = all(size == 1 for size in context.sharding.sizes.values())
     spread = _by_device if alone else _by_vmap
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
@@ -91,15 +91,19 @@ def _by_device(one: Any, context: trace_context.Context, groups: Groups, state: 
 
     states = _fields(state, own, whole)
     mapped = jax.shard_map(
-        body, mesh=context.cuts.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
+        body, mesh=context.sharding.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
     )  # untyped: see forms._manual
     return mapped(state, batch.examples, batch.mask)
 
 
 def _by_vmap(one: Any, context: trace_context.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
-    assert context.cuts.mesh is not None
-    inner = tuple(a for a in ("replica", *context.cuts.data_axes, *context.cuts.inner_axes) if context.cuts.size(a) > 1)
-    rows = NamedSharding(context.cuts.mesh, PartitionSpec(groups.axes, inner or None))
+    assert context.sharding.mesh is not None
+    inner = tuple(
+        a
+        for a in ("replica", *context.sharding.data_axes, *context.sharding.inner_axes)
+        if context.sharding.size(a) > 1
+    )
+    rows = NamedSharding(context.sharding.mesh, PartitionSpec(groups.axes, inner or None))
 
     def by_group(x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)

@@ -1,6 +1,6 @@
-"""`sk.sum`, `sk.max`, `sk.counts`, and `sk.finish` of any of them: metrics besides the mean. None is ever a loss.
+"""`sk.sum`, `sk.max`, `sk.bincount`, and `sk.derived` of any of them: metrics besides the mean. None is ever a loss.
 
-Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.counts` one of its
+Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.bincount` one of its
 integers; a sum goes with the means.
 """
 
@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from spmdkit.errors import ConfigError
 from spmdkit.step.metrics.base import Metric, is_metric, merged
 from spmdkit.step.metrics.mean import broadcast, in_float, included_in
-from spmdkit.step.metrics.user_metric import Own, taken
+from spmdkit.step.metrics.user_metric import CustomMetric, taken
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +60,7 @@ class Max(Metric):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Counts(Metric):
+class Bincount(Metric):
     """How often each index occurs, int32[*shape]; float32 (or float64) with weights."""
 
     counts: jax.Array
@@ -69,53 +69,53 @@ class Counts(Metric):
     def value(self) -> jax.Array:
         return self.counts
 
-    def merge(self, other: Counts) -> Counts:
-        return Counts(self.counts + other.counts)
+    def merge(self, other: Bincount) -> Bincount:
+        return Bincount(self.counts + other.counts)
 
 
-class _Finish:
-    """The function of a `Finished`. All are equal: a loss makes it anew in every trace, and the structure of its
+class _DerivedFunction:
+    """The function of a `Derived`. All are equal: a loss makes it anew in every trace, and the structure of its
     metrics must not change by that."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Finish)
+        return isinstance(other, _DerivedFunction)
 
     def __hash__(self) -> int:
-        return hash(_Finish)
+        return hash(_DerivedFunction)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=("finish",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=("function",))
 @dataclass(frozen=True)
-class Finished(Metric):
+class Derived(Metric):
     """A function of what metrics, or arrays that add, come to over everything."""
 
     crosses: ClassVar[Literal["by part"]] = "by part"
     parts: tuple[Any, ...]
-    finish: _Finish
+    function: _DerivedFunction
 
     @property
     def value(self) -> Any:
         """What the function gives: a number, or an array."""
-        return self.finish.fn(*map(_given, self.parts))
+        return self.function.fn(*map(_given, self.parts))
 
-    def merge(self, other: Finished) -> Finished:
-        return Finished(merged(self.parts, other.parts), self.finish)
+    def merge(self, other: Derived) -> Derived:
+        return Derived(merged(self.parts, other.parts), self.function)
 
 
 def _given(part: Any) -> Any:
     """Returns what the function is given for a part: the value of a metric, and anything else as it was handed over."""
-    return part.part if isinstance(part, Own) else part.value if is_metric(part) else part
+    return part.part if isinstance(part, CustomMetric) else part.value if is_metric(part) else part
 
 
-def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
+def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
     """Returns the metric `fn(*parts)`, computed once, of what the parts come to over all rows, microbatches, replicas
     and batches.
 
-    Perplexity is `sk.finish(jnp.exp, sk.mean(losses))`, accuracy by class `sk.finish(lambda c: jnp.diag(c) / c.sum(1),
-    sk.counts((labels, predictions), (10, 10)))`.
+    Perplexity is `sk.derived(jnp.exp, sk.mean(losses))`, accuracy by class `sk.derived(lambda c: jnp.diag(c) / c.sum(1),
+    sk.bincount((labels, predictions), (10, 10)))`.
 
     Args:
         fn: of the parts' values, to a number or an array. JAX or numpy.
@@ -128,10 +128,12 @@ def finish(fn: Callable[..., Any], *parts: Any) -> Finished:
     """
     if not parts or not jax.tree.leaves(parts):
         raise ConfigError(
-            "sk.finish got a function and nothing that adds up. A metric is finished from parts that do. Write sk.finish(jnp.exp, sk.mean(losses))."
+            "sk.derived got a function and nothing that adds up. A metric is finished from parts that do. Write sk.derived(jnp.exp, sk.mean(losses))."
         )
-    own = [taken(part, "a part of sk.finish") for part in parts]
-    return Finished(tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own), _Finish(fn))
+    own = [taken(part, "a part of sk.derived") for part in parts]
+    return Derived(
+        tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own), _DerivedFunction(fn)
+    )
 
 
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
@@ -151,15 +153,15 @@ def max(values: ArrayLike, where: ArrayLike | None = None) -> Max:
     return Max(jnp.where(is_nan, -jnp.inf, values).max(initial=-jnp.inf), is_nan.astype(values.dtype).max(initial=0))
 
 
-def counts(
+def bincount(
     indices: ArrayLike | Sequence[ArrayLike],
     shape: int | Sequence[int],
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
-) -> Counts:
+) -> Bincount:
     """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
 
-    `sk.counts(labels, 10)` is [10], `sk.counts((labels, predictions), (10, 10))` is [10, 10]. An index outside of the
+    `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. An index outside of the
     shape is not counted.
     Whole up to 2**31 - 1 for each index, over a whole evaluation.
 
@@ -176,18 +178,18 @@ def counts(
     parts = [jnp.asarray(x) for x in (indices if isinstance(indices, tuple | list) else (indices,))]
     if len(parts) != len(dims) or any(x.shape != parts[0].shape for x in parts):
         raise ConfigError(
-            f"sk.counts: indices of shapes {[x.shape for x in parts]} for counts of shape {dims}. It takes one array of indices for each dim, all of "
-            "one shape. Write sk.counts(labels, 10), or sk.counts((labels, predictions), (10, 10))."
+            f"sk.bincount: indices of shapes {[x.shape for x in parts]} for counts of shape {dims}. It takes one array of indices for each dim, all of "
+            "one shape. Write sk.bincount(labels, 10), or sk.bincount((labels, predictions), (10, 10))."
         )
     if wrong := [str(x.dtype) for x in parts if not jnp.issubdtype(x.dtype, jnp.integer)]:
         raise ConfigError(
-            f"sk.counts: indices of dtype {wrong[0]}. An index is an integer. Round first: jnp.floor(x).astype(jnp.int32)."
+            f"sk.bincount: indices of dtype {wrong[0]}. An index is an integer. Round first: jnp.floor(x).astype(jnp.int32)."
         )
-    padded = included_in("sk.counts", parts[0], where)
+    padded = included_in("sk.bincount", parts[0], where)
     included = jnp.ones(parts[0].shape, bool) if padded is None else padded
     for x, length in zip(parts, dims, strict=True):
         included = included & (x >= 0) & (x < length)
     one = jnp.ones((), jnp.int32) if weights is None else in_float(weights)
-    counted = jnp.where(included, broadcast("sk.counts: weights", one, parts[0]), jnp.zeros((), one.dtype))
+    counted = jnp.where(included, broadcast("sk.bincount: weights", one, parts[0]), jnp.zeros((), one.dtype))
     places = tuple(jnp.clip(x, 0, length - 1) for x, length in zip(parts, dims, strict=True))
-    return Counts(jnp.zeros(dims, one.dtype).at[places].add(counted))
+    return Bincount(jnp.zeros(dims, one.dtype).at[places].add(counted))

@@ -2,8 +2,8 @@
 evaluation.
 
 sk.mean   (sum, count)    added       sk.max      the largest     largest
-sk.sum    the total       added       sk.counts   an array        added
-sk.finish other metrics, or arrays that add, and a function of what all of them come to
+sk.sum    the total       added       sk.bincount   an array        added
+sk.derived other metrics, or arrays that add, and a function of what all of them come to
 a class of the user's own with `merge` and `compute` (user_metric.py): parts gathered, and merged one after the other
 """
 

@@ -241,7 +241,7 @@ def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Ar
     """
     included = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
     examples = trace_context.current_examples()
-    noticed = trace_context.current().noticed
+    noticed = trace_context.current().usage
     noticed.called("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
@@ -284,7 +284,7 @@ def example_mask() -> jax.Array:
         RuntimeError: called outside of a loss that spmdkit runs.
     """
     examples = _required("sk.example_mask()")
-    trace_context.current().noticed.called("example_mask")
+    trace_context.current().usage.called("example_mask")
     return jnp.ones(examples.num, bool) if examples.mask is None else examples.mask
 
 
@@ -309,7 +309,7 @@ def example_keys(salt: int = 0) -> jax.Array:
         raise RuntimeError(
             "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
         )
-    trace_context.current().noticed.called("example_keys")
+    trace_context.current().usage.called("example_keys")
     return rng.example_keys(examples.key, salt, examples.positions)
 
 

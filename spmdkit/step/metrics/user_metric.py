@@ -10,7 +10,7 @@
         def merge(self, other): ...      # the same of both parts' rows
         def compute(self): ...           # a number, or an array
 
-`merge` may be anything that gives the same for all rows however they are cut. Where it is a plain sum, `sk.finish(fn,
+`merge` may be anything that gives the same for all rows however they are cut. Where it is a plain sum, `sk.derived(fn,
 arrays)` adds them in the step's one all_reduce. An array of the class is of this replica's rows; the caller leaves
 padding out (`sk.example_mask()`), also where no row is left.
 
@@ -33,7 +33,7 @@ from spmdkit.step.metrics.base import Metric
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Own(Metric):
+class CustomMetric(Metric):
     """A part of a metric whose class is the user's.
 
     Attributes:
@@ -50,12 +50,12 @@ class Own(Metric):
         """What the user's `compute` gives: a number, or an array."""
         return self.part.compute()
 
-    def merge(self, other: Own) -> Own:
+    def merge(self, other: CustomMetric) -> CustomMetric:
         def chosen(own: jax.Array, theirs: jax.Array, both: jax.Array) -> jax.Array:
             return jnp.where(self.some == 0, theirs, jnp.where(other.some == 0, own, both))
 
         both = self.part.merge(other.part)
-        return Own(jax.tree.map(chosen, self.part, other.part, both), jnp.maximum(self.some, other.some))
+        return CustomMetric(jax.tree.map(chosen, self.part, other.part, both), jnp.maximum(self.some, other.some))
 
 
 def is_own(x: Any) -> bool:
@@ -89,4 +89,4 @@ def taken(x: Any, what: str) -> Any:
         raise ConfigError(
             f"{what}: compute of {name} gives {describe(value)}. A metric is one number or an array. Return several under names of their own."
         )
-    return Own(part, jnp.ones((), jnp.int32))
+    return CustomMetric(part, jnp.ones((), jnp.int32))

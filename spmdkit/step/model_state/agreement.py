@@ -3,10 +3,10 @@
     mean   sum_r new_r / N           floats; added in float32 or wider
     sum    old + sum_r (new_r - old) what each replica has added; integers modulo 2^bits
     max    max_r new_r
-    same   new_0                     what provably is the same on every replica, so that one of them speaks for all
+    identical  new_0                 what provably is the same on every replica, so that one of them speaks for all
 
-Integers, booleans and random keys are never averaged. Where nothing is said (`Task.agree`), a leaf that no replica's
-rows change is `same`, a float that is linear in its old value is a `mean`, and anything else is asked for: the mean of
+Integers, booleans and random keys are never averaged. Where nothing is said (`Task.state_reduction`), a leaf that no replica's
+rows change is `identical`, a float that is linear in its old value is a `mean`, and anything else is asked for: the mean of
 maxima is no maximum.
 
 Wire: the leaf, in the reduction that the gradient needs anyway; `max` in one of its own.
@@ -27,8 +27,8 @@ from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import common_dtype, describe, named_leaves
 from spmdkit.step.model_state.dependence import dependence
 
-Kind = Literal["mean", "sum", "max", "same"]
-KINDS: tuple[Kind, ...] = ("mean", "sum", "max", "same")
+Kind = Literal["mean", "sum", "max", "identical"]
+KINDS: tuple[Kind, ...] = ("mean", "sum", "max", "identical")
 
 Kinds = Mapping[str, Kind]
 """Path of a leaf of the model state -> how replicas agree on it."""
@@ -53,7 +53,7 @@ def said_of(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
             paths = [path for path, _ in leaves]
             found = f"The model state has {', '.join(paths[:8])}" if paths else "There is no model state"
             raise ConfigError(
-                f"Task.agree: '{pattern}' fits no leaf. {found}.{nearest(pattern, paths)} Remove it, or name a leaf."
+                f"Task.state_reduction: '{pattern}' fits no leaf. {found}.{nearest(pattern, paths)} Remove it, or name a leaf."
             )
         for path, leaf in fitting:
             _check_kind(path, leaf.dtype, kind)
@@ -65,16 +65,16 @@ def _check_kind(path: str, dtype: Any, kind: str) -> None:
     number = jnp.issubdtype(dtype, jnp.number)
     if kind == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
         raise ConfigError(
-            f"Task.agree says mean for model state '{path}', which is {dtype}. Integers, booleans and keys are never averaged. Say "
-            f"{'sum, max or same' if number else 'same'}."
+            f"Task.state_reduction says mean for model state '{path}', which is {dtype}. Integers, booleans and keys are never averaged. Say "
+            f"{'sum, max or identical' if number else 'identical'}."
         )
     if kind == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
         raise ConfigError(
-            f"Task.agree says max for model state '{path}', which is {dtype}. Complex numbers have no order. Say mean, sum or same."
+            f"Task.state_reduction says max for model state '{path}', which is {dtype}. Complex numbers have no order. Say mean, sum or identical."
         )
     if kind in ("sum", "max") and not number:
         raise ConfigError(
-            f"Task.agree says {kind} for model state '{path}', which is {dtype}. Only numbers have one. Say same."
+            f"Task.state_reduction says {kind} for model state '{path}', which is {dtype}. Only numbers have one. Say identical."
         )
 
 
@@ -116,11 +116,11 @@ def kinds_of(
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         by_rows = bool(depends.all & rows)
         if path in said:
-            if said[path] == "same" and by_rows:
+            if said[path] == "identical" and by_rows:
                 raise ConfigError(_not_the_same(path, leaf))
             kinds[path] = said[path]
         elif not by_rows:
-            kinds[path] = "same"
+            kinds[path] = "identical"
             counting += [i] * (not inexact)
         elif inexact and not depends.other & (1 << i):
             kinds[path] = "mean"
@@ -149,18 +149,18 @@ def _asked(path: str, leaf: Any, how: str) -> str:
         )
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return (
-            f"{what}, not linearly in its old value, so the mean over replicas may be wrong. Say how they agree: Task(agree={{'{path}': "
-            "'max'}), 'mean', 'sum' (what each replica adds), or 'same' after a reduction of your own."
+            f"{what}, not linearly in its old value, so the mean over replicas may be wrong. Say how they agree: Task(state_reduction={{'{path}': "
+            "'max'}), 'mean', 'sum' (what each replica adds), or 'identical' after a reduction of your own."
         )
     return (
-        f"{what}. Integers are never averaged. Say how replicas agree: Task(agree={{'{path}': 'sum'}}) (what each replica adds), 'max', or "
-        "'same' after a reduction of your own."
+        f"{what}. Integers are never averaged. Say how replicas agree: Task(state_reduction={{'{path}': 'sum'}}) (what each replica adds), 'max', or "
+        "'identical' after a reduction of your own."
     )
 
 
 def _not_the_same(path: str, leaf: Any) -> str:
     return (
-        f"Task.agree says that model state '{path}' ({describe(leaf)}) is the same on every replica, and loss_fn computes it from a replica's "
+        f"Task.state_reduction says that model state '{path}' ({describe(leaf)}) is the same on every replica, and loss_fn computes it from a replica's "
         "own rows or key. Reduce it in the loss over ('replica', 'data') (lax.pmean, lax.psum, lax.pmax), or say mean, sum or max."
     )
 
@@ -202,7 +202,7 @@ def agreed(
         kind = kinds[path]
         if kind == "max":
             return largest[path]
-        if kind == "same":
+        if kind == "identical":
             return _from_bits(added[path], like)
         total = added[path] / num if kind == "mean" else _wide(before[path]) + added[path]
         return total.astype(like.dtype)
@@ -218,7 +218,7 @@ def by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
     def leaf(path: str, x: jax.Array) -> jax.Array:
         grouped = x.reshape(groups, -1, *x.shape[1:])
         kind, size = kinds[path], grouped.shape[1]
-        if size == 1 or kind == "same":
+        if size == 1 or kind == "identical":
             return grouped[:, 0]
         if kind == "max":
             return grouped.max(1)
@@ -239,8 +239,8 @@ def of_groups(said: Kinds, state: Any) -> Any:
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-        kind = said.get(path, "mean" if inexact else "same")
-        if kind == "same":
+        kind = said.get(path, "mean" if inexact else "identical")
+        if kind == "identical":
             return x[0]
         if kind == "max":
             return x.max(0)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit.communication.reducers import adasum
-from spmdkit.communication.reducers.base import Added, Over
+from spmdkit.communication.reducers.base import Added, ReduceGroup
 from tests.support.core_runs import assert_close
 from tests.support.messages import refused
 from tests.support.reducer_runs import program, task, train
@@ -33,7 +33,9 @@ def run(leaves, num):
     mesh = Mesh(np.array(jax.devices()[:num]), ("data",))
 
     def local(leaves):
-        return adasum.make().apply([x[0] for x in leaves], [{} for _ in leaves], Over(("data",), num, lambda: None))[0]
+        return adasum.make().apply(
+            [x[0] for x in leaves], [{} for _ in leaves], ReduceGroup(("data",), num, lambda: None)
+        )[0]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(ROWS,), out_specs=PartitionSpec())
     return [np.asarray(x) for x in jax.jit(mapped)(leaves)]

@@ -31,8 +31,8 @@ def loss_fn(params, state, batch, key):
         "mean": sk.mean(error.max(-1)),
         "sum": sk.sum(error),
         "largest": sk.max(error),
-        "counts": sk.counts((error[:, 0] > 1).astype(jnp.int32), 2),
-        "root": sk.finish(jnp.sqrt, sk.mean(error[:, 1])),
+        "counts": sk.bincount((error[:, 0] > 1).astype(jnp.int32), 2),
+        "root": sk.derived(jnp.sqrt, sk.mean(error[:, 1])),
     }
     rows = jnp.where(sk.example_mask()[:, None], batch["x"], 0.0)
     new = {"mean": 0.9 * state["mean"] + 0.1 * rows.mean(0), "steps": state["steps"] + 1}
@@ -69,11 +69,11 @@ FORMS = {
 
 
 @functools.cache
-def trained(form, reducer="sum", takes=None):
+def trained(form, reducer="sum", input_scale=None):
     """Returns what two steps and an evaluation give: ([metrics of each step], [gradient of each], model state,
     evaluation)."""
     view, mesh = FORMS[form]
-    chosen = reducer if takes is None else {reducer: {"takes": takes}}
+    chosen = reducer if input_scale is None else {reducer: {"input_scale": input_scale}}
     program = program_of(task(view), reducer=chosen, steps=2, microbatches=2, data={"remainder": "mask"}, **mesh)
     assert form.startswith(program.form) or view == "replica"
     state, metrics, gradients = program.init(), [], []
@@ -84,11 +84,11 @@ def trained(form, reducer="sum", takes=None):
     return metrics, gradients, jax.device_get(state.model_state), program.eval(state)
 
 
-@pytest.mark.parametrize("takes", ["sum", "share"])
+@pytest.mark.parametrize("input_scale", ["sum", "weighted"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_reducer_that_spoils_all_that_it_is_given_spoils_gradients_alone(form, takes):
+def test_a_reducer_that_spoils_all_that_it_is_given_spoils_gradients_alone(form, input_scale):
     metrics, gradients, model_state, evaluated = trained(form)
-    spoiled = trained(form, "tests.support.own_reducer:spoiling", takes)
+    spoiled = trained(form, "tests.support.own_reducer:spoiling", input_scale)
     assert set(metrics[0]) == set(evaluated) == {"loss", "mean", "sum", "largest", "counts", "root"}
     assert [int(m["counts"].sum()) for m in metrics] == [32, 8]
     for found, expected in zip([*spoiled[0], spoiled[3]], [*metrics, evaluated], strict=True):

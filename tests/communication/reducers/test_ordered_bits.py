@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import spmdkit as sk
 from spmdkit.communication.reducers import ordered
-from spmdkit.communication.reducers.base import Over
+from spmdkit.communication.reducers.base import ReduceGroup
 from spmdkit.program.program import Program
 from tests.support.reducer_runs import task
 
@@ -57,7 +57,7 @@ def test_terms_are_added_from_the_first_replica_to_the_last(what):
     def local(*leaves):
         own = [x[0] for x in leaves]
         if what == "gradients":
-            return ordered.make().apply(own, [{}, {}], Over(("replica", "data"), 8, lambda: None))[0]
+            return ordered.make().apply(own, [{}, {}], ReduceGroup(("replica", "data"), 8, lambda: None))[0]
         return ordered.add(own, ("replica", "data"))
 
     for order in ORDERS[:2]:

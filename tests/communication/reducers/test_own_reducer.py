@@ -46,7 +46,7 @@ def coarse(step=2**-10):
         sent = [jnp.round(x / step) * step for x in asked]
         return [lax.psum(x, over.axes) for x in sent], [{"error": x - y} for x, y in zip(asked, sent)]
     init = lambda leaf: {"error": jax.ShapeDtypeStruct(leaf.shape, jnp.float32)}
-    return sk.Reducer(exact=False, apply=apply, wire=wire, init=init, takes="share")
+    return sk.Reducer(exact=False, apply=apply, wire=wire, init=init, input_scale="weighted")
 
 made = scaled()
 

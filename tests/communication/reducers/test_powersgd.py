@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import spmdkit as sk
 from spmdkit.communication.reducers import powersgd
-from spmdkit.communication.reducers.base import Added, Over
+from spmdkit.communication.reducers.base import Added, ReduceGroup
 from tests.support.messages import refused
 from tests.support.reducer_runs import program, task
 
@@ -20,7 +20,7 @@ def reduction(made, path="w"):
     *leaf]."""
 
     def local(leaf, state):
-        over = Over(("data",), 4, lambda: jax.random.key(7), (path,))
+        over = ReduceGroup(("data",), 4, lambda: jax.random.key(7), (path,))
         leaves, new = made.apply([leaf[0]], [{name: x[0] for name, x in state.items()}], over)
         return leaves[0], {name: x[None] for name, x in new[0].items()}
 
@@ -145,7 +145,7 @@ def test_from_one_step_to_the_next_the_product_becomes_the_best_of_its_rank_with
 
 def test_the_product_is_that_of_all_replicas_on_another_number_of_them():
     state = {"error": jnp.arange(8.0).reshape(2, 2, 2), "product": jnp.ones((2, 2, 2))}
-    found = powersgd.make().carry_over(state, 4)
+    found = powersgd.make().reshard_state(state, 4)
     assert (found["product"].shape, found["error"].shape) == ((4, 2, 2), (4, 2, 2))
     assert (np.asarray(found["product"]) == 1).all()
     np.testing.assert_allclose(found["error"].sum(0), state["error"].sum(0))

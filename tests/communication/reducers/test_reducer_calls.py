@@ -106,7 +106,7 @@ def in_a_jit(state, batch):
 
 
 def in_a_vmap(state, batch):
-    """Over two seeds of a loss; each replica adds up once for both."""
+    """ReduceGroup two seeds of a loss; each replica adds up once for both."""
     compute = jax.vmap(lambda scale: sk.value_and_grad(loss_fn)(scaled(state.params, scale), batch, state.key))
     (losses, _), grads = compute(SCALES)
     return state.apply_gradients(jax.tree.map(lambda g: g.sum(0), grads)), {"loss": losses.sum()}

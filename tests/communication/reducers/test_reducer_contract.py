@@ -114,7 +114,7 @@ def chosen(name, **more):
 
 def lossless(name):
     """Returns the choice of a reducer at which its result equals the sum."""
-    return chosen(name, **(plugins.make("reducers", chosen(name)).lossless or {}))
+    return chosen(name, **(plugins.make("reducers", chosen(name)).exact_options or {}))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -168,7 +168,7 @@ def check_replicas(choice, mesh):
 @pytest.mark.parametrize("name, mesh", on_meshes([name for name in ROWS if name not in {"sum", *ANOTHER_SUM}]))
 def test_a_run_at_lossless_options_equals_that_of_the_sum(name, mesh):
     reducer = plugins.make("reducers", chosen(name))
-    assert reducer.exact or reducer.lossless, "an inexact reducer has options at which it is the sum"
+    assert reducer.exact or reducer.exact_options, "an inexact reducer has options at which it is the sum"
     check_lossless(lossless(name), mesh)
 
 

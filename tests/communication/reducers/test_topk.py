@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import spmdkit as sk
 from spmdkit.communication.reducers import topk
-from spmdkit.communication.reducers.base import Added, Over
+from spmdkit.communication.reducers.base import Added, ReduceGroup
 from tests.support.messages import refused
 from tests.support.reducer_runs import program
 
@@ -26,7 +26,7 @@ def test_each_replica_sends_its_own_largest_and_owes_the_rest():
 
     def local(leaf, error):
         made = topk.make(fraction=0.25, most=None)
-        leaves, states = made.apply([leaf[0]], [{"error": error[0]}], Over(("data",), 4, lambda: None))
+        leaves, states = made.apply([leaf[0]], [{"error": error[0]}], ReduceGroup(("data",), 4, lambda: None))
         return leaves[0], states[0]["error"][None]
 
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -62,7 +62,7 @@ def test_what_was_owed_is_paid_where_all_is_sent():
     made = topk.make(fraction=0.01)
 
     def local(leaf, error):
-        leaves, states = made.apply([leaf[0]], [{"error": error[0]}], Over(("data",), 4, lambda: None))
+        leaves, states = made.apply([leaf[0]], [{"error": error[0]}], ReduceGroup(("data",), 4, lambda: None))
         return leaves[0], states[0]["error"][None]
 
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))

@@ -29,11 +29,11 @@ with open(pathlib.Path(__file__).parent / "imported", "a") as file:
 
 mean_of = lambda params, kept, mean: mean(params)
 
-@sk.synchronization
+@sk.sync
 def plain(every):
     return sk.Sync(every=every, agree=lambda params, kept, mean: (mean(params), kept), view=mean_of)
 
-@sk.synchronization
+@sk.sync
 def slow(every, rate=0.5):
     def agree(params, kept, mean):
         new = jax.tree.map(lambda s, m: s + rate * (m - s), kept["slow"], mean(params))
@@ -45,28 +45,28 @@ made = plain(2)
 def undeclared():
     raise SystemExit("was called")
 
-@sk.synchronization
+@sk.sync
 def number():
     return 3
 
-@sk.synchronization
+@sk.sync
 def without_view(every):
     return sk.Sync(every=every, agree=lambda params, kept, mean: (mean(params), kept))
 
-@sk.synchronization
+@sk.sync
 def of_all(every):
     return sk.Sync(every=every, agree=lambda params, kept, mean: (params, kept), view=mean_of)
 
-@sk.synchronization
+@sk.sync
 def forgets(every):
     agree = lambda params, kept, mean: (mean(params), None)
     return sk.Sync(every=every, init=lambda params: {"slow": params}, agree=agree, view=mean_of)
 
-@sk.synchronization
+@sk.sync
 def alone(every):
     return sk.Sync(every=every, agree=lambda params, kept, mean: mean(params)["up"], view=mean_of)
 
-@sk.synchronization
+@sk.sync
 def raises(every):
     def agree(params, kept, mean):
         raise KeyError("velocity")
@@ -136,12 +136,12 @@ def test_a_certificate_is_about_the_text_of_the_sync_too(config, tmp_path):
 
 WRONG = {
     "os:system": r"sync: os:system is a function of .*\. A config names what its module declares: .* Write one, in a file of yours",
-    "mine.py:undeclared": r"sync: mine\.py:undeclared is a function of mine\. .* Write @sk\.synchronization above its definition",
+    "mine.py:undeclared": r"sync: mine\.py:undeclared is a function of mine\. .* Write @sk\.sync above its definition",
     "mine.py:slwo": r"sync: mine\.py has no 'slwo'\. Did you mean 'slow'",
     "nowhere.py:made": r"sync: file .*nowhere\.py does not exist\. Paths are relative to the config's folder",
     "mine.py:number": r"sync: mine\.py:number\(\.\.\.\) returned int\. It must return a spmdkit\.Sync\. Write return sk\.Sync",
     "{mine.py:slow: {evry: 2}}": r"do not fit mine\.py:slow\(every, rate=0\.5\).* Did you mean 'every'",
-    "{mine.py:made: {every: 3}}": r"sync: mine\.py:made is a sync, and the options \['every'\] have no effect\. .*under @sk\.synchronization",
+    "{mine.py:made: {every: 3}}": r"sync: mine\.py:made is a sync, and the options \['every'\] have no effect\. .*under @sk\.sync",
     "{mine.py:plain: {every: 0}}": r"ValueError at .*mine\.py.*every is 0: it is the number of steps between two agreements",
     "{mine.py:without_view: {every: 2}}": r"a sync of groups \(every: 2\) needs agree and view",
     "{mine.py:of_all: {every: 2}}": r"sync mine\.py:of_all: agree: the parameters: 'bias' was float32\[8\] and becomes float32\[4,8\]\. .*one copy",
