@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from spmdkit.config import Config, load_config
     from spmdkit.data.per_process import per_process
     from spmdkit.errors import SpmdkitError
-    from spmdkit.foundation.user_code import hook, reducer, sink, sync, task
-    from spmdkit.metrics.sinks.base import Sink
+    from spmdkit.foundation.user_code import hook, reducer, tracker, sync, task
+    from spmdkit.metrics.trackers.base import Tracker
     from spmdkit.ops.attention import attention
     from spmdkit.ops.context import context_order, context_positions, context_restore
     from spmdkit.ops.manual import manual
@@ -57,7 +57,7 @@ _HOME = {
     "ReplaceState": "run.hooks.base",
     "Rollback": "run.hooks.base",
     "Save": "run.hooks.base",
-    "Sink": "metrics.sinks.base",
+    "Tracker": "metrics.trackers.base",
     "SpmdkitError": "errors",
     "Stop": "run.hooks.base",
     "Sum": "step.metrics.aggregates",
@@ -96,7 +96,7 @@ _HOME = {
     "sharded_arange": "step.trace_context",
     "scalar": "step.metrics.mean",
     "shard": "step.trace_context",
-    "sink": "foundation.user_code",
+    "tracker": "foundation.user_code",
     "sum": "step.metrics.aggregates",
     "sync": "foundation.user_code",
     "task": "foundation.user_code",

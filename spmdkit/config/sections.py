@@ -264,7 +264,7 @@ class Log(Section):
     tensorboard: fields.Flag = Field(default=False, description="Also writes TensorBoard files (extra: tensorboard).")
     sinks: list[fields.NamedChoice] = Field(
         default_factory=list,
-        description="Where records go beside metrics.jsonl: tensorboard, or a user's own function under @sk.sink, file.py:name; "
+        description="Where records go beside metrics.jsonl: tensorboard, or a user's own function under @sk.tracker, file.py:name; "
         "{name: {option: value}} with options.",
     )
 

@@ -2,7 +2,7 @@
 their own line.
 
 A config may name only what says that it is meant for this: `task: os:system` must not run a command. So what is called
-has to be declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.sink`) in the very module that is
+has to be declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.tracker`) in the very module that is
 named, or be an object of that kind.
 """
 
@@ -29,7 +29,7 @@ from spmdkit.foundation.formatting import nearest
 
 T = TypeVar("T")
 
-KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "sink": "log.sinks"}
+KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "tracker": "log.sinks"}
 """What can be declared -> the key of a config that names it."""
 
 _MARK = "__spmdkit_declared__"
@@ -152,7 +152,7 @@ def declared(kind: str) -> Callable[[T], T]:
     return declare
 
 
-task, hook, reducer, sync, sink = map(declared, KEYS)
+task, hook, reducer, sync, tracker = map(declared, KEYS)
 
 
 def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:

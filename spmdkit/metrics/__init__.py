@@ -1,7 +1,7 @@
 """What a run tells about itself: numbers (`metrics.jsonl`, TensorBoard), progress on the terminal, events.
 
-A sink takes records of host numbers, one after the other, and never touches a device. The caller fetches the numbers,
-so nothing here waits for an accelerator. Only process 0 has sinks; every process may append to the event log.
+A tracker takes records of host numbers, one after the other, and never touches a device. The caller fetches the numbers,
+so nothing here waits for an accelerator. Only process 0 has trackers; every process may append to the event log.
 Nothing optional and nothing slow (rich, tensorboardX) is imported before it is used.
 """
 
@@ -11,19 +11,19 @@ from spmdkit.metrics.environment import environment
 from spmdkit.metrics.events import EventLog
 from spmdkit.metrics.jsonl import read_lines
 from spmdkit.metrics.progress import Progress
-from spmdkit.metrics.sinks import Sink, Sinks
-from spmdkit.metrics.sinks.jsonl import JsonlSink
-from spmdkit.metrics.sinks.tensorboard import TensorboardSink
 from spmdkit.metrics.throughput import Throughput
+from spmdkit.metrics.trackers import Tracker, Trackers
+from spmdkit.metrics.trackers.jsonl import JsonlTracker
+from spmdkit.metrics.trackers.tensorboard import TensorboardTracker
 
 __all__ = [
     "EventLog",
-    "JsonlSink",
+    "JsonlTracker",
     "Progress",
-    "Sink",
-    "Sinks",
-    "TensorboardSink",
+    "TensorboardTracker",
     "Throughput",
+    "Tracker",
+    "Trackers",
     "environment",
     "read_lines",
 ]

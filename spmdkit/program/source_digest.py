@@ -37,7 +37,7 @@ class _File(NamedTuple):
 
 
 def texts(config: Config) -> dict[str, str]:
-    """Returns `{name: text}` of all files that the config's task, reducer, hooks and sinks stand in and import, sorted
+    """Returns `{name: text}` of all files that the config's task, reducer, hooks and trackers stand in and import, sorted
     by name.
 
     Names are those of the config (`tasks/mine.py`) or follow from the module's (`models/net.py`). A file that cannot be

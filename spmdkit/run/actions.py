@@ -78,7 +78,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
                 raise NonFiniteError(run.due.why_stopping() or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
             run.message(_bad_state(run, step, bad))
             return
-        run.telling.sinks.flush()
+        run.telling.trackers.flush()
         fresh = run.last_eval is not None and run.last_eval[0] == step
         values = run.last_eval[1] if fresh and run.last_eval else None
         numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}

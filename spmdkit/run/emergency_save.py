@@ -57,7 +57,7 @@ def _save(run: Run, step: int, state: TrainState) -> str:
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             return f"is not saved: '{bad}' is not finite"
-        run.telling.sinks.flush()
+        run.telling.trackers.flush()
         before = run.checkpoints.settle()
         if run.saved_at_step == step and not before.why:
             run.events_of(run.checkpoints.commits())

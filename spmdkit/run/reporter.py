@@ -1,4 +1,4 @@
-"""What a run tells while it trains: records to its sinks, and to a person on the terminal of process 0."""
+"""What a run tells while it trains: records to its trackers, and to a person on the terminal of process 0."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from spmdkit import metrics
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.foundation import files, phase, redact
-from spmdkit.metrics import sinks
+from spmdkit.metrics import trackers
 
 
 class Telling:
-    """Sinks, progress and pace of a run, from `open` on.
+    """Trackers, progress and pace of a run, from `open` on.
 
     Attributes:
         environment: versions, devices and what else `environment.json` holds.
         progress: what a person sees; nothing but on process 0.
         throughput: the pace of the steps.
-        sinks: what records are written to; none but on process 0.
+        trackers: what records are written to; none but on process 0.
     """
 
     progress: metrics.Progress
@@ -32,8 +32,10 @@ class Telling:
     def __init__(self, config: Config, cluster: Cluster, clock: Callable[[], float]):
         self._config, self._is_main, self._clock = config, cluster.is_main, clock
         asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
-        self._chosen = sinks.chosen(asked, config.folder)  # on every process: a mistake must not end one of many alone
-        self.sinks = sinks.Sinks(self.message)
+        self._chosen = trackers.chosen(
+            asked, config.folder
+        )  # on every process: a mistake must not end one of many alone
+        self.trackers = trackers.Trackers(self.message)
         self.environment = metrics.environment(
             folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes
         )
@@ -49,9 +51,9 @@ class Telling:
             return
         files.write_text(run.directory / "config.yaml", to_yaml(config, absolute_paths=True, hide_secrets=True))
         files.write_json(run.directory / "environment.json", self.environment)
-        stack.callback(self.sinks.close)
-        for sink in self._chosen:
-            self.sinks.add(sink.name, functools.partial(sink.open, run, sink.options, step))
+        stack.callback(self.trackers.close)
+        for tracker in self._chosen:
+            self.trackers.add(tracker.name, functools.partial(tracker.open, run, tracker.options, step))
 
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
@@ -62,7 +64,7 @@ class Telling:
         """Writes a record `{"step", ...}` of host values; arrays among scalars are one of their own, of the kind
         `histogram`. On process 0."""
         if kind != "scalars":
-            self.sinks.write(record, kind)
+            self.trackers.write(record, kind)
             return
         arrays = {
             name: np.asarray(x).tolist()
@@ -70,14 +72,16 @@ class Telling:
             if not isinstance(x, float | int | str) and np.ndim(x)
         }
         scalars = {name: x for name, x in record.items() if name not in arrays}  # a copy, for the thread
-        self.sinks.write(scalars)
+        self.trackers.write(scalars)
         with phase.during("printing"):
             self.progress.write(scalars)
         if arrays:
-            self.sinks.write({name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram")
+            self.trackers.write(
+                {name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram"
+            )
 
     def close(self) -> None:
-        """Ends sinks and progress, on process 0, so that what they hold is written."""
+        """Ends trackers and progress, on process 0, so that what they hold is written."""
         if self._is_main:
-            self.sinks.close()
+            self.trackers.close()
             self.progress.close()

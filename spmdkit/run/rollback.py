@@ -18,7 +18,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
     """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is
     forgotten.
 
-    Everything that training writes goes back with it: checkpoints, sinks, the schedule, the hooks' own state.
+    Everything that training writes goes back with it: checkpoints, trackers, the schedule, the hooks' own state.
 
     Raises:
         UserCodeError: the checkpoints of that time are not kept any more.
@@ -55,7 +55,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
     skipped_batches.write(run.directory, run.cluster, run.program.schedule.skipped)
     bucket.keep_skipped(run.config, run.cluster, run.directory)
     if run.cluster.is_main:
-        run.telling.sinks.rewind(target)
+        run.telling.trackers.rewind(target)
     run.events.write("rolled back", step=target, from_step=left, skipped_batches=more)
     told = f", {len(more)} batch{'es' * (len(more) > 1)} left out for good" if more else ""
     run.message(f"back to step {target}, from step {left}{told}")

@@ -248,7 +248,7 @@ class Run:
         self.telling.message(text)
 
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
-        """Writes a record `{"step", ...}` of host values to the sinks, on process 0; scalars are shown too.
+        """Writes a record `{"step", ...}` of host values to the trackers, on process 0; scalars are shown too.
 
         Arrays among scalars (`sk.bincount`) are a record of their own, of the kind `histogram`.
         """

@@ -64,7 +64,7 @@ def test_the_page_has_an_example_of_each():
         "spmdkit/faults/preemption_sources",
         "",
     }
-    assert {path for path in FILES if "/" not in path} == {"my_hooks.py", "my_sinks.py", "my_ops.py", "my_syncs.py"}
+    assert {path for path in FILES if "/" not in path} == {"my_hooks.py", "my_trackers.py", "my_ops.py", "my_syncs.py"}
     assert all(8 <= text.count("\n") <= 45 for text in FILES.values())
 
 
@@ -172,7 +172,7 @@ def test_the_sync_of_ones_own_trains_as_a_loop_written_by_hand(tmp_path, monkeyp
     np.testing.assert_allclose(rows, losses, rtol=1e-5)
 
 
-# ---- a hook and a sink
+# ---- a hook and a tracker
 # --------------------------------------------------------------------------------------------------
 
 RUN = """
@@ -184,7 +184,7 @@ devices: cpu:2
 mesh: {data: 2}
 eval: {every_steps: 2}
 hooks: [{my_hooks.py:target: {loss: 100.0}}]
-log: {every_steps: 1, progress: plain, sinks: [{my_sinks.py:table: {file: loss.csv}}]}
+log: {every_steps: 1, progress: plain, sinks: [{my_trackers.py:table: {file: loss.csv}}]}
 """
 TASK = """
 import jax.numpy as jnp, numpy as np, optax
@@ -196,9 +196,9 @@ task = sk.Task(lambda key: jnp.zeros(2), loss, optax.sgd(0.1), train_data=x, eva
 """
 
 
-def test_the_hook_ends_a_run_and_the_sink_has_its_numbers(tmp_path, monkeypatch):
+def test_the_hook_ends_a_run_and_the_tracker_has_its_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    texts = {"my_task.py": TASK, "run.yaml": RUN, **{name: FILES[name] for name in ("my_hooks.py", "my_sinks.py")}}
+    texts = {"my_task.py": TASK, "run.yaml": RUN, **{name: FILES[name] for name in ("my_hooks.py", "my_trackers.py")}}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     result = sk.train(tmp_path / "run.yaml")
@@ -208,13 +208,13 @@ def test_the_hook_ends_a_run_and_the_sink_has_its_numbers(tmp_path, monkeypatch)
     assert [int(number) for number, name, _ in rows if name == "eval/loss"] == [2, 4]
 
 
-def test_the_sink_goes_back(tmp_path, monkeypatch):
+def test_the_tracker_goes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_sinks.py").write_text(FILES["my_sinks.py"])
+    (tmp_path / "my_trackers.py").write_text(FILES["my_trackers.py"])
     (tmp_path / "run").mkdir()
     from spmdkit.foundation import user_code
 
-    table = user_code.find("my_sinks.py:table", "sink", tmp_path)
+    table = user_code.find("my_trackers.py:table", "tracker", tmp_path)
     run = types.SimpleNamespace(directory=tmp_path / "run")
     first = table(run, {}, 0)
     for number in (1, 2, 3):

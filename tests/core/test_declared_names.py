@@ -11,7 +11,7 @@ from spmdkit.foundation import user_code
 from spmdkit.program.task import load_task
 from tests.support.messages import refused
 
-KINDS = ("task", "hook", "reducer", "sync", "sink")
+KINDS = ("task", "hook", "reducer", "sync", "tracker")
 
 
 @pytest.fixture

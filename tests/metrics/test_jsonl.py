@@ -14,15 +14,15 @@ import pytest
 
 from spmdkit.errors import CheckpointWriteError, ConfigError, UserCodeError
 from spmdkit.foundation.files import write_json
-from spmdkit.metrics import JsonlSink, read_lines
+from spmdkit.metrics import JsonlTracker, read_lines
 from spmdkit.metrics.jsonl import record_line
 
 
 def written(path, *records, keep=0):
-    sink = JsonlSink(path, keep)
+    tracker = JsonlTracker(path, keep)
     for record in records:
-        sink.write(record)
-    sink.close()
+        tracker.write(record)
+    tracker.close()
     return path.read_text()
 
 
@@ -75,20 +75,20 @@ def test_keys_have_one_order():
 
 
 def test_each_line_is_in_the_file_before_write_returns(tmp_path):
-    sink = JsonlSink(tmp_path / "m", 0)
-    sink.write({"step": 1, "loss": 1.0})
+    tracker = JsonlTracker(tmp_path / "m", 0)
+    tracker.write({"step": 1, "loss": 1.0})
     assert (tmp_path / "m").read_text() == '{"step": 1, "loss": 1.0}\n'
-    sink.close()
-    sink.close()
+    tracker.close()
+    tracker.close()
 
 
 def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path):
     program = """
     import os, signal, sys
-    from spmdkit.metrics import JsonlSink
-    sink = JsonlSink(sys.argv[1], 0)
+    from spmdkit.metrics import JsonlTracker
+    tracker = JsonlTracker(sys.argv[1], 0)
     for step in range(1, 51):
-        sink.write({"step": step, "loss": 1 / step})
+        tracker.write({"step": step, "loss": 1 / step})
     os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "m")]
@@ -101,11 +101,11 @@ def test_resume_drops_later_steps_and_a_torn_line_and_keeps_the_bytes_of_the_res
     path = tmp_path / "m"
     kept = '{"step":10,  "loss": 1.50}\n{"step": 20, "split": "eval", "loss": 3}\n{"step": 20, "loss": 1}\n'
     path.write_text(kept + '{"step": 30, "loss": 1}\n{"step": 30, "split": "eval", "loss": 2}\n{"step": 4, "lo')
-    sink = JsonlSink(path, 20)
+    tracker = JsonlTracker(path, 20)
     assert path.read_text() == kept
-    assert (sink.dropped_steps, sink.dropped_damaged) == (2, 1)
-    sink.write({"step": 21, "loss": 2.0})
-    sink.close()
+    assert (tracker.dropped_steps, tracker.dropped_damaged) == (2, 1)
+    tracker.write({"step": 21, "loss": 2.0})
+    tracker.close()
     assert path.read_text() == kept + '{"step": 21, "loss": 2.0}\n'
     assert sorted(os.listdir(tmp_path)) == ["m"]
 
@@ -113,9 +113,9 @@ def test_resume_drops_later_steps_and_a_torn_line_and_keeps_the_bytes_of_the_res
 @pytest.mark.parametrize("tail", [b"\x00" * 64, b"\xff\xfe{", b"[" * 100_000, b"17", b'{"loss": 1}', b'{"step": "5"}'])
 def test_garbage_at_the_end_is_dropped(tmp_path, tail):
     (tmp_path / "m").write_bytes(b'{"step": 1, "loss": 1}\n' + tail)
-    sink = JsonlSink(tmp_path / "m", 9)
-    sink.close()
-    assert sink.dropped_damaged == 1
+    tracker = JsonlTracker(tmp_path / "m", 9)
+    tracker.close()
+    assert tracker.dropped_damaged == 1
     assert (tmp_path / "m").read_bytes() == b'{"step": 1, "loss": 1}\n'
 
 
@@ -141,13 +141,13 @@ def test_a_kill_while_the_file_is_cut_back_leaves_the_old_file(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        JsonlSink(tmp_path / "m", 1)
+        JsonlTracker(tmp_path / "m", 1)
     assert (tmp_path / "m").read_text() == old and os.listdir(tmp_path) == ["m"]
 
 
 def test_a_full_disk_is_told_with_its_repair_and_leaves_whole_lines(tmp_path, monkeypatch):
-    sink = JsonlSink(tmp_path / "m", 0)
-    sink.write({"step": 1, "loss": 1.0})
+    tracker = JsonlTracker(tmp_path / "m", 0)
+    tracker.write({"step": 1, "loss": 1.0})
     real, calls = os.write, []
 
     def full(descriptor, data):
@@ -159,14 +159,14 @@ def test_a_full_disk_is_told_with_its_repair_and_leaves_whole_lines(tmp_path, mo
     monkeypatch.setattr(os, "write", full)
     match = r"m: cannot be written: No space left on device \(error 28\).*Free space"
     with pytest.raises(CheckpointWriteError, match=match) as raised:
-        sink.write({"step": 2, "loss": 1.0})
+        tracker.write({"step": 2, "loss": 1.0})
     assert raised.value.exit_code == 74
     assert (tmp_path / "m").read_text() == '{"step": 1, "loss": 1.0}\n'
 
 
 def test_a_folder_that_is_missing_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
-        JsonlSink(tmp_path / "gone" / "m", 0)
+        JsonlTracker(tmp_path / "gone" / "m", 0)
 
 
 @pytest.mark.parametrize(

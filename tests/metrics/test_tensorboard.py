@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.metrics import TensorboardSink
+from spmdkit.metrics import TensorboardTracker
 
 
 class Recorded:
@@ -27,12 +27,12 @@ def fake(monkeypatch):
 
 
 def test_tags_name_the_split_and_throughput_is_apart(fake, tmp_path):
-    sink = TensorboardSink(tmp_path, keep_through_step=20)
-    writer = sink._writer
-    sink.write({"step": 21, "loss": 2.0, "examples_per_s": 5.0})
-    sink.write({"step": 21, "split": "eval", "loss": 3.0})
-    sink.close()
-    sink.close()
+    tracker = TensorboardTracker(tmp_path, keep_through_step=20)
+    writer = tracker._writer
+    tracker.write({"step": 21, "loss": 2.0, "examples_per_s": 5.0})
+    tracker.write({"step": 21, "split": "eval", "loss": 3.0})
+    tracker.close()
+    tracker.close()
     assert writer.scalars == [("train/loss", 2.0, 21), ("throughput/examples_per_s", 5.0, 21), ("eval/loss", 3.0, 21)]
     assert writer.purge_step == 21 and writer.closed == 1
 
@@ -40,13 +40,13 @@ def test_tags_name_the_split_and_throughput_is_apart(fake, tmp_path):
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"pip install 'spmdkit\[tensorboard\]'"):
-        TensorboardSink(tmp_path)
+        TensorboardTracker(tmp_path)
 
 
 def test_the_real_package_writes_event_files(tmp_path):
     pytest.importorskip("tensorboardX")
-    sink = TensorboardSink(tmp_path / "tensorboard")
-    sink.write({"step": 1, "loss": 2.0})
-    sink.close()
+    tracker = TensorboardTracker(tmp_path / "tensorboard")
+    tracker.write({"step": 1, "loss": 2.0})
+    tracker.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert b"train/loss" in file.read_bytes()

@@ -102,13 +102,13 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
         RunLock(run).acquire()
     from spmdkit.foundation.run_status import StepMark
     from spmdkit.metrics import EventLog
-    from spmdkit.metrics.sinks.jsonl import JsonlSink
+    from spmdkit.metrics.trackers.jsonl import JsonlTracker
 
     for name in ("events.jsonl", "metrics.jsonl", "last_step"):
         (run / name).symlink_to(mine)
     with pytest.raises(ConfigError, match=r"events\.jsonl"):
         EventLog(run / "events.jsonl")
-    JsonlSink(run / "metrics.jsonl", None).write({"step": 1})  # a file of ours takes the place of the link
+    JsonlTracker(run / "metrics.jsonl", None).write({"step": 1})  # a file of ours takes the place of the link
     StepMark([run / "last_step"]).at(5)
     assert mine.read_text() == "precious"
 

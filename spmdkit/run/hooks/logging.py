@@ -1,4 +1,4 @@
-"""Writes the first step, every `log.every_steps` steps and the last one to the sinks, and shows them; between them the
+"""Writes the first step, every `log.every_steps` steps and the last one to the trackers, and shows them; between them the
 bar moves on."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ ROLES = {
     "saves": ALL,  # each writes its own shards
     "commits": 0,  # the record, the name that makes a step one, and retention
     "decides": 0,  # what depends on a clock or a file: checkpoint.every_seconds, stopping
-    "summaries": 0,  # metrics.jsonl, counts.jsonl, sinks, the report
+    "summaries": 0,  # metrics.jsonl, counts.jsonl, trackers, the report
     "evaluates": ALL,
 }
 """Task -> `all`, or the process that does it."""

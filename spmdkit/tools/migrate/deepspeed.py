@@ -29,7 +29,9 @@ NAMES = frozenset(
 _OVERLAP = automatic("XLA gathers, reduces and overlaps what the step needs; there are no buckets")
 _SCALE = meaningless("bfloat16 has the range of float32, so there is no loss scale")
 _NVME = meaningless("nothing is kept on disks; host memory is what `placement` offers")
-_SINK = meaningless("metrics.jsonl and report.html are always written; other services are a sink of yours, log.sinks")
+_TRACKER = meaningless(
+    "metrics.jsonl and report.html are always written; other services are a tracker of yours, log.sinks"
+)
 _MODEL = meaningless("part of the model, so of the task")
 
 
@@ -322,7 +324,7 @@ TABLE: Table = {
         "output_path": automatic("tensorboard/ in run_dir"),
         "job_name": automatic("run_dir names the run"),
     },
-    **dict.fromkeys(("wandb", "csv_monitor", "comet"), _SINK),
+    **dict.fromkeys(("wandb", "csv_monitor", "comet"), _TRACKER),
     **dict.fromkeys(
         ("flops_profiler", "comms_logger"), automatic("`spmdkit plan` counts arithmetic and bytes on the wire")
     ),

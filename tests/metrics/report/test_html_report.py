@@ -9,7 +9,7 @@ import pytest
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_json
-from spmdkit.metrics import EventLog, JsonlSink
+from spmdkit.metrics import EventLog, JsonlTracker
 from spmdkit.metrics.report.chart import Series, line_chart, linear_ticks, thin
 from spmdkit.metrics.report.run import write_report
 
@@ -48,13 +48,13 @@ class Page(HTMLParser):
 def run_dir(tmp_path):
     folder = tmp_path / "first"
     folder.mkdir()
-    sink = JsonlSink(folder / "metrics.jsonl", 0)
+    tracker = JsonlTracker(folder / "metrics.jsonl", 0)
     for step in range(10, 1010, 10):
         speed = {"examples_per_s": 1000.0 + step % 30, "step_time_s": 0.032, "input_wait_s": 0.0016}
-        sink.write({"step": step, "loss": 5 - step / 300, "grad_norm": 1.0, **speed})
+        tracker.write({"step": step, "loss": 5 - step / 300, "grad_norm": 1.0, **speed})
         if step % 250 == 0:
-            sink.write({"step": step, "split": "eval", "loss": abs(step - 500) / 1000 + 2, "accuracy": step / 2000})
-    sink.close()
+            tracker.write({"step": step, "split": "eval", "loss": abs(step - 500) / 1000 + 2, "accuracy": step / 2000})
+    tracker.close()
     log = EventLog(folder / "events.jsonl", 0, clock=iter([1738324800.0, 1738324880.0, 1738324900.0]).__next__)
     log.write("started", steps=1000)
     log.write("saved", step=500)

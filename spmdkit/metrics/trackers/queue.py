@@ -1,4 +1,4 @@
-"""`Sinks`: all sinks of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning and
+"""`Trackers`: all trackers of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning and
 never a step."""
 
 from __future__ import annotations
@@ -9,69 +9,69 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdkit.errors import ConfigError, SpmdkitError
-from spmdkit.metrics.sinks.base import Record, Sink
+from spmdkit.metrics.trackers.base import Record, Tracker
 
 MOST_WAITING = 1024
 PATIENCE_S = 10.0
-"""How long the end of a run waits for a sink."""
+"""How long the end of a run waits for a tracker."""
 
-Open = Callable[[], Sink]
+Open = Callable[[], Tracker]
 
 
-class Sinks:
-    """Writes records to every sink that accepts them.
+class Trackers:
+    """Writes records to every tracker that accepts them.
 
-    The run's own record (`Sink.own`) is written before `write` returns. The others follow in a thread: what finds the
-    queue full is dropped, and a sink that raises is given up; both are said once by `warn`.
+    The run's own record (`Tracker.own`) is written before `write` returns. The others follow in a thread: what finds the
+    queue full is dropped, and a tracker that raises is given up; both are said once by `warn`.
     """
 
     def __init__(self, warn: Callable[[str], Any], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S):
         self._warn, self._patience_s = warn, patience_s
-        self._own: list[Sink] = []
-        self._others: dict[str, Sink] = {}
+        self._own: list[Tracker] = []
+        self._others: dict[str, Tracker] = {}
         self._dropped = 0
         self._back: int | None = None  # others have yet to go back to this step: the queue was full
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, open: Open) -> None:
-        """Opens a sink. A user's mistake in its options is raised; a service that does not answer costs a warning."""
+        """Opens a tracker. A user's mistake in its options is raised; a service that does not answer costs a warning."""
         try:
-            sink = open()
+            tracker = open()
         except SpmdkitError:
             raise
         except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - whatever a service raises
             self._given_up(name, error)
             return
-        if not isinstance(sink, Sink):
+        if not isinstance(tracker, Tracker):
             raise ConfigError(
-                f"sink {name}: open returned {type(sink).__name__}. It opens one place to write to. Return sk.Sink(write)."
+                f"tracker {name}: open returned {type(tracker).__name__}. It opens one place to write to. Return sk.Tracker(write)."
             )
-        if sink.own:
-            self._own.append(sink)
+        if tracker.own:
+            self._own.append(tracker)
             return
-        self._others[name] = sink
+        self._others[name] = tracker
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="spmdkit-sinks", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="spmdkit-trackers", daemon=True)
             self._thread.start()
 
     def write(self, record: Record, kind: str = "scalars") -> None:
         """Takes a record of host values."""
-        for sink in self._own:
-            if kind in sink.accepts:
-                sink.write(kind, record)
+        for tracker in self._own:
+            if kind in tracker.accepts:
+                tracker.write(kind, record)
         if self._others:
-            self._put(lambda sink: sink.write(kind, record) if kind in sink.accepts else None)
+            self._put(lambda tracker: tracker.write(kind, record) if kind in tracker.accepts else None)
 
     def flush(self) -> None:
         """Returns when the run's own record is on the disk. The others are not waited for."""
-        for sink in self._own:
-            sink.flush()
+        for tracker in self._own:
+            tracker.flush()
 
     def rewind(self, step: int) -> None:
         """Drops what is newer than `step`, everywhere. Others go back before they take another record."""
-        for sink in self._own:
-            sink.rewind(step)
+        for tracker in self._own:
+            tracker.rewind(step)
         if self._others:
             self._back = step if self._back is None else min(self._back, step)
             self._put(None)
@@ -79,14 +79,16 @@ class Sinks:
     def close(self) -> None:
         """Writes out what is left, and waits for others `patience_s` at most. May be called twice."""
         own, self._own = self._own, []
-        for sink in own:
-            sink.close()
+        for tracker in own:
+            tracker.close()
         if self._thread is not None:
             thread, self._thread = self._thread, None
             self._stop(thread)
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
-            self._warn(f"sinks: {dropped} records were dropped: {', '.join(self._others)} took longer than the steps.")
+            self._warn(
+                f"trackers: {dropped} records were dropped: {', '.join(self._others)} took longer than the steps."
+            )
 
     def _stop(self, thread: threading.Thread) -> None:
         try:
@@ -97,22 +99,22 @@ class Sinks:
         if thread.is_alive():
             names = ", ".join(self._others)
             self._warn(
-                f"sinks: {names} did not take its last records within {self._patience_s:g} s. They are left out."
+                f"trackers: {names} did not take its last records within {self._patience_s:g} s. They are left out."
             )
 
-    def _work_of(self, use: Callable[[Sink], None] | None) -> Callable[[], None]:
-        """Returns what the thread does: it goes back where that is due, and uses each sink."""
+    def _work_of(self, use: Callable[[Tracker], None] | None) -> Callable[[], None]:
+        """Returns what the thread does: it goes back where that is due, and uses each tracker."""
         back = self._back
 
         def work() -> None:
             if back is not None:
-                self._each(lambda sink: sink.rewind(back))
+                self._each(lambda tracker: tracker.rewind(back))
             if use is not None:
                 self._each(use)
 
         return work
 
-    def _put(self, use: Callable[[Sink], None] | None) -> None:
+    def _put(self, use: Callable[[Tracker], None] | None) -> None:
         try:
             self._queue.put_nowait(self._work_of(use))
             self._back = None
@@ -121,7 +123,7 @@ class Sinks:
                 return
             if not self._dropped:
                 self._warn(
-                    f"sinks: {', '.join(self._others)} is slower than the steps. Records are dropped, training goes on."
+                    f"trackers: {', '.join(self._others)} is slower than the steps. Records are dropped, training goes on."
                 )
             self._dropped += 1
 
@@ -129,18 +131,18 @@ class Sinks:
         while (work := self._queue.get()) is not None:
             work()
         self._work_of(None)()
-        self._each(lambda sink: sink.flush())
-        self._each(lambda sink: sink.close())
+        self._each(lambda tracker: tracker.flush())
+        self._each(lambda tracker: tracker.close())
 
-    def _each(self, use: Callable[[Sink], None]) -> None:
-        for name, sink in list(self._others.items()):
+    def _each(self, use: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._others.items()):
             try:
-                use(sink)
+                use(tracker)
             except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - whatever a service raises
                 del self._others[name]
                 self._given_up(name, error)
 
     def _given_up(self, name: str, error: BaseException) -> None:
         self._warn(
-            f"sink {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training goes on."
+            f"tracker {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training goes on."
         )

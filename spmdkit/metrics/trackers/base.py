@@ -1,6 +1,6 @@
-"""What a sink is: where the records of a run go besides the terminal. A file each in this folder, found by its name.
+"""What a tracker is: where the records of a run go besides the terminal. A file each in this folder, found by its name.
 
-A file holds `open(run, options, last_step) -> Sink`, as a user's own does under `@sk.sink`. `run` has `directory` and
+A file holds `open(run, options, last_step) -> Tracker`, as a user's own does under `@sk.tracker`. `run` has `directory` and
 `config`, `options` is what the config says behind the name, and `last_step` the step that was restored, or 0.
 
 Going back: who reads a place sees each step once, as it was trained last. After a restart that is `open`'s to see to:
@@ -27,7 +27,7 @@ def nothing(*_: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Sink:
+class Tracker:
     """Takes records, one after the other, in one thread of process 0. What it raises is told once, and it is not asked
     again.
 
@@ -50,4 +50,4 @@ class Sink:
     own: bool = False
 
     def __post_init__(self) -> None:
-        assert set(self.accepts) <= set(KINDS), f"a sink accepts {sorted(self.accepts)}, out of {KINDS}"
+        assert set(self.accepts) <= set(KINDS), f"a tracker accepts {sorted(self.accepts)}, out of {KINDS}"

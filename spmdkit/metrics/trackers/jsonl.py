@@ -15,37 +15,37 @@ from typing import Any
 
 from spmdkit.foundation.files import FILE_MODE, not_writable, not_written, replace
 from spmdkit.metrics.jsonl import parse_object, record_line
-from spmdkit.metrics.sinks.base import Sink
+from spmdkit.metrics.trackers.base import Tracker
 
 
-def open(run: Any, options: Mapping[str, Any], last_step: int) -> Sink:
-    """Returns the sink of `metrics.jsonl` in the run's directory, and of `counts.jsonl` where a metric is an array."""
+def open(run: Any, options: Mapping[str, Any], last_step: int) -> Tracker:
+    """Returns the tracker of `metrics.jsonl` in the run's directory, and of `counts.jsonl` where a metric is an array."""
     path = run.directory / "counts.jsonl"
-    file, arrays = JsonlSink(run.directory / "metrics.jsonl", last_step), list[JsonlSink]()
+    file, arrays = JsonlTracker(run.directory / "metrics.jsonl", last_step), list[JsonlTracker]()
 
-    def of_arrays() -> JsonlSink:
+    def of_arrays() -> JsonlTracker:
         if not arrays:
-            arrays.append(JsonlSink(path, last_step, arrays=True))
+            arrays.append(JsonlTracker(path, last_step, arrays=True))
         return arrays[0]
 
     if path.exists():
         of_arrays()
 
-    def each(use: Callable[[JsonlSink], None]) -> None:
-        for sink in (file, *arrays):
-            use(sink)
+    def each(use: Callable[[JsonlTracker], None]) -> None:
+        for tracker in (file, *arrays):
+            use(tracker)
 
-    return Sink(
+    return Tracker(
         lambda kind, record: (file if kind == "scalars" else of_arrays()).write(record),
         accepts=frozenset({"scalars", "histogram"}),
-        flush=lambda: each(JsonlSink.sync),
-        rewind=lambda step: each(lambda sink: sink.rewind(step)),
-        close=lambda: each(JsonlSink.close),
+        flush=lambda: each(JsonlTracker.sync),
+        rewind=lambda step: each(lambda tracker: tracker.rewind(step)),
+        close=lambda: each(JsonlTracker.close),
         own=True,
     )
 
 
-class JsonlSink:
+class JsonlTracker:
     """Appends records to `path`, after cutting back what an interrupted run wrote past its last checkpoint.
 
     `keep_through_step`: the step that was restored (0: start anew). Lines of later steps and lines that are no record

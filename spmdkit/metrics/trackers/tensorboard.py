@@ -9,17 +9,17 @@ from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.metrics.jsonl import LAST_KEYS, plain_number
-from spmdkit.metrics.sinks.base import Sink
+from spmdkit.metrics.trackers.base import Tracker
 
 
-def open(run: Any, options: Mapping[str, Any], last_step: int) -> Sink:
-    """Returns the sink of event files in `tensorboard/` of the run's directory."""
-    files = TensorboardSink(run.directory / "tensorboard", keep_through_step=last_step)
+def open(run: Any, options: Mapping[str, Any], last_step: int) -> Tracker:
+    """Returns the tracker of event files in `tensorboard/` of the run's directory."""
+    files = TensorboardTracker(run.directory / "tensorboard", keep_through_step=last_step)
     write = lambda kind, record: files.write(record)
-    return Sink(write, flush=files.flush, rewind=files.rewind, close=files.close)
+    return Tracker(write, flush=files.flush, rewind=files.rewind, close=files.close)
 
 
-class TensorboardSink:
+class TensorboardTracker:
     """Writes each number of a record as a scalar at the record's step into event files in `directory`.
 
     `keep_through_step`: the restored step; TensorBoard is told to hide what an interrupted run wrote after it. 0: all

@@ -1,4 +1,4 @@
-"""What every sink keeps to; a new one is tested because its file exists. And what a slow, dead or wrong one costs: a
+"""What every tracker keeps to; a new one is tested because its file exists. And what a slow, dead or wrong one costs: a
 warning."""
 
 import dataclasses
@@ -14,17 +14,17 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.metrics import sinks
-from spmdkit.metrics.sinks.base import KINDS, Sink
-from spmdkit.metrics.sinks.queue import Sinks
+from spmdkit.metrics import trackers
+from spmdkit.metrics.trackers.base import KINDS, Tracker
+from spmdkit.metrics.trackers.queue import Trackers
 from tests.support.messages import refused, says
 
-NAMES = sinks.names()
+NAMES = trackers.names()
 
 
 def opened(name, folder, last_step=0):
     run = types.SimpleNamespace(directory=folder, config=None)
-    return importlib.import_module(f"spmdkit.metrics.sinks.{name}").open(run, {}, last_step)
+    return importlib.import_module(f"spmdkit.metrics.trackers.{name}").open(run, {}, last_step)
 
 
 def lines_of(folder):
@@ -53,21 +53,21 @@ def events_of(folder):
 
 
 READERS = {"jsonl": lines_of, "tensorboard": events_of}
-"""Sink -> what its reader sees below a run's directory: (split/name, step, value)."""
+"""Tracker -> what its reader sees below a run's directory: (split/name, step, value)."""
 
 
-def test_sinks_are_found_by_their_files():
+def test_trackers_are_found_by_their_files():
     assert {"jsonl", "tensorboard"} <= set(NAMES)
-    assert set(READERS) == set(NAMES), "a sink has a row: how its reader sees what it wrote"
+    assert set(READERS) == set(NAMES), "a tracker has a row: how its reader sees what it wrote"
 
 
 def check_contract(open, read, folder):
-    """Fails unless `open(last_step)` keeps what base.py says of a sink that writes below `folder`."""
+    """Fails unless `open(last_step)` keeps what base.py says of a tracker that writes below `folder`."""
 
-    def write(sink, *steps, value):
+    def write(tracker, *steps, value):
         for step in steps:
-            sink.write("scalars", {"step": step, "loss": value, "accuracy": 0.5})
-            sink.write("scalars", {"step": step, "split": "eval", "loss": value})
+            tracker.write("scalars", {"step": step, "loss": value, "accuracy": 0.5})
+            tracker.write("scalars", {"step": step, "split": "eval", "loss": value})
 
     def seen(**values):
         """Fails unless a reader sees these values of steps, each once."""
@@ -77,70 +77,70 @@ def check_contract(open, read, folder):
             assert found == list(expected.items()), f"{tag}: a reader sees {found}, and not {expected}"
         assert {name for name, *_ in read(folder)} == {"train/loss", "train/accuracy", "eval/loss"}
 
-    sink = open(0)
-    assert isinstance(sink, Sink) and "scalars" in sink.accepts and set(sink.accepts) <= set(KINDS)
-    write(sink, 1, 2, 3, 4, 5, value=1.0)
-    sink.flush()
+    tracker = open(0)
+    assert isinstance(tracker, Tracker) and "scalars" in tracker.accepts and set(tracker.accepts) <= set(KINDS)
+    write(tracker, 1, 2, 3, 4, 5, value=1.0)
+    tracker.flush()
     assert any(b"accuracy" in path.read_bytes() for path in folder.rglob("*") if path.is_file()), "flush writes it out"
-    sink.rewind(3)
-    write(sink, 4, value=2.0)
-    sink.rewind(3)  # a second time, at once
-    write(sink, 4, 5, value=3.0)
-    sink.close()
-    sink.close()
+    tracker.rewind(3)
+    write(tracker, 4, value=2.0)
+    tracker.rewind(3)  # a second time, at once
+    write(tracker, 4, 5, value=3.0)
+    tracker.close()
+    tracker.close()
     seen(s1=1.0, s2=1.0, s3=1.0, s4=3.0, s5=3.0)
-    sink = open(2)  # as after a restart from step 2
-    write(sink, 3, value=4.0)
-    sink.close()
+    tracker = open(2)  # as after a restart from step 2
+    write(tracker, 3, value=4.0)
+    tracker.close()
     seen(s1=1.0, s2=1.0, s3=4.0)
-    sink = open(0)  # as after a restart from the beginning
-    write(sink, 1, 2, value=5.0)
-    sink.rewind(0)
-    write(sink, 1, value=6.0)
-    sink.close()
+    tracker = open(0)  # as after a restart from the beginning
+    write(tracker, 1, 2, value=5.0)
+    tracker.rewind(0)
+    write(tracker, 1, value=6.0)
+    tracker.close()
     seen(s1=6.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sink_writes_what_it_accepts_below_the_runs_directory_and_goes_back(name, tmp_path):
-    module = importlib.import_module(f"spmdkit.metrics.sinks.{name}")
+def test_a_tracker_writes_what_it_accepts_below_the_runs_directory_and_goes_back(name, tmp_path):
+    module = importlib.import_module(f"spmdkit.metrics.trackers.{name}")
     assert inspect.getdoc(module) and list(inspect.signature(module.open).parameters) == ["run", "options", "last_step"]
     check_contract(lambda last_step: opened(name, tmp_path, last_step), READERS[name], tmp_path)
 
 
 BROKEN = {
-    "forgets on the way": {"write": lambda sink, kind, record: record["step"] == 2 or sink.write(kind, record)},
-    "takes no evaluation": {"write": lambda sink, kind, record: "split" in record or sink.write(kind, record)},
-    "never goes back": {"rewind": lambda sink, step: None},
-    "goes back a step too far": {"rewind": lambda sink, step: sink.rewind(max(step - 1, 0))},
-    "goes not to the beginning": {"rewind": lambda sink, step: step and sink.rewind(step)},
-    "keeps it to itself": {"write": lambda sink, kind, record: None},
-    "is closed once": {"close": lambda sink: sink.close() or sink.flush()},
+    "forgets on the way": {"write": lambda tracker, kind, record: record["step"] == 2 or tracker.write(kind, record)},
+    "takes no evaluation": {"write": lambda tracker, kind, record: "split" in record or tracker.write(kind, record)},
+    "never goes back": {"rewind": lambda tracker, step: None},
+    "goes back a step too far": {"rewind": lambda tracker, step: tracker.rewind(max(step - 1, 0))},
+    "goes not to the beginning": {"rewind": lambda tracker, step: step and tracker.rewind(step)},
+    "keeps it to itself": {"write": lambda tracker, kind, record: None},
+    "is closed once": {"close": lambda tracker: tracker.close() or tracker.flush()},
     "keeps what an earlier process wrote": {"open": lambda last_step: 9},
     "starts anew each time": {"open": lambda last_step: 0},
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_sink_fails_the_contract(name, tmp_path):
+def test_a_broken_tracker_fails_the_contract(name, tmp_path):
     changes = dict(BROKEN[name])
     told = changes.pop("open", lambda last_step: last_step)
 
     def open(last_step):
-        sink = opened("jsonl", tmp_path, told(last_step))
-        return dataclasses.replace(sink, **{what: functools.partial(use, sink) for what, use in changes.items()})
+        tracker = opened("jsonl", tmp_path, told(last_step))
+        return dataclasses.replace(tracker, **{what: functools.partial(use, tracker) for what, use in changes.items()})
 
     with pytest.raises(AssertionError):
         check_contract(open, lines_of, tmp_path)
 
 
 def test_jsonl_holds_each_step_once_after_it_went_back(tmp_path):
-    sink = opened("jsonl", tmp_path)
+    tracker = opened("jsonl", tmp_path)
     for step in (1, 2, 3):
-        sink.write("scalars", {"step": step, "loss": 1.0})
-    sink.rewind(1)
-    sink.write("scalars", {"step": 2, "loss": 5.0})
-    sink.close()
+        tracker.write("scalars", {"step": step, "loss": 1.0})
+    tracker.rewind(1)
+    tracker.write("scalars", {"step": 2, "loss": 5.0})
+    tracker.close()
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 5.0}\n'
 
@@ -150,7 +150,7 @@ def test_jsonl_holds_each_step_once_after_it_went_back(tmp_path):
 
 
 class Injected:
-    """A sink that waits at a gate, or raises, and what it was given."""
+    """A tracker that waits at a gate, or raises, and what it was given."""
 
     def __init__(self, raises=None, waits=False):
         self.gate, self.raises, self.seen, self.closed = threading.Event(), raises, [], False
@@ -159,13 +159,13 @@ class Injected:
 
     def open(self):
         def write(kind, record):
-            assert threading.current_thread().name == "spmdkit-sinks"
+            assert threading.current_thread().name == "spmdkit-trackers"
             self.gate.wait()
             if self.raises is not None:
                 raise self.raises
             self.seen.append((kind, record["step"]))
 
-        return Sink(write, frozenset({"scalars", "text"}), rewind=self.back, close=self.close)
+        return Tracker(write, frozenset({"scalars", "text"}), rewind=self.back, close=self.close)
 
     def back(self, step):
         self.seen.append(("back", step))
@@ -174,9 +174,9 @@ class Injected:
         self.closed = True
 
 
-def test_records_arrive_in_their_order_and_only_those_that_a_sink_accepts():
+def test_records_arrive_in_their_order_and_only_those_that_a_tracker_accepts():
     said, injected = [], Injected()
-    pipe = Sinks(said.append)
+    pipe = Trackers(said.append)
     pipe.add("mine", injected.open)
     for step in (1, 2):
         pipe.write({"step": step})
@@ -188,33 +188,33 @@ def test_records_arrive_in_their_order_and_only_those_that_a_sink_accepts():
     assert injected.closed and said == []
 
 
-def test_a_sink_that_raises_costs_one_warning_and_nothing_else():
+def test_a_tracker_that_raises_costs_one_warning_and_nothing_else():
     said, dead, alive = [], Injected(raises=OSError("no route to host")), Injected()
-    pipe = Sinks(said.append)
+    pipe = Trackers(said.append)
     pipe.add("dead", dead.open)
     pipe.add("alive", alive.open)
     for step in range(5):
         pipe.write({"step": step})
     pipe.close()
     assert len(said) == 1
-    says(said[0], "sink dead", found="OSError: no route to host", rule="training goes on")
+    says(said[0], "tracker dead", found="OSError: no route to host", rule="training goes on")
     assert [step for _, step in alive.seen] == [0, 1, 2, 3, 4]
 
 
-def test_a_sink_that_hangs_holds_no_step_up_and_is_left_behind_at_the_end():
+def test_a_tracker_that_hangs_holds_no_step_up_and_is_left_behind_at_the_end():
     said, slow = [], Injected(waits=True)
-    pipe = Sinks(said.append, most_waiting=3, patience_s=0.05)
+    pipe = Trackers(said.append, most_waiting=3, patience_s=0.05)
     pipe.add("slow", slow.open)
     for step in range(100):
         pipe.write({"step": step})  # returns at once, though nothing is taken
     pipe.close()
-    says(said[0], "sinks: slow", found="slower than the steps", rule=("dropped", "training goes on"))
+    says(said[0], "trackers: slow", found="slower than the steps", rule=("dropped", "training goes on"))
     assert "slow did not take its last records within 0.05 s" in said[1]
     assert "records were dropped" in said[2] and len(said) == 3
     slow.gate.set()
 
 
-def test_a_sink_whose_queue_was_full_goes_back_before_it_takes_another_record():
+def test_a_tracker_whose_queue_was_full_goes_back_before_it_takes_another_record():
     seen, begun, gate, emptied = [], threading.Event(), threading.Event(), threading.Event()
 
     def write(kind, record):
@@ -224,8 +224,8 @@ def test_a_sink_whose_queue_was_full_goes_back_before_it_takes_another_record():
         if record["step"] == 3:
             emptied.set()
 
-    pipe = Sinks(lambda _: None, most_waiting=2)
-    pipe.add("slow", lambda: Sink(write, rewind=lambda step: seen.append(f"back to {step}")))
+    pipe = Trackers(lambda _: None, most_waiting=2)
+    pipe.add("slow", lambda: Tracker(write, rewind=lambda step: seen.append(f"back to {step}")))
     pipe.write({"step": 1})
     begun.wait()
     for step in (2, 3, 4):  # the last one finds no room, nor do these
@@ -241,7 +241,7 @@ def test_a_sink_whose_queue_was_full_goes_back_before_it_takes_another_record():
 
 def test_a_service_that_is_not_there_at_the_start_costs_a_warning_and_a_wrong_option_is_an_error():
     said = []
-    pipe = Sinks(said.append)
+    pipe = Trackers(said.append)
 
     def refused():
         raise ConnectionError("refused")
@@ -251,10 +251,10 @@ def test_a_service_that_is_not_there_at_the_start_costs_a_warning_and_a_wrong_op
 
     pipe.add("service", refused)
     assert len(said) == 1
-    says(said[0], "sink service", found="ConnectionError: refused", rule="training goes on")
+    says(said[0], "tracker service", found="ConnectionError: refused", rule="training goes on")
     with pytest.raises(ConfigError, match="no such project"):
         pipe.add("service", wrong)
-    with pytest.raises(ConfigError, match=r"sink mine: open returned int\. .* Return sk\.Sink"):
+    with pytest.raises(ConfigError, match=r"tracker mine: open returned int\. .* Return sk\.Tracker"):
         pipe.add("mine", lambda: 3)
 
 
@@ -263,34 +263,34 @@ import spmdkit as sk
 
 seen = []
 
-@sk.sink
+@sk.tracker
 def open(run, options, last_step):
     seen.append((options, last_step))
-    return sk.Sink(lambda kind, record: seen.append((kind, record["step"])))
+    return sk.Tracker(lambda kind, record: seen.append((kind, record["step"])))
 """
 
 
-def test_a_sink_of_a_users_own_needs_one_file_and_one_line(tmp_path, monkeypatch):
+def test_a_tracker_of_a_users_own_needs_one_file_and_one_line(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_sink.py").write_text(MINE)
-    own, mine = sinks.chosen([{"my_sink.py:open": {"project": "x"}}], tmp_path)
+    (tmp_path / "my_tracker.py").write_text(MINE)
+    own, mine = trackers.chosen([{"my_tracker.py:open": {"project": "x"}}], tmp_path)
     assert own.name == "jsonl" and mine.options == {"project": "x"}
-    pipe = Sinks(print)
+    pipe = Trackers(print)
     pipe.add(mine.name, lambda: mine.open(None, mine.options, 3))
     pipe.write({"step": 4})
     pipe.close()
-    assert sys.modules["spmdkit_task_my_sink"].seen == [({"project": "x"}, 3), ("scalars", 4)]
+    assert sys.modules["spmdkit_task_my_tracker"].seen == [({"project": "x"}, 3), ("scalars", 4)]
     with refused("'tensorbord'", found="not known", rule=("jsonl", "tensorboard"), repair="'tensorboard'?"):
-        sinks.chosen(["tensorbord"], tmp_path)
+        trackers.chosen(["tensorbord"], tmp_path)
     with pytest.raises(ConfigError, match="tensorboard is written to already"):
-        sinks.chosen(["tensorboard", "tensorboard"], tmp_path)
-    with pytest.raises(ConfigError, match=r"log\.sinks: os:open is a function of"):
-        sinks.chosen(["os:open"], tmp_path)
+        trackers.chosen(["tensorboard", "tensorboard"], tmp_path)
+    with pytest.raises(ConfigError, match=r"log\.trackers: os:open is a function of"):
+        trackers.chosen(["os:open"], tmp_path)
 
 
-def test_a_run_with_a_dead_sink_ends_well(tmp_path, monkeypatch, capfd):
+def test_a_run_with_a_dead_tracker_ends_well(tmp_path, monkeypatch, capfd):
     import sys
 
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -300,11 +300,11 @@ def test_a_run_with_a_dead_sink_ends_well(tmp_path, monkeypatch, capfd):
         "x = np.ones((8, 2), np.float32)\n"
         "task = sk.Task(lambda key: jnp.zeros(2), lambda w, b, key: sk.mean((b @ w - 1) ** 2), optax.sgd(0.1), train_data=x)\n"
         "def dead(kind, record):\n    raise OSError('gone')\n"
-        "@sk.sink\ndef open(run, options, last_step):\n    return sk.Sink(dead)\n"
+        "@sk.tracker\ndef open(run, options, last_step):\n    return sk.Tracker(dead)\n"
     )
     (tmp_path / "run.yaml").write_text(
         "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: plain, sinks: ['my_dead.py:open']}\n"
     )
     assert int(sk.train(tmp_path / "run.yaml").state.step) == 3
-    assert capfd.readouterr().out.count("sink my_dead.py:open: OSError: gone") == 1
+    assert capfd.readouterr().out.count("tracker my_dead.py:open: OSError: gone") == 1
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
