@@ -167,7 +167,7 @@ class Membership:
         """
         self.check()
         order = self._order
-        ends = run.cluster.agree(f"generation/{run.due.generation}", step, order is not None and order.planned, LAG)
+        ends = run.cluster.agree(f"generation/{run.hook_runner.generation}", step, order is not None and order.planned, LAG)
         if ends or step % self._every == 0 or not self.memory.kept:
             self.keep(run, step, state)
         if ends:
@@ -182,7 +182,7 @@ class Membership:
         if self._copier is None:
             self._copier = Copier(run.program.mesh, run.cluster.process_index)
         begun = time.perf_counter()
-        with run.telling.throughput.paused():
+        with run.reporter.throughput.paused():
             snapshot = self._copier.take(step, state, run.record(step))
         if not self.memory.kept:
             run.events.write(

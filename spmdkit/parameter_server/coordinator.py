@@ -157,7 +157,7 @@ class Chief:
         self._running[number] = self._transport.worker(number, incarnation, self.endpoints)
         self._progress_at_start[number] = self._progress.get(number, 0)
         self._told.discard(number)
-        return Happened("worker started", {"worker": number, "incarnation": incarnation})
+        return Happened("worker_started", {"worker": number, "incarnation": incarnation})
 
     def join(self) -> Happened:
         """Starts one worker more."""
@@ -187,7 +187,7 @@ class Chief:
             if number not in self._told and (where := running.where):
                 self._told.add(number)
                 fields = {"worker": number, "incarnation": self._incarnations[number], "where": where}
-                seen.happened.append(Happened("worker runs", fields))
+                seen.happened.append(Happened("worker_running", fields))
             if (ended := running.ended()) is not None and ended.how != "done":
                 self._replace(number, ended, seen)
         return seen
@@ -205,14 +205,14 @@ class Chief:
         for number, status in enumerate(found):
             if (where := status.get("where", "")) and self._places.get(number) != where:
                 self._places[number] = where
-                seen.happened.append(Happened("server runs", {"server": number, "where": where}))
+                seen.happened.append(Happened("server_running", {"server": number, "where": where}))
             if not status["installed"] or status["generation"] != self._generation:
                 self._lost(number, "it has come back without a state", seen)
         if self._away:
             back = self.install()
             seen.happened.append(
                 Happened(
-                    "servers restored", {"servers": sorted(self._away), "step": back, "generation": self._generation}
+                    "servers_restored", {"servers": sorted(self._away), "step": back, "generation": self._generation}
                 )
             )
             seen.went_back_to = back
@@ -229,7 +229,7 @@ class Chief:
     def _lost(self, number: int, why: str, seen: Seen) -> None:
         if number not in self._away:
             self._away.add(number)
-            seen.happened.append(Happened("server lost", {"server": number, "why": why[:300]}))
+            seen.happened.append(Happened("server_lost", {"server": number, "why": why[:300]}))
 
     def _replace(self, number: int, ended: Ending, seen: Seen) -> None:
         if ended.how == "failed":
@@ -237,7 +237,7 @@ class Chief:
         idle = self._progress.get(number, 0) <= self._progress_at_start[number]
         self._without_push[number] = self._without_push[number] + 1 if idle else 0
         lost = {"worker": number, "incarnation": self._incarnations[number], "why": ended.text[:300]}
-        seen.happened.append(Happened("worker lost", lost))
+        seen.happened.append(Happened("worker_lost", lost))
         if self._without_push[number] >= IN_A_ROW:
             raise errors.RendezvousError(
                 f"worker {number} has died {IN_A_ROW} times in a row before a gradient of it was applied{': ' * bool(ended.text)}{ended.text[:500]}. "

@@ -159,7 +159,7 @@ def plan_beside(
 
     Args:
         say: takes the one line that is said where it fails.
-        note: takes the event, `note("plan failed", error=...)`.
+        note: takes the event, `note("plan_failed", error=...)`.
     """
     if not cluster.is_main or program.config.budget is not None:  # with a budget it is written already
         return lambda: None
@@ -172,7 +172,7 @@ def plan_beside(
         except BaseException as error:  # noqa: BLE001 - a thread that nobody waits for; the run needs no plan
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             with contextlib.suppress(Exception):
-                note("plan failed", error=text)
+                note("plan_failed", error=text)
                 say(f"note: the plan of this run could not be written ({text}); the run goes on without it")
         finally:
             sys.setswitchinterval(before)

@@ -35,7 +35,7 @@ def perform(
         state = replaced(run, step, state, turn.state)
     if decision.evaluate:
         evaluate(run, step, state)
-    more = run.due.more()  # of after_eval: a best loss that is to be saved, patience that ends
+    more = run.hook_runner.more()  # of after_eval: a best loss that is to be saved, patience that ends
     turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
     if isinstance(more.turn, Rollback | ReplaceState) or (isinstance(more.turn, Stop) and not more.turn.saves):
         return perform(run, step, state, batches, more)
@@ -51,11 +51,11 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
     if not run.program.has_eval or (run.last_eval is not None and run.last_eval[0] == step):
         return
     jax.block_until_ready(state.step)
-    with run.telling.throughput.paused(), phase.during("evaluation"):
+    with run.reporter.throughput.paused(), phase.during("evaluation"):
         values = run.program.evaluator(state, run.together.setting_out)
     run.last_eval = (step, values)
     run.write({"step": step, "split": "eval", **values})
-    run.due.tell("after_eval", run, step, values)
+    run.hook_runner.call("after_eval", run, step, values)
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
@@ -69,16 +69,18 @@ def save(run: Run, step: int, state: TrainState) -> None:
     if run.saves is None or run.saved_at_step == step:
         return
     jax.block_until_ready(state.step)
-    with run.telling.throughput.paused(), phase.during("save"):
+    with run.reporter.throughput.paused(), phase.during("save"):
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
                 # Of several processes the one whose devices have seen the gradient knows the batch; that is agreed on
                 # later than now.
-                raise NonFiniteError(run.due.why_stopping() or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
+                raise NonFiniteError(
+                    run.hook_runner.why_stopping() or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}"
+                )
             run.message(_bad_state(run, step, bad))
             return
-        run.telling.trackers.flush()
+        run.reporter.trackers.flush()
         fresh = run.last_eval is not None and run.last_eval[0] == step
         values = run.last_eval[1] if fresh and run.last_eval else None
         numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}
@@ -87,7 +89,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
     if not started:
         return
     run.saved_at_step = step
-    run.due.tell("after_save", run, step)
+    run.hook_runner.call("after_save", run, step)
 
 
 def _bad_state(run: Run, step: int, leaf: str) -> str:

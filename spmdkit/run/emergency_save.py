@@ -46,7 +46,7 @@ def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
     if not said[0]:
         return
     text = f"step {step}, the last good one, {said[0]}"
-    run.events.write("kept work", step=step, why=text)
+    run.events.write("emergency_saved", step=step, why=text)
     run.message(text)
 
 
@@ -57,7 +57,7 @@ def _save(run: Run, step: int, state: TrainState) -> str:
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             return f"is not saved: '{bad}' is not finite"
-        run.telling.trackers.flush()
+        run.reporter.trackers.flush()
         before = run.checkpoints.settle()
         if run.saved_at_step == step and not before.why:
             run.events_of(run.checkpoints.commits())

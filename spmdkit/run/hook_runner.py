@@ -1,5 +1,5 @@
-"""`Due`: calls the hooks of a run in their order, and returns what is done: what they ask for, agreed by all processes
-at one step."""
+"""`HookRunner`: calls the hooks of a run in their order and returns the decision of a step: what the hooks request, agreed on
+by all processes at one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdkit.run.hooks import names
 from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, Stop, decide, from_json, to_json
 
 
-class Due:
+class HookRunner:
     """The hooks of a run. What they ask for is gathered, and taken by `decision` at the end of a step.
 
     Args:
@@ -48,7 +48,7 @@ class Due:
             if every is None or step % every == 0 or step == self._last:
                 self._ask(hook, "after_step", call, run, step, state, metrics)
 
-    def tell(self, what: str, *args: Any) -> None:
+    def call(self, what: str, *args: Any) -> None:
         """Calls `begin`, `after_eval`, `after_save` or `end` of every hook that has it."""
         for hook in self._here:
             if (call := getattr(hook, what)) is not None:

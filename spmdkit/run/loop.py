@@ -178,7 +178,7 @@ def _trained(
     ):
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if found_well is not None:
-            run.events.write("preflight", why=found_well)
+            run.events.write("health_checked", why=found_well)
         with phase.during("restore"):
             state = run.restore_or_init()
             consistency.same_state(cluster, run.step, state)
@@ -213,7 +213,7 @@ def _compiled_and_run(
         run.message(f"note: compile cache {cache.said}")
     # Opened first, so that the data is read while the step compiles.
     with program.stream(run.step + 1) as run.batches:
-        with run.telling.progress.compiling(), phase.during("compile"):
+        with run.reporter.progress.compiling(), phase.during("compile"):
             check_start(program, cluster, run.directory, limit_bytes)
         run.events.write("compiled", step=run.step, **cache.programs())
         if one_arena and cluster.devices[0].platform == "cpu":
@@ -239,9 +239,9 @@ def _say_finished(run: Run) -> None:
 def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
     """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped
     it."""
-    program, due, together, stop = run.program, run.due, run.together, None
-    run.telling.throughput.start()
-    due.tell("begin", run, run.step, state)
+    program, due, together, stop = run.program, run.hook_runner, run.together, None
+    run.reporter.throughput.start()
+    due.call("begin", run, run.step, state)
     due.keeps_errors = together.is_on
     looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and due.has_own
     membership = run.membership
@@ -268,7 +268,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     finally:
         due.keeps_errors, program.may_be_donated = False, looks
         batches.close()
-    due.tell("end", run, run.step, state)
+    due.call("end", run, run.step, state)
     return state, stop
 
 
@@ -283,10 +283,10 @@ def next_of_all(
     """
     taken = None
     with run.together.setting_out():
-        run.due.raise_kept()
+        run.hook_runner.raise_kept()
         if stop is None and (taken := next(batches, None)) is not None:
-            run.due.before_step(run, taken[0], state)
-            run.due.raise_kept()
+            run.hook_runner.before_step(run, taken[0], state)
+            run.hook_runner.raise_kept()
         elif stop is None and run.input_given_up:
             run.together.stop()
     if run.together.stops and stop is None:
@@ -296,7 +296,7 @@ def next_of_all(
 
 
 def _introduce(run: Run, state: TrainState) -> None:
-    program, config, progress = run.program, run.config, run.telling.progress
+    program, config, progress = run.program, run.config, run.reporter.progress
     devices = run.cluster.devices
     copies = 1 if program.groups is None else program.groups.num
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params)) // copies

@@ -208,7 +208,7 @@ class _Watch:
         if seen.went_back_to is None and seen.applied > run.step:
             run.dispatched(seen.applied, {}, 0.0)
             phase.enter("step", seen.applied)
-            run.telling.progress.advance(seen.applied)
+            run.reporter.progress.advance(seen.applied)
 
     def _check_skipped(self, seen: Seen) -> None:
         """Tells of pushes that were skipped (`on_nonfinite`).
@@ -253,7 +253,7 @@ class _Watch:
         run = self.run
         with self._turn:
             evaluate(run, run.step, state)
-        if isinstance(turn := run.due.more().turn, Stop):
+        if isinstance(turn := run.hook_runner.more().turn, Stop):
             raise NonFiniteError(turn.why)
 
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:

@@ -16,7 +16,7 @@ from spmdkit.foundation import files, phase, redact
 from spmdkit.metrics import trackers
 
 
-class Telling:
+class Reporter:
     """Trackers, progress and pace of a run, from `open` on.
 
     Attributes:

@@ -24,7 +24,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         UserCodeError: the checkpoints of that time are not kept any more.
     """
     left, before = run.step, run.program.schedule.skipped
-    generation = run.due.went_back()
+    generation = run.hook_runner.went_back()
     if run.membership is not None:
         run.membership.memory.forget()
     run.forget_numbers()
@@ -49,15 +49,15 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         run.take(found)
     else:
         state = run.program.init()
-        run.due.restore(run.hooks_at_start)
+        run.hook_runner.restore(run.hooks_at_start)
         run.step = run.saved_at_step = 0
     more = skipped_batches.add(run.program, target, before, skip_batches, batches)
     skipped_batches.write(run.directory, run.cluster, run.program.schedule.skipped)
     bucket.keep_skipped(run.config, run.cluster, run.directory)
     if run.cluster.is_main:
-        run.telling.trackers.rewind(target)
-    run.events.write("rolled back", step=target, from_step=left, skipped_batches=more)
+        run.reporter.trackers.rewind(target)
+    run.events.write("rolled_back", step=target, from_step=left, skipped_batches=more)
     told = f", {len(more)} batch{'es' * (len(more) > 1)} left out for good" if more else ""
     run.message(f"back to step {target}, from step {left}{told}")
-    run.telling.throughput.start()
+    run.reporter.throughput.start()
     return state

@@ -35,12 +35,12 @@ from spmdkit.metrics.report.run import write_report
 from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.program import Program
 from spmdkit.run import hooks, watchdog_callbacks
-from spmdkit.run.hook_runner import Due
+from spmdkit.run.hook_runner import HookRunner
 from spmdkit.run.recovery import restore, resume_check, skipped_batches
 from spmdkit.run.recovery.save_retries import Saves
 from spmdkit.run.recovery.skipped_rows import left_out_rows
 from spmdkit.run.recovery.start_marker import note_running
-from spmdkit.run.reporter import Telling
+from spmdkit.run.reporter import Reporter
 from spmdkit.run.startup import bucket
 from spmdkit.run.startup.roles import ROLES
 from spmdkit.run.startup.run_directory import take_directory
@@ -87,8 +87,10 @@ class Run:
         self.kept_beside: dict[str, Any] = {}  # in the record of the next checkpoint
         self.left_saving = False  # a save is still being written, and nobody waits for it any more
         self._numbers: tuple[int, dict[str, Any]] | None = None
-        self.telling = Telling(config, cluster, clock)
-        self.due = Due(hooks.of_run(config, program.task.hooks), cluster, config.steps, self._most_in_flight)
+        self.reporter = Reporter(config, cluster, clock)
+        self.hook_runner = HookRunner(
+            hooks.of_run(config, program.task.hooks), cluster, config.steps, self._most_in_flight
+        )
 
     def __enter__(self) -> Run:
         with ExitStack() as stack:
@@ -161,7 +163,7 @@ class Run:
         saves = options is not None and options.on_error_s is not None
         program = self.program
         reads_rows = program.feed.reads_rows or (program.has_eval and program.evaluator.reads_rows)
-        return Together(self.cluster, saves and (reads_rows or self.due.has_own))
+        return Together(self.cluster, saves and (reads_rows or self.hook_runner.has_own))
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +199,7 @@ class Run:
         self.events.write("restored", step=found.step, **where)
         if changed and self.cluster.is_main:
             self.message(f"since step {found.step} was saved, these have changed:\n{resume_check.table(changed)}")
-            self.events.write("settings changed", step=found.step, changes=[change._asdict() for change in changed])
+            self.events.write("settings_changed", step=found.step, changes=[change._asdict() for change in changed])
         self._mark = note_running(self, found.step)
         restore.note_randomness(self, found.record, found.step)
         ended = found.record.get("finished")
@@ -210,14 +212,14 @@ class Run:
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, found.step, found.record)
         self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
-        for name in self.due.restore(found.record.get("hooks", {})):
-            self.events.write("hook is gone", step=found.step, hook=name)
+        for name in self.hook_runner.restore(found.record.get("hooks", {})):
+            self.events.write("hook_removed", step=found.step, hook=name)
         self.step = found.step
         self.saved_at_step = found.step if found.is_saved else 0
 
     def _open_records(self, step: int) -> None:
-        self.hooks_at_start = self.due.state()
-        self.telling.open(self, step, self._stack)
+        self.hooks_at_start = self.hook_runner.state()
+        self.reporter.open(self, step, self._stack)
 
     def forget_numbers(self) -> None:
         """Drops the metrics of steps that are about to be undone, those in flight too."""
@@ -245,7 +247,7 @@ class Run:
 
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
-        self.telling.message(text)
+        self.reporter.message(text)
 
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the trackers, on process 0; scalars are shown too.
@@ -254,7 +256,7 @@ class Run:
         """
         if self.cluster.is_main:
             self.fence.check(every_s=FENCE_EVERY_S)
-            self.telling.write(record, kind)
+            self.reporter.write(record, kind)
 
     def newest(self) -> str:
         """Returns a sentence on the newest checkpoint, once those in flight are written."""
@@ -286,11 +288,11 @@ class Run:
             "config": to_yaml(self.config, hide_secrets=True),
             "described": self._described,
             "next_batch": self.program.schedule.digest(step + 1),
-            "versions": self.telling.environment["versions"],
+            "versions": self.reporter.environment["versions"],
             "groups": None if self.program.groups is None else self.program.groups.num,
             "mesh": {axis: size for axis, size in self.program.sizes.items() if size > 1},
             "randomness": rng.identity(),
-            "hooks": self.due.state(),
+            "hooks": self.hook_runner.state(),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
             "left_out_rows": left_out_rows(self),
             **self.kept_beside,
@@ -303,7 +305,7 @@ class Run:
         """Takes note of a step whose metrics are on their way; waits for the device only with too many in flight."""
         self.step = step
         self._mark.at(step)
-        self.telling.throughput.tick(step, wait_s)
+        self.reporter.throughput.tick(step, wait_s)
         self.flying.append(values)
         if len(self.flying) > self._most_in_flight:
             jax.block_until_ready(self.flying.popleft())
@@ -327,6 +329,6 @@ class Run:
         """Writes how the run ended, into the events and the report."""
         self.fence.check()
         self.events.write(event, step=self.step, **fields)
-        self.telling.close()
+        self.reporter.close()
         if self.cluster.is_main:
             write_report(self.directory)

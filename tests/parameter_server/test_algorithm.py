@@ -155,9 +155,9 @@ def test_under_kills_of_workers_and_servers_and_lost_answers_nothing_is_applied_
         counts = -np.asarray(leaf)
         assert set(np.unique(counts)) <= {0.0, 1.0}, np.unique(counts)  # no batch twice, so no push twice
         assert counts.sum() == steps
-    lost = job.events("worker lost")
+    lost = job.events("worker_lost")
     assert len(lost) == 20 == len(dead) and not plan, (len(lost), plan)
-    assert [event["step"] for event in job.events("servers restored")] == goes_back  # the newest checkpoint each time
+    assert [event["step"] for event in job.events("servers_restored")] == goes_back  # the newest checkpoint each time
     applied = [
         record["batch"] for record in job.records
     ]  # without those of the moment between a look and a snapshot, where a server died then

@@ -52,7 +52,7 @@ def cluster(tmp_path):
 
 def working(driver):
     """Returns the newest event of each worker's life in a process."""
-    return {event["worker"]: event for event in driver.events("worker runs") if event["where"]}
+    return {event["worker"]: event for event in driver.events("worker_running") if event["where"]}
 
 
 def test_one_command_trains_the_line_by_three_processes_and_leaves_nothing(start):
@@ -79,7 +79,7 @@ def test_one_command_reads_the_digits_by_two_workers_of_two_devices_each(start):
     assert driver.ends(240) == 0, driver.said()
     (roles,) = driver.events("roles")
     assert (roles["servers"], roles["workers"], roles["worker_mesh"]) == (2, 2, {"data": 2})
-    places = {pid_of(event) for event in (*driver.events("server runs"), *working(driver).values())}
+    places = {pid_of(event) for event in (*driver.events("server_running"), *working(driver).values())}
     assert len(places) == 4 and driver.pid not in places
     trained = [line for line in driver.metrics() if line.get("split") != "eval"][-1]
     assert trained["worker_0_pushes"] + trained["worker_1_pushes"] == 24
@@ -123,23 +123,23 @@ def test_under_kills_of_workers_and_servers_every_batch_is_applied_once_and_trai
             before = pushes(victim["worker"])
             driver.wait_for(lambda: pushes(victim["worker"]) > before)  # noqa: B023
         else:
-            places = {event["server"]: event for event in driver.events("server runs")}
+            places = {event["server"]: event for event in driver.events("server_running")}
             victim = dice.choice(list(places.values()))
         saved = max(event["step"] for event in driver.events("saved"))
         kill(pid_of(victim))
         if kind == "worker":
             lost += 1
-            driver.wait_for(lambda: len(driver.events("worker lost")) >= lost)  # noqa: B023
+            driver.wait_for(lambda: len(driver.events("worker_lost")) >= lost)  # noqa: B023
             driver.wait_for(lambda: working(driver)[victim["worker"]] != victim)  # noqa: B023
         else:
             restored += 1
-            driver.wait_for(lambda: len(driver.events("servers restored")) >= restored)  # noqa: B023
-            assert driver.events("servers restored")[-1]["step"] >= saved  # nothing lost beyond the last checkpoint
+            driver.wait_for(lambda: len(driver.events("servers_restored")) >= restored)  # noqa: B023
+            assert driver.events("servers_restored")[-1]["step"] >= saved  # nothing lost beyond the last checkpoint
     now = max(event["step"] for event in driver.events("saved"))
     driver.wait_for(lambda: max(event["step"] for event in driver.events("saved")) > now)
     pace.write_text("0")
     assert driver.ends(600) == 0, driver.said()
-    assert len(driver.events("worker lost")) == workers and len(driver.events("servers restored")) == servers
+    assert len(driver.events("worker_lost")) == workers and len(driver.events("servers_restored")) == servers
     state = saved_state(driver.run / "checkpoints")
     for leaf in ("params/a", "params/b"):
         counts = state[leaf]
@@ -173,7 +173,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_from_there(start):
 def test_a_ray_cluster_that_is_there_trains_the_line_by_its_address_and_goes_on_afterwards(start, cluster):
     driver = start(f"sync={{parameter_server: {{workers: 2, address: '{cluster.address}'}}}}", cluster=cluster)
     driver.wait_for(lambda: len(working(driver)) == 2)
-    places = {pid_of(event) for event in (*driver.events("server runs"), *working(driver).values())}
+    places = {pid_of(event) for event in (*driver.events("server_running"), *working(driver).values())}
     assert len(places) == 3 and places <= cluster.processes().keys()
     assert driver.ends() == 0, driver.said()
     line = driver.metrics()[-1]

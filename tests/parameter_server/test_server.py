@@ -170,7 +170,7 @@ def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached,
         chief.install()
     else:
         transport.workers[0].dead = True
-        assert [happened.event for happened in chief.watch().happened] == ["worker lost", "worker started"]
+        assert [happened.event for happened in chief.watch().happened] == ["worker_lost", "worker_started"]
     generation = len(saved)
     assert ask(chief.endpoints[0], "take", 1, 0, 0) == 1  # whoever asks next has it
     assert [pushed(server, 1, 1, generation) == "again" for server in (0, 1)] == [reached == 0, reached == 1]
@@ -242,7 +242,7 @@ def test_a_worker_whose_gradients_were_lost_with_a_server_has_not_died_for_nothi
         chief.watch()
         assert chief.watch().went_back_to == 0
         transport.workers[-1].dead = True
-        assert [happened.event for happened in chief.watch().happened] == ["worker lost", "worker started"]
+        assert [happened.event for happened in chief.watch().happened] == ["worker_lost", "worker_started"]
 
 
 def test_batches_that_are_settled_are_known_by_a_number_and_a_few_above():

@@ -66,7 +66,7 @@ def test_whatever_a_plan_raises_is_one_line_and_one_event_and_the_run_goes_on(er
     interval = sys.getswitchinterval()
     run = train(config(run_dir=str(tmp_path), log={"progress": "plain"})).run
     assert run.step == 2
-    (failed,) = (e for e in events(tmp_path) if e["event"] == "plan failed")
+    (failed,) = (e for e in events(tmp_path) if e["event"] == "plan_failed")
     assert failed["error"].startswith(type(error).__name__) and "\n" not in failed["error"]
     assert capsys.readouterr().out.count("the plan of this run could not be written") == 1
     assert not (tmp_path / "plan.json").exists()
@@ -88,7 +88,7 @@ def test_a_plan_that_hangs_holds_nothing_up_for_ever(tmp_path, monkeypatch):
     for thread in [t for t in threading.enumerate() if t.name == "spmdkit plan"]:
         thread.join(60)
     assert json.loads((tmp_path / "plan.json").read_text())["num_devices"] == 8, "late, and whole"
-    assert "plan failed" not in [e["event"] for e in events(tmp_path)]
+    assert "plan_failed" not in [e["event"] for e in events(tmp_path)]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------

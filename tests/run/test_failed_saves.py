@@ -54,7 +54,7 @@ def test_a_save_that_fails_is_told_and_made_up_for_at_the_next_interval(tmp_path
     out = capsys.readouterr().out
     assert "WARNING: saving step 10" in out and os.strerror(number) in out and "1 of checkpoint.max_failures 3" in out
     assert saved(tmp_path) == [5, 15, 20] and steps(tmp_path) == [1, 5, 10, 15, 20]
-    assert [(e["step"], e["failures"]) for e in events(tmp_path, "save failed")] == [(10, 1)]
+    assert [(e["step"], e["failures"]) for e in events(tmp_path, "save_failed")] == [(10, 1)]
     undisturbed = train(tmp_path / "other", checkpoint=None)
     assert np.array_equal(result.state.params["w"], undisturbed.state.params["w"])
 
@@ -102,7 +102,7 @@ def test_a_save_that_is_slow_is_said_and_so_is_training_that_waits_for_it(tmp_pa
     train(tmp_path, log={"every_steps": 1, "progress": "plain"})
     out = capsys.readouterr().out
     assert "note: saving step 5 has taken" in out and "training waited" in out
-    assert events(tmp_path, "slow save")[0]["step"] == 5
+    assert events(tmp_path, "save_slow")[0]["step"] == 5
 
 
 def test_an_error_of_the_user_after_a_save_that_failed_keeps_the_last_good_step_all_the_same(tmp_path, disk):

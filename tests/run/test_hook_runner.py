@@ -8,7 +8,7 @@ import spmdkit as sk
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.store import MemoryStore
 from spmdkit.errors import ConfigError
-from spmdkit.run.hook_runner import NOTHING, Due
+from spmdkit.run.hook_runner import NOTHING, HookRunner
 
 STEPS, NUM = 30, 3
 
@@ -34,7 +34,7 @@ def processes(make_hooks, body=None):
         cluster = Cluster(
             process_index=process, num_processes=NUM, devices=[], store=store, timeout_s=30, namespace="test"
         )
-        due = Due(make_hooks(process), cluster, STEPS, lag=2)
+        due = HookRunner(make_hooks(process), cluster, STEPS, lag=2)
         try:
             (body or train)(due, found[process], process, *([dispatched] if body else []))
         except Exception as error:  # noqa: BLE001 - raised again below

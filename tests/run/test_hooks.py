@@ -140,7 +140,7 @@ def test_a_rollback_trains_the_steps_after_a_checkpoint_again_and_every_record_g
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
     assert saved(tmp_path / "b") == saved(tmp_path / "a") == [3, 6, 9, 12]
     np.testing.assert_array_equal(result.state.params["w"], undisturbed.state.params["w"])
-    (event,) = [e for e in lines(tmp_path / "b", "events.jsonl") if e["event"] == "rolled back"]
+    (event,) = [e for e in lines(tmp_path / "b", "events.jsonl") if e["event"] == "rolled_back"]
     assert (event["step"], event["from_step"]) == (3, 8)
 
 

@@ -198,7 +198,7 @@ def test_a_rollback_equals_bit_for_bit_a_run_that_leaves_the_batch_out(tmp_path)
     told = lambda name: [(m["step"], m["loss"]) for m in lines(tmp_path / name) if "split" not in m]
     assert told("a") == told("b") and len(told("a")) == 4
     np.testing.assert_allclose(params(back), by_hand({BAD}, 11), rtol=1e-6)
-    (event,) = [e for e in lines(tmp_path / "a", "events.jsonl") if e["event"] == "rolled back"]
+    (event,) = [e for e in lines(tmp_path / "a", "events.jsonl") if e["event"] == "rolled_back"]
     assert (event["step"], event["from_step"], event["skipped_batches"]) == (4, 8, [BAD])
 
 
@@ -225,7 +225,7 @@ def test_what_a_way_back_left_out_is_known_after_a_kill_before_the_next_save(tmp
     clean = train(tmp_path / "b", make_task(poisoned()), **changes | {"data": data})
     again = train(tmp_path, make_task(poisoned()), **changes)
     same_state(again, clean)
-    assert len([e for e in lines(tmp_path, "events.jsonl") if e["event"] == "rolled back"]) == 1
+    assert len([e for e in lines(tmp_path, "events.jsonl") if e["event"] == "rolled_back"]) == 1
 
 
 def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path):

@@ -58,7 +58,7 @@ def test_a_run_tells_who_does_what_and_how_stale_gradients_are(tmp_path):
     result = train(tmp_path, sync=TWO, steps=40, eval={"every_steps": 20}, checkpoint={"every_steps": 10, "keep": 10})
     roles = events(tmp_path, "roles")[0]
     assert (roles["chief"], roles["servers"], roles["workers"]) == (0, 1, 2)
-    assert {event["worker"] for event in events(tmp_path, "worker started")} == {0, 1}
+    assert {event["worker"] for event in events(tmp_path, "worker_started")} == {0, 1}
     told = [line for line in lines(tmp_path, "metrics.jsonl") if line.get("split") != "eval"]
     assert (
         told[-1]["step"] == 40 and told[-1]["pushes_per_s"] > 0 and told[-1]["staleness_max"] >= told[-1]["staleness"]
@@ -90,9 +90,9 @@ def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch
 
     monkeypatch.setattr(parameter_server._Watch, "_due", due_and_kill)
     train(tmp_path, sync=TWO, steps=1000, checkpoint={"every_steps": 20})
-    assert killed and events(tmp_path, "server lost")[0]["server"] == 0
-    assert [event["step"] for event in events(tmp_path, "servers restored")] == killed
-    assert [event["step"] for event in events(tmp_path, "rolled back")] == killed
+    assert killed and events(tmp_path, "server_lost")[0]["server"] == 0
+    assert [event["step"] for event in events(tmp_path, "servers_restored")] == killed
+    assert [event["step"] for event in events(tmp_path, "rolled_back")] == killed
     told = [line["step"] for line in lines(tmp_path, "metrics.jsonl") if line.get("split") != "eval"]
     assert told == sorted(set(told)) and told[-1] == 1000
 
@@ -101,7 +101,7 @@ def test_a_worker_joins_when_a_file_says_so_and_the_chief_saves_every_so_many_se
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "workers").write_text("3\n")
     train(tmp_path, sync=TWO, steps=150, checkpoint={"every_seconds": 0.01})
-    assert [event["worker"] for event in events(tmp_path, "worker started")] == [0, 1, 2]
+    assert [event["worker"] for event in events(tmp_path, "worker_started")] == [0, 1, 2]
     told = [line for line in lines(tmp_path, "metrics.jsonl") if line.get("split") != "eval"][-1]
     assert told["worker_2_pushes"] > 0 and sum(told[f"worker_{i}_pushes"] for i in range(3)) == 150
     assert len(events(tmp_path, "saved")) >= 2

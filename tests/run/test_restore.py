@@ -78,7 +78,7 @@ def test_a_damaged_newest_checkpoint_is_said_set_aside_and_the_one_before_is_use
     result = train(saved, steps=30)
     out = capsys.readouterr().out
     assert "checkpoint 20 is damaged" in out and "20.damaged" in out, out
-    assert [(e["name"], e["renamed"]) for e in events(saved, "set aside")] == [("20", "20.damaged")]
+    assert [(e["name"], e["renamed"]) for e in events(saved, "checkpoint_quarantined")] == [("20", "20.damaged")]
     assert events(saved, "restored")[-1]["step"] == 15
     assert (saved / "run/checkpoints/20.damaged").is_dir()
     assert [row["step"] for row in ls(saved / "run/checkpoints")] == [20, 25, 30]

@@ -210,7 +210,7 @@ def test_a_checkpoint_of_other_random_keys_says_that_randomness_continues_differ
     assert int(result.state.step) == 15
     printed = capfd.readouterr()
     assert (printed.out + printed.err).count("randomness continues differently") == 1
-    (event,) = [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "randomness changed"]
+    (event,) = [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "randomness_changed"]
     assert event["step"] == 10 and event["before"] == {"version": 1} and event["now"]["version"] == 2
 
 

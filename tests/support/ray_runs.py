@@ -155,7 +155,7 @@ def _table() -> list[tuple[tuple[str, int], str]]:
 
 
 def pid_of(event: dict[str, Any]) -> int:
-    """Returns the process of an event `worker runs` or `server runs`."""
+    """Returns the process of an event `worker_running` or `server_running`."""
     return int(event["where"].split()[1])
 
 

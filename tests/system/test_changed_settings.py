@@ -58,7 +58,7 @@ def train(forks, folder, *arguments, **variables):
 def changes(folder):
     """Returns the keys that events.jsonl says have changed, of all starts."""
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    return [change["key"] for event in events if event["event"] == "settings changed" for change in event["changes"]]
+    return [change["key"] for event in events if event["event"] == "settings_changed" for change in event["changes"]]
 
 
 def test_what_changed_is_said_in_one_table_and_written_to_the_events(forks, project):

@@ -57,7 +57,7 @@ def events(folder, name):
 
 def failures(folder):
     path = folder.path / "run" / "events.jsonl"
-    return path.read_text().count("save failed") if path.is_file() else 0
+    return path.read_text().count("save_failed") if path.is_file() else 0
 
 
 def ended_well(folder, child, undisturbed):
@@ -95,7 +95,7 @@ def test_a_disk_that_answers_eio_for_a_while_costs_saves_and_no_step(real_folder
         helpers.end(child)
     assert fired.exists(), "the injection did not fire"
     assert "Input/output error" in output or "EIO" in output, output
-    assert len(events(folder, "save failed")) >= 2 and events(folder, "saved")
+    assert len(events(folder, "save_failed")) >= 2 and events(folder, "saved")
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def test_a_disk_without_inodes_for_a_while_costs_saves_and_no_step(folder, undis
             output = ended_well(folder, child, undisturbed)
         finally:
             helpers.end(child)
-        assert len(events(folder, "save failed")) >= 2 and "No space left on device" in output
+        assert len(events(folder, "save_failed")) >= 2 and "No space left on device" in output
 
 
 def test_eval_ls_and_export_beside_a_training_that_keeps_one_checkpoint(folder, helpers):

@@ -73,10 +73,10 @@ def test_alone_the_code_is_0_and_everything_that_is_asked_afterwards_says_where_
     assert json.loads(output)["left_at_step"] == 9
     code, output = leaving("", "report", "run")
     page = (folder.path / "run/report.html").read_text()
-    assert code == 0 and "left at step 9</span>" in page and said in page
+    assert code == 0 and "exited at step 9</span>" in page and said in page
     code, output = leaving("", "train", "run.yaml")
     assert code == 0 and said in output and "continuing at step" in output, output
-    assert events(folder)[-1] == "stopped" and "left" in events(folder)
+    assert events(folder)[-1] == "stopped" and "exited" in events(folder)
     code, output = leaving("", "checkpoint", "ls", "run")
     assert "left at" not in output
 
@@ -117,7 +117,7 @@ def test_a_row_that_process_1_leaves_out_is_in_the_record_and_the_restart_equals
     record = json.loads((folder.path / "run/checkpoints/8/record.json").read_text())
     assert record["record"]["left_out_rows"] == [[7, 108]]
     told = [json.loads(line) for line in (folder.path / "run/events.jsonl").read_text().splitlines()]
-    assert [(e["process"], e["row"], e["batch"]) for e in told if e["event"] == "data"] == [(1, 108, 7)]
+    assert [(e["process"], e["row"], e["batch"]) for e in told if e["event"] == "unreadable_row"] == [(1, 108, 7)]
 
 
 def test_a_run_that_is_going_on_is_not_said_to_have_left_and_one_that_was_killed_is(folder, helpers):

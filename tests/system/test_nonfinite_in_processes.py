@@ -84,7 +84,7 @@ def test_skip_leaves_the_step_out_on_both_as_one_process_does(forks, folder):
 def test_a_rollback_of_both_is_bit_for_bit_a_run_without_the_batch(forks, folder):
     ended = train(forks, folder, "back", "on_nonfinite=rollback", "steps=9")
     assert [p.code for p in ended] == [0, 0], ended
-    assert events(folder, "back", "rolled back")
+    assert events(folder, "back", "rolled_back")
     ended = train(forks, folder, "without", "data.skip_batches=[6]", "steps=9")
     assert [p.code for p in ended] == [0, 0], ended
     assert losses(folder, "back") == losses(folder, "without")

@@ -33,7 +33,7 @@ TONES = {
     "stopped": "good",
     "finished": "good",
     "fault": "bad",
-    "left": "bad",
+    "exited": "bad",
     "preempted": "bad",
     "started": "open",
     "restored": "open",
@@ -61,7 +61,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     events = read_lines(folder / "events.jsonl")
     left = unfinished(folder)
     if left is not None and not left.alive:
-        events.append({"event": "left", "process": 0, "step": left.step, "why": left.told()})
+        events.append({"event": "exited", "process": 0, "step": left.step, "why": left.told()})
     path = folder / "report.html"
     write_text(
         path,
@@ -113,9 +113,9 @@ def report_body(
 def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> str:
     told = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" says nothing about how it ended
     last, done = str(told.get("event", "")), told.get("code") in (None, 0)
-    if last == "left":
-        last = f"left at step {told.get('step')}"
-    tone = "bad" if last.startswith("left") or (TONES.get(last) == "good" and not done) else TONES.get(last, "open")
+    if last == "exited":
+        last = f"exited at step {told.get('step')}"
+    tone = "bad" if last.startswith("exited") or (TONES.get(last) == "good" and not done) else TONES.get(last, "open")
     last = "finished" if last == "stopped" and done else last
     pill = f'<span class="pill {tone}">{escape(last)}</span>' if last else ""
     times = [t for t in (parse_time(e.get("time")) for e in events) if t is not None]
@@ -123,7 +123,7 @@ def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> 
     if times:
         facts.append(f"begun {escape(_clock_text(min(times)))} UTC")
         facts.append(f"{format_duration(max(times) - min(times))} from the first event to the last")
-    if told.get("event") == "left" and told.get("why"):
+    if told.get("event") == "exited" and told.get("why"):
         facts.append(escape(str(told["why"])))
     return f'<header><h1>{escape(name)}</h1>{pill}</header>\n<p class="lead">{" &middot; ".join(facts)}</p>'
 

@@ -42,7 +42,7 @@ def make(config: Any) -> Hook | None:
         what = _said(copies, step, differences)
         if run.cluster.is_main:
             run.events.write(
-                "copies differ",
+                "replicas_differ",
                 step=step,
                 leaves=[d.path for d in differences],
                 devices=[copies.device(p).id for p in _odd(differences)],

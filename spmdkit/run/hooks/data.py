@@ -16,7 +16,7 @@ def make(config: Any) -> Hook | None:
     def tell(run: Any, step: int, *_: Any) -> None:
         for ledger in run.program.ledgers:
             for news in ledger.news():
-                run.events.write("data", step=step, **news)
+                run.events.write("unreadable_row", step=step, **news)
                 run.message(row_errors.described(news, run.cluster.process_index))
 
     return Hook("data", order=42, after_step=tell, after_eval=tell, end=tell)

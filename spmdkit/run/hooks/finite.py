@@ -42,7 +42,7 @@ TOGETHER = 16
 
 def make(config: Any) -> Hook:
     """Returns the guard of a run."""
-    asked = Answers(config)
+    asked = FiniteResults(config)
     codes: list[tuple[int, Any]] = []  # of steps, on the devices
     looked = [
         0
@@ -145,7 +145,7 @@ def _or(bits: np.ndarray) -> int:
     return int(np.bitwise_or.reduce(bits, None) if bits.ndim else bits)
 
 
-class Answers:
+class FiniteResults:
     """What `on_nonfinite` answers to a step, and how often it has."""
 
     def __init__(self, config: Any):
@@ -208,7 +208,7 @@ class Answers:
 
     def _stop(self, run: Any, what: str, known: bool) -> Stop:
         before = run.last_logged
-        run.events.write("not finite", step=run.step, why=what)
+        run.events.write("nonfinite", step=run.step, why=what)
         return Stop(
             NonFiniteError.exit_code,
             f"{what}. The loss was {before.get('loss', 'not logged before')} at step {int(before.get('step', 0))}. Loss, gradient, metrics, "

@@ -13,11 +13,11 @@ def make(config: Any) -> Hook:
 
     def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
         if not run.is_log_step(step):
-            run.telling.progress.advance(step)
+            run.reporter.progress.advance(step)
             return
         numbers = run.numbers(step, metrics)
         run.note_commits()
-        speed = run.telling.throughput.snapshot(step)
+        speed = run.reporter.throughput.snapshot(step)
         # The first step of a process warms up; its speed says nothing.
         run.write({"step": step, **numbers, **(speed if step > run.first_step else {})})
         run.last_logged = {"step": step, **numbers}

@@ -58,7 +58,7 @@ def _watch(
             failed = True
             continue
         if why:
-            run.events.write("notice", name=name, why=why, phase=phase.current_phase().phase)
+            run.events.write("preemption_notice", name=name, why=why, phase=phase.current_phase().phase)
             noticed.append(why)
             if not taken.wait(TAKEN_S) and not ended.is_set() and run.signals is not None:
                 run.signals.received(signal.SIGUSR1)

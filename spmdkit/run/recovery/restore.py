@@ -104,7 +104,7 @@ def set_aside(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: in
         directory = run.checkpoints.directory
         for name, why in (quarantine.without_record(directory) | dict(wrong)).items():
             renamed = quarantine.set_aside(directory, name)
-            run.events.write("set aside", name=name, renamed=renamed, why=why)
+            run.events.write("checkpoint_quarantined", name=name, renamed=renamed, why=why)
             run.message(f"checkpoint {name} is damaged: {why}. It is kept as {directory / renamed}")
     for line in lines:
         run.message(line)
@@ -224,7 +224,7 @@ def note_randomness(run: Any, record: dict[str, Any], step: int) -> None:
     """Says so where the keys of the coming steps are not those that the run would have had before."""
     before, now = record.get("randomness", {"version": 1}), rng.identity()
     if before != now:
-        run.events.write("randomness changed", step=step, before=before, now=now)
+        run.events.write("randomness_changed", step=step, before=before, now=now)
         run.message(
             f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
             "continues differently from here, dropout and noise are not what they would have been"

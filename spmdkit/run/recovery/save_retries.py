@@ -89,7 +89,7 @@ class Saves:
         if self._checkpoints.is_saving() and taken_s > SLOW_SAVE_S and not self._slow_said:
             self._slow_said = True
             self._run.message(f"note: saving step {self._owed} has taken {taken_s:.0f} s so far: the disk is slow")
-            self._run.events.write("slow save", step=self._owed, seconds=round(taken_s))
+            self._run.events.write("save_slow", step=self._owed, seconds=round(taken_s))
 
     def finish(self, again: Callable[[], None]) -> None:
         """Returns when the last save of the run is committed; one that fails is tried `again`.
@@ -107,7 +107,7 @@ class Saves:
         run, self._failures = self._run, self._failures + 1
         self._failed_steps |= {self._owed} if self._owed is not None else set()
         run.saved_at_step = 0 if run.saved_at_step == self._owed else run.saved_at_step
-        run.events.write("save failed", step=self._owed, failures=self._failures, error=why[:500])
+        run.events.write("save_failed", step=self._owed, failures=self._failures, error=why[:500])
         if self._failures >= self._most:
             often = (
                 f" It failed {self._failures} times in a row (checkpoint.max_failures)." if self._failures > 1 else ""

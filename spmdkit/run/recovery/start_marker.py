@@ -20,7 +20,7 @@ def note_running(run: Any, step: int) -> run_status.StepMark:
     if run.cluster.is_main:
         left = run_status.unfinished(run.directory)
         if left is not None and not left.alive:
-            run.events.write("left", step=left.step, restored=step)
+            run.events.write("exited", step=left.step, restored=step)
             run.message(f"note: {left.told()}")
         run.events.write(run_status.RUNNING, **run_status.running(step))
     if path := os.environ.get(STEP_FILE):

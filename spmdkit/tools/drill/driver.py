@@ -33,14 +33,14 @@ from spmdkit.tools.drill.timing import Moment, Pace
 
 TELLS = (
     "straggler",
-    "save failed",
+    "save_failed",
     "skipped",
-    "not finite",
-    "rolled back",
-    "copies differ",
+    "nonfinite",
+    "rolled_back",
+    "replicas_differ",
     "preempted",
     "fault",
-    "set aside",
+    "checkpoint_quarantined",
 )
 """Events by which a run says that it has noticed something."""
 
@@ -328,7 +328,7 @@ class Driver:
             if name == "saved" and isinstance(step, int):
                 self.committed.add(step)
                 self.num_saves += 1
-            if name == "rolled back" and isinstance(step, int):
+            if name == "rolled_back" and isinstance(step, int):
                 self.committed = {saved for saved in self.committed if saved <= step}
             if name in ("restored", "started") and isinstance(step, int):
                 self._begun_at = step
@@ -336,9 +336,14 @@ class Driver:
                     self.gone.append((newest, step))
             for hit in self._open():
                 assert hit.fired is not None
-                if name in TELLS and hit.detected is None and when >= hit.fired - 0.001 and name != "set aside":
+                if (
+                    name in TELLS
+                    and hit.detected is None
+                    and when >= hit.fired - 0.001
+                    and name != "checkpoint_quarantined"
+                ):
                     hit.detected, hit.detected_by = when, f"the event '{name}'"
-                if name in ("restored", "started", "rolled back") and when >= hit.fired and isinstance(step, int):
+                if name in ("restored", "started", "rolled_back") and when >= hit.fired and isinstance(step, int):
                     hit.restored = step
                     hit.reached = max(hit.reached, int(event.get("from_step", 0)))
 

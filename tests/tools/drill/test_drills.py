@@ -66,7 +66,7 @@ def test_a_flipped_bit_is_noticed_where_copies_are_compared_and_fails_the_drill_
     code, output = drills.run("-n", "2", "--fault", "flip:1@11", "check_copies={every_steps: 5, then: rollback}")
     assert code == 0, output
     (fault,) = drills.result()["faults"]
-    assert "copies differ" in fault["detected_by"] or "rolled back" in fault["detected_by"]
+    assert "replicas_differ" in fault["detected_by"] or "rolled_back" in fault["detected_by"]
     assert drills.result()["same_parameters"], "what was computed with it was computed again"
     code, output = drills.run("-n", "2", "steps=20", "--fault", "flip:1@11")
     assert code == 1
