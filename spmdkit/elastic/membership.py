@@ -167,7 +167,9 @@ class Membership:
         """
         self.check()
         order = self._order
-        ends = run.cluster.agree(f"generation/{run.hook_runner.generation}", step, order is not None and order.planned, LAG)
+        ends = run.cluster.agree(
+            f"generation/{run.hook_runner.generation}", step, order is not None and order.planned, LAG
+        )
         if ends or step % self._every == 0 or not self.memory.kept:
             self.keep(run, step, state)
         if ends:

@@ -63,7 +63,7 @@ def test_a_notice_of_the_cloud_to_one_process_saves_and_leaves_with_42_and_names
     started = start(forks, drills.path, 2, "preemption=[{gce: {every_s: 0.2}}]", variables=variables)
     cloud.state["preempted"] = "TRUE"
     events = left(started, drills.path)
-    assert {event["process"] for event in events if event["event"] == "notice"} == {1}
+    assert {event["process"] for event in events if event["event"] == "preemption_notice"} == {1}
     assert {event["process"] for event in events if event["event"] == "preemption_source_failed"} == {0}, (
         "nobody answers there, which ends nothing"
     )
