@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spmdkit.config import Config, load_config
     from spmdkit.data.per_process import per_process
     from spmdkit.errors import SpmdkitError
-    from spmdkit.foundation.user_code import hook, reducer, tracker, sync, task
+    from spmdkit.foundation.user_code import hook, reducer, sync, task, tracker
     from spmdkit.metrics.trackers.base import Tracker
     from spmdkit.ops.attention import attention
     from spmdkit.ops.context import context_order, context_positions, context_restore
