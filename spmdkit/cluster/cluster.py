@@ -6,19 +6,25 @@ collective: a collective has no timeout and names nobody. With one process every
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
+from spmdkit import errors
 from spmdkit.cluster.agreement import Agreement
 from spmdkit.cluster.comparison import GIVE_THE_SAME, Comparison, Facts, name_processes
 from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
+from spmdkit.foundation.deadline import Deadline
 
 DEFAULT_TIMEOUT_S = 600.0
+REPORTED_S = 30.0
+"""How long a process that has read a problem waits until all others have."""
 # A second cluster object in one process (a notebook, a test) must not meet the keys of the first.
 _join_count = itertools.count()
 
@@ -75,26 +81,84 @@ class Cluster:
                 f"Another process ended or is stuck; see its output. Start all processes again."
             ) from None
 
-    def gather(self, name: str, text: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
-        """Returns the texts of all processes, in their order, on every process. Process 0 collects them; each other
-        process asks once.
+    def gather(self, name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+        """Returns the JSON values of all processes, in the order of the processes, on every process.
+
+        Process 0 collects them, and each other process reads once.
 
         Raises:
-            RendezvousError: one did not come within `timeout_s`.
+            RendezvousError: a process did not come within `timeout_s`.
         """
         if self.num_processes == 1:
-            return [text]
-        folder = f"gathered/{self._num_checks}-{name}"
-        self._num_checks += 1
+            return [value]
+        return self._exchange(self._next_exchange(), name, value, timeout_s)
+
+    def from_main(self, name: str, make: Callable[[], Any], timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        """Returns on every process the JSON value that `make` returns on process 0. Other processes do not call it.
+
+        Raises:
+            SpmdkitError: `make` raised it on process 0; the same error on every process.
+            RendezvousError: process 0 did not come within `timeout_s`.
+        """
+        if self.num_processes == 1:
+            return make()
+        key = f"{self._next_exchange()}/main/{name}"
         if not self.is_main:
-            self.put(f"{folder}/{self.process_index}", text)
-            return list(json.loads(self.get(f"{folder}/all", timeout_s)))
-        deadline = self._clock() + timeout_s
-        texts = [text]
+            sent = json.loads(self.get(key, timeout_s))
+            if "error" in sent:
+                raise getattr(errors, sent["error"])(sent["message"])
+            return sent["value"]
+        try:
+            value = make()
+        except errors.SpmdkitError as error:
+            self.put(key, json.dumps({"error": type(error).__name__, "message": str(error)}))
+            raise
+        self.put(key, json.dumps({"value": value}))
+        return value
+
+    def first_problem(self, name: str, check: Callable[[], str], timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+        """Returns the first problem that `check` reports on any process, in the order of the processes.
+
+        The result is the same on every process: an empty text where no process has a problem.
+
+        Raises:
+            RendezvousError: `check` raised on another process, or a process did not come within `timeout_s`. On the
+                process on which it raised, the exception propagates.
+        """
+        if self.num_processes == 1:
+            return check()
+        folder = self._next_exchange()
+        try:
+            mine = {"problem": check()}
+        except BaseException as error:
+            failed = f"process {self.process_index} failed in its check of {name} ({type(error).__name__})"
+            key = f"{folder}/all/{name}" if self.is_main else f"{folder}/{self.process_index}/{name}"
+            self.put(key, json.dumps([{"failed": failed}] if self.is_main else {"failed": failed}))
+            raise
+        reports = self._exchange(folder, name, mine, timeout_s)
+        if failed := next((report["failed"] for report in reports if "failed" in report), ""):
+            raise RendezvousError(f"{failed}. All processes start together. See its output, and start all again.")
+        problem: str = next((report["problem"] for report in reports if report["problem"]), "")
+        if problem:  # processes usually exit after this; process 0 holds what the others still have to read
+            with contextlib.suppress(RendezvousError):
+                self.barrier(f"{name}: reported", timeout_s=REPORTED_S)
+        return problem
+
+    def _next_exchange(self) -> str:
+        self._num_checks += 1
+        return f"exchange/{self._num_checks}"
+
+    def _exchange(self, folder: str, name: str, value: Any, timeout_s: float) -> list[Any]:
+        """Returns the values of all processes; the name is the last part of each key, for the messages of a wait."""
+        if not self.is_main:
+            self.put(f"{folder}/{self.process_index}/{name}", json.dumps(value))
+            return list(json.loads(self.get(f"{folder}/all/{name}", timeout_s)))
+        deadline = Deadline(timeout_s, self._clock)
+        values = [value]
         for process in range(1, self.num_processes):
-            texts.append(self.get(f"{folder}/{process}", max(0.001, deadline - self._clock())))
-        self.put(f"{folder}/all", json.dumps(texts))
-        return texts
+            values.append(json.loads(self.get(f"{folder}/{process}/{name}", deadline.remaining_s)))
+        self.put(f"{folder}/all/{name}", json.dumps(values))
+        return values
 
     def barrier(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Returns when every process is here. Raises RendezvousError, with the missing processes, after `timeout_s`.

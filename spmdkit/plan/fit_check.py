@@ -5,7 +5,7 @@ people: a thread of process 0 reads the text of the compiled step while the run 
 `plan.html`; whatever it raises is one line and an event, never the end of a run. Only a `budget` makes a run wait for
 its plan, since it asks what the step costs.
 
-A refusal on one process is one on all: each tells process 0, which tells all.
+A refusal on one process is a refusal on all (`Cluster.first_problem`).
 
 What a plan is made of is imported where one is made: 28 modules, 0.06 s of the processor that the first step need not
 wait for (2026-11-23).
@@ -14,17 +14,16 @@ wait for (2026-11-23).
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from spmdkit.cluster import Cluster
-from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_json
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.machine.target import Target, target_of
@@ -45,10 +44,8 @@ def common_limit(cluster: Cluster) -> int | None:
     """Returns the bytes of one device that a program may use on every process: the smallest that one of them knows, or
     None."""
     own = memory_limit(cluster.devices)
-    if cluster.num_processes == 1:
-        return own
-    found = [json.loads(text) for text in _everybodys(cluster, "memory limit", json.dumps(own))]
-    return min((limit for limit in found if limit is not None), default=None)
+    limits = cluster.gather("memory limit", own)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> None:
@@ -68,8 +65,8 @@ def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> 
             "{optimizer: host}. spmdkit plan says what is largest."
         )
 
-    if said := _common(cluster, "state", refusal):
-        raise ConfigError(said)
+    if problem := cluster.first_problem("state", refusal):
+        raise ConfigError(problem)
 
 
 def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes: int | None) -> None:
@@ -89,15 +86,15 @@ def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes
             f"train does not begin: a step needs {least} of each device, {_name(cluster)} has {has}. A step has to fit."
         )
 
-    if said := _common(cluster, "memory", refusal):
+    if problem := cluster.first_problem("memory", refusal):
         nearest = nearest_that_fits(program, limit_bytes) if cluster.num_processes == 1 else None
         hint = f"Try {nearest}." if nearest else "spmdkit plan CONFIG shows the plan, --search looks for one."
-        raise _not_allowed(f"{said} {hint}")
+        raise _not_allowed(f"{problem} {hint}")
     if program.config.budget is None:
         return
     over_budget = lambda: _over_budget(program, cluster, directory) if cluster.is_main else ""
-    if said := _common(cluster, "budget", over_budget):
-        raise _not_allowed(said)
+    if problem := cluster.first_problem("budget", over_budget):
+        raise _not_allowed(problem)
 
 
 def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:
@@ -199,51 +196,3 @@ def _write_plan(program: Program, cluster: Cluster, directory: Path) -> Document
     write_json(directory / "plan.json", document)
     write_page(document, directory / "plan.html")
     return document
-
-
-# ---- together ----------------------------------------------------------------------------------------------------------
-
-
-def _common(cluster: Cluster, what: str, refusal: Callable[[], str]) -> str:
-    """Returns what `refusal` says on the first process that refuses, the same on every process; empty where none does.
-
-    Raises:
-        RendezvousError: it raised on another process. There the exception goes on its way.
-    """
-    if cluster.num_processes == 1:
-        return refusal()
-    try:
-        own = {"refused": refusal()}
-    except BaseException as error:
-        failed = {
-            "failed": f"process {cluster.process_index} failed at the check of its {what} ({type(error).__name__})"
-        }
-        _publish(cluster, what, [json.dumps(failed)])
-        raise
-    answers: list[dict[str, str]] = [json.loads(text) for text in _everybodys(cluster, what, json.dumps(own))]
-    if why := next((answer["failed"] for answer in answers if "failed" in answer), None):
-        raise RendezvousError(f"{why}. All processes begin together. See its own output, and start all again.")
-    said = next((answer["refused"] for answer in answers if answer["refused"]), "")
-    if said:  # process 0 holds what the others still have to read
-        with contextlib.suppress(RendezvousError):
-            cluster.barrier(f"{what} refused", timeout_s=30.0)
-    return said
-
-
-def _everybodys(cluster: Cluster, what: str, own: str) -> list[str]:
-    """Returns the answers of all processes, on every process. Process 0 collects them: each other process asks once."""
-    if cluster.is_main:
-        answers = [own] + [cluster.get(f"{what} of {process}") for process in range(1, cluster.num_processes)]
-        _publish(cluster, what, answers)
-        return answers
-    _publish(cluster, what, [own])
-    found: Any = json.loads(cluster.get(f"{what} of all"))
-    return list(found)
-
-
-def _publish(cluster: Cluster, what: str, answers: list[str]) -> None:
-    """Process 0 tells all what it knows; another process tells process 0 its own answer."""
-    if cluster.is_main:
-        cluster.put(f"{what} of all", json.dumps(answers))
-    else:
-        cluster.put(f"{what} of {cluster.process_index}", answers[0])

@@ -1,8 +1,11 @@
 """What processes tell each other: threads play the processes over one store."""
 
+import pytest
+
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.store import MemoryStore
+from spmdkit.errors import CheckpointError, RendezvousError, UserCodeError
 from tests.support.threads import in_threads
 
 
@@ -58,6 +61,53 @@ def test_a_barrier_can_be_met_again_under_the_same_name():
         return "through"
 
     assert play(3, act) == ["through"] * 3
+
+
+def test_gather_returns_the_values_in_order():
+    expected = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert play(3, lambda cluster: cluster.gather("ranks", {"rank": cluster.process_index}, 10)) == [expected] * 3
+
+
+def test_every_process_gets_the_value_of_main():
+    def act(cluster):
+        return cluster.from_main("step", lambda: [cluster.process_index, "seven"], 10)
+
+    assert play(3, act) == [[0, "seven"]] * 3
+
+
+def test_an_error_on_main_is_raised_everywhere():
+    def act(cluster):
+        def make():
+            raise CheckpointError("step 7 is damaged")
+
+        cluster.from_main("step", make, 10)
+
+    errors = play(3, act)
+    assert {type(error) for error in errors} == {CheckpointError}
+    assert {str(error) for error in errors} == {"step 7 is damaged"}
+
+
+@pytest.mark.parametrize("process", [0, 1, 2])
+def test_a_problem_of_one_process_is_everyones(process):
+    problem = lambda cluster: "too large" if cluster.process_index >= process else ""
+    act = lambda cluster: (cluster.first_problem("memory", lambda: problem(cluster), 10), cluster.gather("next", 1, 10))
+    assert play(3, act) == [("too large", [1, 1, 1])] * 3
+    assert play(3, lambda cluster: cluster.first_problem("memory", lambda: "", 10)) == [""] * 3
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_check_that_raises_blocks_no_process(process):
+    def act(cluster):
+        def check():
+            if cluster.process_index == process:
+                raise UserCodeError("a bug")
+            return ""
+
+        cluster.first_problem("memory", check, 10)
+
+    errors = play(3, act)
+    assert isinstance(errors.pop(process), UserCodeError)
+    assert all(isinstance(error, RendezvousError) and f"process {process} failed" in str(error) for error in errors)
 
 
 def test_equal_texts_pass():

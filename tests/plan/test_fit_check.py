@@ -15,9 +15,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from spmdkit.cluster import Cluster
-from spmdkit.cluster.store import MemoryStore
-from spmdkit.errors import RendezvousError
 from spmdkit.plan import fit_check
 from spmdkit.plan.command import make_plan
 from spmdkit.program import auto, memory
@@ -158,48 +155,7 @@ def test_every_choice_of_auto_is_in_order():
     assert auto.choices(config(batch_size=64, microbatches="auto"), 32) == [[{"microbatches": 1}, {"microbatches": 2}]]
 
 
-# ---- together ------------------------------------------------------------------------------------------------------------
-
-
-def together(checks):
-    """Returns what each of several processes, played by threads, got from the common check; an exception as itself."""
-    store, found = MemoryStore(len(checks)), [None] * len(checks)
-
-    def play(number, check):
-        cluster = Cluster(
-            process_index=number, num_processes=len(checks), devices=[], store=store, timeout_s=5, namespace="test"
-        )
-        try:
-            found[number] = fit_check._common(cluster, "memory", check)
-        except (KeyError, RendezvousError) as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=play, args=pair) for pair in enumerate(checks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found
-
-
-@pytest.mark.parametrize("process", [0, 1, 2])
-def test_a_refusal_on_one_process_is_one_on_all(process):
-    checks = [lambda: ""] * 3
-    checks[process] = lambda: "too large"
-    assert together(checks) == ["too large"] * 3
-    assert together([lambda: ""] * 3) == [""] * 3
-
-
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_check_that_raises_on_one_process_keeps_nobody_waiting(process):
-    def broken():
-        raise KeyError("a bug")
-
-    checks = [lambda: ""] * 3
-    checks[process] = broken
-    found = together(checks)
-    assert isinstance(found.pop(process), KeyError)
-    assert all(isinstance(e, RendezvousError) and f"process {process} failed" in str(e) for e in found)
+# ---- processes ----
 
 
 PROCESS = """

@@ -1,0 +1,55 @@
+"""`Deadline`: the end of a bounded wait. Every loop of the package that waits uses one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """The time `timeout_s` seconds from now.
+
+    Args:
+        timeout_s: seconds; with 0 or less it has expired already.
+        clock: monotonic seconds.
+        sleep: what waits between two polls.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.timeout_s = timeout_s
+        self._clock, self._sleep = clock, sleep
+        self._end = clock() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        """The seconds that remain, at least 0."""
+        return max(0.0, self._end - self._clock())
+
+    @property
+    def expired(self) -> bool:
+        """Whether no time remains."""
+        return self._clock() >= self._end
+
+    def polls(self, interval_s: float) -> Iterator[None]:
+        """Yields immediately and then every `interval_s` seconds, the last time when the deadline has expired."""
+        while True:
+            is_last = self.expired
+            yield
+            if is_last:
+                return
+            self._sleep(min(interval_s, self.remaining_s))
+
+    def wait_for(self, condition: Callable[[], T], interval_s: float) -> T:
+        """Returns the first true value of `condition`, or its last value when the deadline expires."""
+        for _ in self.polls(interval_s):
+            if value := condition():
+                break
+        return value
