@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import sys
 import threading
 import time
@@ -136,8 +135,8 @@ class Membership:
         client = compat.coordination_client()
         self._thread = threading.Thread(target=self._listen, args=(client,), name="spmdkit-membership", daemon=True)
         self._thread.start()
-        ports = cluster.gather("wires", json.dumps(self._wires.own))
-        self._wires.others = {port for text in ports for port in json.loads(text)}
+        ports = cluster.gather("ports", self._wires.own)
+        self._wires.others = {port for of_process in ports for port in of_process}
 
     def _listen(self, client: Any) -> None:
         while not self._gone.wait(CUT_AGAIN_S if self._called.is_set() else LOOK_EVERY_S):

@@ -11,7 +11,6 @@ Wire: an all-reduce of the shards that are lacking, in pieces of `PIECE_BYTES`; 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,8 +72,8 @@ def newest_whole(by_process: list[list[Said]]) -> int | None:
 def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[Said | None]] | None:
     """Returns (step, what each process holds of it) of the newest state that the processes have together, None where it
     is older than `least` or there is none."""
-    texts = cluster.gather("memory", json.dumps([told(snapshot) for snapshot in memory.kept]))
-    by_process = [[said(value) for value in json.loads(text)] for text in texts]
+    gathered = cluster.gather("memory", [told(snapshot) for snapshot in memory.kept])
+    by_process = [[said(value) for value in values] for values in gathered]
     step = newest_whole(by_process)
     if step is None or step < least:
         return None

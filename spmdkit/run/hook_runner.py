@@ -129,7 +129,7 @@ class HookRunner:
         if cluster.num_processes > 1 and cluster.agree(
             f"actions/{self._generation}", step, bool(self._pending), self._lag
         ):
-            self._now += self._everybodys(step)
+            self._now += self._actions_of_all()
             self._pending.clear()
         return self.more()
 
@@ -144,21 +144,19 @@ class HookRunner:
         """Returns why some process asks to stop, the same on all, or an empty text. To be called by all of them at one
         place."""
         whys = [action.why for action in (*self._now, *self._pending) if isinstance(action, Stop)]
-        return next(filter(None, self._cluster.gather("why", next(iter(whys), ""))), "")
+        return self._cluster.first_problem("reason to stop", lambda: next(iter(whys), ""))
 
-    def _everybodys(self, step: int) -> list[Action]:
+    def _actions_of_all(self) -> list[Action]:
         """Returns the actions that any process waits for, in the order of the processes."""
-        cluster, key = self._cluster, f"actions/{self._generation}/{step}"
-        cluster.put(f"{key}/{cluster.process_index}", json.dumps([to_json(action) for action in self._pending]))
-        told = (json.loads(cluster.get(f"{key}/{process}")) for process in range(cluster.num_processes))
-        return [from_json(value) for values in told for value in values]
+        mine = [to_json(action) for action in self._pending]
+        gathered = self._cluster.gather("actions", mine)
+        return [from_json(value) for values in gathered for value in values]
 
-    def went_back(self) -> int:
-        """Forgets what was asked for, after a rollback: steps come again. Returns a number that is new each time."""
+    def went_back(self) -> None:
+        """Forgets what was requested, after a rollback: steps come again."""
         self._now.clear()
         self._pending.clear()
         self._generation += 1
-        return self._generation
 
     # ---- what travels in a checkpoint
     # ---------------------------------------------------------------------------------

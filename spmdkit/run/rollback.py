@@ -24,16 +24,16 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         UserCodeError: the checkpoints of that time are not kept any more.
     """
     left, before = run.step, run.program.schedule.skipped
-    generation = run.hook_runner.went_back()
+    run.hook_runner.went_back()
     if run.membership is not None:
         run.membership.memory.forget()
     run.forget_numbers()
     target, found = 0, None
     if run.checkpoints is not None and run.saves is not None:
         run.saves.settle()
-        found = restore.newest_good(run.cluster, run.checkpoints, run.program, f" {generation}", to_step)
+        found = restore.newest_good(run.cluster, run.checkpoints, run.program, to_step)
         target = found.step if found else 0
-        newest = restore.latest_for_all(run.cluster, run.checkpoints, f" of all {generation}")
+        newest = restore.latest_for_all(run.cluster, run.checkpoints)
         if not target and newest is not None and to_step != 0:
             raise UserCodeError(
                 f"a hook goes back to step {to_step}, and the checkpoints that are kept are newer, up to step {newest}. Going back needs one of "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -83,7 +82,6 @@ class Run:
         self.last_eval: tuple[int, dict[str, Any]] | None = None
         self.saved_at_step, self.saved_at_time = 0, clock()
         self.ways_back: set[Any] = set()
-        self.next_question = itertools.count().__next__
         self.kept_beside: dict[str, Any] = {}  # in the record of the next checkpoint
         self.left_saving = False  # a save is still being written, and nobody waits for it any more
         self._numbers: tuple[int, dict[str, Any]] | None = None

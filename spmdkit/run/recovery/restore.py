@@ -9,8 +9,7 @@ found and belongs to this run.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ def newest(run: Any) -> Restored | None:
     that can be restored, None where there is neither."""
     checkpoints, membership = run.checkpoints, run.membership
     if membership is not None and membership.number > 1:
-        on_disk = None if checkpoints is None else latest_for_all(run.cluster, checkpoints, " of the disk")
+        on_disk = None if checkpoints is None else latest_for_all(run.cluster, checkpoints)
         found = membership.restored(run.cluster, run.program, (on_disk or 0), restored)
         if found is not None:
             step, state, record, lines = found
@@ -61,12 +60,9 @@ ABANDON_S = 10.0
 
 
 def newest_good(
-    cluster: Cluster, checkpoints: Checkpoints, program: Program, question: str = "", most: int | None = None
+    cluster: Cluster, checkpoints: Checkpoints, program: Program, most: int | None = None
 ) -> Restored | None:
     """Returns the newest checkpoint up to `most` that can be restored, None where there is no checkpoint.
-
-    Args:
-        question: another text each time that processes ask.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged; or one is of another model.
@@ -78,9 +74,9 @@ def newest_good(
             step, found = quarantine.newest_sound(directory, most, wrong)
             return {"step": step, "wrong": wrong | found}
 
-        told = _of_main(cluster, f"checkpoint{question}/{len(wrong)}", choose)
-        wrong |= {int(step): why for step, why in told["wrong"].items()}
-        step = told["step"]
+        chosen = cluster.from_main("newest intact checkpoint", choose)
+        wrong |= {int(step): why for step, why in chosen["wrong"].items()}
+        step = chosen["step"]
         if step is None:
             break
         why, found = "", None
@@ -88,7 +84,7 @@ def newest_good(
             found = restored(checkpoints, step, program)
         except DamagedError as error:
             why = error.found
-        why = next(filter(None, _of_all(cluster, f"restored{question}/{len(wrong)}", why)), "")
+        why = cluster.first_problem("restored checkpoint", lambda why=why: why)
         if not why and found is not None:
             return Restored(step, *found, {str(newer): what for newer, what in wrong.items()})
         wrong[step] = why
@@ -136,7 +132,7 @@ def refuse_if_lost(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) ->
             "or set run_dir to a new folder."
         )
 
-    if text := _of_main(cluster, "checkpoints lost", found):
+    if text := cluster.from_main("lost checkpoints", found):
         raise CheckpointError(text)
 
 
@@ -159,22 +155,10 @@ def _last_step(path: Path) -> int:
     return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
 
 
-def latest_for_all(
-    cluster: Cluster, checkpoints: Checkpoints, question: str = "", most: int | None = None
-) -> int | None:
-    """Returns the newest committed step, up to `most`, as process 0 sees it: a shared file system may show others an
-    older one.
-
-    Args:
-        question: another text each time that processes ask.
-    """
-    found = [step for step in checkpoints.steps() if most is None or step <= most]
-    latest = found[-1] if found else None
-    if cluster.num_processes == 1:
-        return latest
-    if cluster.is_main:
-        cluster.put(f"newest checkpoint{question}", str(latest or ""))
-    return int(cluster.get(f"newest checkpoint{question}") or 0) or None
+def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:
+    """Returns the newest committed step as process 0 sees it: a shared file system may show others an older one."""
+    step: int | None = cluster.from_main("newest checkpoint", lambda: max(checkpoints.steps(), default=None))
+    return step
 
 
 @contextlib.contextmanager
@@ -192,32 +176,7 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
             )
             return stack.enter_context(held(directory, pick))
 
-        yield _of_main(cluster, "chosen checkpoint", choose)
-
-
-def _of_main(cluster: Cluster, key: str, make: Callable[[], Any]) -> Any:
-    """Returns on every process what `make` returns on process 0, as JSON; an error of ours that it raises is raised
-    everywhere."""
-    if cluster.num_processes == 1:
-        return make()
-    if cluster.is_main:
-        try:
-            value = {"value": make()}
-        except CheckpointError as error:
-            value = {"error": str(error)}
-        cluster.put(key, json.dumps(value))
-    told = json.loads(cluster.get(key))
-    if "error" in told:
-        raise CheckpointError(told["error"])
-    return told["value"]
-
-
-def _of_all(cluster: Cluster, key: str, mine: str) -> list[str]:
-    """Returns what each process says, in their order."""
-    if cluster.num_processes == 1:
-        return [mine]
-    cluster.put(f"{key}/{cluster.process_index}", json.dumps(mine))
-    return [json.loads(cluster.get(f"{key}/{process}")) for process in range(cluster.num_processes)]
+        yield cluster.from_main("chosen checkpoint", choose)
 
 
 def note_randomness(run: Any, record: dict[str, Any], step: int) -> None:

@@ -49,8 +49,7 @@ def read(directory: Path) -> Ranges:
 def read_for_all(directory: Path, cluster: Cluster) -> Ranges:
     """Returns on every process what process 0 reads: hosts without a shared disk have directories of their own. Raises
     as `read`."""
-    mine = read(directory) if cluster.is_main else ()
-    return tuple((a, b) for a, b in json.loads(cluster.gather("skipped batches", json.dumps(mine))[0]))
+    return tuple((a, b) for a, b in cluster.from_main("skipped batches", lambda: read(directory)))
 
 
 def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]) -> None:

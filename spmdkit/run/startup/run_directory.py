@@ -43,9 +43,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
         lock()
         return claimed[0]
     cluster.same_everywhere("the run directory", lock)
-    if cluster.is_main:
-        cluster.put("attempt", claimed[0].attempt)
-    fence = Fence(directory, cluster.get("attempt"))
+    fence = Fence(directory, cluster.from_main("attempt", lambda: claimed[0].attempt))
 
     def seen() -> dict[str, str]:
         if not shared:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from spmdkit.cluster import Cluster
 from spmdkit.run.startup.health_checks.bandwidth import links
 from spmdkit.run.startup.health_checks.burn_in import burn
@@ -15,7 +13,7 @@ def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
     same products."""
     mine_links = links(cluster.devices, cluster.process_index)
     mine = {"devices": burn(cluster.devices, cluster.process_index, seconds), "links": mine_links}
-    told = [json.loads(x) for x in cluster.gather("burn", json.dumps(mine), seconds + 120)]
+    told = cluster.gather("burn-in", mine, seconds + 120)
     devices = [one for of_process in told for one in of_process["devices"]]
     moved = [one for of_process in told for one in of_process["links"]]
     chains = sum(one["chains"] for one in devices)

@@ -8,7 +8,6 @@ difference of two clocks follows (Cristian, 1989).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import secrets
@@ -38,9 +37,7 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
     if cluster.num_processes == 1:
         return [mine | {"clock_s": 0.0}]
     with _answering(mine["address"]) as port:
-        places = [
-            json.loads(x) for x in cluster.gather("doctor address", json.dumps([mine["address"], port]), GATHER_S)
-        ]
+        places = cluster.gather("doctor address", [mine["address"], port], GATHER_S)
         for process, (other, its_port) in enumerate(places):
             if process == cluster.process_index:
                 continue
@@ -53,7 +50,7 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
                 mine["clock_s"] = -min(ahead)[1]
         if cluster.is_main:
             mine["clock_s"] = 0.0
-        return [json.loads(x) for x in cluster.gather("doctor met", json.dumps(mine), GATHER_S)]
+        return cluster.gather("doctor met", mine, GATHER_S)
 
 
 @contextlib.contextmanager
@@ -98,7 +95,7 @@ def _ask(address: str, port: int) -> tuple[float, float]:
 def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
     """Returns (the versions of this process, where other processes have others)."""
     mine = {"python": platform.python_version()} | {name: x for name, x in package_versions().items() if x}
-    told = [json.loads(x) for x in cluster.gather("doctor versions", json.dumps(mine), GATHER_S)]
+    told = cluster.gather("doctor versions", mine, GATHER_S)
     wrong = [
         f"process {process} has {name} {theirs.get(name, 'not at all')}, process 0 {told[0].get(name, 'not at all')}"
         for process, theirs in enumerate(told)
@@ -123,9 +120,9 @@ def write_test(cluster: Cluster, run_dir: Path, checkpoints: Place) -> tuple[str
     except (ConfigError, Unreachable, OSError) as error:
         mine["error"] = str(error)
     try:
-        told = [json.loads(x) for x in cluster.gather("doctor files", json.dumps(mine), GATHER_S)]
+        told = cluster.gather("doctor files", mine, GATHER_S)
         seen = [process for process, one in enumerate(told) if os.path.exists(run_dir / one["file"])]
-        views = [json.loads(x) for x in cluster.gather("doctor views", json.dumps(seen), GATHER_S)]
+        views = cluster.gather("doctor views", seen, GATHER_S)
     finally:
         with contextlib.suppress(OSError, Unreachable):
             path.unlink(missing_ok=True)
