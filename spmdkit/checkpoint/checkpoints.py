@@ -28,7 +28,7 @@ from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint import restore as checkpoint_restore
 from spmdkit.checkpoint.location import Place
 from spmdkit.checkpoint.object_store import Remote
-from spmdkit.checkpoint.save_barrier import Ended, KeyValue, Meeting
+from spmdkit.checkpoint.save_barrier import Ended, Exchange, Meeting
 from spmdkit.checkpoint.staging import staging_of
 from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
 from spmdkit.foundation import files, phase
@@ -69,7 +69,7 @@ class Checkpoints:
         timeout_s: float = 600,
         is_main: bool = True,
         num_processes: int = 1,
-        cluster: KeyValue | None = None,
+        cluster: Exchange | None = None,
         is_ours: Callable[[], bool] = lambda: True,
         stage: Path | None = None,
         beside: Sequence[Path] = (),

@@ -7,7 +7,7 @@ instead, so that all hear of it within seconds.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,15 +15,18 @@ import jax
 from spmdkit import compat
 from spmdkit.checkpoint.record import first_line
 from spmdkit.errors import CheckpointWriteError
-from spmdkit.foundation import phase
 
 
-class KeyValue(Protocol):
-    """What `Checkpoints` needs of a cluster: processes tell each other what became of a save."""
+class Exchange(Protocol):
+    """What `Checkpoints` uses of a `Cluster`."""
 
     def put(self, key: str, value: str) -> None: ...
 
     def get(self, key: str, timeout_s: float) -> str: ...
+
+    def gather(self, name: str, value: Any, timeout_s: float) -> list[Any]: ...
+
+    def from_main(self, name: str, make: Callable[[], Any], timeout_s: float) -> Any: ...
 
 
 class Ended(NamedTuple):
@@ -40,10 +43,10 @@ class Meeting:
         timeout_s: how long a save may take to be written by all processes.
     """
 
-    def __init__(self, cluster: KeyValue | None, num_processes: int, is_main: bool, timeout_s: float):
+    def __init__(self, cluster: Exchange | None, num_processes: int, is_main: bool, timeout_s: float):
         self._cluster = cluster if num_processes > 1 else None
         self._num, self._is_main, self._timeout_s = num_processes, is_main, timeout_s
-        self._num_begun = self._num_ended = 0
+        self._num_begun = 0
         self._met, self._is_over = 0, False
         self.waits = False
         """Whether this process has done its part for now, and waits for the others in the background."""
@@ -51,13 +54,7 @@ class Meeting:
     def begin(self, objection: str) -> None:
         """Begins a save on all processes, or raises process 0's objection on all, so that none waits for the others."""
         if self._cluster is not None:
-            key = f"checkpoint/objection/{self._num_begun}"
-            if self._is_main:
-                self._cluster.put(key, objection or "none")
-            else:
-                with phase.waiting("a save begins"):
-                    told = self._cluster.get(key, self._timeout_s)
-                objection = "" if told == "none" else told
+            objection = self._cluster.from_main("start of a save", lambda: objection, self._timeout_s)
         self._num_begun += 1
         self._met, self._is_over = 0, False
         if objection:
@@ -114,21 +111,10 @@ class Meeting:
         """Returns on every process how the save ended for all: one that failed has failed everywhere."""
         if self._cluster is None:
             return ended
-        key, me = f"checkpoint/ended/{self._num_ended}", jax.process_index()
-        self._num_ended += 1
-        if not self._is_main:
-            self._cluster.put(f"{key}/{me}", json.dumps(ended.why))
-        else:
-            others = [json.loads(self._told(f"{key}/{process}")) for process in range(1, self._num)]
-            whys = sorted(filter(None, [ended.why, *others]), key=_says_less)
-            self._cluster.put(key, json.dumps([(whys or [""])[0], ended.committed]))
-        return Ended(*json.loads(self._told(key)))
-
-    def _told(self, key: str) -> str:
-        """Returns what another process tells once its own save has ended, which may be one time-out later than here."""
-        assert self._cluster is not None
-        with phase.waiting("how a save has ended"):
-            return self._cluster.get(key, 2 * self._timeout_s + 60)
+        # A save may end one time-out later in another process than here.
+        gathered = self._cluster.gather("end of a save", list(ended), 2 * self._timeout_s + 60)
+        whys = sorted((why for why, _ in gathered if why), key=_says_less)
+        return Ended((whys or [""])[0], gathered[0][1])
 
 
 def _says_less(why: str) -> bool:

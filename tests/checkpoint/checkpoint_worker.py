@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdkit.checkpoint import Checkpoints, RunLock, ignored_entries, location, object_store
+from spmdkit.cluster import Cluster
+from spmdkit.cluster.store import open_store
 from spmdkit.errors import SpmdkitError
 from tests.support.buckets import shared_client
 
@@ -104,7 +106,7 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
         timeout_s=600 if command == "lose_one" else 60,
         is_main=process_id == 0,
         num_processes=num_processes,
-        cluster=Coordination(),
+        cluster=cluster_of(process_id, num_processes),
     )
     globals()[f"run_{command}"](checkpoints, process_id)
     print("done", flush=True)
@@ -114,14 +116,8 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
     jax.distributed.shutdown()
 
 
-class Coordination:
-    """The two methods that `Checkpoints` asks of a cluster, on the coordination service."""
-
-    def put(self, key: str, value: str) -> None:
-        jax._src.distributed.global_state.client.key_value_set(key, value)
-
-    def get(self, key: str, timeout_s: float) -> str:
-        return jax._src.distributed.global_state.client.blocking_key_value_get(key, int(timeout_s * 1000))
+def cluster_of(process_id: int, num_processes: int) -> Cluster:
+    return Cluster(process_index=process_id, num_processes=num_processes, devices=[], store=open_store())
 
 
 def shardings() -> dict:
