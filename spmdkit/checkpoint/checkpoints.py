@@ -279,7 +279,7 @@ class Checkpoints:
             self._join()
         except CheckpointWriteError as error:
             why = str(error)
-        ended = self._meeting.told_by_all(Ended(why, self._last_committed == step))
+        ended = self._meeting.agreed_result(Ended(why, self._last_committed == step))
         if ended.why and step is not None and self._num_processes > 1:
             self._discard(step)
         return ended

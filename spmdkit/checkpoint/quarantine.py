@@ -42,7 +42,7 @@ def without_record(directory: Place) -> dict[str, str]:
     return {name: why for name in records.ignored_entries(directory) if is_step_name(name)}
 
 
-def set_aside(directory: Place, name: str) -> str:
+def quarantine(directory: Place, name: str) -> str:
     """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), where nobody takes it for a step; returns the new
     name.
 
@@ -67,7 +67,7 @@ def set_aside(directory: Place, name: str) -> str:
     return taken
 
 
-def none_left(directory: Place, wrong: dict[str, str]) -> CheckpointError:
+def no_valid_checkpoint(directory: Place, wrong: dict[str, str]) -> CheckpointError:
     """Returns the error of a directory all of whose checkpoints are damaged; nothing in it was touched."""
     shown = "".join(f"\n  {name}: {why}" for name, why in list(wrong.items())[:8])
     more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""

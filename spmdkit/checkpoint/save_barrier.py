@@ -107,7 +107,7 @@ class Meeting:
     def _name(self, number: int) -> str:
         return f"checkpoint/{number}"  # used again by each save: the client counts the visits
 
-    def told_by_all(self, ended: Ended) -> Ended:
+    def agreed_result(self, ended: Ended) -> Ended:
         """Returns on every process how the save ended for all: one that failed has failed everywhere."""
         if self._cluster is None:
             return ended

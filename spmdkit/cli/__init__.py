@@ -222,7 +222,7 @@ def drill(
         list[str] | None,
         typer.Option(
             metavar="KIND:PROCESS@WHEN",
-            help="kill stop term hang slow nan flip truncate corrupt diskfull, and as root on Linux cut oneway partial delay loss rate (of the network), of a process or "
+            help="kill stop term hang slow nan bit-flip truncate corrupt disk-full, and as root on Linux partition partition-send partition-peer delay loss rate (of the network), of a process or "
             "random, at a step (120), after seconds (30s) or random.",
         ),
     ] = None,

@@ -4,7 +4,7 @@ one of them alone.
 That happens when a worker dies while it pushes, and when a snapshot is made meanwhile. Such a batch is given out again,
 and whoever has it settled takes it no second time, whichever worker sends it: so each leaf gets each batch once. It
 stays so where a run goes on with other servers: a leaf takes along which batches its server of before has settled
-(`Alike`), until all leaves of its new server have the same.
+(`Agreement`), until all leaves of its new server have the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Settled:
 
 
 @dataclass
-class Alike:
+class Agreement:
     """Leaves of one server to which the same has happened.
 
     Attributes:
@@ -59,15 +59,15 @@ class Alike:
         return sorted(self.paths), self.settled.table(), self.applied
 
 
-def of_row(row: Sequence[Any]) -> Alike:
+def of_row(row: Sequence[Any]) -> Agreement:
     """Returns the part of a row of a table."""
     paths, settled, applied = row
-    return Alike(frozenset(paths), Settled(*settled), applied)
+    return Agreement(frozenset(paths), Settled(*settled), applied)
 
 
-def merged(parts: Iterable[Alike]) -> list[Alike]:
+def merged(parts: Iterable[Agreement]) -> list[Agreement]:
     """Returns the parts, one for those that are alike."""
-    found: list[Alike] = []
+    found: list[Agreement] = []
     for part in parts:
         same = [x for x in found if (x.applied, x.settled.table()) == (part.applied, part.settled.table())]
         if same:

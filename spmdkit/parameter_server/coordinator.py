@@ -1,4 +1,4 @@
-"""The chief: gives servers their state, starts workers, replaces what dies, and puts what servers hold together. It
+"""The coordinator: gives servers their state, starts workers, replaces what dies, and puts what servers hold together. It
 computes nothing.
 
 A worker that dies is started again in a new incarnation; the others do not notice. When a server dies, all servers go
@@ -29,7 +29,7 @@ IN_A_ROW = 3
 """So many lives of one worker without a gradient end the run: the cause is none that goes away."""
 
 
-class Happened(NamedTuple):
+class WorkerEvent(NamedTuple):
     """Something of which the run's events tell."""
 
     event: str
@@ -37,8 +37,8 @@ class Happened(NamedTuple):
 
 
 @dataclass
-class Seen:
-    """What the chief knows of the first server.
+class WorkerStats:
+    """What the coordinator knows of the first server.
 
     Attributes:
         applied: the fewest updates of a server.
@@ -46,7 +46,7 @@ class Seen:
         histogram: staleness -> applied pushes.
         dropped: outcome -> pushes.
         progress: worker -> applied pushes.
-        happened: since the last look.
+        events: what happened since the last call.
         went_back_to: the updates of the checkpoint to which all servers went back, or None.
     """
 
@@ -55,11 +55,11 @@ class Seen:
     histogram: dict[int, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     progress: dict[int, int] = field(default_factory=dict)
-    happened: list[Happened] = field(default_factory=list)
+    events: list[WorkerEvent] = field(default_factory=list)
     went_back_to: int | None = None
 
 
-class Chief:
+class Coordinator:
     """The servers and workers of one run.
 
     Args:
@@ -138,7 +138,7 @@ class Chief:
         """Workers that there are to be."""
         return len(self._incarnations)
 
-    def start(self) -> list[Happened]:
+    def start(self) -> list[WorkerEvent]:
         """Starts the workers."""
         return [self._start(number) for number in self._incarnations]
 
@@ -152,14 +152,14 @@ class Chief:
                 return
             sleep(0.05)
 
-    def _start(self, number: int) -> Happened:
+    def _start(self, number: int) -> WorkerEvent:
         incarnation = self._incarnations[number]
         self._running[number] = self._transport.worker(number, incarnation, self.endpoints)
         self._progress_at_start[number] = self._progress.get(number, 0)
         self._told.discard(number)
-        return Happened("worker_started", {"worker": number, "incarnation": incarnation})
+        return WorkerEvent("worker_started", {"worker": number, "incarnation": incarnation})
 
-    def join(self) -> Happened:
+    def join(self) -> WorkerEvent:
         """Starts one worker more."""
         number = len(self._incarnations)
         self._incarnations[number], self._without_push[number] = max(self._incarnations.values()), 0
@@ -174,25 +174,25 @@ class Chief:
         if last is not None and any(other != last for other in others):
             self._ask(self.endpoints[0], "give_again", last)
 
-    def watch(self) -> Seen:
+    def watch(self) -> WorkerStats:
         """Returns what is new, and replaces what has died.
 
         Raises:
             SpmdkitError: a worker has failed by an error that it would meet again, or dies again and again.
         """
-        seen = Seen()
-        if not self._servers_are_there(seen):
-            return seen
+        stats = WorkerStats()
+        if not self._servers_are_there(stats):
+            return stats
         for number, running in list(self._running.items()):
             if number not in self._told and (where := running.where):
                 self._told.add(number)
                 fields = {"worker": number, "incarnation": self._incarnations[number], "where": where}
-                seen.happened.append(Happened("worker_running", fields))
+                stats.events.append(WorkerEvent("worker_running", fields))
             if (ended := running.ended()) is not None and ended.how != "done":
-                self._replace(number, ended, seen)
-        return seen
+                self._replace(number, ended, stats)
+        return stats
 
-    def _servers_are_there(self, seen: Seen) -> bool:
+    def _servers_are_there(self, stats: WorkerStats) -> bool:
         """Asks all servers where they stand; gives them their state again where one has lost it. Returns whether they
         all have one."""
         found = []
@@ -200,44 +200,44 @@ class Chief:
             try:
                 found.append(endpoint.ask("status", self._cursor if number == 0 else sys.maxsize)())
             except Unavailable as error:
-                self._lost(number, str(error), seen)
+                self._lost(number, str(error), stats)
                 return False
         for number, status in enumerate(found):
             if (where := status.get("where", "")) and self._places.get(number) != where:
                 self._places[number] = where
-                seen.happened.append(Happened("server_running", {"server": number, "where": where}))
+                stats.events.append(WorkerEvent("server_running", {"server": number, "where": where}))
             if not status["installed"] or status["generation"] != self._generation:
-                self._lost(number, "it has come back without a state", seen)
+                self._lost(number, "it has come back without a state", stats)
         if self._away:
             back = self.install()
-            seen.happened.append(
-                Happened(
+            stats.events.append(
+                WorkerEvent(
                     "servers_restored", {"servers": sorted(self._away), "step": back, "generation": self._generation}
                 )
             )
-            seen.went_back_to = back
+            stats.went_back_to = back
             self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # what they have done since is lost
             self._away.clear()
             return False
         first = found[0]
         self._cursor, self._progress = first["cursor"], first["progress"]
-        seen.applied = min(status["applied"] for status in found)
-        seen.records, seen.histogram = first["records"], first["histogram"]
-        seen.dropped, seen.progress = first["dropped"], first["progress"]
+        stats.applied = min(status["applied"] for status in found)
+        stats.records, stats.histogram = first["records"], first["histogram"]
+        stats.dropped, stats.progress = first["dropped"], first["progress"]
         return True
 
-    def _lost(self, number: int, why: str, seen: Seen) -> None:
+    def _lost(self, number: int, why: str, stats: WorkerStats) -> None:
         if number not in self._away:
             self._away.add(number)
-            seen.happened.append(Happened("server_lost", {"server": number, "why": why[:300]}))
+            stats.events.append(WorkerEvent("server_lost", {"server": number, "why": why[:300]}))
 
-    def _replace(self, number: int, ended: Ending, seen: Seen) -> None:
+    def _replace(self, number: int, ended: Ending, stats: WorkerStats) -> None:
         if ended.how == "failed":
             raise getattr(errors, ended.kind, errors.UserCodeError)(ended.text)
         idle = self._progress.get(number, 0) <= self._progress_at_start[number]
         self._without_push[number] = self._without_push[number] + 1 if idle else 0
         lost = {"worker": number, "incarnation": self._incarnations[number], "why": ended.text[:300]}
-        seen.happened.append(Happened("worker_lost", lost))
+        stats.events.append(WorkerEvent("worker_lost", lost))
         if self._without_push[number] >= IN_A_ROW:
             raise errors.RendezvousError(
                 f"worker {number} has died {IN_A_ROW} times in a row before a gradient of it was applied{': ' * bool(ended.text)}{ended.text[:500]}. "
@@ -245,7 +245,7 @@ class Chief:
             )
         self._incarnations[number] += 1
         self._admit(number)
-        seen.happened.append(self._start(number))
+        stats.events.append(self._start(number))
 
     def close(self) -> None:
         """Ends everything."""

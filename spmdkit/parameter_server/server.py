@@ -1,9 +1,9 @@
 """What a server does: it holds its leaves, applies gradients as they come, and remembers which it has applied.
 
-A push names itself: (worker, incarnation, number). `seen` is what a server has answered to the last push of each
+A push names itself: (worker, incarnation, number). `last_push` is what a server has answered to the last push of each
 worker, and is part of the state that is saved: the same push, sent again after a lost answer or a restart, is answered
 and not applied. An incarnation is one life of a worker;
-pushes of an earlier life are refused once the chief knows of its end. A generation is one life of the servers' state: when
+pushes of an earlier life are refused once the coordinator knows of its end. A generation is one life of the servers' state: when
 a server dies, all go back to the last checkpoint, and gradients of what was lost are refused. A batch that other
 servers lack is given out again: completed_batches.py.
 
@@ -33,13 +33,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdkit.parameter_server.completed_batches import Alike, Settled, merged, of_row
+from spmdkit.parameter_server.completed_batches import Agreement, Settled, merged, of_row
 from spmdkit.parameter_server.messages import Answer, Pulled, Push, Rules
 from spmdkit.parameter_server.model_state import moved
 from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
 
 RECORDS = 4096
-"""Applied pushes that a server can tell of at once; the chief asks several times a second."""
+"""Applied pushes that a server can tell of at once; the coordinator asks several times a second."""
 
 
 class Server:
@@ -67,7 +67,7 @@ class Server:
         self._forget()
 
     def _forget(self) -> None:
-        self._seen: dict[int, tuple[int, int, Answer]] = {}
+        self._last_push: dict[int, tuple[int, int, Answer]] = {}
         self._histogram: Counter[int] = Counter()
         self._dropped: Counter[str] = Counter()
         self._progress: Counter[int] = Counter()
@@ -76,7 +76,7 @@ class Server:
         self._num_records = 0
         self._model_state: Arrays | None = None
         self._next_batch, self._again = 1, list[int]()
-        self._parts = [Alike(self._paths, Settled(1), 0)]
+        self._parts = [Agreement(self._paths, Settled(1), 0)]
         self._last: dict[int, int] = {}  # worker -> the last batch of it that is settled
         self._out: dict[int, dict[int, int]] = {}  # worker -> number of the push -> batch
 
@@ -85,7 +85,7 @@ class Server:
         """The fewest updates of a leaf."""
         return min(part.applied for part in self._parts)
 
-    # ---- the chief's ---------------------------------------------------------------------------------------------------
+    # ---- the coordinator's ---------------------------------------------------------------------------------------------------
 
     def install(
         self, generation: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
@@ -117,9 +117,9 @@ class Server:
                 again,
             )
             self._parts = [of_row(row) for row in table.get("parts", ())]
-            self._parts = self._parts or [Alike(self._paths, Settled(min([self._next_batch, *again])), applied)]
-            for worker, incarnation, number, outcome in table.get("seen", ()):
-                self._seen[worker] = (incarnation, number, Answer(outcome, self.applied))
+            self._parts = self._parts or [Agreement(self._paths, Settled(min([self._next_batch, *again])), applied)]
+            for worker, incarnation, number, outcome in table.get("last_push", ()):
+                self._last_push[worker] = (incarnation, number, Answer(outcome, self.applied))
             for worker, incarnation in members.items():
                 self._fence(worker, incarnation)
             self._members = len(members)
@@ -147,9 +147,9 @@ class Server:
                 self._again.append(batch)
 
     def _fence(self, worker: int, incarnation: int) -> None:
-        seen = self._seen.get(worker)
-        if seen is None or seen[0] < incarnation:
-            self._seen[worker] = (incarnation, -1, Answer("none", self.applied))
+        last_push = self._last_push.get(worker)
+        if last_push is None or last_push[0] < incarnation:
+            self._last_push[worker] = (incarnation, -1, Answer("none", self.applied))
 
     def status(self, cursor: int) -> dict[str, Any]:
         """Returns where the server stands, with its records from number `cursor` on."""
@@ -180,18 +180,18 @@ class Server:
             arrays["model_state"] = self._model_state
             waiting = [push.batch for push in self._held] + [b for out in self._out.values() for b in out.values()]
             held = {(push.worker, push.number) for push in self._held}
-            seen = [
+            last_push = [
                 (
                     worker,
                     incarnation,
                     number - ((worker, number) in held),
                     "none" if (worker, number) in held else answer.outcome,
                 )
-                for worker, (incarnation, number, answer) in self._seen.items()
+                for worker, (incarnation, number, answer) in self._last_push.items()
             ]
             table = {
                 "applied": self.applied,
-                "seen": seen,
+                "last_push": last_push,
                 "next_batch": self._next_batch,
                 "again": sorted({*self._again, *waiting}),
                 "parts": [part.row() for part in self._parts],
@@ -212,7 +212,7 @@ class Server:
         """Returns the batch for a worker's push `number`, on the first server; asked again, the same one. None: there
         is no state, or another life of the worker."""
         with self._lock:
-            if self._state is None or incarnation < self._seen.get(worker, (0,))[0]:
+            if self._state is None or incarnation < self._last_push.get(worker, (0,))[0]:
                 return None
             out = self._out.setdefault(worker, {})
             if number not in out:
@@ -239,13 +239,13 @@ class Server:
         with self._lock:
             if self._state is None or push.generation != self.generation:
                 return Answer("generation", self.applied)
-            incarnation, number, before = self._seen.get(push.worker, (0, -1, Answer("none", 0)))
+            incarnation, number, before = self._last_push.get(push.worker, (0, -1, Answer("none", 0)))
             if push.incarnation < incarnation:
                 return Answer("fenced", self.applied)
             if push.incarnation == incarnation and push.number <= number:
                 return before if push.number == number else Answer("fenced", self.applied)
             answer = Answer("again", self.applied) if self._has(push.batch) else self._taken(push)
-            self._seen[push.worker] = (push.incarnation, push.number, answer)
+            self._last_push[push.worker] = (push.incarnation, push.number, answer)
             self._out.get(push.worker, {}).pop(push.number, None)
             if answer.outcome == "held":
                 self._held.append(push)
@@ -256,7 +256,7 @@ class Server:
                 self._last[push.worker] = push.batch
                 if answer.outcome != "applied":
                     self._dropped[answer.outcome] += 1
-            return self._seen[push.worker][2]
+            return self._last_push[push.worker][2]
 
     def _has(self, batch: int) -> bool:
         """Returns whether no leaf takes a batch any more, though some take others."""
@@ -264,7 +264,7 @@ class Server:
             return True
         return self.applied < self._rules.steps and not any(self._takes(part, batch) for part in self._parts)
 
-    def _takes(self, part: Alike, batch: int) -> bool:
+    def _takes(self, part: Agreement, batch: int) -> bool:
         return part.applied < self._rules.steps and batch not in part.settled
 
     def _taken(self, push: Push) -> Answer:
@@ -291,7 +291,7 @@ class Server:
         self._update(held, 0)
         for push in held:
             self._last[push.worker] = push.batch
-            self._seen[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
+            self._last_push[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
 
     def _update(self, pushes: list[Push], staleness: int) -> None:
         """Applies the mean of gradients, to each leaf of those that it has not taken."""

@@ -63,7 +63,7 @@ class Thread:
             self._ended.append(Ending("done"))
         except (Killed, Fenced, Unavailable):
             self._ended.append(Ending("lost"))
-        except Exception as error:  # noqa: BLE001  told by the chief
+        except Exception as error:  # noqa: BLE001  told by the coordinator
             self._ended.append(failed(error))
 
     def ended(self) -> Ending | None:

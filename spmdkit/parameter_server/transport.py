@@ -1,4 +1,4 @@
-"""How chief, workers and servers reach each other: the interface, which an implementation in one process (threads.py)
+"""How coordinator, workers and servers reach each other: the interface, which an implementation in one process (threads.py)
 and Ray (actors.py) keep.
 
 A call may be lost with its server, and its answer may be lost after it was done: either raises `Unavailable`, and

@@ -91,7 +91,7 @@ class Worker:
 
         Raises:
             NotFinite: and the policy says stop.
-            Fenced: the chief has taken it for dead, and another life of it works.
+            Fenced: the coordinator has taken it for dead, and another life of it works.
             Unavailable: it was told to end while a server was away.
         """
         self._ask("hello", self.number, self.incarnation)

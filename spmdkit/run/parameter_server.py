@@ -1,4 +1,4 @@
-"""Training by a parameter server: this process is the chief. It initialises or restores, watches, writes, evaluates and
+"""Training by a parameter server: this process is the coordinator. It initialises or restores, watches, writes, evaluates and
 saves; workers compute.
 
 What a step is to other runs, an applied update is here. Records, evaluations and checkpoints come at the first look
@@ -21,7 +21,7 @@ from spmdkit.config.parameter_server import is_chosen, options
 from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, Preempted, RendezvousError
 from spmdkit.foundation import phase
 from spmdkit.foundation.trees import tree_bytes
-from spmdkit.parameter_server.coordinator import Chief, Seen
+from spmdkit.parameter_server.coordinator import Coordinator, WorkerStats
 from spmdkit.parameter_server.gradient import synchronous
 from spmdkit.parameter_server.roles import Roles
 from spmdkit.parameter_server.threads import Threads
@@ -125,13 +125,13 @@ def _transport(run: Run, roles: Roles) -> Transport:
 
 
 class _Watch:
-    """The chief's loop over one run."""
+    """The coordinator's loop over one run."""
 
     def __init__(self, run: Run, state: TrainState, transport: Transport, roles: Roles, servers: int, workers: int):
         self.run, self._state, self._servers, self._turn = run, state, servers, roles.turn
         self._tables = saved_tables(run)
-        lives = [life for table in self._tables or () for _, life, *_ in table.get("seen", ())]
-        self.chief = Chief(
+        lives = [life for table in self._tables or () for _, life, *_ in table.get("last_push", ())]
+        self.coordinator = Coordinator(
             transport,
             roles.optimizer,
             roles.owned,
@@ -162,26 +162,26 @@ class _Watch:
         return self._state, self._tables
 
     def until_the_end(self) -> tuple[TrainState, Stop | None]:
-        run, chief = self.run, self.chief
+        run, coordinator = self.run, self.coordinator
         of_worker = {axis: size for axis, size in run.program.sizes.items() if size > 1}
-        counts = {"servers": self._servers, "workers": chief.num_workers, "worker_mesh": of_worker}
-        run.events.write("roles", step=run.step, chief=run.cluster.process_index, **counts)
+        counts = {"servers": self._servers, "workers": coordinator.num_workers, "worker_mesh": of_worker}
+        run.events.write("roles", step=run.step, coordinator=run.cluster.process_index, **counts)
         with phase.during("servers"):
-            self._tell(chief.start())
-            chief.wait_for_workers(WORKERS_S)
-            chief.install()
+            self._tell(coordinator.start())
+            coordinator.wait_for_workers(WORKERS_S)
+            coordinator.install()
         while True:
             if self._gives_up():
                 return self._stopped(Stop(Preempted.exit_code))
-            seen = chief.watch()
-            self._tell(seen.happened)
-            self._note(seen)
-            self._check_skipped(seen)
+            stats = coordinator.watch()
+            self._tell(stats.events)
+            self._note(stats)
+            self._check_skipped(stats)
             self._join()
-            if seen.went_back_to is None and seen.applied >= run.config.steps:
+            if stats.went_back_to is None and stats.applied >= run.config.steps:
                 return self._stopped(None)
-            if seen.went_back_to is None:
-                self._due(seen)
+            if stats.went_back_to is None:
+                self._due(stats)
             time.sleep(LOOK_S)
 
     def _join(self) -> None:
@@ -190,57 +190,57 @@ class _Watch:
             asked = int((self.run.directory / JOIN).read_text())
         except (OSError, ValueError):
             return
-        while self.chief.num_workers < asked:
-            self._tell([self.chief.join()])
+        while self.coordinator.num_workers < asked:
+            self._tell([self.coordinator.join()])
 
-    def _tell(self, happened: Any) -> None:
-        for event, fields in happened:
+    def _tell(self, events: Any) -> None:
+        for event, fields in events:
             self.run.events.write(event, **{"step": self.run.step, **fields})
             if "lost" in event or "restored" in event:
                 self.run.message(
                     f"{event}: " + ", ".join(f"{name} {value}" for name, value in fields.items() if value != "")
                 )
 
-    def _note(self, seen: Seen) -> None:
+    def _note(self, stats: WorkerStats) -> None:
         """Takes note of applied updates."""
         run = self.run
-        self._window += seen.records
-        if seen.went_back_to is None and seen.applied > run.step:
-            run.dispatched(seen.applied, {}, 0.0)
-            phase.enter("step", seen.applied)
-            run.reporter.progress.advance(seen.applied)
+        self._window += stats.records
+        if stats.went_back_to is None and stats.applied > run.step:
+            run.dispatched(stats.applied, {}, 0.0)
+            phase.enter("step", stats.applied)
+            run.reporter.progress.advance(stats.applied)
 
-    def _check_skipped(self, seen: Seen) -> None:
+    def _check_skipped(self, stats: WorkerStats) -> None:
         """Tells of pushes that were skipped (`on_nonfinite`).
 
         Raises:
             NonFiniteError: `on_nonfinite.most` since the last update: nothing is applied any more.
         """
-        run, most, skipped = self.run, self.run.config.on_nonfinite.most, seen.dropped.get("skipped", 0)
+        run, most, skipped = self.run, self.run.config.on_nonfinite.most, stats.dropped.get("skipped", 0)
         before, self._skipped = self._skipped, None
-        if seen.went_back_to is not None or seen.applied < run.step:
+        if stats.went_back_to is not None or stats.applied < run.step:
             return  # servers are away, or have just come back with other counts
-        if before is None or seen.applied != before[0]:
-            self._skipped = seen.applied, skipped, skipped
+        if before is None or stats.applied != before[0]:
+            self._skipped = stats.applied, skipped, skipped
         else:
             self._skipped = (*before[:2], skipped)
         if before is not None and (more := skipped - before[2]) > 0:
-            run.message(f"left out: {more} push{'es' * (more > 1)} not finite, by update {seen.applied}")
-            run.events.write("skipped", step=seen.applied, pushes=more)
+            run.message(f"left out: {more} push{'es' * (more > 1)} not finite, by update {stats.applied}")
+            run.events.write("skipped", step=stats.applied, pushes=more)
         if (num := skipped - self._skipped[1]) >= most:
             raise NonFiniteError(
-                f"{num} pushes in a row were left out after update {seen.applied}: loss, gradient or a metric is not finite in each "
+                f"{num} pushes in a row were left out after update {stats.applied}: loss, gradient or a metric is not finite in each "
                 f"(on_nonfinite.most: {most}). {run.newest()} Lower the learning rate, set clip_norm, or look at the data."
             )
 
     def _stopped(self, stop: Stop | None) -> tuple[TrainState, Stop | None]:
         """Returns the state at the end, evaluated and saved."""
         run = self.run
-        while (found := self.chief.snapshot()) is None:
-            self._tell(self.chief.watch().happened)
+        while (found := self.coordinator.snapshot()) is None:
+            self._tell(self.coordinator.watch().events)
             time.sleep(LOOK_S)
         state = self._placed(*found)
-        self._log(self.chief.watch())
+        self._log(self.coordinator.watch())
         if stop is None:
             self._evaluate(state)
         with self._turn:
@@ -265,11 +265,11 @@ class _Watch:
 
     # ---- what is due -------------------------------------------------------------------------------------------------
 
-    def _due(self, seen: Seen) -> None:
+    def _due(self, stats: WorkerStats) -> None:
         run, config = self.run, self.run.config
-        crossed = lambda every, last: every is not None and seen.applied // every > last // every
+        crossed = lambda every, last: every is not None and stats.applied // every > last // every
         if crossed(config.log.every_steps, self._logged[1]) or (self._logged[1] == 0 and self._window):
-            self._log(seen)
+            self._log(stats)
         saves = config.checkpoint
         late = (
             saves is not None
@@ -277,10 +277,10 @@ class _Watch:
             and run.clock() - run.saved_at_time >= saves.every_seconds
         )
         is_save = saves is not None and (
-            crossed(saves.every_steps, run.saved_at_step) or (late and seen.applied > run.saved_at_step)
+            crossed(saves.every_steps, run.saved_at_step) or (late and stats.applied > run.saved_at_step)
         )
         is_eval = run.program.has_eval and crossed(config.eval.every_steps, self._evaluated)
-        if not (is_save or is_eval) or (found := self.chief.snapshot()) is None:
+        if not (is_save or is_eval) or (found := self.coordinator.snapshot()) is None:
             return
         state = self._placed(*found)
         if is_eval:
@@ -290,23 +290,23 @@ class _Watch:
             with self._turn:
                 save(run, run.step, state)
 
-    def _log(self, seen: Seen) -> None:
+    def _log(self, stats: WorkerStats) -> None:
         """Writes what was applied since the last record: means over pushes, and how the workers do."""
         run, (before_s, before) = self.run, self._logged
-        records, self._window = [*self._window, *seen.records], []
+        records, self._window = [*self._window, *stats.records], []
         now = time.monotonic()
         if not records:
             return
         step, elapsed_s = max(record["step"] for record in records), now - before_s
         self._logged = now, step
         run.note_commits()
-        progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(seen.progress.items())}
-        progress["pushes_dropped"] = float(sum(seen.dropped.values()))
+        progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(stats.progress.items())}
+        progress["pushes_dropped"] = float(sum(stats.dropped.values()))
         rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)
         if bad := not_finite(values):  # applied all the same: on_nonfinite is continue
             run.message(f"step {step}: {said(bad)}")
         run.write({"step": step, **values, **rate, **progress})
-        counts = [seen.histogram.get(i, 0) for i in range(max(seen.histogram, default=0) + 1)]
+        counts = [stats.histogram.get(i, 0) for i in range(max(stats.histogram, default=0) + 1)]
         run.write({"step": step, "staleness_counts": counts}, kind="histogram")
 
 

@@ -40,7 +40,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
                 f"that step or before. Raise checkpoint.keep ({run.config.checkpoint.keep if run.config.checkpoint else 0}), or go back "
                 "less far; sk.Rollback(0) starts anew."
             )
-        restore.set_aside(run, found.wrong if found else {}, (), target)
+        restore.quarantine_checkpoints(run, found.wrong if found else {}, (), target)
         run.cluster.barrier("before going back")
         run.checkpoints.forget_after(target)
         run.cluster.barrier("went back")

@@ -179,10 +179,10 @@ class Run:
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
         if found is None:
             if self.checkpoints is not None:
-                restore.refuse_if_lost(self.cluster, self.checkpoints, self.directory)
+                restore.require_checkpoint(self.cluster, self.checkpoints, self.directory)
             lines = restore.keep_old_records(self.directory) if self.cluster.is_main else []
             self._open_records(0)
-            restore.set_aside(self, {}, lines, 0)
+            restore.quarantine_checkpoints(self, {}, lines, 0)
             self.program.skip_batches(skipped_batches.read_for_all(self.directory, self.cluster))
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
@@ -193,7 +193,7 @@ class Run:
         self.first_step = found.step + 1
         fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
         self._open_records(found.step)
-        restore.set_aside(self, found.wrong, [*fetched, *found.lines], found.step)
+        restore.quarantine_checkpoints(self, found.wrong, [*fetched, *found.lines], found.step)
         self.events.write("restored", step=found.step, **where)
         if changed and self.cluster.is_main:
             self.message(f"since step {found.step} was saved, these have changed:\n{resume_check.table(changed)}")

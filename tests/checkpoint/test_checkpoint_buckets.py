@@ -119,8 +119,8 @@ def test_what_is_damaged_is_found_set_aside_and_passed_over_and_what_is_foreign_
         checkpoints.restore(3, ABSTRACT)
     step, wrong = quarantine.newest_sound(checkpoints.directory, 2, ())
     assert step == 1 and "_METADATA has" in wrong[2]
-    assert quarantine.set_aside(checkpoints.directory, "2") == "2.damaged"
-    assert quarantine.set_aside(checkpoints.directory, "9") == "9.damaged"
+    assert quarantine.quarantine(checkpoints.directory, "2") == "2.damaged"
+    assert quarantine.quarantine(checkpoints.directory, "9") == "9.damaged"
     again = opened(tmp_path)
     assert again.steps() == [1, 3] and ignored_entries(again.directory) == ["2.damaged", "9.damaged"]
     assert client.objects["bucket-one/runs/first/9.damaged/notes.txt"] == b"of somebody"

@@ -118,11 +118,11 @@ def test_a_slow_worker_does_not_slow_the_other():
     assert job.last.progress[0] > 2.5 * job.last.progress[1] > 0, job.last.progress
 
 
-def at_their_last(chief):
+def at_their_last(coordinator):
     """Returns the workers whose death now would be one too many in a row without a gradient, and end the job: by
     chance, among 20 in 400 updates."""
-    idle = [n for n, start in chief._progress_at_start.items() if chief._progress.get(n, 0) <= start]
-    return [chief._running.get(n) for n in idle if chief._without_push[n] == IN_A_ROW - 1]
+    idle = [n for n, start in coordinator._progress_at_start.items() if coordinator._progress.get(n, 0) <= start]
+    return [coordinator._running.get(n) for n in idle if coordinator._without_push[n] == IN_A_ROW - 1]
 
 
 @pytest.mark.parametrize("workers, steps", [(3, 400), pytest.param(5, 3000, marks=pytest.mark.slow)])
@@ -139,7 +139,7 @@ def test_under_kills_of_workers_and_servers_and_lost_answers_nothing_is_applied_
                 goes_back.append(int(job.saved[0].step))
             else:
                 living = [thread for thread in job.transport.workers if thread.ended() is None and thread not in dead]
-                living = [thread for thread in living if thread not in at_their_last(job.chief)]
+                living = [thread for thread in living if thread not in at_their_last(job.coordinator)]
                 if not living:
                     return
                 dead.append(dice.choice(living))
@@ -171,7 +171,7 @@ def test_a_worker_that_joins_works_along():
 
     def at(job, applied):
         if applied >= 20 and not joined:
-            joined.append(job.chief.join().fields)
+            joined.append(job.coordinator.join().fields)
 
     job = Job(Rules(150), workers=1, seconds=lambda worker: 0.002)
     job.run(at=at)

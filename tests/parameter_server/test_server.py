@@ -10,7 +10,7 @@ import pytest
 
 from spmdkit.errors import ConfigError
 from spmdkit.parameter_server.completed_batches import Settled, dealt
-from spmdkit.parameter_server.coordinator import Chief, parts_of
+from spmdkit.parameter_server.coordinator import Coordinator, parts_of
 from spmdkit.parameter_server.messages import Push, Rules
 from spmdkit.parameter_server.partition import check_separable, joined, owners, shard, to_arrays
 from spmdkit.parameter_server.server import Server
@@ -141,41 +141,41 @@ class ByHand(Threads):
 
 
 def by_hand(owned, workers, zeros=2, optimizer=None, saved=None):
-    """Returns (chief, transport, what is saved, the last of which servers go back to): of leaves of `zeros` numbers."""
+    """Returns (coordinator, transport, what is saved, the last of which servers go back to): of leaves of `zeros` numbers."""
     optimizer = optax.with_extra_args_support(optimizer or optax.sgd(1.0))
     params = {path: jnp.zeros(zeros) for path in owned}
     saved = saved or [(states.create(params, None, optimizer, 0, None), None)]
     make = lambda number: Server(optimizer, shard(abstract(params), owned, number), Rules(10), donate=False)
     transport = ByHand(make, None)
-    chief = Chief(transport, optimizer, owned, len(set(owned.values())), workers, lambda: saved[-1])
-    chief.install()
-    chief.start()
-    return chief, transport, saved
+    coordinator = Coordinator(transport, optimizer, owned, len(set(owned.values())), workers, lambda: saved[-1])
+    coordinator.install()
+    coordinator.start()
+    return coordinator, transport, saved
 
 
 @pytest.mark.parametrize("loss", ["servers go back", "the worker dies"])
 @pytest.mark.parametrize("reached", [0, 1])
 def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached, loss):
-    chief, transport, saved = by_hand({"v": 0, "w": 1}, workers=2)
+    coordinator, transport, saved = by_hand({"v": 0, "w": 1}, workers=2)
 
     def pushed(server, worker, batch, generation):
         gradient = {"vw"[server]: np.float32([1, 0])}
         sent = Push(worker, 0, 0, generation, 0, batch, gradient)
-        return ask(chief.endpoints[server], "push", sent).outcome
+        return ask(coordinator.endpoints[server], "push", sent).outcome
 
-    assert ask(chief.endpoints[0], "take", 0, 0, 0) == 1
+    assert ask(coordinator.endpoints[0], "take", 0, 0, 0) == 1
     assert pushed(reached, 0, 1, generation=1) == "applied"
     if loss == "servers go back":
-        saved.append(chief.snapshot())
-        chief.install()
+        saved.append(coordinator.snapshot())
+        coordinator.install()
     else:
         transport.workers[0].dead = True
-        assert [happened.event for happened in chief.watch().happened] == ["worker_lost", "worker_started"]
+        assert [event.event for event in coordinator.watch().events] == ["worker_lost", "worker_started"]
     generation = len(saved)
-    assert ask(chief.endpoints[0], "take", 1, 0, 0) == 1  # whoever asks next has it
+    assert ask(coordinator.endpoints[0], "take", 1, 0, 0) == 1  # whoever asks next has it
     assert [pushed(server, 1, 1, generation) == "again" for server in (0, 1)] == [reached == 0, reached == 1]
-    assert ask(chief.endpoints[0], "take", 1, 0, 1) == 2
-    state, _ = chief.snapshot()
+    assert ask(coordinator.endpoints[0], "take", 1, 0, 1) == 2
+    state, _ = coordinator.snapshot()
     assert state.params["v"].tolist() == state.params["w"].tolist() == [-1, 0]
 
 
@@ -185,26 +185,32 @@ def test_a_push_that_reached_some_leaves_is_applied_once_to_each_by_other_server
     one_of = lambda batch: np.eye(8, dtype=np.float32)[batch]
     before = {"v": 0, "w": 1, "x": 1}
     for after in ({"v": 0, "w": 0, "x": 0}, {"v": 1, "w": 0, "x": 1}, {"v": 1, "w": 0, "x": 2}):
-        chief, _, saved = by_hand(before, workers=1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5))
+        coordinator, _, saved = by_hand(before, workers=1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5))
         for number in range(5):
-            assert ask(chief.endpoints[0], "take", 0, 0, number) == number + 1
+            assert ask(coordinator.endpoints[0], "take", 0, 0, number) == number + 1
         for server, batches in enumerate([(1, 2, 4), (1, 3, 5)]):
             for batch in batches:
                 gradient = {path: one_of(batch) for path, owner in before.items() if owner == server}
                 sent = Push(0, 0, batch - 1, 1, 0, batch, gradient)
-                assert ask(chief.endpoints[server], "push", sent).outcome == "applied"
-        saved.append(json.loads(json.dumps(chief.snapshot()[1])))
-        state = chief.snapshot()[0]
-        chief, _, _ = by_hand(after, 1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5), saved=[(state, saved[-1])])
-        assert [endpoint.ask("status", 0)()["applied"] for endpoint in chief.endpoints] == [3] * len(chief.endpoints)
-        given = [ask(chief.endpoints[0], "take", 0, 1, number) for number in range(5)]
+                assert ask(coordinator.endpoints[server], "push", sent).outcome == "applied"
+        saved.append(json.loads(json.dumps(coordinator.snapshot()[1])))
+        state = coordinator.snapshot()[0]
+        coordinator, _, _ = by_hand(
+            after, 1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5), saved=[(state, saved[-1])]
+        )
+        assert [endpoint.ask("status", 0)()["applied"] for endpoint in coordinator.endpoints] == [3] * len(
+            coordinator.endpoints
+        )
+        given = [ask(coordinator.endpoints[0], "take", 0, 1, number) for number in range(5)]
         assert given == [2, 3, 4, 5, 6]
         for number, batch in enumerate(given):
-            for server, endpoint in enumerate(chief.endpoints):
+            for server, endpoint in enumerate(coordinator.endpoints):
                 own = {path: one_of(batch) for path, owner in after.items() if owner == server}
                 ask(endpoint, "push", Push(0, 1, number, 1, 3, batch, own))
-        assert [endpoint.ask("status", 0)()["applied"] for endpoint in chief.endpoints] == [6] * len(chief.endpoints)
-        end, tables = chief.snapshot()
+        assert [endpoint.ask("status", 0)()["applied"] for endpoint in coordinator.endpoints] == [6] * len(
+            coordinator.endpoints
+        )
+        end, tables = coordinator.snapshot()
         assert [len(table["parts"]) for table in tables] == [1] * len(tables)  # all have taken the same again
         found[str(after)] = {path: np.asarray(leaf).tolist() for path, leaf in end.params.items()}
         momentum = lambda batches: sum(one_of(batch) * 0.5 ** (5 - i) for i, batch in enumerate(batches))
@@ -233,16 +239,16 @@ def test_a_leaf_that_has_enough_updates_takes_none_while_others_of_its_server_ca
 
 
 def test_a_worker_whose_gradients_were_lost_with_a_server_has_not_died_for_nothing():
-    chief, transport, _ = by_hand({"w": 0}, workers=1)
+    coordinator, transport, _ = by_hand({"w": 0}, workers=1)
     for life in range(4):
         sent = Push(0, life, 0, life + 1, 0, 1, {"w": np.float32([1, 0])})
-        assert ask(chief.endpoints[0], "push", sent).outcome == "applied"
-        assert chief.watch().applied == 1
+        assert ask(coordinator.endpoints[0], "push", sent).outcome == "applied"
+        assert coordinator.watch().applied == 1
         transport.servers[0].kill()
-        chief.watch()
-        assert chief.watch().went_back_to == 0
+        coordinator.watch()
+        assert coordinator.watch().went_back_to == 0
         transport.workers[-1].dead = True
-        assert [happened.event for happened in chief.watch().happened] == ["worker_lost", "worker_started"]
+        assert [event.event for event in coordinator.watch().events] == ["worker_lost", "worker_started"]
 
 
 def test_batches_that_are_settled_are_known_by_a_number_and_a_few_above():

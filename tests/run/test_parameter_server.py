@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_fewer_servers_and_with_more_and_each_leaf_has_all_up
 def test_a_run_tells_who_does_what_and_how_stale_gradients_are(tmp_path):
     result = train(tmp_path, sync=TWO, steps=40, eval={"every_steps": 20}, checkpoint={"every_steps": 10, "keep": 10})
     roles = events(tmp_path, "roles")[0]
-    assert (roles["chief"], roles["servers"], roles["workers"]) == (0, 1, 2)
+    assert (roles["coordinator"], roles["servers"], roles["workers"]) == (0, 1, 2)
     assert {event["worker"] for event in events(tmp_path, "worker_started")} == {0, 1}
     told = [line for line in lines(tmp_path, "metrics.jsonl") if line.get("split") != "eval"]
     assert (
@@ -81,8 +81,8 @@ def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch
     monkeypatch.setattr(parameter_server, "_transport", lambda *args: made.append(transport(*args)) or made[-1])
     due = parameter_server._Watch._due
 
-    def due_and_kill(self, seen):
-        due(self, seen)
+    def due_and_kill(self, stats):
+        due(self, stats)
         if self.run.saved_at_step and not killed:
             self.run.saves.settle()
             killed.append(self.run.saved_at_step)
@@ -97,7 +97,7 @@ def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch
     assert told == sorted(set(told)) and told[-1] == 1000
 
 
-def test_a_worker_joins_when_a_file_says_so_and_the_chief_saves_every_so_many_seconds(tmp_path):
+def test_a_worker_joins_when_a_file_says_so_and_the_coordinator_saves_every_so_many_seconds(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "workers").write_text("3\n")
     train(tmp_path, sync=TWO, steps=150, checkpoint={"every_seconds": 0.01})

@@ -13,7 +13,7 @@ import optax
 
 import spmdkit as sk
 from spmdkit.config import replace_keys
-from spmdkit.parameter_server.coordinator import Chief
+from spmdkit.parameter_server.coordinator import Coordinator
 from spmdkit.parameter_server.gradient import Gradient, GradientStep, server_optimizer, synchronous
 from spmdkit.parameter_server.messages import Rules
 from spmdkit.parameter_server.partition import owners, shard, to_arrays
@@ -60,7 +60,7 @@ def counting_state(step: int = 0, params: Any = COUNTS) -> states.TrainState:
 
 
 class Job:
-    """Servers, workers and their chief over the transport of threads.
+    """Servers, workers and their coordinator over the transport of threads.
 
     Args:
         seconds: worker -> how long a gradient of it takes, for the counting model.
@@ -96,36 +96,36 @@ class Job:
             return Worker(number, incarnation, endpoints, paths, computes(number), policies, overlap, stopped)
 
         self.transport = Threads(make_server, make_worker, loses)
-        self.chief = Chief(self.transport, self.optimizer, self.owned, servers, workers, lambda: self.saved)
+        self.coordinator = Coordinator(self.transport, self.optimizer, self.owned, servers, workers, lambda: self.saved)
         self.records: list[dict[str, Any]] = []
-        self.happened: list[Any] = []
+        self.events: list[Any] = []
         self.last: Any = None
 
     def run(self, limit_s: float = 60, at: Callable[[Job, int], None] = lambda job, applied: None) -> Any:
         """Returns the state at the end; `at` is called with the updates that all servers have applied."""
         begin, saved_at = time.monotonic(), 0
         try:
-            self.chief.install()
-            self.chief.start()
+            self.coordinator.install()
+            self.coordinator.start()
             while True:
-                assert time.monotonic() - begin < limit_s, (self.last, self.happened[-5:])
-                self.last = seen = self.chief.watch()
-                self.happened += seen.happened
-                if seen.went_back_to is not None:
-                    self.records = [record for record in self.records if record["step"] <= seen.went_back_to]
-                    saved_at = seen.went_back_to
-                self.records += seen.records
-                if seen.applied >= self.steps and (end := self.chief.snapshot()) is not None:
+                assert time.monotonic() - begin < limit_s, (self.last, self.events[-5:])
+                self.last = stats = self.coordinator.watch()
+                self.events += stats.events
+                if stats.went_back_to is not None:
+                    self.records = [record for record in self.records if record["step"] <= stats.went_back_to]
+                    saved_at = stats.went_back_to
+                self.records += stats.records
+                if stats.applied >= self.steps and (end := self.coordinator.snapshot()) is not None:
                     return end[0]
-                if seen.applied >= saved_at + self.every and (found := self.chief.snapshot()) is not None:
+                if stats.applied >= saved_at + self.every and (found := self.coordinator.snapshot()) is not None:
                     self.saved, saved_at = found, int(found[0].step)
-                at(self, seen.applied)
+                at(self, stats.applied)
                 time.sleep(0.002)
         finally:
-            self.chief.close()
+            self.coordinator.close()
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.happened if event == name]
+        return [fields for event, fields in self.events if event == name]
 
 
 def of_task(config: sk.Config, task: sk.Task, rules: Rules, **options: Any) -> tuple[Job, Program]:

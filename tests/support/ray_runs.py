@@ -1,4 +1,4 @@
-"""Runs of `sync: parameter_server` on Ray, seen from outside: their events, the processes that they start, the
+"""Runs of `sync: parameter_server` on Ray, observed from outside: their events, the processes that they start, the
 addresses on which those listen."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Driver:
     """`spmdkit train CONFIG` in a process of its own, in a directory.
 
     Attributes:
-        pid: of the chief.
+        pid: of the coordinator.
     """
 
     def __init__(self, folder: Path, *overrides: str, config: Path = LINE, cluster: Cluster | None = None):

@@ -9,14 +9,14 @@
 restart |
 | slow | each of its steps takes 0.25 s longer, for 5 s | no restart: all go on, slowly |
 | nan | a NaN in its rows of one batch | what `on_nonfinite` says; `stop` ends the run |
-| flip | one bit of its copy of the largest parameter | `check_copies` finds it; without that, or a copy, nothing does |
+| bit-flip | one bit of its copy of the largest parameter | `check_copies` finds it; without that, or a copy, nothing does |
 | truncate | killed, and a file of the newest checkpoint is cut in half | a restart from the checkpoint before |
 | corrupt | killed, and one bit of the newest checkpoint is flipped | a restart from the checkpoint before |
-| diskfull | no file of any process can grow beyond 2 KiB until that is noticed: they share a disk | told, and made up
+| disk-full | no file of any process can grow beyond 2 KiB until that is noticed: they share a disk | told, and made up
 for at the next interval |
-| cut | its host neither sends nor gets a frame until all have ended | 75 after `watchdog.silence_s`, a restart |
-| oneway | what its host sends is lost until all have ended; what is sent to it comes | as cut |
-| partial | nothing passes between its host and that of the next process; both reach the coordination service, until all
+| partition | its host neither sends nor gets a frame until all have ended | 75 after `watchdog.silence_s`, a restart |
+| partition-send | what its host sends is lost until all have ended; what is sent to it comes | as partition |
+| partition-peer | nothing passes between its host and that of the next process; both reach the coordination service, until all
 have ended | 76 after `watchdog.step_s`, a restart |
 | delay | what its host sends and gets comes 50 ms later, for 5 s | no restart |
 | loss | 2 % of what its host sends and gets is lost, for 5 s | no restart |
@@ -33,24 +33,24 @@ from dataclasses import dataclass
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 
-NETWORK = ("cut", "delay", "loss", "oneway", "partial", "rate")
-KINDS = ("kill", "stop", "term", "hang", "slow", "nan", "flip", "truncate", "corrupt", "diskfull", *NETWORK)
-ENDS = ("kill", "stop", "term", "hang", "truncate", "corrupt", "cut", "oneway", "partial")
+NETWORK = ("partition", "delay", "loss", "partition-send", "partition-peer", "rate")
+KINDS = ("kill", "stop", "term", "hang", "slow", "nan", "bit-flip", "truncate", "corrupt", "disk-full", *NETWORK)
+ENDS = ("kill", "stop", "term", "hang", "truncate", "corrupt", "partition", "partition-send", "partition-peer")
 """What ends the attempt in which it comes."""
 LASTS = ("slow", "delay", "loss", "rate")
 """What lasts for a while, and ends nothing."""
-BY_POLICY = ("nan", "flip")
+BY_POLICY = ("nan", "bit-flip")
 """What may change the numbers, as the config says."""
 
 OF_CHECKPOINTS = ("truncate", "corrupt")
 """What comes to the newest checkpoint, when all have ended."""
 
-FROM_HERE = ("diskfull", *NETWORK)
+FROM_HERE = ("disk-full", *NETWORK)
 """What no process can do to itself: the drill does it."""
 
 RANDOM = "random"
 _SPEC = re.compile(
-    r"(?P<kind>[a-z]+):(?P<process>\d{1,6}|random)(@(?P<step>\d{1,12})|@(?P<seconds>\d{1,6}(\.\d+)?)s|@random)?"
+    r"(?P<kind>[a-z-]+):(?P<process>\d{1,6}|random)(@(?P<step>\d{1,12})|@(?P<seconds>\d{1,6}(\.\d+)?)s|@random)?"
 )
 
 

@@ -88,7 +88,7 @@ class Inside:
             self._slow_until = time.monotonic() + SLOW_FOR_S
             self._said(number)
         else:
-            spoiled = {"nan": _with_nan, "flip": _with_flip}[kind]
+            spoiled = {"nan": _with_nan, "bit-flip": _with_flip}[kind]
             self._spoil = lambda state, batch: self._spoiled(
                 number, spoiled, state, batch, random.Random(order["seed"])
             )
@@ -124,7 +124,9 @@ def _with_nan(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(batch.examples)
     number = next((n for n, leaf in enumerate(leaves) if _has_rows_of_floats(leaf)), None)
     if number is None:
-        raise ValueError("nan: the batch has no leaf with rows of floating-point numbers that could be one. Try flip.")
+        raise ValueError(
+            "nan: the batch has no leaf with rows of floating-point numbers that could be one. Try bit-flip."
+        )
 
     def spoil(part: np.ndarray) -> None:
         part.reshape(part.shape[0], -1)[0] = np.nan
@@ -143,7 +145,7 @@ def _with_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(state.params)
     floats = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size]
     if not floats:
-        raise ValueError("flip: there is no parameter of floating-point numbers.")
+        raise ValueError("bit-flip: there is no parameter of floating-point numbers.")
     number = max(floats, key=lambda n: leaves[n].size)
 
     def spoil(part: np.ndarray) -> None:

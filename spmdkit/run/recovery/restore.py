@@ -89,17 +89,17 @@ def newest_good(
             return Restored(step, *found, {str(newer): what for newer, what in wrong.items()})
         wrong[step] = why
     if wrong:
-        raise quarantine.none_left(directory, {str(step): why for step, why in wrong.items()})
+        raise quarantine.no_valid_checkpoint(directory, {str(step): why for step, why in wrong.items()})
     return None
 
 
-def set_aside(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
+def quarantine_checkpoints(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
     """Renames, on process 0, what is damaged and what has a step's name and is none, and tells the user, with `lines`
     of what was restored."""
     if run.checkpoints is not None and run.cluster.is_main:
         directory = run.checkpoints.directory
         for name, why in (quarantine.without_record(directory) | dict(wrong)).items():
-            renamed = quarantine.set_aside(directory, name)
+            renamed = quarantine.quarantine(directory, name)
             run.events.write("checkpoint_quarantined", name=name, renamed=renamed, why=why)
             run.message(f"checkpoint {name} is damaged: {why}. It is kept as {directory / renamed}")
     for line in lines:
@@ -108,7 +108,7 @@ def set_aside(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: in
         run.message(f"going on from step {step}, the newest checkpoint that is as it was written")
 
 
-def refuse_if_lost(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
+def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
     """Raises CheckpointError where a run has trained and saved here, and its checkpoints are gone: it would start over
     without a word.
 

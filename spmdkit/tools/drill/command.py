@@ -59,14 +59,16 @@ def run_drill(asked: Drill) -> int:
     """
     config = load_config(asked.config, list(asked.overrides))
     faults = _checked(asked, config)
-    if config.checkpoint is not None and config.checkpoint.directory is not None:  # the run's own, which is not hurt
+    if (
+        config.checkpoint is not None and config.checkpoint.directory is not None
+    ):  # the run's own, which is not disturbed
         _say(f"note: the drill's checkpoints stay on this machine; {config.checkpoint.directory} is left alone")
         asked = dataclasses.replace(asked, overrides=[*asked.overrides, "checkpoint.directory=null"])
     with network_for(faults, asked.num_processes) as network:
-        return _hurt(asked, config, faults, network)
+        return _run_both(asked, config, faults, network)
 
 
-def _hurt(asked: Drill, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
+def _run_both(asked: Drill, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
     """Runs the job without and with its faults, and says how that went."""
     folder = _new_folder(config)
     _say(f"without a fault, in {folder / 'undisturbed'}")
@@ -77,11 +79,13 @@ def _hurt(asked: Drill, config: Config, faults: Sequence[Fault], network: Networ
         return code
     pace = figures.pace_of(clean.attempts, config.steps, clean.num_saves)
     _say(f"with {', '.join(map(str, faults))}{f' (each {asked.count} times)' if asked.count > 1 else ''}")
-    hurt = Driver(folder / "disturbed", asked.num_processes, faults, asked.seed, pace, config.steps, network=network)
-    code = _run(asked, config, folder / "disturbed", hurt, hurt.num_asked + SPARE_RESTARTS)
-    if hurt.asked is not None:
+    disturbed = Driver(
+        folder / "disturbed", asked.num_processes, faults, asked.seed, pace, config.steps, network=network
+    )
+    code = _run(asked, config, folder / "disturbed", disturbed, disturbed.num_asked + SPARE_RESTARTS)
+    if disturbed.asked is not None:
         return code
-    result = _result(asked, config, folder, clean, hurt, code)
+    result = _result(asked, config, folder, clean, disturbed, code)
     write_json(folder / "drill.json", result)
     write_text(folder / "drill.html", drill_page(result))
     if asked.as_json:
@@ -121,7 +125,7 @@ def _checked(asked: Drill, config: Config) -> list[Fault]:
             raise ConfigError(
                 f"--fault {fault} and {config.where('elastic.in_process')}: {what}, and this job goes on in the processes that are left. Add elastic.in_process=false to the drill."
             )
-        if fault.kind == "flip" and config.check_copies is None:
+        if fault.kind == "bit-flip" and config.check_copies is None:
             _say("note: check_copies is null in the config, so that nothing will notice a flipped bit")
     return faults
 
@@ -158,16 +162,16 @@ def _run(asked: Drill, config: Config, folder: Path, driver: Driver, max_restart
         driver.close()
 
 
-def _result(asked: Drill, config: Config, folder: Path, clean: Driver, hurt: Driver, code: int) -> dict[str, Any]:
+def _result(asked: Drill, config: Config, folder: Path, clean: Driver, disturbed: Driver, code: int) -> dict[str, Any]:
     """Returns what `--json` prints; also what the page is made of."""
-    begin = hurt.attempts[0].begin
+    begin = disturbed.attempts[0].begin
     leaf = (
         compare.different_leaf(folder / "undisturbed", folder / "disturbed")
         if code == 0
         else "the run did not come to its end"
     )
     record = compare.different_record(folder / "undisturbed", folder / "disturbed") if code == 0 else leaf
-    why = _failures(hurt, code, leaf, record)
+    why = _failures(disturbed, code, leaf, record)
     return {
         "passed": not why,
         "why": why,
@@ -175,17 +179,17 @@ def _result(asked: Drill, config: Config, folder: Path, clean: Driver, hurt: Dri
         "processes": asked.num_processes,
         "steps": config.steps,
         "seed": asked.seed,
-        "asked": hurt.num_asked,
-        "fired": len([hit for hit in hurt.hits if not hit.failed]),
-        "attempts": len(hurt.attempts),
+        "asked": disturbed.num_asked,
+        "fired": len([injection for injection in disturbed.injections if not injection.failed]),
+        "attempts": len(disturbed.attempts),
         "exit_code": code,
         "same_parameters": not leaf,
         "same_metrics": not record,
         "different": [text for text in (leaf, record) if text],
-        **figures.summary(hurt.hits, hurt.attempts, clean.attempts),
-        "shares": figures.shares(hurt.bars),
-        "faults": [figures.told(hit, begin) for hit in hurt.hits],
-        "bars": [_bars(bars, begin) for bars in hurt.bars],
+        **figures.summary(disturbed.injections, disturbed.attempts, clean.attempts),
+        "shares": figures.shares(disturbed.bars),
+        "faults": [figures.injection_row(injection, begin) for injection in disturbed.injections],
+        "bars": [_bars(bars, begin) for bars in disturbed.bars],
         "undisturbed_bars": [_bars(bars, clean.attempts[0].begin) for bars in clean.bars],
         "folder": str(folder),
         "page": str(folder / "drill.html"),
@@ -193,29 +197,33 @@ def _result(asked: Drill, config: Config, folder: Path, clean: Driver, hurt: Dri
     }
 
 
-def _failures(hurt: Driver, code: int, leaf: str, record: str) -> list[str]:
+def _failures(disturbed: Driver, code: int, leaf: str, record: str) -> list[str]:
     """Returns why a drill has not passed, () where it has."""
-    why = [f"fault {hit.number}, {hit.fault}, could not be done: {hit.failed}" for hit in hurt.hits if hit.failed]
-    missing = hurt.num_asked - len(hurt.hits)
+    why = [
+        f"fault {injection.number}, {injection.fault}, could not be done: {injection.failed}"
+        for injection in disturbed.injections
+        if injection.failed
+    ]
+    missing = disturbed.num_asked - len(disturbed.injections)
     if missing:
         why.append(
-            f"{missing} of {hurt.num_asked} faults did not come before the run was over: that proves nothing. Give the run more steps (steps=...), or ask "
+            f"{missing} of {disturbed.num_asked} faults did not come before the run was over: that proves nothing. Give the run more steps (steps=...), or ask "
             "for fewer or earlier faults."
         )
     if code != 0:
         why.append(f"the run ended with exit code {code} ({outcome(code)}), and not with 0")
-    why += [f"step {newest} was committed, and the run went on from step {step}" for newest, step in hurt.gone]
-    if code == 0 and not any(hit.fault.kind in BY_POLICY for hit in hurt.hits):
+    why += [f"step {newest} was committed, and the run went on from step {step}" for newest, step in disturbed.gone]
+    if code == 0 and not any(injection.fault.kind in BY_POLICY for injection in disturbed.injections):
         why += [
             f"{what} not the same as without a fault: {text}"
             for what, text in (("the state is", leaf), ("metrics are", record))
             if text
         ]
     why += [
-        f"fault {hit.number}, {hit.fault}, was never noticed"
-        + (": set check_copies" if hit.fault.kind == "flip" else "")
-        for hit in hurt.hits
-        if hit.fault.kind in ("flip", "diskfull") and hit.detected is None and not hit.failed
+        f"fault {injection.number}, {injection.fault}, was never noticed"
+        + (": set check_copies" if injection.fault.kind == "bit-flip" else "")
+        for injection in disturbed.injections
+        if injection.fault.kind in ("bit-flip", "disk-full") and injection.detected is None and not injection.failed
     ]
     return why
 

@@ -1,4 +1,4 @@
-"""Whether a run that was hurt has ended as one that was not: every bit of the state of its last step, and every number
+"""Whether a run that was disturbed has ended as one that was not: every bit of the state of its last step, and every number
 that it has told."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from spmdkit.metrics import read_lines
 from spmdkit.tools.drill.corrupt import newest
 
 
-def different_leaf(clean: Path, hurt: Path) -> str:
+def different_leaf(clean: Path, disturbed: Path) -> str:
     """Returns what differs in the states that two runs have ended with, an empty text where nothing does."""
-    steps = [newest(run) for run in (clean, hurt)]
+    steps = [newest(run) for run in (clean, disturbed)]
     if steps[0] != steps[1]:
         return f"the last step is {steps[1]}, and {steps[0]} without a fault"
-    theirs, ours = (saved_state(run / "checkpoints", steps[0]) for run in (clean, hurt))
+    theirs, ours = (saved_state(run / "checkpoints", steps[0]) for run in (clean, disturbed))
     if theirs.keys() != ours.keys():
         return f"other leaves: {', '.join(sorted(theirs.keys() ^ ours.keys())[:3])}"
     for path, leaf in theirs.items():
@@ -36,10 +36,10 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(a)), 1e-30)
 
 
-def different_record(clean: Path, hurt: Path) -> str:
+def different_record(clean: Path, disturbed: Path) -> str:
     """Returns the first record of metrics.jsonl that differs, an empty text where none does. What a clock has measured
     is left out."""
-    theirs, ours = (_records(run) for run in (clean, hurt))
+    theirs, ours = (_records(run) for run in (clean, disturbed))
     for a, b in zip(theirs, ours, strict=False):
         if a != b:
             keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))

@@ -28,7 +28,7 @@ from spmdkit.launch.process import send
 from spmdkit.launch.supervisor import Child, Note
 from spmdkit.tools.drill import corrupt, timing
 from spmdkit.tools.drill.network import LAUNCHER, Network, host_address
-from spmdkit.tools.drill.timeline import Bars, Events, Hit, Start, bar_of
+from spmdkit.tools.drill.timeline import Bars, Events, InjectionResult, Start, bar_of
 from spmdkit.tools.drill.timing import Moment, Pace
 
 TELLS = (
@@ -63,7 +63,7 @@ class Driver:
         self._rng, self._network = random.Random(seed), network
         self._queue = [(fault, turn) for fault in _in_order(faults) for turn in range(1, fault.count + 1)]
         self.num_asked = len(self._queue)
-        self.hits: list[Hit] = []
+        self.injections: list[InjectionResult] = []
         self.attempts: list[Start] = []
         self.bars = [Bars() for _ in range(num_processes)]
         self.asked: int | None = None
@@ -74,7 +74,7 @@ class Driver:
         self._notes: list[Note] = []  # of the children of an attempt, in their order
         self._between = True  # attempts
         self._buried: list[Child] = []  # whose death was taken down, and the others went on
-        self._armed: Hit | None = None
+        self._armed: InjectionResult | None = None
         self._told: tuple[Child, Note] | None = None  # to whom the armed fault was ordered
         self._due = float("inf")
         self._turn = 0
@@ -147,12 +147,12 @@ class Driver:
         if self._network is not None:
             self._network.heal()
         died = [child.process for child in children if child.exit is None or child.exit.code]
-        for hit in self._open():
-            if hit.detected is None and died:
-                hit.detected, hit.detected_by = now, "the end of all"
-        for hit in self.hits:
-            if hit.attempt == len(self.attempts) and hit.fault.kind in ENDS and not _is_over(hit):
-                hit.reached, hit.unfinished = self._reached, corrupt.unfinished(self._run_dir)
+        for injection in self._open():
+            if injection.detected is None and died:
+                injection.detected, injection.detected_by = now, "the end of all"
+        for injection in self.injections:
+            if injection.attempt == len(self.attempts) and injection.fault.kind in ENDS and not _is_over(injection):
+                injection.reached, injection.unfinished = self._reached, corrupt.unfinished(self._run_dir)
         newest = corrupt.newest(self._run_dir)
         self._idle = 0 if newest > attempt.newest_before else self._idle + 1
         done = self._armed
@@ -179,22 +179,22 @@ class Driver:
 
     def _arm(self, children: Sequence[Child], new_attempt: bool) -> None:
         """Orders the next fault; one that did not come in the attempt before is ordered again."""
-        hit = self._armed
-        if hit is None:
+        injection = self._armed
+        if injection is None:
             if not self._queue:
                 return
             fault, self._turn = self._queue[0]
             if fault.step is None and fault.seconds is None and not new_attempt and self._reached >= self._steps:
                 return
             self._queue.pop(0)
-            hit = self._armed = Hit(fault, len(self.hits) + 1, 0, None)
-        fault = hit.fault
-        hit.process = self._rng.randrange(self._num) if fault.process is None else fault.process
-        hit.attempt, self._told = len(self.attempts), None
+            injection = self._armed = InjectionResult(fault, len(self.injections) + 1, 0, None)
+        fault = injection.fault
+        injection.process = self._rng.randrange(self._num) if fault.process is None else fault.process
+        injection.attempt, self._told = len(self.attempts), None
         begun = self.attempts[-1].begin
         self._due = float("inf")
         if fault.step is not None:
-            hit.moment = Moment("step", 0.0, fault.step)
+            injection.moment = Moment("step", 0.0, fault.step)
         elif fault.seconds is not None:
             self._due = max(self.attempts[0].begin + fault.seconds * self._turn, self._clock())
             return
@@ -203,18 +203,26 @@ class Driver:
             faults_left = len(self._queue) + 1
             from_step = self._begun_at if new_attempt else self._reached
             left = self._steps - from_step
-            hit.moment = timing.draw(self._rng, self._pace, from_step, left, faults_left, self._idle)
-            if hit.moment.at == "start" and not new_attempt:
-                hit.moment = Moment("step", hit.moment.delay_s, from_step + 1)
-        if hit.moment.at == "start":
-            self._due = begun + hit.moment.delay_s
-        elif fault.kind not in FROM_HERE or hit.moment.at == "save":
-            self._order(hit, children, hit.moment.at, hit.moment.number, hit.moment.delay_s)
+            injection.moment = timing.draw(self._rng, self._pace, from_step, left, faults_left, self._idle)
+            if injection.moment.at == "start" and not new_attempt:
+                injection.moment = Moment("step", injection.moment.delay_s, from_step + 1)
+        if injection.moment.at == "start":
+            self._due = begun + injection.moment.delay_s
+        elif fault.kind not in FROM_HERE or injection.moment.at == "save":
+            self._order(injection, children, injection.moment.at, injection.moment.number, injection.moment.delay_s)
 
-    def _order(self, hit: Hit, children: Sequence[Child], at: str, moment: int = 0, delay_s: float = 0.0) -> None:
-        order = {"number": hit.number, "kind": hit.fault.kind, "at": at, "moment": moment, "delay_s": delay_s}
+    def _order(
+        self, injection: InjectionResult, children: Sequence[Child], at: str, moment: int = 0, delay_s: float = 0.0
+    ) -> None:
+        order = {
+            "number": injection.number,
+            "kind": injection.fault.kind,
+            "at": at,
+            "moment": moment,
+            "delay_s": delay_s,
+        }
         order["seed"] = self._rng.randrange(1 << 30)
-        child = _living(children)[hit.process]
+        child = _living(children)[injection.process]
         number = next(number for number, each in enumerate(children) if each is child)
         self._told = child, self._notes[number]
         self._notes[number].write(json.dumps(order).ljust(ORDER_BYTES))
@@ -225,60 +233,60 @@ class Driver:
 
     def _strike_if_due(self, children: Sequence[Child], now: float) -> None:
         """Does from here what comes at a time."""
-        hit = self._armed
-        if hit is None or hit.fired is not None:
+        injection = self._armed
+        if injection is None or injection.fired is not None:
             return
-        at = hit.moment
-        if hit.fault.kind in FROM_HERE and at is not None and at.at == "step" and self._reached >= at.number:
+        at = injection.moment
+        if injection.fault.kind in FROM_HERE and at is not None and at.at == "step" and self._reached >= at.number:
             self._due = now
         if now < self._due:
             return
         everybody, children = children, _living(children)
-        child = children[hit.process]
+        child = children[injection.process]
         if child.exit is not None:
             return  # in the next attempt
         self._due = float("inf")
-        if hit.fault.kind in FROM_HERE:
-            self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
-            return self._from_here(hit, children)
-        if hit.fault.kind not in SIGNALS:
-            return self._order(hit, everybody, "now")
-        self._fired(hit, self._clock(), (child.said or {}).get("phase") or "start")
-        send(child.popen.pid, SIGNALS[hit.fault.kind])
+        if injection.fault.kind in FROM_HERE:
+            self._fired(injection, self._clock(), (child.said or {}).get("phase") or "start")
+            return self._from_here(injection, children)
+        if injection.fault.kind not in SIGNALS:
+            return self._order(injection, everybody, "now")
+        self._fired(injection, self._clock(), (child.said or {}).get("phase") or "start")
+        send(child.popen.pid, SIGNALS[injection.fault.kind])
 
-    def _from_here(self, hit: Hit, children: Sequence[Child]) -> None:
-        if hit.fault.kind == "diskfull":
+    def _from_here(self, injection: InjectionResult, children: Sequence[Child]) -> None:
+        if injection.fault.kind == "disk-full":
             _room(children, FULL_BYTES)
         elif self._network is not None:
-            hit.failed = self._network.hurt(hit.fault.kind, hit.process)
+            injection.failed = self._network.inject(injection.fault.kind, injection.process)
 
-    def _fired(self, hit: Hit, when: float, phase: str, failed: str = "") -> None:
+    def _fired(self, injection: InjectionResult, when: float, phase: str, failed: str = "") -> None:
         for before in self._open():
             before.overtaken = True
-        hit.fired, hit.phase, hit.failed, hit.reached = when, phase, failed, self._reached
-        self.hits.append(hit)
+        injection.fired, injection.phase, injection.failed, injection.reached = when, phase, failed, self._reached
+        self.injections.append(injection)
 
     def _take_answer(self, children: Sequence[Child]) -> None:
         """Takes note of what a process says that it has done to itself, or that the moment has come to do."""
-        hit = self._armed
-        if hit is None or hit.fired is not None or self._told is None:
+        injection = self._armed
+        if injection is None or injection.fired is not None or self._told is None:
             return
-        from_here = hit.fault.kind in FROM_HERE
+        from_here = injection.fault.kind in FROM_HERE
         if from_here and any(child.exit is not None for child in children):
             return  # in the next attempt
         with suppress(ValueError):
             said = json.loads(self._told[1].read()[SAID_AT:].rstrip(b" \0") or b"{}")
-            if said.get("number") == hit.number:
+            if said.get("number") == injection.number:
                 self._reached = max(self._reached, said["step"])
-                self._fired(hit, said["time"], said["phase"], said["failed"])
+                self._fired(injection, said["time"], said["phase"], said["failed"])
                 if from_here:
-                    self._from_here(hit, children)
+                    self._from_here(injection, children)
 
     # ---- what follows --------------------------------------------------------------------------------------------------
 
-    def _open(self) -> list[Hit]:
+    def _open(self) -> list[InjectionResult]:
         """Returns the faults after which training is not yet beyond where it had been."""
-        return [hit for hit in self.hits if hit.recovered is None and not hit.overtaken]
+        return [injection for injection in self.injections if injection.recovered is None and not injection.overtaken]
 
     def _bury(self, children: Sequence[Child], now: float) -> None:
         """Takes note of the deaths without which the others go on."""
@@ -286,28 +294,28 @@ class Driver:
             if not child.mourned or child.exit is None or any(child is other for other in self._buried):
                 continue
             self._buried.append(child)
-            for hit in self._open():
-                hit.in_process = hit.in_process or hit.fault.kind in ENDS
-                if hit.detected is None:
-                    hit.detected, hit.detected_by = now, f"the exit of process {child.process}"
+            for injection in self._open():
+                injection.in_process = injection.in_process or injection.fault.kind in ENDS
+                if injection.detected is None:
+                    injection.detected, injection.detected_by = now, f"the exit of process {child.process}"
 
     def _follow(self, children: Sequence[Child], steps: Sequence[int], now: float) -> None:
         """Takes note of what is noticed and of what goes on again; an order that is done with makes room for the
         next."""
-        for hit in self._open():
-            assert hit.fired is not None
+        for injection in self._open():
+            assert injection.fired is not None
             dead = [c.process for c in children if c.exit is not None and c.exit.code]  # with 0 it is done
-            if hit.detected is None and dead:
-                hit.detected, hit.detected_by = now, f"the exit of process {dead[0]}"
-            ends = hit.fault.kind in ENDS
-            is_over = hit.detected is not None or (hit.fault.kind in LASTS and now > hit.fired)
+            if injection.detected is None and dead:
+                injection.detected, injection.detected_by = now, f"the exit of process {dead[0]}"
+            ends = injection.fault.kind in ENDS
+            is_over = injection.detected is not None or (injection.fault.kind in LASTS and now > injection.fired)
             if (
                 is_over
                 and len(steps) == len(children)
-                and min(steps) > hit.reached
-                and (not ends or hit.in_process or hit.attempt < len(self.attempts))
+                and min(steps) > injection.reached
+                and (not ends or injection.in_process or injection.attempt < len(self.attempts))
             ):
-                hit.recovered = now
+                injection.recovered = now
         armed = self._armed
         if armed is None or armed.fired is None or (armed.fault.kind in ENDS and not armed.in_process):
             return
@@ -316,7 +324,7 @@ class Driver:
         else:
             done = armed.detected is not None or bool(armed.failed)
         if done:
-            if armed.fault.kind == "diskfull":
+            if armed.fault.kind == "disk-full":
                 _room(children, None)
             if self._network is not None:
                 self._network.heal()
@@ -334,18 +342,18 @@ class Driver:
                 self._begun_at = step
                 if (newest := max(self.committed, default=0)) > step:
                     self.gone.append((newest, step))
-            for hit in self._open():
-                assert hit.fired is not None
+            for injection in self._open():
+                assert injection.fired is not None
                 if (
                     name in TELLS
-                    and hit.detected is None
-                    and when >= hit.fired - 0.001
+                    and injection.detected is None
+                    and when >= injection.fired - 0.001
                     and name != "checkpoint_quarantined"
                 ):
-                    hit.detected, hit.detected_by = when, f"the event '{name}'"
-                if name in ("restored", "started", "rolled_back") and when >= hit.fired and isinstance(step, int):
-                    hit.restored = step
-                    hit.reached = max(hit.reached, int(event.get("from_step", 0)))
+                    injection.detected, injection.detected_by = when, f"the event '{name}'"
+                if name in ("restored", "started", "rolled_back") and when >= injection.fired and isinstance(step, int):
+                    injection.restored = step
+                    injection.reached = max(injection.reached, int(event.get("from_step", 0)))
 
     def _close_notes(self) -> None:
         for note in self._notes:
@@ -361,9 +369,9 @@ def _living(children: Sequence[Child]) -> list[Child]:
     return [last[process] for process in sorted(last)]
 
 
-def _is_over(hit: Hit) -> bool:
+def _is_over(injection: InjectionResult) -> bool:
     """Returns whether a fault was survived in the same start, whose end says nothing of it."""
-    return hit.in_process and (hit.recovered is not None or hit.overtaken)
+    return injection.in_process and (injection.recovered is not None or injection.overtaken)
 
 
 def _in_order(faults: Sequence[Fault]) -> list[Fault]:

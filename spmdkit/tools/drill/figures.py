@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from spmdkit.tools.drill.timeline import BARS, Bars, Hit, Start
+from spmdkit.tools.drill.timeline import BARS, Bars, InjectionResult, Start
 from spmdkit.tools.drill.timing import Pace
 
 
@@ -46,37 +46,37 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def told(hit: Hit, begin: float) -> dict[str, Any]:
+def injection_row(injection: InjectionResult, begin: float) -> dict[str, Any]:
     """Returns a fault as JSON values; times are seconds since the first process was started."""
-    fired = hit.fired if hit.fired is not None else begin
+    fired = injection.fired if injection.fired is not None else begin
     since = lambda when: None if when is None else round(when - fired, 3)
     return {
-        "asked": str(hit.fault),
-        "kind": hit.fault.kind,
-        "process": hit.process,
-        "attempt": hit.attempt,
+        "asked": str(injection.fault),
+        "kind": injection.fault.kind,
+        "process": injection.process,
+        "attempt": injection.attempt,
         "at_s": round(fired - begin, 3),
-        "step": hit.reached,
-        "phase": hit.phase,
-        "drawn_at": hit.moment.at if hit.moment is not None and hit.fault.step is None else None,
-        "unfinished": hit.unfinished or None,
-        "failed": hit.failed or None,
-        "damaged": hit.damaged or None,
-        "detection_s": since(hit.detected),
-        "detected_by": hit.detected_by or None,
-        "recovery_s": since(hit.recovered),
-        "overtaken": hit.overtaken,
-        "in_process": hit.in_process,
-        "restored": hit.restored,
-        "steps_lost": hit.lost,
+        "step": injection.reached,
+        "phase": injection.phase,
+        "drawn_at": injection.moment.at if injection.moment is not None and injection.fault.step is None else None,
+        "unfinished": injection.unfinished or None,
+        "failed": injection.failed or None,
+        "damaged": injection.damaged or None,
+        "detection_s": since(injection.detected),
+        "detected_by": injection.detected_by or None,
+        "recovery_s": since(injection.recovered),
+        "overtaken": injection.overtaken,
+        "in_process": injection.in_process,
+        "restored": injection.restored,
+        "steps_lost": injection.lost,
     }
 
 
-def summary(hits: Sequence[Hit], attempts: Sequence[Start], clean: Sequence[Start]) -> dict[str, Any]:
+def summary(injections: Sequence[InjectionResult], attempts: Sequence[Start], clean: Sequence[Start]) -> dict[str, Any]:
     """Returns the figures of all faults together."""
-    detection = [h.detected - h.fired for h in hits if h.detected is not None and h.fired is not None]
-    recovery = [h.recovered - h.fired for h in hits if h.recovered is not None and h.fired is not None]
-    lost = sum(h.lost or 0 for h in hits if not h.overtaken)
+    detection = [h.detected - h.fired for h in injections if h.detected is not None and h.fired is not None]
+    recovery = [h.recovered - h.fired for h in injections if h.recovered is not None and h.fired is not None]
+    lost = sum(h.lost or 0 for h in injections if not h.overtaken)
     disturbed, undisturbed = work_seconds(attempts), work_seconds(clean)
     return {
         "detection_s": spread(detection),

@@ -57,9 +57,9 @@ def rules_of(kind: str, process: int, num_processes: int) -> Rules:
     """Returns what the switch does to the frames of a process; port `num_processes` is the launcher's, who keeps the
     coordination service."""
     others = [port for port in range(num_processes + 1) if port != process]
-    if kind == "oneway":
+    if kind == "partition-send":
         return [(process, other, CUT, 0.0, 0.0) for other in others]
-    if kind == "partial":
+    if kind == "partition-peer":
         others = [(process + 1) % num_processes]
     mild = {"loss": (LOSS, 0.0, 0.0), "delay": (0.0, DELAY_S, 0.0), "rate": (0.0, 0.0, RATE_BYTES_PER_S)}
     what = mild.get(kind, (CUT, 0.0, 0.0))
@@ -82,7 +82,7 @@ class Network:
         finally:
             _enter(self._own)
 
-    def hurt(self, kind: str, process: int) -> str:
+    def inject(self, kind: str, process: int) -> str:
         """Lets a fault come to the network of a process; returns why it could not be, or an empty text."""
         return self._say(rules_of(kind, process, len(self._spaces)))
 

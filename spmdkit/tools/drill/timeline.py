@@ -51,11 +51,11 @@ class Bars:
 
 
 @dataclass
-class Hit:
+class InjectionResult:
     """One fault: that it came, and what followed. Times are None until they are known.
 
     Attributes:
-        process: whom it hit.
+        process: whom it injection.
         moment: when it was to come; None: `fault.seconds`.
         reached: the newest step that any process had begun by then.
         phase: what the process did.

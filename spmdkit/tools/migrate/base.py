@@ -9,7 +9,7 @@ MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN = "mapped", "automatic here", "meaningle
 KINDS = (MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN)
 
 
-class Fate(NamedTuple):
+class Translation(NamedTuple):
     """What became of one setting: `why` is where it went, or why it went nowhere and what to do instead."""
 
     kind: str
@@ -28,7 +28,7 @@ class Migration:
     def __init__(self, devices: int = 1):
         self.devices = devices
         self.config: dict[str, Any] = {}
-        self.lines: list[Fate] = []
+        self.lines: list[Translation] = []
 
     def put(self, path: str, value: Any) -> None:
         """Sets `a.b` of the config."""
@@ -41,11 +41,11 @@ class Migration:
     def mapped(self, key: str, value: Any, path: str, to: Any, note: str = "") -> None:
         """Sets a key of the config, and says so."""
         self.put(path, to)
-        self.lines.append(Fate(MAPPED, key, value, f"{path}: {shown(to)}{note and f' ({note})'}"))
+        self.lines.append(Translation(MAPPED, key, value, f"{path}: {shown(to)}{note and f' ({note})'}"))
 
     def say(self, kind: str, key: str, value: Any, why: str) -> None:
         """Says what became of a setting."""
-        self.lines.append(Fate(kind, key, value, why))
+        self.lines.append(Translation(kind, key, value, why))
 
 
 def tidy(migration: Migration) -> None:

@@ -14,7 +14,7 @@ from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import visible
 from spmdkit.tools.migrate import accelerate, deepspeed, maxtext
-from spmdkit.tools.migrate.base import KINDS, UNKNOWN, Fate, Migration, shown, tidy
+from spmdkit.tools.migrate.base import KINDS, UNKNOWN, Migration, Translation, shown, tidy
 
 PROJECTS = {"accelerate": accelerate.NAMES, "deepspeed": deepspeed.NAMES, "maxtext": maxtext.NAMES}
 MOST_BYTES = 10**6
@@ -108,7 +108,7 @@ def text(migration: Migration, source: str, problem: str = "") -> str:
     return "\n".join([*head, *lines]) + "\n"
 
 
-def told(line: Fate) -> str:
+def told(line: Translation) -> str:
     """Returns the comment of one setting."""
     value = " ".join(shown(line.value).split())
     return f"#   {line.key}: {value if len(value) <= 60 else value[:57] + '...'} -> {line.why}"

@@ -35,12 +35,12 @@ def test_several_faults_in_one_drill_come_one_after_the_other(drills):
     code, output = drills.run(
         "-n",
         "2",
-        *(f"--fault={f}" for f in ("term:0@12", "truncate:1@24", "corrupt:0@36", "diskfull:0@48", "slow:1@57")),
+        *(f"--fault={f}" for f in ("term:0@12", "truncate:1@24", "corrupt:0@36", "disk-full:0@48", "slow:1@57")),
     )
     assert code == 0, output
     result = drills.result()
     told = {fault["kind"]: fault for fault in result["faults"]}
-    assert [fault["kind"] for fault in result["faults"]] == ["term", "truncate", "corrupt", "diskfull", "slow"]
+    assert [fault["kind"] for fault in result["faults"]] == ["term", "truncate", "corrupt", "disk-full", "slow"]
     assert told["term"]["steps_lost"] == 0, "what all agreed on is saved"
     for kind in ("truncate", "corrupt"):
         assert told[kind]["damaged"].startswith("checkpoints/")
@@ -63,12 +63,12 @@ def test_a_fault_that_does_not_come_fails_the_drill(drills):
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_noticed_where_copies_are_compared_and_fails_the_drill_where_not(drills):
-    code, output = drills.run("-n", "2", "--fault", "flip:1@11", "check_copies={every_steps: 5, then: rollback}")
+    code, output = drills.run("-n", "2", "--fault", "bit-flip:1@11", "check_copies={every_steps: 5, then: rollback}")
     assert code == 0, output
     (fault,) = drills.result()["faults"]
     assert "replicas_differ" in fault["detected_by"] or "rolled_back" in fault["detected_by"]
     assert drills.result()["same_parameters"], "what was computed with it was computed again"
-    code, output = drills.run("-n", "2", "steps=20", "--fault", "flip:1@11")
+    code, output = drills.run("-n", "2", "steps=20", "--fault", "bit-flip:1@11")
     assert code == 1
     assert "was never noticed: set check_copies" in output and not drills.result(2)["same_parameters"]
 
@@ -100,7 +100,7 @@ def test_what_hangs_is_ended_by_the_watchdog_and_goes_on(drills, kind, options, 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_one_save_too_many_ends_all_with_74_at_once_and_a_restart_goes_on(drills):
     begin = time.monotonic()
-    code, output = drills.run("-n", "2", "--fault", "diskfull:0@12", "checkpoint.max_failures=1")
+    code, output = drills.run("-n", "2", "--fault", "disk-full:0@12", "checkpoint.max_failures=1")
     assert code == 0, output
     assert "exit code 74" in output and "saving step 15" in output
     (fault,) = drills.result()["faults"]

@@ -44,7 +44,7 @@ def room(child):
 def test_a_disk_that_is_to_be_full_in_a_save_is_full_once_a_save_has_begun(child, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "draw", lambda *_: Moment("save", 0.0, 2))
     monkeypatch.setattr(driver, "step_of", lambda raw: 3)
-    drill = Driver(tmp_path, 1, [Fault("diskfull")], pace=Pace(1.0, 0.1, 5), steps=60)
+    drill = Driver(tmp_path, 1, [Fault("disk-full")], pace=Pace(1.0, 0.1, 5), steps=60)
     told, _ = drill.given(0)
     inside = Inside(told[DRILL_FILE])
     for step in (1, 2):
@@ -52,11 +52,13 @@ def test_a_disk_that_is_to_be_full_in_a_save_is_full_once_a_save_has_begun(child
         inside.before_step(step)
         inside.after_save() if step == 1 else None
     drill.look([child])
-    assert drill.hits == [] and room(child) != FULL_BYTES, "the second save has not begun"
+    assert drill.injections == [] and room(child) != FULL_BYTES, "the second save has not begun"
     inside.after_save()
     drill.look([child])
-    (hit,) = drill.hits
-    assert (hit.fault.kind, hit.process, hit.failed) == ("diskfull", 0, "") and room(child) == FULL_BYTES
+    (injection,) = drill.injections
+    assert (injection.fault.kind, injection.process, injection.failed) == ("disk-full", 0, "") and room(
+        child
+    ) == FULL_BYTES
     drill.close()
 
 
@@ -81,16 +83,16 @@ def test_a_death_without_which_the_others_go_on_is_a_fault_of_the_same_start_and
     children[1].exit, children[1].mourned = SimpleNamespace(code=137), True
     children[2].process, children[2].in_waiting = 1, False  # the standby takes its place
     drill.look(children)
-    (hit,) = drill.hits
-    assert hit.in_process and hit.detected_by == "the exit of process 1" and hit.recovered is None
+    (injection,) = drill.injections
+    assert injection.in_process and injection.detected_by == "the exit of process 1" and injection.recovered is None
     steps |= {children[0].note: 6, children[2].note: 6}
     drill.look(children)
-    assert hit.recovered is not None and len(drill.attempts) == 1
+    assert injection.recovered is not None and len(drill.attempts) == 1
     order = Inside(children[2].note)
     order._signal = lambda number, which: order._said(number)
     order.before_step(9)
     drill.look(children)
-    assert [(hit.fault.kind, hit.reached) for hit in drill.hits] == [("kill", 5), ("term", 9)]
+    assert [(injection.fault.kind, injection.reached) for injection in drill.injections] == [("kill", 5), ("term", 9)]
     drill.close()
 
 
@@ -106,7 +108,9 @@ def test_an_order_that_was_carried_out_is_not_carried_out_again_by_the_same_proc
     drill.close()
 
 
-@pytest.mark.parametrize(("text", "part"), [("truncate:1@9", "while no process lives"), ("cut:1@9", "on one host")])
+@pytest.mark.parametrize(
+    ("text", "part"), [("truncate:1@9", "while no process lives"), ("partition:1@9", "on one host")]
+)
 def test_what_a_job_that_goes_on_in_process_cannot_show_is_refused(text, part, tmp_path):
     (tmp_path / "run.yaml").write_text("task: t.py:task\nsteps: 20\nbatch_size: 4\nelastic: {in_process: true}\n")
     asked = command.Drill(tmp_path / "run.yaml", [], [text])
@@ -158,7 +162,7 @@ def test_a_switch_that_has_ended_is_said_by_the_fault_and_ends_no_launcher():
     switch = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     switch.wait()
     network = Network([0, 0, 0], switch)
-    assert "the switch between the hosts has ended" in network.hurt("cut", 0)
+    assert "the switch between the hosts has ended" in network.inject("partition", 0)
     network.heal()
     switch.stdin.close()
 

@@ -6,8 +6,8 @@ import pytest
 
 from spmdkit.errors import ConfigError
 from spmdkit.faults.injection.fault import KINDS, Fault, parse
-from spmdkit.tools.drill.figures import pace_of, spread, summary, told
-from spmdkit.tools.drill.timeline import Bars, Hit, Start
+from spmdkit.tools.drill.figures import injection_row, pace_of, spread, summary
+from spmdkit.tools.drill.timeline import Bars, InjectionResult, Start
 from spmdkit.tools.drill.timing import Pace, draw
 
 
@@ -16,10 +16,10 @@ def test_a_fault_is_a_kind_a_process_and_a_moment():
     assert parse("stop:0@2.5s", 4, count=3) == Fault("stop", 0, None, 2.5, 3)
     assert parse("kill:random@random", 4) == parse("kill:random", 4) == Fault("kill")
     assert parse("nan:1@random", 4) == Fault("nan", 1)
-    assert [str(parse(text, 4)) for text in ("kill:2@120", "stop:0@2.5s", "flip:random")] == [
+    assert [str(parse(text, 4)) for text in ("kill:2@120", "stop:0@2.5s", "bit-flip:random")] == [
         "kill:2@120",
         "stop:0@2.5s",
-        "flip:random@random",
+        "bit-flip:random@random",
     ]
 
 
@@ -57,14 +57,18 @@ def test_random_moments_are_in_every_phase_leave_room_for_all_and_wait_for_a_com
 def test_figures_of_two_kills_of_which_one_overtakes_the_other():
     clean = [Start(begin=0.0, end=14.0, first_step=4.0)]
     attempts = [Start(100.0, 110.0, 104.0), Start(111.0, 113.0), Start(114.0, 124.0, 118.0)]
-    first = Hit(Fault("kill", 1, 30), 1, 1, None, fired=109.5, reached=30, detected=109.6, restored=20, overtaken=True)
-    second = Hit(Fault("kill"), 2, 0, None, fired=112.9, reached=30, detected=113.0, restored=20, recovered=119.5)
+    first = InjectionResult(
+        Fault("kill", 1, 30), 1, 1, None, fired=109.5, reached=30, detected=109.6, restored=20, overtaken=True
+    )
+    second = InjectionResult(
+        Fault("kill"), 2, 0, None, fired=112.9, reached=30, detected=113.0, restored=20, recovered=119.5
+    )
     found = summary([first, second], attempts, clean)
     assert found["detection_s"] == {"median": 0.1, "p90": 0.1, "max": 0.1, "count": 2}
     assert found["recovery_s"]["median"] == 6.6 and found["recovery_s"]["count"] == 1
     assert found["steps_lost"] == found["steps_repeated"] == 10, "the same steps are lost once"
     assert found["goodput"] == 0.5
-    assert told(first, 100.0)["at_s"] == 9.5 and told(second, 100.0)["steps_lost"] == 10
+    assert injection_row(first, 100.0)["at_s"] == 9.5 and injection_row(second, 100.0)["steps_lost"] == 10
     assert pace_of(clean, steps=100, num_saves=10) == Pace(4.0, 0.1, 10)
     assert spread([]) is None
 

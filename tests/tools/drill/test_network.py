@@ -18,10 +18,10 @@ hosts = pytest.mark.skipif(bool(reason), reason=reason)
 
 
 def test_what_a_switch_does_is_of_the_hosts_that_are_named():
-    assert network.rules_of("oneway", 1, 2) == [(1, 0, 1.0, 0.0, 0.0), (1, 2, 1.0, 0.0, 0.0)]
+    assert network.rules_of("partition-send", 1, 2) == [(1, 0, 1.0, 0.0, 0.0), (1, 2, 1.0, 0.0, 0.0)]
     both = [(2, 0, 1.0, 0.0, 0.0), (0, 2, 1.0, 0.0, 0.0)]
-    assert network.rules_of("partial", 2, 3) == both, "both reach the launcher, port 3"
-    assert {(a, b) for a, b, *_ in network.rules_of("cut", 0, 2)} == {(0, 1), (1, 0), (0, 2), (2, 0)}
+    assert network.rules_of("partition-peer", 2, 3) == both, "both reach the launcher, port 3"
+    assert {(a, b) for a, b, *_ in network.rules_of("partition", 0, 2)} == {(0, 1), (1, 0), (0, 2), (2, 0)}
     assert {rule[2:] for rule in network.rules_of("delay", 0, 2)} == {(0.0, 0.05, 0.0)}
     assert {rule[2:] for rule in network.rules_of("loss", 0, 2)} == {(0.02, 0.0, 0.0)}
     assert {rule[2:] for rule in network.rules_of("rate", 0, 2)} == {(0.0, 0.0, 1e6)}
@@ -40,10 +40,11 @@ def test_a_bucket_lets_a_burst_pass_and_then_its_rate_and_drops_what_would_wait_
 
 def test_where_no_hosts_can_be_played_the_drill_says_why_and_what_else_there_is(monkeypatch):
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError) as error, network.network_for([parse("cut:1@20", 2)], 2):
+    with pytest.raises(ConfigError) as error, network.network_for([parse("partition:1@20", 2)], 2):
         pass
     assert all(
-        part in str(error.value) for part in ("--fault cut:1@20: network namespaces need root", "--fault stop:1@20")
+        part in str(error.value)
+        for part in ("--fault partition:1@20: network namespaces need root", "--fault stop:1@20")
     )
     with network.network_for([parse("kill:1@20", 2)], 2) as nothing:
         assert nothing is None
@@ -68,7 +69,7 @@ def seconds_of_a_stream(made, size):
 @hosts
 def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_network_is_as_before():
     before = socket.if_nameindex()
-    faults = [parse("cut:0@9", 2)]
+    faults = [parse("partition:0@9", 2)]
     with network.network_for(faults, 2) as made:
         assert [name for _, name in socket.if_nameindex() if name not in ("lo", "tap0")] == [], "a namespace of its own"
         with made.host(0):
@@ -93,16 +94,16 @@ def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_n
         forth = lambda within_s=5.0: arrives(here, there, "10.77.0.2", within_s)
         back = lambda within_s=5.0: arrives(there, here, "10.77.0.1", within_s)
         assert forth() is not None and back() is not None
-        made.hurt("oneway", 0)
+        made.inject("partition-send", 0)
         time.sleep(0.2)
         assert forth(0.5) is None and back() is not None
-        made.hurt("delay", 0)
+        made.inject("delay", 0)
         time.sleep(0.2)
         assert forth() >= 0.05 and back() >= 0.05
-        made.hurt("rate", 0)
+        made.inject("rate", 0)
         time.sleep(0.2)
         assert 0.1 < seconds_of_a_stream(made, 300_000) < 3, "64 KiB at once, the rest at 1 MB/s"
-        made.hurt("cut", 1)
+        made.inject("partition", 1)
         time.sleep(0.2)
         assert forth(0.3) is None and back(0.3) is None
         made.heal()
@@ -117,7 +118,7 @@ def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_n
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_run_whose_network_fails_ends_or_goes_on_within_its_deadline_and_never_with_a_wrong_number(drills):
-    orders = ("delay:1@11", "loss:0@31", "rate:2@41", "cut:1@260", "oneway:2@275", "partial:1@290")
+    orders = ("delay:1@11", "loss:0@31", "rate:2@41", "partition:1@260", "partition-send:2@275", "partition-peer:1@290")
     told = [word for order in orders for word in ("--fault", order)]
     limits = ["watchdog.silence_s=5", "watchdog.step_s=6"]
     code, output = drills.run(
