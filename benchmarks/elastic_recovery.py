@@ -67,7 +67,7 @@ def config(mode: str, every: int, standby: int, precompile: list[int]) -> str:
     section = f"elastic: {{{told}}}\n" if alive else ""
     cut = "mesh: {fsdp: -1}\n" if mode == "cost" else "mesh: {data: -1}\n"
     return (
-        f"task: task.py:task\nrun_dir: run\nsteps: 1000000\nbatch_size: 96\ndevices: cpu:4\n{cut}{section}checkpoint: {{every_steps: 100, keep: 2, on_error_s: null}}\n"
+        f"task: task.py:task\nrun_dir: run\nsteps: 1000000\nbatch_size: 96\ndevices: cpu:4\n{cut}{section}checkpoint: {{every_steps: 100, keep: 2}}\n"
         "log: {every_steps: 1000, progress: plain}\n"
     )
 

@@ -234,7 +234,8 @@ class Checkpoint(Section):
     )
     on_error_s: fields.Seconds | None = Field(
         default=60.0,
-        description="Seconds that may be spent on saving the state of the last good step when the data or a hook raise; null: it is not saved.",
+        description="Limit of the save of the last complete step when the data or a hook raises in a run of one process; "
+        "null: nothing is saved.",
     )
 
 

@@ -77,11 +77,6 @@ class Feed:
         """Whether rows are arrays in the memory of this process, all of them."""
         return self._source.in_memory and not self.schedule.shares
 
-    @property
-    def reads_rows(self) -> bool:
-        """Whether rows are read while batches are made, and that may fail."""
-        return not self._source.in_memory
-
     def read(self, step: int) -> data.HostBatch:
         """Returns the whole batch of `step` on the host, in the order of its positions."""
         return data.HostBatch(*data.read_step(self._source, self.schedule, None, step))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -31,8 +30,6 @@ from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
-
-SettingOut = Callable[[], AbstractContextManager[None]]
 
 
 class Evaluator:
@@ -107,23 +104,15 @@ class Evaluator:
     def _compiled(self) -> jax.stages.Compiled:
         return self._compile(self.__dict__.pop("lowered", None) or self._lower())
 
-    @property
-    def reads_rows(self) -> bool:
-        """Whether rows are read while batches are made, and that may fail."""
-        return self._feed.reads_rows
-
-    def __call__(self, state: TrainState, setting_out: SettingOut = nullcontext) -> dict[str, Any]:
+    def __call__(self, state: TrainState) -> dict[str, Any]:
         """Returns the metrics over the whole set: numbers, and of `sk.bincount` arrays. Waits for the device.
-
-        Args:
-            setting_out: in its context each batch is taken.
 
         Raises:
             ConfigError: padding rows of the last batch would count; seen at the first batch of the first call.
         """
         totals = zeros = jax.device_put(nothing(self._totals, np.full), self._whole)
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
-            while (taken := _next(batches, setting_out)) is not None:
+            while (taken := _next(batches)) is not None:
                 _, batch, _ = taken
                 if batch.mask is not None and self._probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
@@ -147,8 +136,8 @@ class Evaluator:
             raise padding_check.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
 
 
-def _next(batches: DeviceBatches, setting_out: SettingOut) -> tuple[int, Any, float] | None:
-    with setting_out(), phase.during(phase.EVALUATION, phase.READING):
+def _next(batches: DeviceBatches) -> tuple[int, Any, float] | None:
+    with phase.during(phase.EVALUATION, phase.READING):
         return next(batches, None)
 
 

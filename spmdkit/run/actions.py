@@ -52,7 +52,7 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
         return
     jax.block_until_ready(state.step)
     with run.reporter.throughput.paused(), phase.during("evaluation"):
-        values = run.program.evaluator(state, run.together.setting_out)
+        values = run.program.evaluator(state)
     run.last_eval = (step, values)
     run.write({"step": step, "split": "eval", **values})
     run.hook_runner.call("after_eval", run, step, values)

@@ -1,8 +1,9 @@
-"""What is saved when a task's own code ends a run: the state of the last good step, within `checkpoint.on_error_s`.
+"""Emergency save: a run of one process saves the state of its last complete step when the data or a hook raises, within
+`checkpoint.on_error_s` seconds.
 
-The state is there as long as the step after it has not been started: the data of the next batch raised, or a hook. What
-raises inside a step (`jax.debug.callback`) takes the state with it, since a step is given its memory. Several processes
-save together or not at all: they stop before the same step, and each hears why (step_barrier.py).
+The state exists until the next step starts. An error inside a step (`jax.debug.callback`) loses it, because the step
+takes the memory of its input state. A run of several processes saves nothing: the others are inside the next step. It
+exits, and a restart resumes from the newest checkpoint or peer snapshot.
 """
 
 from __future__ import annotations
@@ -26,14 +27,10 @@ def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
     options = run.config.checkpoint
     if options is None or run.checkpoints is None or options.on_error_s is None or isinstance(error, NOTHING_TO_KEEP):
         return
-    step, several = run.step, run.cluster.num_processes > 1
-    if (
-        (
-            step == run.saved_at_step and not several
-        )  # which waits at its end for what is being written; one of several does not
-        or (several and not run.together.ended)
-        or any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    ):
+    step = run.step
+    if run.cluster.num_processes > 1 or step == run.saved_at_step:
+        return
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         return
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(_save(run, step, state)), name="keep-work", daemon=True)

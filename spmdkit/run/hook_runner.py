@@ -31,9 +31,6 @@ class HookRunner:
         self._now: list[Action] = []  # to be done after this step
         self._pending: list[Action] = []  # to be agreed on
         self._generation = 0
-        self.keeps_errors = False  # what a hook raises is kept for `raise_kept`
-        self._kept: Exception | None = None
-        self._broken = set[str]()
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
@@ -64,21 +61,8 @@ class HookRunner:
         """Whether there are hooks of the user's."""
         return any(hook.name not in self._ours for hook in self._hooks)
 
-    def raise_kept(self) -> None:
-        """Raises the first error of a hook that was kept, where it stops no process in the middle of what all do."""
-        if (error := self._kept) is not None:
-            self._kept = None
-            raise error
-
     def _ask(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> None:
-        try:
-            action = self._called(hook, what, call, *args)
-        except Exception as error:
-            if not self.keeps_errors or hook.name in self._ours:
-                raise
-            self._broken.add(hook.name)
-            self._kept = self._kept or error
-            return
+        action = self._called(hook, what, call, *args)
         if action is None:
             return
         if not isinstance(action, get_args(Action)):
@@ -96,8 +80,6 @@ class HookRunner:
             self._pending.append(action)
 
     def _called(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> Any:
-        if hook.name in self._broken:
-            return None
         try:
             if hook.name in self._ours:
                 return call(*args)

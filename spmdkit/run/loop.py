@@ -239,18 +239,18 @@ def _say_finished(run: Run) -> None:
 def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
     """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped
     it."""
-    program, due, together, stop = run.program, run.hook_runner, run.together, None
+    program, due, stop = run.program, run.hook_runner, None
     run.reporter.throughput.start()
     due.call("begin", run, run.step, state)
-    due.keeps_errors = together.is_on
     looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and due.has_own
     membership = run.membership
     try:
         if membership is not None:
             membership.after_step(run, run.step, state)
         with callbacks_that_raise(partial(leave_stuck_callback, run)):
-            while (taken := next_of_all(run, state, batches, stop)) is not None:
+            while stop is None and (taken := next(batches, None)) is not None:
                 step, batch, wait_s = taken
+                due.before_step(run, step, state)
                 state, metrics = program.step(state, batch)
                 run.dispatched(step, metrics, wait_s)
                 due.after_step(run, step, state, metrics)
@@ -263,36 +263,12 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     except Exception as error:
         if membership is None or not membership.takes(error):
             keep_work(run, state, error)
-            together.part()
         raise
     finally:
-        due.keeps_errors, program.may_be_donated = False, looks
+        program.may_be_donated = looks
         batches.close()
     due.call("end", run, run.step, state)
     return state, stop
-
-
-def next_of_all(
-    run: Run, state: TrainState, batches: DeviceBatches, stop: Stop | None
-) -> tuple[int, Any, float] | None:
-    """Returns (step, batch, seconds waited for it) when every process can begin that step; None where none begins
-    another.
-
-    Raises:
-        UserCodeError, ConfigError: the data or a hook raised, here or (`OtherFailed`) in another process.
-    """
-    taken = None
-    with run.together.setting_out():
-        run.hook_runner.raise_kept()
-        if stop is None and (taken := next(batches, None)) is not None:
-            run.hook_runner.before_step(run, taken[0], state)
-            run.hook_runner.raise_kept()
-        elif stop is None and run.input_given_up:
-            run.together.stop()
-    if run.together.stops and stop is None:
-        run.input_given_up = True
-        return None
-    return taken
 
 
 def _introduce(run: Run, state: TrainState) -> None:

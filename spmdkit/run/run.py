@@ -11,7 +11,6 @@ processes, at the same step.
 from __future__ import annotations
 
 import collections
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,7 +42,6 @@ from spmdkit.run.reporter import Reporter
 from spmdkit.run.startup import bucket
 from spmdkit.run.startup.roles import ROLES
 from spmdkit.run.startup.run_directory import take_directory
-from spmdkit.run.step_barrier import Together
 from spmdkit.step import rng
 from spmdkit.step.state import TrainState
 
@@ -153,15 +151,6 @@ class Run:
     def last_evaluation(self) -> dict[str, Any] | None:
         """The metrics of the last evaluation in this process, or None."""
         return self.last_eval[1] if self.last_eval else None
-
-    @functools.cached_property
-    def together(self) -> Together:
-        """The processes between their steps; first asked for by all of them at one place."""
-        options = self.config.checkpoint
-        saves = options is not None and options.on_error_s is not None
-        program = self.program
-        reads_rows = program.feed.reads_rows or (program.has_eval and program.evaluator.reads_rows)
-        return Together(self.cluster, saves and (reads_rows or self.hook_runner.has_own))
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 

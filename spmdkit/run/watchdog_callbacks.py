@@ -49,8 +49,7 @@ def outlive_input(run: Any, number: int) -> None:
     """After a request to stop, in a thread of its own: a source of data that gives nothing must not keep the run from
     its end.
 
-    The run saves what it has, also with several processes where they wait for each other between steps
-    (step_barrier.py). Where they do not, the others are inside the step that this one misses.
+    A run of one process saves its state. Of several processes, the others are inside the step that this one misses.
     """
     asked = time.monotonic()
     while (place := phase.current_phase()).phase != "end":
@@ -58,7 +57,7 @@ def outlive_input(run: Any, number: int) -> None:
         waited_s = time.monotonic() - max(place.since, asked)
         if place.phase != "data" or waited_s < INPUT_GRACE_S:
             continue
-        if run.cluster.num_processes == 1 or run.together.is_on:
+        if run.cluster.num_processes == 1:
             run.input_given_up = True
             run.batches.interrupt()
             return

@@ -61,7 +61,7 @@ devices: cpu:{num}
 mesh: {{{axis}: -1}}
 layout: {{{layout}}}
 elastic: {{in_process: true, peer_every: 5}}
-checkpoint: {{every_steps: 15{more}}}
+checkpoint: {{every_steps: 15}}
 log: {{every_steps: 1, progress: plain}}
 """
 
@@ -70,12 +70,9 @@ log: {{every_steps: 1, progress: plain}}
 def job(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
 
-    def start(*settings, num=4, axis="data", elastic="4:4", on_error=True):
+    def start(*settings, num=4, axis="data", elastic="4:4"):
         layout = "min_shard_bytes: 1" if axis == "fsdp" else ""
-        more = (
-            "" if on_error else ", on_error_s: null"
-        )  # without it nothing is asked between two steps: deaths meet the others in collectives
-        (tmp_path / "run.yaml").write_text(CONFIG.format(num=num, axis=axis, layout=layout, more=more))
+        (tmp_path / "run.yaml").write_text(CONFIG.format(num=num, axis=axis, layout=layout))
         command = [
             sys.executable,
             "-m",
@@ -170,12 +167,12 @@ def test_a_death_that_meets_the_others_inside_of_a_collective_lets_all_of_them_o
     """Who is not next to the dead one in Gloo's ring would wait for ever (plain_jax.py); who sends to it sometimes
     does, and is killed and replaced too."""
     settings = "task_args={victims: [[1, 17]], inside: true}"
-    out = ended(job(settings, num=num, elastic=f"{num}:{num}", on_error=False))
+    out = ended(job(settings, num=num, elastic=f"{num}:{num}"))
     assert f"as {num} processes (generation 2)" in out
     left = events(tmp_path / "run", "membership_changed")
     assert len(left) >= num - 2 and any("Gloo" in e["why"] for e in left), left
     hurt = numbers(tmp_path / "run")
-    ended(job("run_dir=clean", "task_args.inside=true", num=num, elastic=f"{num}:{num}", on_error=False))
+    ended(job("run_dir=clean", "task_args.inside=true", num=num, elastic=f"{num}:{num}"))
     same(hurt, numbers(tmp_path / "clean"), exact=True)
 
 

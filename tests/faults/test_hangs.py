@@ -110,7 +110,7 @@ def test_a_stopped_process_is_silent_75_and_named_last(job, frozen):
 def test_an_error_or_a_kill_in_one_of_four_ends_all_within_a_second(job, kind, who, code):
     """In four one is no neighbour of the dead one in Gloo's ring, and hears nothing of it there. Process 0 is no other
     than the rest."""
-    ended = job.end_of(job.train("checkpoint.on_error_s=null", n=4, faults={who: [f"hook {kind}", 7]}))
+    ended = job.end_of(job.train(n=4, faults={who: [f"hook {kind}", 7]}))
     assert (ended.code, bool(job.fired())) == (code, True), ended.output
     assert ended.after_s < 1 + BUSY_S
     assert f"process {who} failed first" in ended.output
@@ -134,7 +134,7 @@ def test_without_our_launcher_a_kill_of_process_0_ends_the_others_with_75_and_it
 
 
 def test_without_our_launcher_an_error_of_process_0_is_told_to_the_others(job):
-    first, second = job.by_hand("checkpoint.on_error_s=null", faults={0: ["hook raise", 7]})
+    first, second = job.by_hand(faults={0: ["hook raise", 7]})
     ended = job.end_of(second)
     assert (ended.code, bool(job.fired())) == (75, True), ended.output
     assert "process 0 has left with exit code 70: hook 'mine': before_step raised ValueError" in ended.output

@@ -1,9 +1,9 @@
-"""What the user's code raises in one of two processes costs no step: both save the last good one, both end with 70, and
-a restart gives the same bits."""
+"""An error of the user's code in one of two processes ends both, and a restart gives the same bitwise result."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -88,27 +88,19 @@ def losses(folder, run):
     return {(line["step"], line.get("split")): line["loss"] for line in lines}
 
 
-def saved(folder, run):
-    return sorted(int(path.name) for path in (folder / run / "checkpoints").iterdir() if path.name.isdigit())
-
-
 @pytest.mark.parametrize(
-    ("kind", "who", "last"),
-    [("source", 1, 6), ("hook", 0, 5), pytest.param("evaluation", 1, 8, marks=pytest.mark.slow)],
-    ids=["data", "a hook, at a step that all save", "data of an evaluation"],
+    ("kind", "who"),
+    [("source", 1), ("hook", 0), pytest.param("evaluation", 1, marks=pytest.mark.slow)],
+    ids=["data", "hook", "evaluation data"],
 )
-def test_an_error_in_one_process_saves_the_last_good_step_of_all_and_names_it(forks, folder, kind, who, last):
+def test_error_of_one_process_ends_both(forks, folder, kind, who):
     (folder / "fired").unlink(missing_ok=True)
     ended = train(forks, folder, kind, FAULT=kind, WHO=str(who))
     assert (folder / "fired").exists()
-    assert [p.code for p in ended] == [70, 70], ended
+    assert (ended[who].code, ended[1 - who].code) == (70, 75), ended
     assert f"the {kind} is broken" in ended[who].output and "Traceback" not in ended[1 - who].output
-    assert f"process {who} cannot go on: " in ended[1 - who].output and f"the {kind} is broken" in ended[1 - who].output
-    assert saved(folder, kind)[-1] == last, ended
-    assert max(p.seconds for p in ended) < 15
-    if kind == "hook":
-        return  # 3 s less: what is saved is of the same step and the same way
+    assert re.search(rf"process {who} .*exit code 70", ended[1 - who].output), ended
+    assert "emergency_saved" not in (folder / kind / "events.jsonl").read_text()
     again = train(forks, folder, kind)
     assert [p.code for p in again] == [0, 0], again
-    # An evaluation that ended the run is not made again: its step is done.
-    assert losses(folder, kind) == {at: x for at, x in losses(folder, "clean").items() if at != (last, "eval")}
+    assert losses(folder, kind) == losses(folder, "clean")

@@ -35,7 +35,6 @@ def test_eight_kills_of_four_processes_in_any_phase_leave_the_same_bits(drills):
         "4",
         "devices=cpu:4",
         "steps=120",
-        "checkpoint.on_error_s=null",
         "--fault",
         "kill:random",
         "--count",
