@@ -178,7 +178,7 @@ def _trained(
     ):
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if found_well is not None:
-            run.events.write("health_checked", why=found_well)
+            run.events.write("health_check", why=found_well)
         with phase.during("restore"):
             state = run.restore_or_init()
             consistency.same_state(cluster, run.step, state)

@@ -17,11 +17,11 @@ def short(monkeypatch):
 
 def test_a_run_on_devices_that_are_well_says_so_and_one_that_does_not_ask_says_nothing(tmp_path, capfd):
     train(tmp_path, preflight=True, steps=2)
-    (event,) = events(tmp_path, "health_checked")
+    (event,) = events(tmp_path, "health_check")
     assert "2 devices, the same bits" in event["why"]
     assert "preflight:" in capfd.readouterr().err
     train(tmp_path / "other", steps=2)
-    assert events(tmp_path / "other", "health_checked") == []
+    assert events(tmp_path / "other", "health_check") == []
 
 
 def test_a_device_that_computes_other_bits_is_named_and_nothing_is_trained(tmp_path, monkeypatch):
