@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spmdkit.foundation.version import __version__
 
 if TYPE_CHECKING:
-    from spmdkit import testing, verify
+    from spmdkit import testing
     from spmdkit.communication.reducers.base import Reducer
     from spmdkit.communication.sync.base import Sync
     from spmdkit.config import Config, load_config
@@ -102,9 +102,10 @@ _HOME = {
     "task": "foundation.user_code",
     "train": "run.loop",
     "value_and_grad": "step.gradient",
+    "verify_step": "verify.external_step",
 }
 
-_MODULES = ("testing", "verify")
+_MODULES = ("testing",)
 
 __all__ = ["__version__", *sorted((*_HOME, *_MODULES))]  # noqa: PLE0604
 

@@ -181,7 +181,6 @@ def verify(
     float64: Annotated[bool, typer.Option("--float64", help="Compute in 64 bits.")] = False,
     mutants: Annotated[bool, typer.Option(help="Also prove that mistakes are seen.")] = True,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    certificate: Annotated[Path | None, typer.Option(help="File to write, which train can require.")] = None,
     resume: Annotated[Path | None, typer.Option(help="File of finished cases: they are not run again.")] = None,
     locate: Annotated[
         bool, typer.Option("--locate", help="Say of mutants, too, which line is the first to differ.")
@@ -189,8 +188,8 @@ def verify(
     json_: AsJson = False,
 ) -> None:
     """Prove that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
-    from spmdkit.verify import VerifyOptions
-    from spmdkit.verify.command import gives_batch_size, run_verify
+    from spmdkit.verify.command import run_verify, sets_batch_size
+    from spmdkit.verify.report import VerifyOptions
 
     options = VerifyOptions(
         all_meshes=all_meshes,
@@ -201,11 +200,11 @@ def verify(
         float64=float64,
         jobs=jobs,
         mutants=mutants,
-        batch_size_given=gives_batch_size(overrides or []),
+        batch_size_given=sets_batch_size(overrides or []),
         resume=resume,
         locate=locate,
     )
-    raise SystemExit(run_verify(_load(config, overrides), options, certificate=certificate, as_json=json_))
+    raise SystemExit(run_verify(_load(config, overrides), options, as_json=json_))
 
 
 app.command(

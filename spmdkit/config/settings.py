@@ -140,10 +140,6 @@ class Settings(Section):
         description="Who is asked whether this machine is about to be taken away, beside SIGTERM and SIGUSR1: gce, aws, {file: {path: /run/preempt}}. At a notice "
         "to any process all save at one step and leave with 42.",
     )
-    certificate: fields.FileName | None = Field(
-        default=None,
-        description="File of verify --certificate, from the config's folder: train refuses what it does not prove; null: none.",
-    )
     preflight: fields.Flag = Field(
         default=False,
         description="Before each start all devices compute the same products for three seconds; where one gives other bits, nothing is trained.",

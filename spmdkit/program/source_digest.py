@@ -1,7 +1,7 @@
 """The text of a user's project: the files that a config names, and every module of their own project that they import.
 
-One function for all who ask whether two texts are one: processes before the first step, a certificate, a start beside
-the one before.
+One function for all who ask whether two texts are one: processes before the first step, `verify --resume`, a start beside the
+one before.
 Read from the imports as they are written, in functions too; nothing is imported or run. A module belongs to the project
 where its file lies outside of Python, of installed packages and of spmdkit; where the task itself is installed, the
 package that it is in belongs to it.

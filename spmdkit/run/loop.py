@@ -49,7 +49,6 @@ from spmdkit.run.startup.health import devices_are_well
 from spmdkit.run.startup.standby import warm_up
 from spmdkit.run.watchdog_callbacks import leave_stuck_callback
 from spmdkit.step.state import TrainState
-from spmdkit.verify import certificate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +166,6 @@ def _trained(
         servers = parameter_server.opened(config, cluster, program, task)
         config = parameter_server.settled(config, program)  # with auto settled
         check_state(program, cluster, limit_bytes)
-        certificate.require(config, program.sizes)
         if os.environ.get(COMPILE_ONLY):
             _ = program.step_bytes  # before anything of the run is opened
             cluster.barrier("compiled")

@@ -29,7 +29,7 @@ def placing(
     chosen = [PartitionSpec()] * len(host) if specs is None else list(specs)
     if len(chosen) != len(host):
         raise ConfigError(
-            f"sk.verify: {len(host)} arguments and {len(chosen)} specs. Each argument has one. Give PartitionSpec() for one that is whole."
+            f"sk.verify_step: {len(host)} arguments and {len(chosen)} specs. Each argument has one. Give PartitionSpec() for one that is whole."
         )
 
     def make(devices: np.ndarray) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -73,8 +73,8 @@ def check_holds_no_device(
         held = next(_meshes_in(call_user(trace, "the step"), frozenset([device])), None)
     if held is not None:
         raise ConfigError(
-            f"the step given to sk.verify holds a mesh of {held[0]} devices, {held[1]}. A step that is given directly runs on every mesh that is asked "
-            "for, so it names axes alone. Give sk.verify a function make(devices) -> (step, arguments) that makes the mesh, or use "
+            f"the step given to sk.verify_step holds a mesh of {held[0]} devices, {held[1]}. A step that is given directly runs on every mesh that is asked "
+            "for, so it names axes alone. Give sk.verify_step a function make(devices) -> (step, arguments) that makes the mesh, or use "
             "PartitionSpec alone."
         )
 

@@ -1,4 +1,4 @@
-"""`sk.verify(make, meshes=[...])`: a step that uses nothing of spmdkit, with mesh axes and shardings of its own, on one
+"""`sk.verify_step(make, meshes=[...])`: a step that uses nothing of spmdkit, with mesh axes and shardings of its own, on one
 device and on meshes.
 
     def make(devices):                                     # [data, tensor], shaped as the mesh that is tried; of one
@@ -7,7 +7,7 @@ device and on meshes.
         ...
         return jax.jit(train_step, in_shardings=..., out_shardings=...), (state, batch)
 
-    report = sk.verify(make, meshes=[{"data": 4}, {"data": 2, "tensor": 2}])
+    report = sk.verify_step(make, meshes=[{"data": 4}, {"data": 2, "tensor": 2}])
 
 Everything that the step returns is compared, leaf by leaf, over some steps in a row where it returns a new state:
 
@@ -66,7 +66,7 @@ class Step:
 
 
 class Report(dict[str, Any]):
-    """What `sk.verify` found: plain values under the names of `spmdkit verify --json`; as a string, for people."""
+    """What `sk.verify_step` found: plain values under the names of `spmdkit verify --json`; as a string, for people."""
 
     def __str__(self) -> str:
         good = sum(case["passed"] for case in self["cases"])
@@ -113,7 +113,7 @@ def verify_step(
     """
     axes = _axes(meshes)
     if steps < 1:
-        raise ConfigError(f"sk.verify: steps is {steps}. It must be at least 1. Leave it out for its default.")
+        raise ConfigError(f"sk.verify_step: steps is {steps}. It must be at least 1. Leave it out for its default.")
     num = max(math.prod(sizes.values()) for sizes in meshes)
     devices = join(detect_cluster({}), f"cpu:{num}").devices
     if arguments is not None:
@@ -121,7 +121,7 @@ def verify_step(
         make = placing(make, arguments, specs, axes)
     elif specs is not None:
         raise ConfigError(
-            "sk.verify was given specs and no arguments. They belong to a step that is given directly; make(devices) places its own. "
+            "sk.verify_step was given specs and no arguments. They belong to a step that is given directly; make(devices) places its own. "
             "Give arguments=(...), or leave specs out."
         )
     one = _open(make, devices, dict.fromkeys(axes, 1))
@@ -155,7 +155,7 @@ def _axes(meshes: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
     bad = [s for s in meshes if not isinstance(s, Mapping) or not all(isinstance(n, int) and n > 0 for n in s.values())]
     if bad or not axes:
         raise ConfigError(
-            f"sk.verify: meshes is {list(meshes)}. It is a list of sizes by axis name, each at least 1. "
+            f"sk.verify_step: meshes is {list(meshes)}. It is a list of sizes by axis name, each at least 1. "
             'Try meshes=[{"data": 4}, {"data": 2, "tensor": 2}].'
         )
     return axes

@@ -12,7 +12,8 @@ from typing import Any
 from spmdkit.config import Config, parameter_server
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation import plugins
-from spmdkit.verify import cases, certificate
+from spmdkit.program import source_digest
+from spmdkit.verify import cases
 from spmdkit.verify.diagnosis import pattern
 from spmdkit.verify.pool import Pool
 
@@ -56,7 +57,7 @@ class VerifyOptions:
     locate: bool = False
 
 
-def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None) -> Report:
+def verify_config(config: Config, options: VerifyOptions, say: Say = lambda text: None) -> Report:
     """Returns the report of a config: cases, skipped ones, mutants, tolerances, and `passed`.
 
     Raises:
@@ -81,6 +82,7 @@ def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None)
         )
     batch_size = cases.choose_batch_size(config, options.batch_size_given, num_devices, microbatches)
     values = config.model_dump()
+    identity = {"task": _task_name(config), "task_digest": _digest(source_digest.texts(config))}
     spec = {
         "config": values,
         "source": str(config.source) if config.source else None,
@@ -99,7 +101,7 @@ def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None)
     results = _Results(
         jobs,
         options.resume,
-        certificate.digest([spec, certificate.identity(config), certificate.package_digest()]),
+        _digest([spec, identity, source_digest.package_digests()]),
         say,
     )
     with Pool(spec | {"jobs": options.jobs}, max(1, min(options.jobs, len(results.missing)))) as pool:
@@ -114,7 +116,17 @@ def verify(config: Config, options: VerifyOptions, say: Say = lambda text: None)
     report = _report(results.in_order(), known, spec | {"about_reducer": cases.about_reducer(config)})
     if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
         raise ConfigError(report["skipped"][-1]["reason"])
-    return report | {"seconds": round(time.perf_counter() - begin, 1)} | certificate.identity(config)
+    return report | {"seconds": round(time.perf_counter() - begin, 1)} | identity
+
+
+def _digest(value: Any) -> str:
+    """Returns 16 hex digits that change when anything in a plain value does."""
+    return source_digest.digest(json.dumps(value, sort_keys=True, default=str))
+
+
+def _task_name(config: Config) -> str:
+    target, name = config.task_reference()
+    return config.task if target.endswith(".py") else f"{target}:{name}"
 
 
 def _case_jobs(meshes: list[dict[str, int]], microbatches: list[int]) -> list[dict[str, Any]]:

@@ -67,13 +67,6 @@ def test_a_plan_that_is_nested_deep_or_of_other_types(folder, change, capfd):
     assert (folder.path / "run/report.html").exists()
 
 
-@pytest.mark.parametrize("content", [DEEP, "5", '{"format": 1}'])
-def test_a_certificate_that_is_none(folder, content):
-    (folder.path / "proof.json").write_text(content)
-    folder.write(config={"certificate": "proof.json"})
-    folder.fails(78, Says(("proof.json",)))
-
-
 def test_a_name_that_is_longer_than_names_may_be(folder):
     folder.write()
     folder.fails(74, Says(("File name too long",)), command=("checkpoint", "export", "run", "a" * 300))

@@ -16,8 +16,7 @@ import spmdkit as sk
 from spmdkit.errors import NonFiniteError
 from spmdkit.plan.command import make_plan
 from spmdkit.run import parameter_server
-from spmdkit.verify.report import VerifyOptions
-from spmdkit.verify.report import verify as prove
+from spmdkit.verify.report import VerifyOptions, verify_config
 from tests.support.small_runs import X, config_of, events, line_task, lines, train
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +191,7 @@ def test_a_step_of_an_earlier_spmdkit_says_the_way_on():
 
 def test_whoever_needs_the_one_step_says_what_to_do_instead(tmp_path):
     config = config_of(tmp_path, sync=TWO, task=f"{ROOT / 'examples' / 'linear_regression.py'}:task")
-    for needs in (sk.build, make_plan, lambda config: prove(config, VerifyOptions())):
+    for needs in (sk.build, make_plan, lambda config: verify_config(config, VerifyOptions())):
         with pytest.raises(sk.SpmdkitError, match="the same command with sync=every_step") as error:
             needs(config)
         assert error.value.exit_code == 78

@@ -1,4 +1,4 @@
-"""`spmdkit verify` as a user runs it: exit codes, JSON, table, certificates, and workers that die."""
+"""`spmdkit verify` as a user runs it: exit codes, JSON, table, and workers that die."""
 
 import json
 import re
@@ -10,11 +10,9 @@ import spmdkit as sk
 from spmdkit import cli
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
-from spmdkit.program import source_digest
-from spmdkit.run.loop import train
-from spmdkit.verify import VerifyOptions, cases, certificate, verify
-from spmdkit.verify.mutants import MUTANTS
+from spmdkit.verify import cases
 from spmdkit.verify.pool import Pool, _Worker
+from spmdkit.verify.report import VerifyOptions, verify_config
 
 TASK = """
 import os
@@ -73,11 +71,9 @@ def config(**changes):
     return load_config("run.yaml", [f"{key}={value}" for key, value in changes.items()])
 
 
-def test_a_right_task_gives_0_one_json_object_and_a_certificate_that_train_refuses_without_mutants(folder, capfd):
-    assert run("--json", *FEW, "--microbatches", "1,2", "--certificate", "proof.json", "task_args.width=4") == 0
-    said = capfd.readouterr()
-    report = json.loads(said.out)
-    assert "train refuses a certificate that was made with --no-mutants" in said.err
+def test_right_task_exits_0_with_json(folder, capfd):
+    assert run("--json", *FEW, "--microbatches", "1,2", "task_args.width=4") == 0
+    report = json.loads(capfd.readouterr().out)
     assert report["passed"] and report["tolerance"] == pytest.approx(7.6e-6, rel=0.5) and report["mutants"] == []
     assert [(case["mesh"], case["microbatches"]) for case in report["cases"]] == [
         ({}, 2),
@@ -98,28 +94,14 @@ def test_a_right_task_gives_0_one_json_object_and_a_certificate_that_train_refus
     ]
     assert set(keys) <= case.keys() and case["worst_leaf"] == "w" and case["reducer"] == "sum"
     assert report["skipped"] == [] and case["restore_error"] == 0 and 0 <= case["eval_error"] < 1e-6
-    with pytest.raises(ConfigError, match="was made without mutants"):
-        train(config(certificate="proof.json"))
-    assert not (folder / "run").exists()
 
 
-@pytest.mark.slow
-def test_a_certificate_of_the_command_is_accepted_by_train(folder):
-    assert run("--jobs", "2", "--certificate", "proof.json", "task_args.width=4") == 0
-    found = json.loads((folder / "proof.json").read_text())
-    assert {*found["mutants_caught"], *found["mutants_not_applicable"]} == {mutant.name for mutant in MUTANTS}
-    assert train(config(certificate="proof.json")).run.step == 2
-
-
-def test_a_wrong_task_gives_1_a_table_of_at_most_100_columns_and_a_certificate_that_train_refuses(folder, capfd):
-    assert run(*FEW, "--certificate", "proof.json", "task_args.wrong=true") == 1
+def test_wrong_task_exits_1_with_narrow_table(folder, capfd):
+    assert run(*FEW, "task_args.wrong=true") == 1
     table = capfd.readouterr().out
     assert "reduced twice" in table and "DIFFERS" in table and "failed: 0 of 1 cases" in table
     assert re.search(r"first .*task.py:\d+", table.replace("\n", "")), table
     assert max(map(len, table.splitlines())) <= 100
-    with pytest.raises(ConfigError, match="did not pass"):
-        train(config(certificate="proof.json", **{"task_args.wrong": "true"}))
-    assert not (folder / "run").exists()
 
 
 MISTAKES = """
@@ -164,14 +146,14 @@ def run_with(folder, mistake, *arguments):
     ],
     ids=["a mean over the shard", "a forgotten key", "a statistic of one replica"],
 )
-def test_a_mistake_in_a_users_own_line_gives_1_and_that_line(folder, capfd, mistake, remainder, says):
+def test_mistake_in_user_code_is_located(folder, capfd, mistake, remainder, says):
     code, line = run_with(folder, mistake, "--json", f"data.remainder={remainder}")
     (case,) = json.loads(capfd.readouterr().out)["cases"]
     assert code == 1 and not case["passed"]
     assert case["located"]["line"].endswith(f"task.py:{line} (loss_fn)") and says in case["located"]["text"]
 
 
-def test_padding_among_the_negatives_is_refused_with_the_repair(folder):
+def test_padding_among_negatives_is_rejected(folder):
     """No case is compared: the program of one device is wrong as well."""
     mistake = "loss = loss + jax.nn.logsumexp(h @ sk.all_gather(h, with_mask=True)[0].T, -1)"
     with pytest.raises(ConfigError, match=r"in loss_fn padding rows count.*sk\.example_mask\(\)"):
@@ -180,18 +162,18 @@ def test_padding_among_the_negatives_is_refused_with_the_repair(folder):
 
 def verify_with(folder, mistake):
     (folder / "task.py").write_text(MISTAKES.replace("# here", mistake))
-    return verify(config(**{"data.remainder": "mask"}), VerifyOptions(mutants=False, jobs=1))
+    return verify_config(config(**{"data.remainder": "mask"}), VerifyOptions(mutants=False, jobs=1))
 
 
 @pytest.mark.slow
-def test_locate_tells_the_line_of_every_mutant_that_has_one(folder, capfd):
+def test_locate_prints_line_of_mutants(folder, capfd):
     """And the table has a sentence for each."""
     assert run("--jobs", "1", "--locate", "task_args.width=4") == 0
     table = capfd.readouterr().out.replace("\n", "")
     assert re.search(r"reduction_dropped: spmdkit/verify/mutations.py:\d+ \(_first_only\): select_n", table), table
 
 
-def test_every_worker_opens_the_task_while_the_first_makes_the_reference(monkeypatch):
+def test_workers_open_task_while_reference_runs(monkeypatch):
     begun = threading.Barrier(3, timeout=20)
 
     def ask(worker, job):
@@ -203,22 +185,22 @@ def test_every_worker_opens_the_task_while_the_first_makes_the_reference(monkeyp
         assert pool.ask({"kind": "reference"}) == {"outcome": "reference"}
 
 
-def test_a_worker_that_dies_costs_its_case_and_finished_cases_are_not_run_again(folder, capfd):
+def test_dead_worker_fails_its_case_and_resume(folder, capfd):
     options = VerifyOptions(mutants=False, jobs=1, microbatches="1,2", resume=folder / "done.jsonl")
     said = []
-    report = verify(config(**{"task_args.dies": "true"}), options, said.append)
+    report = verify_config(config(**{"task_args.dies": "true"}), options, said.append)
     assert [case["passed"] for case in report["cases"]] == [True, False, False]
     assert "SIGABRT" in report["cases"][1]["diagnosis"]["found"]
     assert report["pattern"] == "only with several replicas" or "data" in report["pattern"]
     again = []
-    assert verify(config(**{"task_args.dies": "true"}), options, again.append)["cases"] == report["cases"]
+    assert verify_config(config(**{"task_args.dies": "true"}), options, again.append)["cases"] == report["cases"]
     assert len(said) == 4 and len(again) == 1
 
 
-def test_a_task_that_one_device_refuses_too_is_a_bad_config(folder):
+def test_task_failing_on_one_device_is_error(folder):
     (folder / "task.py").write_text(TASK.replace('params["w"]', 'params["v"]'))
     with pytest.raises(sk.SpmdkitError, match="KeyError"):
-        verify(config(), VerifyOptions(mutants=False, jobs=1))
+        verify_config(config(), VerifyOptions(mutants=False, jobs=1))
 
 
 @pytest.mark.parametrize(
@@ -231,150 +213,21 @@ def test_a_task_that_one_device_refuses_too_is_a_bad_config(folder):
         ({"jobs": 0}, "at least 1"),
     ],
 )
-def test_options_that_cannot_work_are_told_with_the_repair(folder, options, says):
+def test_impossible_options_are_rejected(folder, options, says):
     with pytest.raises(ConfigError, match=says):
-        verify(config(), VerifyOptions(**options))
+        verify_config(config(), VerifyOptions(**options))
 
 
-def test_the_configs_own_mesh_has_to_fit_the_devices(folder):
+def test_config_mesh_must_fit_devices(folder):
     with pytest.raises(ConfigError, match="data: 4"):
-        verify(config(**{"mesh.data": 8}), VerifyOptions())
+        verify_config(config(**{"mesh.data": 8}), VerifyOptions())
 
 
 # ---- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_mesh_of_eight_devices_with_axes_up_to_four_and_every_four_axis_mesh_of_sixteen():
+def test_all_meshes_of_8_and_16_devices():
     meshes = cases.all_meshes(8, 4)
     assert len(meshes) == 77 == len({tuple(mesh.items()) for mesh in meshes})
     assert {"data": 4, "tensor": 2} in meshes and {"data": 8} not in meshes
     assert len(cases.all_meshes(16, 2)) == 35 and all(len(mesh) == 4 for mesh in cases.all_meshes(16, 2))
-
-
-# ---- certificates -----------------------------------------------------------------------------------------------------
-
-
-CASE = {"mesh": {"data": 4}, "microbatches": 1, "passed": True}
-CAUGHT = [{"name": mutant.name, "caught": True} for mutant in MUTANTS]
-REPORT = {
-    "passed": True,
-    "cases": [CASE],
-    "mutants": CAUGHT,
-    "not_applicable": [],
-    "dtype": "float32",
-    "tolerances": {},
-}
-
-
-@pytest.fixture
-def proof(folder):
-    """A certificate of the folder's config on data 4, without a run."""
-    certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
-    return folder / "proof.json"
-
-
-SIZES = {"data": 4, "fsdp": 1}
-
-
-def test_a_certificate_holds_for_other_sizes_and_rates(proof):
-    certificate.require(config(certificate="proof.json", **{"task_args.width": 64, "batch_size": 32}), SIZES)
-    certificate.require(config(certificate="proof.json", learning_rate="0.1", steps=7, seed=3), SIZES)
-    certificate.require(config(), {"data": 2})
-
-
-@pytest.mark.parametrize(
-    ("changes", "sizes", "says"),
-    [
-        ({}, {"data": 2}, "no proof for mesh {'data': 2}"),
-        ({"microbatches": 2}, SIZES, "microbatches 2"),
-        ({"clip_norm": 1.0}, SIZES, "clip_norm null, and the config has 1.0"),
-        ({"task_args.wrong": "true"}, SIZES, "task_args"),
-        ({"certificate": "none.json"}, SIZES, "does not exist"),
-    ],
-)
-def test_a_certificate_does_not_hold_for_anything_else(proof, changes, sizes, says):
-    with pytest.raises(ConfigError, match=says) as raised:
-        certificate.require(config(**{"certificate": "proof.json"} | changes), sizes)
-    assert "spmdkit verify" in str(raised.value)
-
-
-def test_a_certificate_does_not_hold_for_another_text_of_the_task_or_of_what_it_imports(proof, folder):
-    (folder / "task.py").write_text("import model\n" + TASK)
-    with pytest.raises(ConfigError, match="another text"):
-        certificate.require(config(certificate="proof.json"), SIZES)
-    before = certificate.task_digest(config())
-    (folder / "model.py").write_text("")
-    assert certificate.task_digest(config()) != before
-
-
-def test_a_certificate_is_about_every_module_of_the_project_that_the_task_imports(folder):
-    """Packages, modules within functions, relative imports, and what they import in turn; nothing that is installed."""
-    (folder / "models" / "parts").mkdir(parents=True)
-    (folder / "models" / "__init__.py").write_text("from . import net\n")
-    (folder / "models" / "net.py").write_text("def scale():\n    from .parts.last import SCALE\n    return SCALE\n")
-    (folder / "models" / "parts" / "last.py").write_text("import optax\nSCALE = 2\n")
-    (folder / "models" / "other.py").write_text("nobody imports this\n")
-    (folder / "task.py").write_text("import models\n" + TASK)
-    names = ["models/__init__.py", "models/net.py", "models/parts/last.py", "task.py"]
-    assert list(source_digest.texts(config())) == names
-    certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
-    certificate.require(config(certificate="proof.json"), SIZES)
-    for name in names:
-        before = (folder / name).read_text()
-        (folder / name).write_text(before + "\n# changed\n")
-        with pytest.raises(ConfigError, match="another text"):
-            certificate.require(config(certificate="proof.json"), SIZES)
-        (folder / name).write_text(before)
-    (folder / "models" / "other.py").write_text("still nobody")
-    certificate.require(config(certificate="proof.json"), SIZES)
-
-
-def test_a_certificate_does_not_hold_for_other_versions_or_another_spmdkit(folder, monkeypatch):
-    with monkeypatch.context() as then:
-        then.setattr("importlib.metadata.version", lambda name: "0.0.1" if name == "jax" else "1")
-        certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
-    with pytest.raises(ConfigError, match=r"jax 0\.0\.1"):
-        certificate.require(config(certificate="proof.json"), SIZES)
-    with monkeypatch.context() as then:
-        then.setattr(certificate, "package_digest", lambda: "another")
-        certificate.write(folder / "proof.json", REPORT | certificate.identity(config()))
-    with pytest.raises(ConfigError, match="another spmdkit"):
-        certificate.require(config(certificate="proof.json"), SIZES)
-
-
-def test_all_mutants_have_to_be_caught_but_those_that_the_task_has_no_place_for(folder):
-    def made(*caught, not_applicable=()):
-        report = REPORT | certificate.identity(config()) | {"mutants": caught, "not_applicable": not_applicable}
-        certificate.write(folder / "proof.json", report)
-        certificate.require(config(certificate="proof.json"), SIZES)
-
-    made(*CAUGHT)
-    made(*CAUGHT[1:], not_applicable=[{"name": MUTANTS[0].name, "reason": "no microbatches"}])
-    with pytest.raises(ConfigError, match=f"has not caught the mutants {MUTANTS[0].name}"):
-        made(*CAUGHT[1:])
-    with pytest.raises(ConfigError, match="was made without mutants"):
-        made()
-    certificate.require(config(certificate="proof.json"), {"data": 1})  # one device: there is nothing to compare
-
-
-@pytest.mark.parametrize(
-    "forged",
-    [
-        {"proven": [{"mesh": {"data": 8}, "microbatches": 1}]},
-        {"task_digest": "0123456789abcdef"},
-        {"versions": {"jax": "0.0.1"}},
-        {"mutants_caught": ["none"]},
-        {"seal": None},
-    ],
-)
-def test_a_certificate_that_was_written_by_hand_or_changed_is_refused(proof, forged):
-    (proof).write_text(json.dumps(json.loads(proof.read_text()) | forged))
-    with pytest.raises(ConfigError, match="not as verify wrote it"):
-        certificate.require(config(certificate="proof.json"), {"data": 8, "fsdp": 1})
-
-
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"format": 0}', '{"format": 1}'])
-def test_what_is_no_certificate_is_refused(folder, text):
-    (folder / "proof.json").write_text(text)
-    with pytest.raises(ConfigError, match="what verify writes"):
-        certificate.require(config(certificate="proof.json"), SIZES)

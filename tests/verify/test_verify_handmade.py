@@ -1,4 +1,4 @@
-"""`sk.verify(make, meshes=[...])`: steps that use nothing of spmdkit, right ones and wrong ones."""
+"""`sk.verify_step(make, meshes=[...])`: steps that use nothing of spmdkit, right ones and wrong ones."""
 
 import functools
 import inspect
@@ -37,7 +37,7 @@ AS_IN_THE_EXAMPLE = pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWar
 
 @AS_IN_THE_EXAMPLE
 def test_the_lm1b_example_is_equal_to_one_device():
-    report = sk.verify(lm1b_like.make, meshes=[{"data": 2, "fsdp": 2, "tensor": 2}], steps=2)
+    report = sk.verify_step(lm1b_like.make, meshes=[{"data": 2, "fsdp": 2, "tensor": 2}], steps=2)
     assert report["passed"], str(report)
     case = report["cases"][0]
     assert case["state_error"] < 1e-2 and case["value_error"] < 1e-4
@@ -47,7 +47,7 @@ def test_the_lm1b_example_is_equal_to_one_device():
 @AS_IN_THE_EXAMPLE
 @pytest.mark.parametrize("fault", lm1b_like.FAULTS)
 def test_a_fault_in_the_lm1b_example_is_seen(fault):
-    report = sk.verify(
+    report = sk.verify_step(
         functools.partial(lm1b_like.make, fault=fault), meshes=[{"data": 2, "fsdp": 2, "tensor": 1}], steps=1
     )
     assert not report["passed"], str(report)
@@ -98,7 +98,7 @@ def by_hand(devices, fault=None):
 
 
 def test_a_step_by_hand_is_equal_to_one_device_in_loss_gradient_and_state():
-    report = sk.verify(by_hand, meshes=MESHES, steps=3)
+    report = sk.verify_step(by_hand, meshes=MESHES, steps=3)
     assert report["passed"], str(report)
     for case in report["cases"]:
         assert 0 <= case["loss_error"] < 1e-6 and 0 <= case["gradient_error"] < 1e-5 and 0 <= case["state_error"] < 1e-4
@@ -121,7 +121,7 @@ WRONG = {
     ],
 )
 def test_a_fault_by_hand_is_seen_and_told(fault, mesh, kind, says):
-    report = sk.verify(functools.partial(by_hand, fault=fault), meshes=[mesh], steps=1)
+    report = sk.verify_step(functools.partial(by_hand, fault=fault), meshes=[mesh], steps=1)
     assert not report["passed"]
     diagnosis = report["cases"][0]["diagnosis"]
     assert diagnosis["kind"] == kind and says in diagnosis["found"], diagnosis
@@ -137,7 +137,7 @@ def test_adam_hides_a_factor_in_the_parameters_but_not_in_its_moments():
         step, given = by_hand(devices, "summed")
         return lambda *args: step(*args)[0], given
 
-    report = sk.verify(make, meshes=[{"data": 4, "tensor": 1}], steps=1)
+    report = sk.verify_step(make, meshes=[{"data": 4, "tensor": 1}], steps=1)
     assert not report["passed"] and "mu" in report["cases"][0]["worst_leaf"]
 
 
@@ -159,7 +159,7 @@ def plain_step(state, batch):
 
 
 def test_a_step_that_holds_no_device_is_given_with_its_arguments_and_their_specs():
-    report = sk.verify(plain_step, meshes=MESHES, arguments=arguments(), specs=(P(), P("data")))
+    report = sk.verify_step(plain_step, meshes=MESHES, arguments=arguments(), specs=(P(), P("data")))
     assert report["passed"], str(report)
     assert report["cases"][0]["state_error"] is not None
 
@@ -174,7 +174,7 @@ def test_a_step_that_holds_a_mesh_is_refused_with_the_line_that_makes_it():
     with pytest.raises(
         sk.SpmdkitError, match=r"mesh of 4 devices, made at .*test_verify_handmade.py:\d+: mesh = jax.make_mesh"
     ) as raised:
-        sk.verify(step, meshes=[{"data": 4}], arguments=arguments())
+        sk.verify_step(step, meshes=[{"data": 4}], arguments=arguments())
     assert "make(devices) -> (step, arguments)" in str(raised.value)
 
 
@@ -184,12 +184,12 @@ def test_a_mesh_that_no_variable_holds_is_told_by_the_line_that_uses_it():
         return state, jnp.mean(lax.with_sharding_constraint(batch["x"], sharding))
 
     with pytest.raises(sk.SpmdkitError, match=r"mesh of 4 devices, used at .*test_verify_handmade.py:\d+"):
-        sk.verify(step, meshes=[{"data": 4}], arguments=arguments())
+        sk.verify_step(step, meshes=[{"data": 4}], arguments=arguments())
 
 
 def test_a_make_that_does_not_use_its_devices_is_refused():
     with pytest.raises(sk.SpmdkitError, match="make was given 1 devices"):
-        sk.verify(lambda devices: by_hand(np.array(jax.devices()[:4]).reshape(4, 1)), meshes=[{"data": 4}])
+        sk.verify_step(lambda devices: by_hand(np.array(jax.devices()[:4]).reshape(4, 1)), meshes=[{"data": 4}])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_make_that_does_not_use_its_devices_is_refused():
 )
 def test_what_does_not_fit_together_is_told(given, says):
     with pytest.raises(sk.SpmdkitError) as raised:
-        sk.verify(lambda *args: 1.0, **given)
+        sk.verify_step(lambda *args: 1.0, **given)
     assert says in str(raised.value)
 
 
@@ -215,7 +215,7 @@ def test_what_the_step_raises_is_said_as_its_own():
         return lambda x: x["nothing"], ({"x": jnp.ones(2)},)
 
     with pytest.raises(sk.SpmdkitError, match="KeyError"):
-        sk.verify(make, meshes=[{"data": 2}])
+        sk.verify_step(make, meshes=[{"data": 2}])
 
 
 def test_a_step_that_is_noise_throughout_is_not_called_equal():
@@ -226,5 +226,5 @@ def test_a_step_that_is_noise_throughout_is_not_called_equal():
             jax.device_put(jnp.linspace(1.0, 2.0, 8), devices.ravel()[0]),
         )
 
-    report = sk.verify(make, meshes=[{"data": 2}])
+    report = sk.verify_step(make, meshes=[{"data": 2}])
     assert not report["passed"] and report["below_noise"] and "nothing could be compared" in str(report)

@@ -110,7 +110,9 @@ def half_and_complex(devices, fault=""):
 
 @pytest.mark.parametrize(("fault", "first"), [("", None), ("phase", "state"), ("factor", "loss")])
 def test_a_step_by_hand_with_complex_and_half_leaves(fault, first):
-    report = sk.verify(lambda devices: half_and_complex(devices, fault), meshes=[{"rows": 2, "columns": 2}], steps=2)
+    report = sk.verify_step(
+        lambda devices: half_and_complex(devices, fault), meshes=[{"rows": 2, "columns": 2}], steps=2
+    )
     assert report["passed"] == (not fault), str(report)
     if fault:
         assert report["cases"][0]["failed"][0] == first, str(report)

@@ -6,8 +6,8 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.foundation import plugins
+from spmdkit.program import source_digest
 from spmdkit.verify.cases import about_reducer, provable
-from spmdkit.verify.certificate import task_digest
 from tests.support.core_runs import assert_close
 from tests.support.messages import Says, refused
 from tests.support.own_files import config_by_choice
@@ -101,12 +101,12 @@ def test_a_config_is_checked_without_importing_the_reducer_and_verify_knows_what
     assert (tmp_path / "imported").read_text() == "1"
 
 
-def test_a_certificate_is_about_the_text_of_the_reducer_too(config, tmp_path):
+def test_reducer_text_is_part_of_source_digest(config, tmp_path):
     asked = config("mine.py:scaled")
-    before = task_digest(asked)
+    before = source_digest.digests(asked)
     (tmp_path / "mine.py").write_text(MINE.replace("scale * x", "scale * 2 * x"))
-    assert task_digest(asked) != before
-    assert task_digest(config("sum")) == task_digest(config("ordered")) != before
+    assert source_digest.digests(asked) != before
+    assert source_digest.digests(config("sum")) == source_digest.digests(config("ordered")) != before
 
 
 DECLARED = "A config names what its module declares"

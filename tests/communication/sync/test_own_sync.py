@@ -8,8 +8,8 @@ import pytest
 import spmdkit as sk
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.program import source_digest
 from spmdkit.program.restore import restored
-from spmdkit.verify.certificate import task_digest
 from tests.support.own_files import config_by_choice
 
 TASK = """
@@ -127,11 +127,11 @@ def test_a_config_is_checked_without_importing_the_sync_and_what_is_explained_na
     assert (tmp_path / "imported").read_text() == "1"
 
 
-def test_a_certificate_is_about_the_text_of_the_sync_too(config, tmp_path):
+def test_sync_text_is_part_of_source_digest(config, tmp_path):
     asked = config("{mine.py:slow: {every: 2}}")
-    before = task_digest(asked)
+    before = source_digest.digests(asked)
     (tmp_path / "mine.py").write_text(MINE.replace("s + rate *", "s + 2 * rate *"))
-    assert task_digest(asked) != before != task_digest(config("every_step"))
+    assert source_digest.digests(asked) != before != source_digest.digests(config("every_step"))
 
 
 WRONG = {
