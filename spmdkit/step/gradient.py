@@ -26,12 +26,12 @@ from jax.sharding import NamedSharding
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import describe, first_difference, named_leaves, path_name
 from spmdkit.step import rng, trace_context
-from spmdkit.step.accumulator import Sums
+from spmdkit.step.accumulator import LossFacts, Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
 from spmdkit.step.lowering import as_local, constrain, map_replicas
 from spmdkit.step.metrics.aggregates import Bincount, Derived
 from spmdkit.step.metrics.base import Metric, merged, nothing
-from spmdkit.step.metrics.mean import Mean, Means
+from spmdkit.step.metrics.mean import Means
 from spmdkit.step.metrics.user_metric import CustomMetric
 from spmdkit.step.model_state import agreement
 from spmdkit.step.multi_term_loss import of_microbatches, pulled
@@ -84,16 +84,16 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
             )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
-        counts: dict[str, Metric] = {}
         kinds = _kinds(loss_fn, context, params, model_state, batch, key) if len(args) == 3 else {}
-        local = _local_gradient(loss_fn, len(args) == 3, context, key, counts)
-        total = lambda metric, name="loss": _known_count(context, metric, counts[name])
-        call = Call(total, context.carried.take(_gradient_shapes(context, params)), key)
+        local = _local_gradient(loss_fn, len(args) == 3, context, key)
+        call = Call(context.carried.take(_gradient_shapes(context, params)), key)
         sums, new_state, kept = map_replicas(context, local, params, model_state, batch, kinds, call)
         context.carried.put(kept)
-        loss = total(sums.loss)
-        context.carried.tell({name: metric.value for name, metric in sums.metrics.items() if name not in counts})
-        metrics = {name: total(metric, name) for name, metric in sums.metrics.items() if name in counts}
+        facts = sums.facts
+        total = lambda metric, name: facts.with_static_counts(metric, name, context.num_losses)
+        loss = total(sums.loss, "loss")
+        context.carried.tell({name: metric.value for name, metric in sums.metrics.items() if name not in facts.names})
+        metrics = {name: total(metric, name) for name, metric in sums.metrics.items() if name in facts.names}
         grads = sums.mean_gradient(loss) if context.gives_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads
 
@@ -132,13 +132,8 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 # ---- one replica ------------------------------------------------------------------------------------------------------
 
 
-def _local_gradient(
-    loss_fn: Loss, stateful: bool, context: trace_context.Context, key: Any, counts: dict[str, Metric]
-) -> Callable[..., Any]:
-    """Returns the function that one replica computes: sums over its own microbatches, no communication of ours.
-
-    While it is traced, it notes in `counts` the loss and each metric of one microbatch.
-    """
+def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Context, key: Any) -> Callable[..., Any]:
+    """Returns the function that one replica computes: sums over its own microbatches, without communication."""
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
@@ -147,27 +142,27 @@ def _local_gradient(
         with trace_context.over(trace_context.Examples(num, mask, _positions(context, index, micro, num), key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(context, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
-        counts.update({**metrics, "loss": loss})
-        return loss, metrics, _same_kind(state, new_state) if stateful else None
+        new_state = _same_kind(state, new_state) if stateful else None
+        return loss, metrics, new_state, LossFacts.of({**metrics, "loss": loss})
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
-        chosen, count_depends = context.options, list[bool]()
-        computed = _cast(params, chosen.compute_dtype)
+        options = context.options
+        computed = _cast(params, options.compute_dtype)
 
         def sum_and_count(*args: Any) -> Any:
-            loss, metrics, new_state = one_microbatch(*args)
-            noting = lambda count: count if isinstance(count, np.floating) else _noting(count, count_depends)
-            parts = [(part.sum, noting(part.count)) for part in (loss.parts if isinstance(loss, Means) else (loss,))]
-            return tuple(zip(*parts, strict=True)), (loss, metrics, new_state)
+            loss, *rest = one_microbatch(*args)
+            parts = [(part.sum, part.count) for part in (loss.parts if isinstance(loss, Means) else (loss,))]
+            return tuple(zip(*parts, strict=True)), (loss, *rest)
 
-        body = jax.checkpoint(sum_and_count, policy=chosen.remat.of_block) if chosen.remat_whole else sum_and_count
+        body = jax.checkpoint(sum_and_count, policy=options.remat.of_block) if options.remat_whole else sum_and_count
 
         def one(state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None) -> Any:
             loss_of = lambda params: body(params, state, rows, mask, index, micro)
-            (totals, counted), pull, (loss, metrics, new_state) = jax.vjp(loss_of, computed, has_aux=True)
-            parts = pulled(context, loss, whole, (totals, counted), pull, bool(count_depends))
-            reduced = [None if grads is None else _as_reduced(context, grads, params) for grads in parts]
-            return Sums(loss, metrics, *reduced), new_state
+            primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, computed)
+            parts = pulled(context, loss, whole, primals, pull, depends)
+            grads, of_count = (None if tree is None else _as_reduced(context, tree, params) for tree in parts)
+            facts = dataclasses.replace(facts, count_has_gradient=depends)
+            return Sums(loss, metrics, grads, of_count, facts), new_state
 
         if context.sharding.microbatches == 1:
             return one(state, rows, mask, 0)
@@ -182,9 +177,11 @@ def _local_gradient(
         shapes = jax.eval_shape(one, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
         micros = jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
         whole = None
-        if isinstance(of_one := counts["loss"], Means):
-            of_micro = lambda state, xs: sum_and_count(computed, state, *xs[:2], index, xs[2])[1]
-            whole = of_microbatches(context, of_one, of_micro, state, (cut_rows, cut_mask, micros), count_depends)
+        if isinstance(shapes.loss, Means):
+            of_one = shapes.facts.with_static_counts(shapes.loss, "loss")
+            of_micro = lambda state, xs: one_microbatch(computed, state, xs[0], xs[1], index, xs[2])[:3]
+            depends = shapes.facts.count_has_gradient
+            whole = of_microbatches(context, of_one, of_micro, state, (cut_rows, cut_mask, micros), depends)
         zeros = _zeros(context, shapes)
         return lax.scan(add, as_local(context, (zeros, state)), (cut_rows, cut_mask, micros))[0]
 
@@ -194,26 +191,31 @@ def _local_gradient(
 def _zeros(context: trace_context.Context, shapes: Sums) -> Sums:
     """Returns the sums of no microbatch, gradients cut as the parameters are."""
     zeros = nothing(shapes)
-    kept = [
-        None if tree is None else _constrain_gradient(context, tree) for tree in (zeros.gradient, zeros.count_gradient)
-    ]
-    return Sums(zeros.loss, zeros.metrics, *kept)
+    constrained = lambda tree: None if tree is None else _constrain_gradient(context, tree)
+    gradients: dict[str, Any] = {name: constrained(getattr(zeros, name)) for name in ("gradient", "count_gradient")}
+    return dataclasses.replace(zeros, **gradients)
 
 
-def _noting(count: jax.Array, depends: list[bool]) -> jax.Array:
-    """Returns `count`; notes in `depends` when it turns out to have a derivative with respect to the parameters."""
+def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], Any], Any, bool]:
+    """Returns ((sums, counts), pull-back, aux, whether a count depends on the parameters) of `fn(params) -> ((sums,
+    counts), aux)`."""
+    derivatives = []
 
     @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
-        return x
+    def probe(count: jax.Array) -> jax.Array:
+        return count
 
-    @same.defjvp
-    def noted(primals: Any, tangents: Any) -> Any:
-        depends.append(True)
+    @probe.defjvp
+    def probe_jvp(primals: Any, tangents: Any) -> Any:  # JAX does not call it where the tangent is zero
+        derivatives.append(tangents[0])
         return primals[0], tangents[0]
 
-    noted_count: jax.Array = same(count)
-    return noted_count
+    def probed(params: Any) -> Any:
+        (sums, counts), aux = fn(params)
+        return (sums, tuple(x if isinstance(x, np.floating) else probe(x) for x in counts)), aux
+
+    primals, pull, aux = jax.vjp(probed, params, has_aux=True)
+    return primals, pull, aux, bool(derivatives)
 
 
 def _gradient_shapes(context: trace_context.Context, params: Any) -> Any:
@@ -271,26 +273,6 @@ def _same_kind(state: Any, new_state: Any) -> Any:
             "over all steps. Return the whole new state, cast where needed."
         )
     return new_state
-
-
-def _known_count(context: trace_context.Context, total: Any, of_one: Any) -> Any:
-    """Returns `total`, where it is a mean with its count as a constant where that of one microbatch is one.
-
-    A constant divides for nothing, as in a program written by hand: an all-reduced count costs 1.5 % of a step of 10
-    ms, mostly in the optimizer's fused loops, which read it (two CPU devices, jaxlib 0.10.2, 2026-11-20).
-    """
-    if isinstance(total, Means):
-        parts = zip(total.parts, of_one.parts, strict=True)
-        return Means(tuple(_known_count(context, part, one) for part, one in parts))
-    if not isinstance(total, Mean):
-        return total
-    times = context.sharding.microbatches * context.sharding.num_replicas
-    known: dict[str, Any] = {
-        name: value.dtype.type(float(value) * times)
-        for name, value in (("count", of_one.count), ("num", of_one.num))
-        if isinstance(value, np.floating)
-    }
-    return dataclasses.replace(total, **known)
 
 
 # ---- small parts -----------------------------------------------------------------------------------------------------

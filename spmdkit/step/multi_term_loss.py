@@ -59,15 +59,15 @@ def of_microbatches(
     compute: Callable[[Any, Any], Any],
     state: Any,
     microbatches: Any,
-    depends: list[bool],
+    depends: bool,
 ) -> Means:
     """Returns the sum of means over all microbatches and replicas, before any of them is differentiated.
 
     Args:
-        of_one: the loss of one microbatch as it was traced: which counts follow from shapes.
+        of_one: the loss of one microbatch, abstract; counts that follow from shapes are numpy numbers.
         compute: `(state, microbatch) -> (loss, metrics, new state)`.
         microbatches: a tree of [microbatches, ...].
-        depends: not empty where a count depends on the parameters.
+        depends: whether a count depends on the parameters.
     """
     times = context.sharding.microbatches
     if all(isinstance(part.count, np.floating) for part in of_one.parts):
@@ -80,9 +80,9 @@ def of_microbatches(
         loss = Means(tuple(wanted(part) for part in loss.parts))
         return as_local(context, (total.merge(loss), new_state)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), of_one)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of_one)
     (total, _), _ = lax.scan(add, as_local(context, (zeros, state)), microbatches)
-    return of_all(context, total, bool(depends))
+    return of_all(context, total, depends)
 
 
 def _times(part: Mean, times: int) -> Mean:
@@ -90,7 +90,7 @@ def _times(part: Mean, times: int) -> Mean:
     out."""
     alike = lambda x: x.dtype.type(float(x) * times)
     num = alike(part.num) if isinstance(part.num, np.floating) else None
-    return Mean(jnp.zeros(jnp.shape(part.sum), jnp.result_type(part.sum)), alike(part.count), num)
+    return Mean(jnp.zeros(part.sum.shape, part.sum.dtype), alike(part.count), num)
 
 
 def pulled(

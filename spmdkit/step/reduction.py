@@ -7,7 +7,6 @@ Runs inside a `shard_map` that is manual over all mesh axes. With `sum` XLA make
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,12 +28,10 @@ class Call:
     """One call of `sk.value_and_grad`.
 
     Attributes:
-        total: of the summed loss, the loss with the count of the whole batch.
         kept: the reducer's state of this call; a tree like the gradient, of mappings. None where it has none.
         key: of the step.
     """
 
-    total: Callable[[Mean | Means], Mean | Means]
     kept: Any = None
     key: jax.Array | None = None
 
@@ -57,10 +54,11 @@ def reduced(
             sums, added = _exact(reducer, (sums, added), axes)
             return sums, added, None
         loss, metrics, added = _exact(reducer, (sums.loss, sums.metrics, added), axes)
-        gradients = _as_taken(reducer, sums, loss, call)
+        gradients = _scaled(context, reducer, sums, loss)
         gradients, kept, told = _by_reducer(context, reducer, gradients, axes, call, dims)
         numbers: dict[str, Metric] = {f"{METRIC_PREFIX}{name}": Sum(number) for name, number in told.items()}
-        return Sums(loss, numbers | metrics, *gradients), added, kept
+        reduced_sums = dataclasses.replace(sums, loss=loss, metrics=numbers | metrics)
+        return dataclasses.replace(reduced_sums, gradient=gradients[0], count_gradient=gradients[1]), added, kept
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
@@ -74,10 +72,11 @@ def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
     )
 
 
-def _as_taken(reducer: Reducer, own: Sums, loss: Mean | Means, call: Call) -> tuple[Any, Any]:
-    """Returns (gradient, gradient of the count or None) of one replica as the reducer takes them."""
+def _scaled(context: trace_context.Context, reducer: Reducer, own: Sums, loss: Mean | Means) -> tuple[Any, Any]:
+    """Returns (gradient, gradient of the count or None) of one replica at the reducer's `input_scale`."""
     if reducer.input_scale == "weighted":
-        return own.mean_gradient(call.total(loss)), None
+        assert own.facts is not None
+        return own.mean_gradient(own.facts.with_static_counts(loss, "loss", context.num_losses)), None
     if reducer.input_scale == "mean":
         assert own.loss is not None
         return own.mean_gradient(own.loss), None

@@ -238,6 +238,11 @@ class Context:
         return dataclasses.replace(self, usage=UsageTracker(), **changes)
 
     @property
+    def num_losses(self) -> int:
+        """Calls of the loss in a step: microbatches of all replicas."""
+        return self.sharding.microbatches * self.sharding.num_replicas
+
+    @property
     def gives_sums(self) -> bool:
         """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
         return self.options.reducer.input_scale == "sum" or self.sharding.num_replicas == 1
