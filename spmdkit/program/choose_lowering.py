@@ -111,8 +111,7 @@ def _with_state_of(
 ) -> tuple[TaskStep, trace_context.Context, tuple[Any, ...]]:
     """Returns (the step, its context, what is kept) with a reducer that keeps something, for which the train state gets
     its place."""
-    gradients: list[Any] = []
-    call_user(lambda: task_step.shapes(context, gradients=gradients), task_step.what)
+    gradients = call_user(functools.partial(task_step.gradient_shapes, context), task_step.what)
     context = context.with_options(reducer=reducer).for_new_trace()
     kept, table = reducer_state.shapes(reducer, gradients, context)
     placed = task_step.state

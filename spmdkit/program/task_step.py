@@ -51,11 +51,11 @@ class TaskStep:
         """The user's function, as messages call it."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def function(self, context: trace_context.Context, gradients: list[Any] | None = None, typed: bool = True) -> Any:
+    def function(self, context: trace_context.Context, discover: bool = False, typed: bool = True) -> Any:
         """Returns `(state, batch) -> (state, metrics, code of the guard)`.
 
         Args:
-            gradients: takes the shapes of what each call of `sk.value_and_grad` reduces, while the function is traced.
+            discover: the new state's `reducer` holds the gradient of each call of `sk.value_and_grad`.
             typed: False leaves out the types of what varies over replicas (`view: replica`).
         """
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
@@ -63,18 +63,23 @@ class TaskStep:
         if self.groups is not None:
             return group_step(train_step, context, self.groups, self.to_device)
         if self.task.view == "replica":
-            return step.replica_step(train_step, context, self.to_device, gradients, typed)
-        return step.global_step(train_step, context, self.to_device, gradients)
+            return step.replica_step(train_step, context, self.to_device, discover, typed)
+        return step.global_step(train_step, context, self.to_device, discover)
 
     def to_device(self, current: TrainState) -> TrainState:
         """Brings the leaves that live on the host to the devices, inside the step."""
         return to_device(self.state.table, self.mesh, current)
 
-    def shapes(
-        self, context: trace_context.Context, batch: Batch | None = None, gradients: list[Any] | None = None
-    ) -> Any:
-        """Returns what the step gives, abstract."""
-        return jax.eval_shape(self.function(context, gradients), self.state.abstract, batch or self.batch)
+    def shapes(self, context: trace_context.Context, batch: Batch | None = None) -> Any:
+        """Returns what the step returns, abstract."""
+        return jax.eval_shape(self.function(context), self.state.abstract, batch or self.batch)
+
+    def gradient_shapes(self, context: trace_context.Context) -> tuple[Any, ...]:
+        """Returns the gradient that each call of `sk.value_and_grad` reduces, abstract."""
+        function = self.function(context.with_options(guard=None), discover=True)
+        state, *_ = jax.eval_shape(function, self.state.abstract, self.batch)
+        gradients: tuple[Any, ...] = state.reducer
+        return gradients
 
     def trace(self, context: trace_context.Context) -> jax.stages.Traced:
         """Returns the step traced on its shardings; what only the whole trace can tell is checked.

@@ -86,13 +86,15 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         _check_differentiable(params)
         kinds = _kinds(loss_fn, context, params, model_state, batch, key) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, context, key)
-        call = Call(context.carried.take(_gradient_shapes(context, params)), key)
+        call = Call(context.slots.take(_gradient_shapes(context, params)), key)
         sums, new_state, kept = map_replicas(context, local, params, model_state, batch, kinds, call)
-        context.carried.put(kept)
+        context.slots.put(kept)
         facts = sums.facts
         total = lambda metric, name: facts.with_static_counts(metric, name, context.num_losses)
         loss = total(sums.loss, "loss")
-        context.carried.tell({name: metric.value for name, metric in sums.metrics.items() if name not in facts.names})
+        context.slots.add_metrics(
+            {name: metric.value for name, metric in sums.metrics.items() if name not in facts.names}
+        )
         metrics = {name: total(metric, name) for name, metric in sums.metrics.items() if name in facts.names}
         grads = sums.mean_gradient(loss) if context.gives_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads

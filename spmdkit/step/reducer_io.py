@@ -1,4 +1,4 @@
-"""`Carried`: how the state of a reducer gets into a step and out of it again with what it tells, and the gradient to
+"""`ReducerSlots`: how the state of a reducer gets into a step and out of it again with what it tells, and the gradient to
 the step's guard; the only thing that leaves a trace by another way than its results.
 
 A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer behind it may
@@ -23,21 +23,21 @@ from spmdkit.errors import ConfigError
 PACKAGE = str(Path(__file__).parents[1])
 
 
-class Carried:
+class ReducerSlots:
     """The reducer's state on its way through one trace of a step.
 
     Args:
-        states: `TrainState.reducer`, one entry for each call.
-        gradients: where the calls are still to be found: notes the gradient of each, and no state is given to any.
+        states: `TrainState.reducer`, one entry for each call. None discovers the calls: none has a state, and
+            `collected` returns zeros like the gradient of each.
     """
 
-    def __init__(self, states: Sequence[Any], gradients: list[Any] | None = None):
-        self._states: Sequence[Any] = () if gradients is not None else states
-        self._gradients = gradients
+    def __init__(self, states: Sequence[Any] | None = ()):
+        self._discovers = states is None
+        self._states: Sequence[Any] = states or ()
         self._put: list[Any] = []
-        self._seen: list[Any] = []
-        self.told: dict[str, jax.Array] = {}
-        self._all_seen = True
+        self._updates: list[Any] = []
+        self.metrics: dict[str, jax.Array] = {}
+        self._all_recorded = True
         self._trace = compat.current_trace()
 
     def take(self, gradient: Any) -> Any:
@@ -47,9 +47,7 @@ class Carried:
             ConfigError: the call stands inside of a loop, branch, `vmap` or `jit` of the user's, or is one more than in
                 the first trace.
         """
-        if self._gradients is not None:
-            self._gradients.append(gradient)
-        elif not self._states:
+        if not self._states and not self._discovers:
             return None
         if compat.current_trace() is not self._trace:
             raise ConfigError(
@@ -57,7 +55,8 @@ class Carried:
                 "config's reducer keeps something from step to step, once for each call. Call it outside (microbatches: N accumulates "
                 "gradients without a loop of yours), or use reducer: sum."
             )
-        if self._gradients is not None:
+        if self._discovers:
+            self._put.append(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradient))
             return None
         if len(self._put) == len(self._states):
             raise ConfigError(
@@ -71,24 +70,24 @@ class Carried:
         if self._states:
             self._put.append(state)
 
-    def tell(self, numbers: Mapping[str, jax.Array]) -> None:
-        """Takes what the reducer tells of a call, for the metrics of the step (`told`); of several calls the largest.
+    def add_metrics(self, numbers: Mapping[str, jax.Array]) -> None:
+        """Takes what the reducer tells of a call, for the metrics of the step (`metrics`); of several calls the largest.
         Nothing leaves a loop of the user's."""
         if compat.current_trace() is self._trace:
-            self.told |= {name: jnp.maximum(self.told.get(name, x), x) for name, x in numbers.items()}
+            self.metrics |= {name: jnp.maximum(self.metrics.get(name, x), x) for name, x in numbers.items()}
 
-    def see(self, gradient: Any) -> None:
+    def record_update(self, gradient: Any) -> None:
         """Takes note of a gradient that the optimizer is given, for the guard of the step; one inside of a trace of the
         user's own cannot leave it."""
         if compat.current_trace() is self._trace:
-            self._seen.append(gradient)
+            self._updates.append(gradient)
         else:
-            self._all_seen = False
+            self._all_recorded = False
 
     @property
-    def seen(self) -> list[Any] | None:
+    def update_gradients(self) -> list[Any] | None:
         """The gradients that the optimizer was given; None where some, or all, cannot be seen from here."""
-        return self._seen if self._seen and self._all_seen else None
+        return self._updates if self._updates and self._all_recorded else None
 
     def collected(self) -> tuple[Any, ...]:
         """Returns the new `TrainState.reducer`.
@@ -96,7 +95,7 @@ class Carried:
         Raises:
             ConfigError: there were fewer calls than in the first trace.
         """
-        if len(self._put) != len(self._states):
+        if len(self._put) != len(self._states) and not self._discovers:
             raise ConfigError(
                 f"sk.value_and_grad is called {len(self._put)} times in this trace and {len(self._states)} times in the "
                 "first one. The reducer's state has one entry for each call. Call it the same number of times in every trace."

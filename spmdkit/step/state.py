@@ -144,7 +144,7 @@ class TrainState:
         _check_gradient(context, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
         grads = constrain_update(context, as_stored(grads))
-        context.carried.see(grads)
+        context.slots.record_update(grads)
         if "grad" in extra:
             extra["grad"] = constrain_update(context, as_stored(extra["grad"]))
         params = constrain_update(context, params)

@@ -24,7 +24,7 @@ from spmdkit.step.gradient import means_and_grad, whole_rows
 from spmdkit.step.lowering import whole_kept_specs
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.metrics.user_metric import taken
-from spmdkit.step.reducer_io import Carried
+from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import FIELDS, Mirrored, TrainState, originals
 
 COMPILED_NAME = "train_step"
@@ -116,28 +116,28 @@ def global_step(
     train_step: StepFn,
     context: trace_context.Context,
     to_device: Callable[[Any], Any],
-    gradients: list[Any] | None = None,
+    discover: bool = False,
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a step that sees global arrays.
 
     Args:
-        to_device: brings host-placed leaves in.
-        gradients: a list that a trace fills with the shapes of what each call of `sk.value_and_grad` reduces; see
-            `reducer_state.calls_of`.
+        to_device: moves leaves from host memory to the devices.
+        discover: the new state's `reducer` holds the gradient of each call of `sk.value_and_grad` (zeros), for
+            `reducer_state.shapes`.
     """
 
     def stepped(state: TrainState, batch: Batch) -> Stepped:
         rows = whole_rows(context, batch.examples, batch.mask, state.key)
-        carried = Carried(state.reducer, gradients)
+        slots = ReducerSlots(None if discover else state.reducer)
         with (
-            trace_context.tracing(dataclasses.replace(context, mask=batch.mask, carried=carried)),
+            trace_context.tracing(dataclasses.replace(context, mask=batch.mask, slots=slots)),
             trace_context.over(rows),
         ):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
-        metrics = {**metrics, **carried.told}
-        new_state = owned(state, new_state, context).replace(reducer=carried.collected())
-        return new_state, metrics, code_of(context, new_state.params, metrics, carried.seen, batch.limit)
+        metrics = {**metrics, **slots.metrics}
+        new_state = owned(state, new_state, context).replace(reducer=slots.collected())
+        return new_state, metrics, code_of(context, new_state.params, metrics, slots.update_gradients, batch.limit)
 
     def skippable(state: TrainState, batch: Batch) -> tuple[TrainState, Any, jax.Array]:
         new, metrics, code = stepped(state, batch)
@@ -160,7 +160,7 @@ def replica_step(
     train_step: StepFn,
     context: trace_context.Context,
     to_device: Callable[[Any], Any],
-    gradients: list[Any] | None = None,
+    discover: bool = False,
     typed: bool = True,
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
@@ -168,6 +168,7 @@ def replica_step(
     Parameters are handed over as the replica's own copy; what leaves must be provably mirrored.
 
     Args:
+        discover: as in `global_step`.
         typed: False for a trace that shows which sums are the user's own and not those of JAX's types; it proves
             nothing.
 
@@ -178,13 +179,13 @@ def replica_step(
 
     def body(state: TrainState, examples: Any, mask: Any, limit: Any) -> Stepped:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
-        carried = Carried(jax.tree.map(lambda x: x[0], state.reducer), gradients)
-        inner = dataclasses.replace(context.with_sharding(form="manual"), inside=True, mask=mask, carried=carried)
+        slots = ReducerSlots(None if discover else jax.tree.map(lambda x: x[0], state.reducer))
+        inner = dataclasses.replace(context.with_sharding(form="manual"), inside=True, mask=mask, slots=slots)
         own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with trace_context.tracing(inner), trace_context.over(own_rows):
             handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
             new_state, metrics = _checked(state, train_step(handed, examples))
-            metrics = {**metrics, **carried.told}
+            metrics = {**metrics, **slots.metrics}
         new_state = originals(owned(state, new_state, inner)).replace(reducer=())
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):
@@ -195,8 +196,8 @@ def replica_step(
                         f"Apply sk.pmean to it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
                     )
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
-        kept = compat.as_varying(jax.tree.map(lambda x: x[None], carried.collected()), REPLICA_AXES)
-        new_state, code = guarded(inner, state, new_state.replace(reducer=kept), metrics, carried.seen, limit)
+        kept = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
+        new_state, code = guarded(inner, state, new_state.replace(reducer=kept), metrics, slots.update_gradients, limit)
         return new_state, metrics, code
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
@@ -209,7 +210,10 @@ def replica_step(
         mapped = jax.shard_map(
             body, mesh=context.sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed
         )
-        return mapped(to_device(state), batch.examples, batch.mask, batch.limit)
+        new_state, *rest = mapped(to_device(state), batch.examples, batch.mask, batch.limit)
+        if discover:
+            new_state = new_state.replace(reducer=jax.tree.map(lambda x: x[0], new_state.reducer))
+        return new_state, *rest
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step

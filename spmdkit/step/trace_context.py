@@ -25,7 +25,7 @@ from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.mesh import MODEL_AXES
-from spmdkit.step.reducer_io import Carried
+from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.usage import UsageTracker
 
 _tokens = itertools.count()
@@ -206,7 +206,7 @@ class Context:
         group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one
             here.
         mask: bool[global batch] or None; False marks padding rows.
-        carried: the reducer's state on its way through this trace.
+        slots: the reducer's state on its way through this trace.
         inside: True while a per-replica step is traced, inside `shard_map`.
         in_manual: True inside of `sk.manual`, where arrays are shards.
         mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
@@ -218,7 +218,7 @@ class Context:
     options: StepOptions = field(default_factory=StepOptions)
     group: tuple[Any, int] = (0, 1)
     mask: jax.Array | None = None
-    carried: Carried = field(default_factory=lambda: Carried(()))
+    slots: ReducerSlots = field(default_factory=lambda: ReducerSlots(()))
     inside: bool = False
     in_manual: bool = False
     mapped_axes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""`UsageTracker`: what a trace has noticed of the user's code. Besides the results of a trace and `Carried` nothing else
+"""`UsageTracker`: what a trace has noticed of the user's code. Besides the results of a trace and `ReducerSlots` nothing else
 leaves it.
 What one call of `sk.value_and_grad` notes of its own loss (gradient.py: whether a count depends on the parameters) ends
 with that call: here it would be said of the step's other calls too.

@@ -28,7 +28,7 @@ from spmdkit.step.gradient import whole_rows
 from spmdkit.step.groups.groups import GROUPED, Groups
 from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean
-from spmdkit.step.reducer_io import Carried
+from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import FIELDS, TrainState
 from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked, owned
 
@@ -44,14 +44,14 @@ def group_step(
     """
 
     def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric], Any]:
-        carried = Carried(())
-        own = dataclasses.replace(context, mask=mask, group=(index, groups.num), carried=carried)
+        slots = ReducerSlots(())
+        own = dataclasses.replace(context, mask=mask, group=(index, groups.num), slots=slots)
         rows = whole_rows(own, examples, mask, state.key)
         with trace_context.tracing(own), trace_context.over(rows):
             new_state, metrics = checked(state, train_step(state, examples))
-            new_state, metrics = owned(state, new_state, own), {**metrics, **carried.told}
+            new_state, metrics = owned(state, new_state, own), {**metrics, **slots.metrics}
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
-            new_state, code = guarded(own, state, new_state, metrics, carried.seen)
+            new_state, code = guarded(own, state, new_state, metrics, slots.update_gradients)
             return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code
 
     alone = all(size == 1 for size in context.sharding.sizes.values())
