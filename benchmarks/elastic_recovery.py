@@ -1,11 +1,13 @@
 """How long a job stands still after a kill, in process and by a restart; what copies in memory cost; goodput under
 kills.
 
-    python benchmarks/elastic_recovery.py in_process --kills 8 --every 12 --standby 2      recovery: SIGKILL of a random process
-    to the next new step python benchmarks/elastic_recovery.py shrink | restart --kills 2 --every 20
-    python benchmarks/elastic_recovery.py shrink --kills 1 --precompile        the step of three processes is in the compile cache
+    python benchmarks/elastic_recovery.py in_process --kills 8 --every 12 --standby 2      recovery: SIGKILL of a random
+    process to the next new step python benchmarks/elastic_recovery.py shrink | restart --kills 2 --every 20
+    python benchmarks/elastic_recovery.py shrink --kills 1 --precompile        the step of three processes is in the
+    compile cache
                                                                      when the first of four dies
-    python benchmarks/elastic_recovery.py cost --width 2048                    seconds of a step with a copy, and without, in one
+    python benchmarks/elastic_recovery.py cost --width 2048                    seconds of a step with a copy, and
+    without, in one
                                                                      run
 
 Four processes of one device each on this machine, replicas of a small model (cost: cut over fsdp), with a compile cache

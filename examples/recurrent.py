@@ -3,8 +3,9 @@
     spmdkit train configs/recurrent.yaml
 
 What a layer of your own needs to be cut is all here: logical names for the dims of its weights (`BLOCK_DIMS`) and
-activations (`STREAM`), `sk.manual` around a block, inside of which arrays are what one device holds, `sk.column_row_parallel`
-for products whose hidden dim is cut, and one collective (`state_before`) where the layer needs what other devices know.
+activations (`STREAM`), `sk.manual` around a block, inside of which arrays are what one device holds,
+`sk.column_row_parallel` for products whose hidden dim is cut, and one collective (`state_before`) where the layer needs
+what other devices know.
 The mesh in the config decides which of it happens: over no axes a collective is the identity, so one device runs the
 same text.
 

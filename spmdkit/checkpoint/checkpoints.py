@@ -32,12 +32,12 @@ from spmdkit.checkpoint.save_barrier import Ended, Exchange, Meeting
 from spmdkit.checkpoint.staging import staging_of
 from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
 from spmdkit.foundation import files, phase
+from spmdkit.foundation.timeouts import SAVE_POLL_S
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 DISCARD_TRIES = 40
-LOOK_S = 0.1
 
 
 class Checkpoints:
@@ -323,7 +323,7 @@ class Checkpoints:
     def _look_on(self, pending: Future[None], waits: bool) -> None:
         """Returns when the save has ended, or this process no longer waits for the others, or begins to: whoever
         watches sees who holds up whom."""
-        while self._meeting.waits == waits and not futures.wait([pending], LOOK_S).done:
+        while self._meeting.waits == waits and not futures.wait([pending], SAVE_POLL_S).done:
             pass
 
     def _take_committed(self) -> list[int]:

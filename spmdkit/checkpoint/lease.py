@@ -2,11 +2,11 @@
 a fence.
 
     run/lease.json       {"attempt", "pid", "host", "boot", "born", "since"} of the attempt that has taken the folder
-    run/alive-<attempt>  a number that this attempt raises every `RENEW_S`
+    run/alive-<attempt>  a number that this attempt raises every `LEASE_RENEW_S`
 
 Who finds a lease takes it over when its process is known to be gone (it was of this machine), when it was given back,
-or when its number has not moved for `STALE_S` by its own steady clock: no two clocks are compared. Two who take it at
-one time both write, and after a moment read who wrote last. That alone would not be safe, and need not be: nobody
+or when its number has not moved for `LEASE_STALE_S` by its own steady clock: no two clocks are compared. Two who take
+it at one time both write, and after a moment read who wrote last. That alone would not be safe, and need not be: nobody
 commits a step without having read that the lease is still its own (`is_ours`), as with ownership.py.
 
 Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency"
@@ -27,13 +27,7 @@ from spmdkit.checkpoint import location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import ConfigError, Unreachable
 from spmdkit.foundation import run_status as attempts
-
-RENEW_S = 10.0
-STALE_S = 35.0
-"""More than three renewals."""
-LOOK_EVERY_S = 2.0
-SETTLE_S = 0.5
-"""How long after writing it is read who wrote last."""
+from spmdkit.foundation.timeouts import LEASE_POLL_S, LEASE_RENEW_S, LEASE_SETTLE_S, LEASE_STALE_S
 
 
 class Lease:
@@ -70,7 +64,7 @@ class Lease:
         if before and not attempts.is_gone(before):
             self._wait_until_stale(before)
         self._claim()
-        self._sleep(SETTLE_S)
+        self._sleep(LEASE_SETTLE_S)
         if not self.is_ours():
             raise self._in_use(self._read())
         if before:
@@ -89,9 +83,11 @@ class Lease:
         beat, since = self._beat(before), self._clock()
         if beat is None:  # given back, or never begun
             return
-        self._say(f"{self.directory} was last of {_owner(before)}; waiting up to {STALE_S:g} s to see whether it lives")
-        while self._clock() - since < STALE_S:
-            self._sleep(LOOK_EVERY_S)
+        self._say(
+            f"{self.directory} was last of {_owner(before)}; waiting up to {LEASE_STALE_S:g} s to see whether it lives"
+        )
+        while self._clock() - since < LEASE_STALE_S:
+            self._sleep(LEASE_POLL_S)
             if self._beat(before) != beat or self._read().get("attempt") != before["attempt"]:
                 raise self._in_use(self._read())
 
@@ -103,7 +99,7 @@ class Lease:
         """Gives the folder back: the next one need not wait."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(RENEW_S)
+            self._thread.join(LEASE_RENEW_S)
         with contextlib.suppress(Unreachable):
             self._folder.remove([f"alive-{self.attempt}"])
 
@@ -115,7 +111,7 @@ class Lease:
 
     def _renew_for_ever(self) -> None:
         number = 0
-        while not self._ended.wait(RENEW_S):
+        while not self._ended.wait(LEASE_RENEW_S):
             number += 1
             with contextlib.suppress(Unreachable):  # the save that meets it says so
                 self._renew(number)

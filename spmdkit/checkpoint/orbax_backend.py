@@ -37,6 +37,7 @@ from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
 from spmdkit.checkpoint.location import Place
 from spmdkit.checkpoint.record import INDEX_FOLDER, STATE_FOLDER
+from spmdkit.foundation.timeouts import SAVE_CANCEL_S
 
 
 def open_checkpointer(
@@ -294,10 +295,6 @@ def cancel_what_a_failure_leaves() -> None:
         asyncio_utils._run_sync_via_new_loop = functools.partial(_run_and_cancel, run)
 
 
-CANCEL_S = 5.0
-"""How long at most the other parts of a failed save may take to end."""
-
-
 def _run_and_cancel(run: Callable[..., Any], part: Coroutine[Any, Any, Any]) -> Any:
     async def cancelling() -> Any:
         try:
@@ -307,7 +304,7 @@ def _run_and_cancel(run: Callable[..., Any], part: Coroutine[Any, Any, Any]) -> 
             for other in others:
                 other.cancel()
             if others:
-                await asyncio.wait(others, timeout=CANCEL_S)
+                await asyncio.wait(others, timeout=SAVE_CANCEL_S)
             raise
 
     return run(cancelling())

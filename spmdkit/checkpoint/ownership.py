@@ -19,9 +19,9 @@ from pathlib import Path
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
+from spmdkit.foundation.timeouts import RUN_DIRECTORY_POLL_S
 
 ATTEMPT_FILE = "attempt.json"
-LOOK_EVERY_S = 0.05
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ def wait_to_see(directory: Path, attempt: str, timeout_s: float) -> bool:
     while _read(directory).get("attempt") != attempt:
         if time.monotonic() > deadline:
             return False
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(RUN_DIRECTORY_POLL_S)
     return True
 
 

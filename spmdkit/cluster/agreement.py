@@ -10,12 +10,13 @@ and the number of decisions so far. A follower passes step t only when it has re
 
 Neither argument needs a bound on how far processes drift apart, nor on how long a message takes; `lag` only keeps
 processes that run ahead from waiting. H is never less than `step + lag`, so a decision is for `step + lag + 1`, or for
-a little later when steps are fast: process 0 then extends the horizon only every `PACE_S` seconds.
+a little later when steps are fast: process 0 then extends the horizon only every `AGREEMENT_INTERVAL_S` seconds.
 
 A request counts for the decision number it was made under; it is satisfied by the next step at which all get True. A
 request under an old number is ignored, rightly: the decision that made the number old is for a step after the request.
 
-Wire, per name and every max(1, PACE_S / step time) steps: process 0 one put and one listing, each follower one read.
+Wire, per name and every max(1, AGREEMENT_INTERVAL_S / step time) steps: process 0 one put and one listing, each
+follower one read.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from collections.abc import Callable
 from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
 from spmdkit.foundation import phase
+from spmdkit.foundation.timeouts import AGREEMENT_INTERVAL_S
 
-PACE_S = 0.05
 MOST_STEPS_AHEAD = 1024
 
 
@@ -93,12 +94,13 @@ class Agreement:
         return bool(self._store.entries(f"{self._folder}/requests/{self._num_decided}"))
 
     def _next_stride(self, step: int) -> int:
-        """Returns the steps until the next extension: about PACE_S of them at the pace seen since the last one."""
+        """Returns the steps until the next extension: about AGREEMENT_INTERVAL_S of them at the pace seen since the
+        last one."""
         now = self._clock()
         if self._extended is not None:
             then, last = self._extended
             step_s = max((now - then) / (step - last), 1e-9)
-            self._stride = max(1, min(int(PACE_S / step_s), 2 * self._stride, MOST_STEPS_AHEAD))
+            self._stride = max(1, min(int(AGREEMENT_INTERVAL_S / step_s), 2 * self._stride, MOST_STEPS_AHEAD))
         self._extended = (now, step)
         return self._stride
 

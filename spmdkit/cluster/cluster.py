@@ -21,10 +21,8 @@ from spmdkit.cluster.comparison import GIVE_THE_SAME, Comparison, Facts, name_pr
 from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
 from spmdkit.foundation.deadline import Deadline
+from spmdkit.foundation.timeouts import EXCHANGE_REPORT_S, EXCHANGE_S
 
-DEFAULT_TIMEOUT_S = 600.0
-REPORTED_S = 30.0
-"""How long a process that has read a problem waits until all others have."""
 # A second cluster object in one process (a notebook, a test) must not meet the keys of the first.
 _join_count = itertools.count()
 
@@ -39,7 +37,7 @@ class Cluster:
         num_processes: int,
         devices: Sequence[jax.Device],
         store: Store,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = EXCHANGE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         namespace: str | None = None,
@@ -71,7 +69,7 @@ class Cluster:
         """Publishes a string to all processes; each key once."""
         self._store.put(f"{self._root}/user/{key}", value)
 
-    def get(self, key: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+    def get(self, key: str, timeout_s: float = EXCHANGE_S) -> str:
         """Returns what some process puts under `key`, waiting for it. Raises RendezvousError after `timeout_s`."""
         try:
             return self._store.get(f"{self._root}/user/{key}", timeout_s)
@@ -81,7 +79,7 @@ class Cluster:
                 f"Another process ended or is stuck; see its output. Start all processes again."
             ) from None
 
-    def gather(self, name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+    def gather(self, name: str, value: Any, timeout_s: float = EXCHANGE_S) -> list[Any]:
         """Returns the JSON values of all processes, in the order of the processes, on every process.
 
         Process 0 collects them, and each other process reads once.
@@ -93,7 +91,7 @@ class Cluster:
             return [value]
         return self._exchange(self._next_exchange(), name, value, timeout_s)
 
-    def from_main(self, name: str, make: Callable[[], Any], timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+    def from_main(self, name: str, make: Callable[[], Any], timeout_s: float = EXCHANGE_S) -> Any:
         """Returns on every process the JSON value that `make` returns on process 0. Other processes do not call it.
 
         Raises:
@@ -116,7 +114,7 @@ class Cluster:
         self.put(key, json.dumps({"value": value}))
         return value
 
-    def first_problem(self, name: str, check: Callable[[], str], timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+    def first_problem(self, name: str, check: Callable[[], str], timeout_s: float = EXCHANGE_S) -> str:
         """Returns the first problem that `check` reports on any process, in the order of the processes.
 
         The result is the same on every process: an empty text where no process has a problem.
@@ -141,7 +139,7 @@ class Cluster:
         problem: str = next((report["problem"] for report in reports if report["problem"]), "")
         if problem:  # processes usually exit after this; process 0 holds what the others still have to read
             with contextlib.suppress(RendezvousError):
-                self.barrier(f"{name}: reported", timeout_s=REPORTED_S)
+                self.barrier(f"{name}: reported", timeout_s=EXCHANGE_REPORT_S)
         return problem
 
     def _next_exchange(self) -> str:
@@ -160,7 +158,7 @@ class Cluster:
         self.put(f"{folder}/all/{name}", json.dumps(values))
         return values
 
-    def barrier(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def barrier(self, name: str, timeout_s: float = EXCHANGE_S) -> None:
         """Returns when every process is here. Raises RendezvousError, with the missing processes, after `timeout_s`.
 
         The coordination service checks once a second, so the error comes up to a second late.
@@ -196,7 +194,7 @@ class Cluster:
         self,
         name: str,
         facts: str | Callable[[], Facts],
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = EXCHANGE_S,
         repair: str = GIVE_THE_SAME,
     ) -> None:
         """Checks that all processes give the same text, or the same facts `{what: text}`; `repair` ends the message.

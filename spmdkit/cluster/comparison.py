@@ -21,6 +21,7 @@ from typing import Any
 from spmdkit.cluster.store import Store
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation import phase
+from spmdkit.foundation.timeouts import COMPARISON_END_S, COMPARISON_LINGER_S, COMPARISON_REPLY_S
 
 Facts = Mapping[str, str]
 """What is compared: a name that a person knows, and a text."""
@@ -31,13 +32,6 @@ GIVE_THE_SAME = (
 MOST_TEXT = 200_000
 """Characters of one fact that are published for its first differing line; of a longer one the digest."""
 SHOWN = 6
-READ_S = 20.0
-"""How long a process waits for what another one has to say at once."""
-TOLD_S = 5.0
-"""How long process 0 waits until all others know the end: one that is gone never does."""
-LEAVE_S = 0.5
-"""How long it stays after that, so that the others are gone when the store is: JAX ends a process at once that loses
-it."""
 
 
 class Comparison:
@@ -77,7 +71,7 @@ class Comparison:
     def _verdict(self, what: str, digest: str) -> dict[str, Any]:
         if self._me:
             self._put(f"digest/{self._me}", {"digest": digest})
-            return self._get("verdict", self._timeout_s + READ_S, 0, what)
+            return self._get("verdict", self._timeout_s + COMPARISON_REPLY_S, 0, what)
         return self._judge(what, digest)
 
     def _judge(self, what: str, digest: str) -> dict[str, Any]:
@@ -115,12 +109,12 @@ class Comparison:
         """Returns what all processes say, the same text on each."""
         if self._me == 0:
             self._put("reference", _shortened(mine))
-            lines = {p: self._get(f"difference/{p}", READ_S, p, what)["lines"] for p in differing}
+            lines = {p: self._get(f"difference/{p}", COMPARISON_REPLY_S, p, what)["lines"] for p in differing}
             self._put("said", {"text": f"{_message(what, self._num, lines)} {repair}"})
         elif self._me in differing:
-            theirs = self._get("reference", READ_S, 0, what)
+            theirs = self._get("reference", COMPARISON_REPLY_S, 0, what)
             self._put(f"difference/{self._me}", {"lines": differences(theirs, _shortened(mine))})
-        return str(self._get("said", 2 * READ_S, 0, what)["text"])
+        return str(self._get("said", 2 * COMPARISON_REPLY_S, 0, what)["text"])
 
     def _told(self) -> None:
         """This process knows how it ends. Process 0 waits, for a bounded time, until all others do too."""
@@ -129,10 +123,10 @@ class Comparison:
             if self._me:
                 self._put(f"told/{self._me}", {})
                 return
-            deadline = time.monotonic() + TOLD_S
+            deadline = time.monotonic() + COMPARISON_END_S
             while len(self._store.entries(f"{self._folder}/told")) < self._num - 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(LEAVE_S)
+            time.sleep(COMPARISON_LINGER_S)
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Environment variables -> `ClusterSpec`: how many processes there are, which one this is, where they meet. Pure.
 
-Every environment of `environments/` reads the same environment. The answer of the highest level wins (what was asked for
-spmdkit by name, then what started this process, then what lent the host) and the lower ones are a line in the log. Two
-of one level that disagree are an error, unless one of them has started the other's agents. Our variables about devices,
-timeout and address hold whoever says how many processes there are.
+Every environment of `environments/` reads the same environment. The answer of the highest level wins (what was asked
+for spmdkit by name, then what started this process, then what lent the host) and the lower ones are a line in the log.
+Two of one level that disagree are an error, unless one of them has started the other's agents. Our variables about
+devices, timeout and address hold whoever says how many processes there are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from spmdkit.cluster.environments import all_environments
 from spmdkit.cluster.environments.base import LEVELS, Answer, DetectedCluster, Level, Partial
 from spmdkit.cluster.environments.spmdkit import integer
-from spmdkit.cluster.spec import DEFAULT_RENDEZVOUS_TIMEOUT_S, ClusterSpec, split_address
+from spmdkit.cluster.spec import ClusterSpec, split_address
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import COORDINATOR, DEVICES_PER_PROCESS, RENDEZVOUS_TIMEOUT_S, SERVICE
 from spmdkit.foundation.formatting import nearest
+from spmdkit.foundation.timeouts import RENDEZVOUS_S
 
 Answers = Mapping[str, DetectedCluster | Partial]
 
@@ -147,7 +148,7 @@ def _with_ours(spec: ClusterSpec, env: Mapping[str, str]) -> ClusterSpec:
 def _timeout(env: Mapping[str, str]) -> float:
     text = env.get(RENDEZVOUS_TIMEOUT_S)
     if not text:
-        return DEFAULT_RENDEZVOUS_TIMEOUT_S
+        return RENDEZVOUS_S
     try:
         value = float(text)
     except ValueError:
@@ -155,6 +156,6 @@ def _timeout(env: Mapping[str, str]) -> float:
     if not 0 < value < 86400:
         raise ConfigError(
             f"{RENDEZVOUS_TIMEOUT_S}={text!r}: expected seconds, more than 0 and less than a day. "
-            f"Set {RENDEZVOUS_TIMEOUT_S}={DEFAULT_RENDEZVOUS_TIMEOUT_S:.0f}."
+            f"Set {RENDEZVOUS_TIMEOUT_S}={RENDEZVOUS_S:.0f}."
         )
     return value

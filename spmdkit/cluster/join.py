@@ -21,20 +21,14 @@ from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.cluster.rendezvous import roll_call, wait_for_service
-from spmdkit.cluster.service import HEARTBEAT_S, SHUTDOWN_S, ServiceProcess
+from spmdkit.cluster.service import ServiceProcess
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
 from spmdkit.compat import gloo as compat_gloo
 from spmdkit.compat import membership as compat_membership
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation.constants import MAX_FAKE_DEVICES, fake_devices
-
-# Gloo's own time-out, which names nobody, comes this much after the watchdog's longest limit. Without it a process that
-# is no neighbour of
-# a dead one stays in its collective for ever.
-COLLECTIVE_MARGIN_S = 60
-# After the roll call everybody is there, so this only bounds a process that dies in the same second.
-INITIALIZE_S = 30
+from spmdkit.foundation.timeouts import COLLECTIVE_MARGIN_S, JAX_INITIALIZE_S, SERVICE_HEARTBEAT_S, SERVICE_SHUTDOWN_S
 
 
 class Generation(NamedTuple):
@@ -191,7 +185,7 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
         ServiceProcess(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
     )
     try:
-        bind = roll_call(spec) if is_first else wait_for_service(spec, INITIALIZE_S)
+        bind = roll_call(spec) if is_first else wait_for_service(spec, JAX_INITIALIZE_S)
     except BaseException:
         if service_process is not None:
             service_process.kill()
@@ -210,9 +204,9 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
                 num_processes=spec.num_processes,
                 process_id=spec.process_id,
                 cluster_detection_method="deactivate",
-                initialization_timeout=INITIALIZE_S,
-                heartbeat_timeout_seconds=HEARTBEAT_S,
-                shutdown_timeout_seconds=SHUTDOWN_S,
+                initialization_timeout=JAX_INITIALIZE_S,
+                heartbeat_timeout_seconds=SERVICE_HEARTBEAT_S,
+                shutdown_timeout_seconds=SERVICE_SHUTDOWN_S,
                 coordinator_bind_address=bind,
             )
     except RuntimeError as error:

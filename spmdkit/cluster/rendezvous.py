@@ -19,11 +19,9 @@ from typing import Any
 from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.spec import ClusterSpec, split_address
 from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.foundation.timeouts import RENDEZVOUS_REPLY_MARGIN_S, RENDEZVOUS_RETRY_S
 
 MOST_LINE_BYTES = 4096
-RETRY_S = 0.05
-# Process 0 reports at its deadline; the others hear it from there, so they wait a little longer than they would alone.
-REPLY_MARGIN_S = 5.0
 
 
 def roll_call(spec: ClusterSpec) -> str:
@@ -163,12 +161,12 @@ def _answer(spec: ClusterSpec, deadline: float) -> None:
         try:
             with socket.create_connection((host, port), timeout=min(remaining, 5.0)) as connection:
                 connection.sendall(hello)
-                reply = _receive(connection, timeout_s=remaining + REPLY_MARGIN_S)
+                reply = _receive(connection, timeout_s=remaining + RENDEZVOUS_REPLY_MARGIN_S)
                 found = "it hung up without an answer"
         except OSError as error:
             found = error.strerror or str(error)
         if "error" not in reply:
-            time.sleep(min(RETRY_S, remaining))
+            time.sleep(min(RENDEZVOUS_RETRY_S, remaining))
     if reply["error"] is not None:
         raise ConfigError(reply["error"]) if reply.get("kind") == "config" else RendezvousError(reply["error"])
     _wait_for_service(*(split_address(spec.service) if spec.service else (host, port)), deadline)

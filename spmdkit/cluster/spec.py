@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-
-DEFAULT_RENDEZVOUS_TIMEOUT_S = 120.0
+from spmdkit.foundation.timeouts import RENDEZVOUS_S
 
 
 class Names(NamedTuple):
@@ -43,7 +42,7 @@ class ClusterSpec:
     num_processes: int = 1
     process_id: int = 0
     devices_per_process: int | None = None
-    rendezvous_timeout_s: float = DEFAULT_RENDEZVOUS_TIMEOUT_S
+    rendezvous_timeout_s: float = RENDEZVOUS_S
     names: Names = OURS
     notes: tuple[str, ...] = ()
     service: str | None = None

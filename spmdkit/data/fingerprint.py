@@ -3,8 +3,8 @@ a fixed sample of rows.
 
 The sample is a function of the length alone, so that processes, and two starts of a run, look at the same rows. Arrays
 of up to `ROWS_IN_MEMORY` rows are looked at whole; of what is read example by example `ROWS_READ` rows are, in one
-order everywhere, as many as can be read in `READ_S`: each may cost a second. Who compares looks at the rows that all
-could read.
+order everywhere, as many as can be read in `FINGERPRINT_S`: each may cost a second. Who compares looks at the rows that
+all could read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from spmdkit.data.permutation import permuted
 from spmdkit.data.source import Source
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation.timeouts import FINGERPRINT_S
 from spmdkit.foundation.trees import describe, named_leaves, tree_bytes
 
 ROWS_IN_MEMORY = 256
@@ -28,7 +29,6 @@ BYTES_IN_MEMORY = 2**26
 ROWS_READ = 64
 LEAST_READ = 6
 """So many are read however long that takes."""
-READ_S = 0.5
 READINGS = 3
 """How often at least a row is tried, of those that raise."""
 VARIES = "another one each time it is read"
@@ -71,7 +71,7 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
 def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
     """Returns "row 17" -> digest of the rows that could be read, in an order in which also the first few are spread
     over all."""
-    deadline, found = clock() + READ_S, dict[int, str]()
+    deadline, found = clock() + FINGERPRINT_S, dict[int, str]()
     for place, row in enumerate(_spread(sampled)):
         if place >= LEAST_READ and clock() > deadline:
             break

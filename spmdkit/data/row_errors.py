@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmdkit.errors import SpmdkitError
-
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
+from spmdkit.foundation.timeouts import ROW_RETRY_FIRST_S, ROW_RETRY_LONGEST_S
 
 _one_at_a_time = threading.RLock()
 """Of all data of this process: training and evaluation may share a file, and so a position in it."""
@@ -110,7 +108,7 @@ class Access:
                 if attempt == self.retries:
                     raise
                 last = error
-                self.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
+                self.sleep(min(ROW_RETRY_FIRST_S * 2**attempt, ROW_RETRY_LONGEST_S))
                 continue
             if attempt and self.ledger is not None:
                 self.ledger.tried_again(row, attempt, last)

@@ -22,9 +22,7 @@ import numpy as np
 from spmdkit.data.host_batch import HostBatch, read_step
 from spmdkit.data.schedule import Schedule
 from spmdkit.data.source import Source
-
-# How long close() waits for a thread that is inside the user's data; past it, the thread is left to end as a daemon.
-CLOSE_TIMEOUT_S = 5.0
+from spmdkit.foundation.timeouts import DATA_CLOSE_S
 
 
 def host_batches(
@@ -105,7 +103,7 @@ class DeviceBatches:
         self._ready.put((None, None))
 
     def close(self) -> None:
-        """Ends the thread and waits for it, at most `CLOSE_TIMEOUT_S`; batches not yet taken are dropped."""
+        """Ends the thread and waits for it, at most `DATA_CLOSE_S`; batches not yet taken are dropped."""
         self._stop()
 
     def __enter__(self) -> DeviceBatches:
@@ -157,4 +155,4 @@ def _stop(thread: threading.Thread, slots: queue.SimpleQueue) -> None:
             break
     slots.put(False)
     if thread is not threading.current_thread():
-        thread.join(CLOSE_TIMEOUT_S)
+        thread.join(DATA_CLOSE_S)

@@ -1,5 +1,5 @@
-"""`CollectiveTransport`: this process's connections to the others for CPU collectives (Gloo), so that a collective that can never end
-can be left.
+"""`CollectiveTransport`: this process's connections to the others for CPU collectives (Gloo), so that a collective that
+can never end can be left.
 
 Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; everybody else waits for a neighbour
 that has given up and lives, for ever (n >= 4).

@@ -1,7 +1,7 @@
 """`Membership`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
 
-    1. The launcher says who the members of generation k are (launch/membership_file.py). A thread hears it, ends every wait
-       for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
+    1. The launcher says who the members of generation k are (launch/membership_file.py). A thread hears it, ends every
+       wait for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
     2. The training thread comes out with an error, or sees between two steps that it is called; `takes` says that this
        is no failure.
     3. It leaves its backend, says that it is ready, and waits for the address of the next service.
@@ -43,15 +43,9 @@ from spmdkit.errors import (
     UserCodeError,
 )
 from spmdkit.faults import lost_peer
+from spmdkit.foundation.timeouts import DISCONNECT_AGAIN_S, MEMBERSHIP_NOTICE_S, MEMBERSHIP_POLL_S, MEMBERSHIP_UPDATE_S
 from spmdkit.launch.membership_file import MembershipFiles, MembershipUpdate, open_membership_files
 
-LOOK_EVERY_S = 0.02
-CUT_AGAIN_S = 0.2
-"""What was in flight may connect to others when the first cut is done."""
-TOLD_S = 5.0
-"""How long an error that looks like a dead peer waits for the launcher to say who died."""
-ORDER_S = 600.0
-"""How long at most a process waits for the others in between: it is the launcher that decides."""
 LAG = 16
 """Steps that may be in flight when processes agree on the last step of a generation."""
 FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted, UserCodeError)
@@ -106,11 +100,11 @@ class Membership:
 
     def _awaited(self) -> MembershipUpdate:
         """Says for which generation this process is ready, and returns the order of the one that begins."""
-        deadline, ready = time.monotonic() + ORDER_S, 0
+        deadline, ready = time.monotonic() + MEMBERSHIP_UPDATE_S, 0
         while time.monotonic() < deadline:
             order = self._orders.read()
             if order is not None and self._orders.member < 0:  # a standby: nobody has died yet
-                deadline = time.monotonic() + ORDER_S
+                deadline = time.monotonic() + MEMBERSHIP_UPDATE_S
                 self._orders.member = order.process_of(self._orders.member)
             newest = max(self._orders.born, 0 if order is None else order.number)
             if newest > ready:
@@ -121,9 +115,9 @@ class Membership:
                     return order
                 if self._orders.member >= 0:
                     raise RendezvousError("this process is no member of the next generation: nobody needs it any more")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(MEMBERSHIP_POLL_S)
         raise RendezvousError(
-            f"the launcher has not said within {ORDER_S:g} s where to go on. See its output, and start the job again."
+            f"the launcher has not said within {MEMBERSHIP_UPDATE_S:g} s where to go on. See its output, and start the job again."
         )
 
     def joined(self, cluster: Cluster) -> None:
@@ -139,7 +133,7 @@ class Membership:
         self._wires.others = {port for of_process in ports for port in of_process}
 
     def _listen(self, client: Any) -> None:
-        while not self._gone.wait(CUT_AGAIN_S if self._called.is_set() else LOOK_EVERY_S):
+        while not self._gone.wait(DISCONNECT_AGAIN_S if self._called.is_set() else MEMBERSHIP_POLL_S):
             order = self._orders.read()
             if order is None or order.number <= self.number:
                 continue
@@ -158,8 +152,8 @@ class Membership:
             raise MembershipChanged("another process died")
 
     def after_step(self, run: Any, step: int, state: Any) -> None:
-        """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes, after
-        each step, and before the first.
+        """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes,
+        after each step, and before the first.
 
         Raises:
             MembershipChanged: the next generation begins.
@@ -173,9 +167,9 @@ class Membership:
             self.keep(run, step, state)
         if ends:
             run.cluster.barrier("the last step of the generation")  # nobody leaves while another one is still in it
-            deadline = time.monotonic() + TOLD_S
+            deadline = time.monotonic() + MEMBERSHIP_NOTICE_S
             while self._order is None and time.monotonic() < deadline:  # another one has asked, and heard it first
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(MEMBERSHIP_POLL_S)
             raise MembershipChanged("more processes have come")
 
     def keep(self, run: Any, step: int, state: Any) -> None:
@@ -211,8 +205,8 @@ class Membership:
     # ---- leaving -------------------------------------------------------------------------------------------------------
 
     def takes(self, error: BaseException | None) -> bool:
-        """Returns whether an error is that another process has died, and the next generation begins. May wait a moment for
-        the launcher to say so."""
+        """Returns whether an error is that another process has died, and the next generation begins. May wait a moment
+        for the launcher to say so."""
         if isinstance(error, MembershipChanged):
             return self._order is not None
         if not isinstance(error, Exception):
@@ -220,7 +214,7 @@ class Membership:
         is_lost = lost_peer(error)  # also what a user's hook was told, who has waited for a metric
         if isinstance(error, FINAL) and not is_lost:
             return False
-        return self._called.wait(TOLD_S if is_lost else 0.0)
+        return self._called.wait(MEMBERSHIP_NOTICE_S if is_lost else 0.0)
 
     def leave(self) -> None:
         """Gives up the backend. Nothing of the generation is referred to any more but by this object."""
@@ -259,7 +253,8 @@ def membership_from_env(env: Mapping[str, str], options: Any) -> Membership | No
 
 @contextmanager
 def ending(membership: Membership | None, watchdog: Any, signals: Any) -> Iterator[None]:
-    """The body is one generation; where it ends for the next one, nobody watches it any more, and nothing else holds it."""
+    """The body is one generation; where it ends for the next one, nobody watches it any more, and nothing else holds
+    it."""
     try:
         yield
     except Exception as error:

@@ -32,6 +32,7 @@ from spmdkit.faults.signals import SIGNALS, ExitRequested
 from spmdkit.foundation import files, redact
 from spmdkit.foundation.constants import ERROR_FILE, NAMELESS, PROCESS_ID
 from spmdkit.foundation.formatting import bounded, visible
+from spmdkit.foundation.timeouts import LOST_PEER_NAME_S, WATCHDOG_EXIT_S
 
 BUG = "this is a bug in spmdkit"
 
@@ -54,10 +55,6 @@ last_words: list[Callable[[int, str], None]] = []
 
 taken_over = threading.Event()
 """Set while the watchdog ends the process: what the training thread then meets, peers that leave, is not the cause."""
-TAKEN_OVER_S = 10.0
-NAMED_S = 0.6
-"""How long a process that has lost another waits until the watchdog knows which: its own message could only name a
-socket."""
 
 _owned = [False]
 
@@ -126,10 +123,10 @@ def report(error: BaseException) -> int:
     """Writes the error file and the message for people; returns the exit code."""
     _nobody_else_ends_us()
     if taken_over.is_set():
-        time.sleep(TAKEN_OVER_S)
+        time.sleep(WATCHDOG_EXIT_S)
     code, message = describe(error)
-    if code == ExitCode.PEER_LOST and last_words and taken_over.wait(NAMED_S):
-        time.sleep(TAKEN_OVER_S)  # the watchdog knows by now who it was, and ends this process
+    if code == ExitCode.PEER_LOST and last_words and taken_over.wait(LOST_PEER_NAME_S):
+        time.sleep(WATCHDOG_EXIT_S)  # the watchdog knows by now who it was, and ends this process
     _say_to_all(code, message, getattr(error, "blamed", ()))
     return code
 

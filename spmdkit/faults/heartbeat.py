@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from spmdkit.foundation.phase import EVALUATION, READING, WAITING
+from spmdkit.foundation.timeouts import FIRST_BATCH_TIMEOUT_S, MIN_STEP_TIMEOUT_S, STRAGGLER_WINDOW_S
 
 STEP = "step"
-QUIET_S = 3.0
-"""Without a beat for so long, a process is the first that is suspected of a hang."""
 OWN_SHARE = 0.25
 """A straggler spends this much more of the wall time in a phase of its own than the median of the others does."""
 BEFORE_TRAINING = ("begin", "import", "compile", "restore", "init", "end")
@@ -101,15 +100,13 @@ class Limits:
             if self.step_s is not None:
                 return self.step_s
             if step_s is None:
-                return FIRST_DATA_S if phase == "data" else self.compile_s
-            return max(LEAST_STEP_S, STEPS * step_s)
+                return FIRST_BATCH_TIMEOUT_S if phase == "data" else self.compile_s
+            return max(MIN_STEP_TIMEOUT_S, STEPS * step_s)
         named = {"begin": self.import_s, "import": self.import_s, "compile": self.compile_s, "init": self.compile_s}
         named |= {"restore": self.restore_s, "save": self.save_s, "end": self.save_s, WAITING: None}  # type: ignore[dict-item]
         return named.get(phase, self.evaluation_s)
 
 
-LEAST_STEP_S = 60.0
-FIRST_DATA_S = 300.0
 STEPS = 40
 
 
@@ -213,13 +210,10 @@ def straggler_text(found: Straggler) -> str:
     )
 
 
-WINDOW_S = 10.0
-
-
 class Stragglers:
     """Looks at windows of time, and names who held up the others in two of them in turn."""
 
-    def __init__(self, window_s: float = WINDOW_S):
+    def __init__(self, window_s: float = STRAGGLER_WINDOW_S):
         self._window_s = window_s
         self._begun: tuple[float, Mapping[int, Mapping[str, float]]] | None = None
         self._suspect: tuple[int, str] | None = None

@@ -34,12 +34,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from spmdkit.errors import ExitCode
+from spmdkit.foundation.timeouts import EXIT_GRACE_S
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 NOTICE = "stopping after this step and saving; press Ctrl-C again to leave at once"
 LEFT_AT_ONCE = 130
-GRACE_S = 2.0
-"""How long a main thread that has nothing to save may take to come out of what it does."""
 
 
 class ExitRequested(BaseException):
@@ -119,7 +118,7 @@ class StopSignals:
             return
         self.requested = number
         if self._at_once is not None:
-            timer = threading.Timer(GRACE_S, self._leave_unsaved, (number,))
+            timer = threading.Timer(EXIT_GRACE_S, self._leave_unsaved, (number,))
             timer.daemon = True
             timer.start()
             return

@@ -35,31 +35,27 @@ from typing import Any, Protocol
 from spmdkit.errors import ExitCode, SpmdkitError
 from spmdkit.faults import exit_handler, stacks
 from spmdkit.faults.hang_report import code_after, in_order, words
-from spmdkit.faults.heartbeat import QUIET_S, Beat, Limits, Stragglers, culprits, from_text, silent, to_text
+from spmdkit.faults.heartbeat import Beat, Limits, Stragglers, culprits, from_text, silent, to_text
 from spmdkit.faults.launcher_channel import launcher_of
 from spmdkit.foundation import phase
 from spmdkit.foundation.clock import RunningClock
+from spmdkit.foundation.timeouts import (
+    HANG_SUSPECT_S,
+    HEARTBEAT_INTERVAL_S,
+    LEADER_EXIT_S,
+    OWN_ERROR_S,
+    OWN_EXIT_S,
+    SHARED_ERROR_S,
+    STACKS_GATHER_S,
+    WATCHDOG_TICK_S,
+)
 
-TICK_S = 0.2
-BEAT_S = 1.0
 FEW = 64
 """Processes up to which each beats every second; more beat as much more rarely, since all read all."""
-GATHER_S = 1.0
-"""How long the others get for their stacks before the job ends."""
-LEADER_LAST_S = 0.6
-"""Where process 0 holds the store itself (joined by the user's own code): so long at most it waits until the others
-have left, or JAX would abort them."""
-OWN_WORDS_S = 0.3
-"""How long a process may take to say itself why it cannot go on, after another has left."""
 SIGNALLED = 128
 AGREED = (ExitCode.NOT_WRITTEN, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT)
 FOLLOWED = (ExitCode.PEER_LOST, SIGNALLED + signal.SIGABRT)
 """How a process ends that another one has left, in its own words or in JAX's: no cause."""
-AGREED_S = 5.0
-"""The same after one has left with an error that all meet at one place, each on its own: a busy machine gets there
-late."""
-OWN_END_S = 30.0
-"""How long it may take to end for a reason that it shares with the one that has left, and is about to say."""
 
 
 class Board(Protocol):
@@ -97,7 +93,7 @@ class Watchdog:
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
         self._limits, self._silence_s, self._interpreter_s = limits, silence_s, interpreter_s
         self._leave, self.clock = leave, RunningClock(clock)  # which leaves out pauses
-        self._beat_s = BEAT_S * max(1.0, num_processes / FEW)
+        self._beat_s = HEARTBEAT_INTERVAL_S * max(1.0, num_processes / FEW)
         self.step_s: float | None = None  # of a usual step, once that is known
         self.told: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # the run's records
         self.newest: Callable[[], str] = lambda: ""  # a sentence on the newest checkpoint
@@ -113,7 +109,7 @@ class Watchdog:
         self._number, self._said = 0, -self._beat_s  # of the last beat, and when it was said
         self._stamps: dict[int, str] = {}
         self._stragglers = Stragglers()
-        self._last_beat, self._mistakes = -BEAT_S, 0
+        self._last_beat, self._mistakes = -HEARTBEAT_INTERVAL_S, 0
         self._on_stop: Any = None  # the handler of SIGTSTP before ours
         self._stopped = threading.Event()
         self._mine = self._beat()
@@ -139,7 +135,7 @@ class Watchdog:
             exit_handler.last_words.remove(self.leaves)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(2 * TICK_S + 1.0)
+                thread.join(2 * WATCHDOG_TICK_S + 1.0)
         if self._guards_interpreter:
             stacks.never_end()
         if self._on_stop is not None:
@@ -161,13 +157,13 @@ class Watchdog:
     # ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._stopped.wait(TICK_S):
+        while not self._stopped.wait(WATCHDOG_TICK_S):
             now = self.clock.tick()
             self._mine = self._beat()
             if self._launcher is not None:
                 self._launcher.say(self._mine, self._interpreter_s)
                 self._hear({p: said for p, said in self._launcher.dead().items() if p != self._me})
-            if now - self._last_beat >= BEAT_S:
+            if now - self._last_beat >= HEARTBEAT_INTERVAL_S:
                 self._last_beat = now
                 if self._guards_interpreter:
                     stacks.end_unless_called_again(self._interpreter_s or 0.0)
@@ -193,12 +189,12 @@ class Watchdog:
             return self._end(self._alarm)
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
         for process, (when, said) in causes_first:
-            if now - when > self._patience_s(said["exit"]) and not phase.is_ending(OWN_END_S):
+            if now - when > self._patience_s(said["exit"]) and not phase.is_ending(OWN_EXIT_S):
                 return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
         if lost := self._lost(now):
             return self._end(lost)
         beats = self._beats()
-        quiet = [p for p, (when, _) in self._seen.items() if now - when > QUIET_S + 2 * self._beat_s]
+        quiet = [p for p, (when, _) in self._seen.items() if now - when > HANG_SUSPECT_S + 2 * self._beat_s]
         if found := culprits(beats, quiet):
             self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
 
@@ -210,12 +206,14 @@ class Watchdog:
         compares = (
             self._mine.step == 0 and code != ExitCode.PREEMPTED
         )  # before the first step all look at the same things
-        return AGREED_S if compares or code in AGREED else OWN_WORDS_S
+        return SHARED_ERROR_S if compares or code in AGREED else OWN_ERROR_S
 
     def _lost(self, now: float) -> dict[str, Any] | None:
         """Returns the verdict where somebody gives no sign of life: the store, or, where that answers, a process."""
         code, limit_s, since = int(ExitCode.PEER_LOST), max(self._silence_s, 4 * self._beat_s), self._talking_since
-        if since is not None and now - since > QUIET_S:  # nobody's beat can be read, which says nothing about anybody
+        if (
+            since is not None and now - since > HANG_SUSPECT_S
+        ):  # nobody's beat can be read, which says nothing about anybody
             gone = now - since > limit_s
             return {"code": code, "processes": [0], "why": "unreachable"} if gone else None
         seen = {p: when for p, (when, _) in self._seen.items()}
@@ -231,7 +229,7 @@ class Watchdog:
     def _talk(self) -> None:
         """Puts this process's beat and reads all others'. Hangs while the store does not answer; then `_lost` sees
         it."""
-        while not self._stopped.wait(TICK_S * max(1.0, self._num / 8)):
+        while not self._stopped.wait(WATCHDOG_TICK_S * max(1.0, self._num / 8)):
             self._exchange()
 
     def _exchange(self) -> None:
@@ -247,7 +245,7 @@ class Watchdog:
             found = self._board.entries(self._folder)
         except Exception:  # noqa: BLE001  process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_lost` sees
             return
-        if self.clock.now - since > QUIET_S:  # nobody could be heard: all deadlines begin anew
+        if self.clock.now - since > HANG_SUSPECT_S:  # nobody could be heard: all deadlines begin anew
             self._seen = {p: (self.clock.now, beat) for p, (_, beat) in self._seen.items()}
         self._talking_since = None
         self._read(found)
@@ -279,15 +277,15 @@ class Watchdog:
             return
         self._stopped.set()
         self._say_left(code, message)
-        self._leave_last(AGREED_S if code in AGREED else LEADER_LAST_S)
+        self._leave_last(SHARED_ERROR_S if code in AGREED else LEADER_EXIT_S)
 
     def _say_left(self, code: int, message: str) -> None:
         said = json.dumps({"exit": code, "said": message.splitlines()[0][:500] if message else ""})
         key, board = f"{self._folder}/left/{self._me}", self._board
         assert board is not None
-        _within(OWN_WORDS_S, lambda: board.put(key, said, overwrite=True))
+        _within(OWN_ERROR_S, lambda: board.put(key, said, overwrite=True))
 
-    def _leave_last(self, patience_s: float = LEADER_LAST_S) -> None:
+    def _leave_last(self, patience_s: float = LEADER_EXIT_S) -> None:
         from spmdkit import compat
 
         if self._me != 0 or self._board is None or self._num == 1 or not compat.holds_coordination_service():
@@ -297,8 +295,8 @@ class Watchdog:
         others = set(range(1, self._num)) - missed
         with suppress(SpmdkitError):
             while time.monotonic() < deadline and others - {int(p) for p in board.entries(f"{self._folder}/left")}:
-                time.sleep(TICK_S / 4)
-            time.sleep(TICK_S / 4)  # they have said so, and now do it
+                time.sleep(WATCHDOG_TICK_S / 4)
+            time.sleep(WATCHDOG_TICK_S / 4)  # they have said so, and now do it
 
     def _end(self, verdict: dict[str, Any]) -> None:
         """Ends this process: the others learn of it, the stacks of all are gathered, one process tells them."""
@@ -307,7 +305,7 @@ class Watchdog:
         beats, told = self._beats(), {self._me: stacks.stacks(self._main)}
         unreachable = verdict["why"] == "unreachable"
         if self._board is not None and self._num > 1 and not unreachable:
-            _within(2 * GATHER_S, lambda: self._gather(verdict, beats, told))
+            _within(2 * STACKS_GATHER_S, lambda: self._gather(verdict, beats, told))
         if self._stopped.is_set():
             exit_handler.taken_over.clear()
             return  # the training thread has come to its end meanwhile, and leaves by itself
@@ -328,7 +326,7 @@ class Watchdog:
 
     def _gather(self, verdict: dict[str, Any], beats: dict[int, Beat], told: dict[int, str]) -> None:
         """Raises the alarm, and reads where all others stand and their stacks, into `beats` and `told`."""
-        board, deadline = self._board, time.monotonic() + GATHER_S
+        board, deadline = self._board, time.monotonic() + STACKS_GATHER_S
         assert board is not None
         with suppress(SpmdkitError):
             if "alarm" not in board.entries(self._folder):
@@ -341,7 +339,7 @@ class Watchdog:
                 for process, text in board.entries(f"{self._folder}/stacks").items():
                     beat, stack = json.loads(text)
                     beats[int(process)], told[int(process)] = from_text(beat), stack
-                time.sleep(TICK_S / 4)
+                time.sleep(WATCHDOG_TICK_S / 4)
 
 
 def _within(seconds: float, act: Callable[[], Any]) -> None:

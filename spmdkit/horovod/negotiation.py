@@ -30,9 +30,7 @@ from typing import Any, NamedTuple
 from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.store import Store
 from spmdkit.errors import ExitCode, RendezvousError
-
-SLICE_S = 0.5
-"""How often a rank that waits looks whether another has failed."""
+from spmdkit.foundation.timeouts import NEGOTIATION_POLL_S
 
 JOIN = "join"
 COMPARED = ("op", "reduce", "root", "prescale", "postscale", "leaves", "dtypes", "shapes", "rest", "ranks")
@@ -143,7 +141,7 @@ class Rounds:
         while True:
             waited = time.monotonic() - begin
             try:
-                return self._board.store.get(key, max(0.001, min(SLICE_S, at_most_s - waited)))
+                return self._board.store.get(key, max(0.001, min(NEGOTIATION_POLL_S, at_most_s - waited)))
             except TimeoutError:
                 waited = time.monotonic() - begin
             failed = {rank: why for rank, why in self._board.failed().items() if rank in self._ranks}

@@ -41,6 +41,7 @@ from spmdkit.foundation.constants import (
     is_step_name,
 )
 from spmdkit.foundation.run_status import directory_of, newest_saved
+from spmdkit.foundation.timeouts import LAUNCH_POLL_S
 from spmdkit.launch import gpu_assignment
 from spmdkit.launch.logs import Logs
 from spmdkit.launch.membership import MembershipHistory, Resize, Wanted
@@ -50,7 +51,7 @@ from spmdkit.launch.precompile import Precompile
 from spmdkit.launch.process import start
 from spmdkit.launch.restart_policy import Restarts
 from spmdkit.launch.root_cause import Exit, cause, coded, ended_by, lost
-from spmdkit.launch.supervisor import POLL_S, Child, Note, Supervisor, end, queued_signals
+from spmdkit.launch.supervisor import Child, Note, Supervisor, end, queued_signals
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _asked_within(seconds: float, signals: deque[int]) -> bool:
     """Waits, and returns whether the launcher was told to stop meanwhile."""
     deadline = time.monotonic() + seconds
     while not signals and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(LAUNCH_POLL_S)
     return bool(signals)
 
 

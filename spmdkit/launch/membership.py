@@ -1,12 +1,12 @@
-"""`MembershipHistory`: a job that goes on without its dead. The launcher sees a death first; it tells the others to leave what
-they do, and where they meet again.
+"""`MembershipHistory`: a job that goes on without its dead. The launcher sees a death first; it tells the others to
+leave what they do, and where they meet again.
 
     a member dies       -> order k: who the members of generation k are; newcomers are started for it
     all say ready k     -> a coordination service of its own for generation k, and its address
 
-What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without membership,
-and `--max-restarts` starts it again; so does a generation in which not all come within `READY_S`, or the third one in a row
-after which no step was done.
+What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without
+membership, and `--max-restarts` starts it again; so does a generation in which not all come within `MEMBERS_READY_S`,
+or the third one in a row after which no step was done.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from spmdkit.cluster.service import ServiceProcess, reserve_port
 from spmdkit.foundation.constants import GENERATION, MEMBER, MEMBERSHIP_FILE, NUM_PROCESSES, PROCESS_ID, READY_FILE
 from spmdkit.foundation.run_status import step_of
+from spmdkit.foundation.timeouts import IDLE_IN_STEP_S, LEAVE_STEP_S, MEMBERS_READY_S, RESIZE_POLL_S
 from spmdkit.launch.membership_file import MembershipUpdate, parse_ready
 from spmdkit.launch.precompile import Precompile
 from spmdkit.launch.process import busy_ns, send, start
@@ -28,25 +29,17 @@ from spmdkit.launch.root_cause import ended_by, lost
 from spmdkit.launch.standby import Standbys
 from spmdkit.launch.supervisor import Child, Note
 
-READY_S = 120.0
-"""How long processes may take to come out of what they do, and newcomers to import."""
-OUT_S = 4.0
-"""How long a process may take to come out of a step. One that stays in a collective of Gloo, though all of its
-connections are closed (compat.membership.reduce_one_by_one says how that comes, and has made it rare), is killed, and
-counts as another dead one."""
-IDLE_S, BUSY_SHARE = 0.8, 0.01
+BUSY_SHARE = 0.01
 """Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for
 good, and is killed at once."""
 STUCK = ("step", "data", "waiting")
 """Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
 MOST_IDLE = 3
-LOOK_EVERY_S = 1.0
-"""Between two looks at whether more processes are wanted."""
 LEAST = 2
 
 Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
-"""(processes before, lost) -> (processes of the next generation, `key=value` for their config), None where no number will
-do."""
+"""(processes before, lost) -> (processes of the next generation, `key=value` for their config), None where no number
+will do."""
 Wanted = Callable[[int], "tuple[int, list[str]] | None"]
 """Processes now -> the same of more processes, None where nobody asks for them."""
 
@@ -201,21 +194,21 @@ class MembershipHistory:
                 self._dismiss(self._coming)
         if self._since is not None:
             gone = [p for p in self._order.members if self._children[p].exit is not None]
-            if gone or now - self._since > READY_S:
-                self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {READY_S:g} s"
+            if gone or now - self._since > MEMBERS_READY_S:
+                self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {MEMBERS_READY_S:g} s"
                 self._say(f"generation {self._order.number} is given up: {self.gave_up}")
                 self._since = None
                 return False
             if all(self._is_ready(p, self._order.number) for p in self._order.members):
                 self._go()
             else:
-                self._end_stuck(now, is_late=now - self._since > OUT_S)
+                self._end_stuck(now, is_late=now - self._since > LEAVE_STEP_S)
         elif self._coming is not None:
             new = self._coming.members[len(self._order.members) :]
             if all(self._is_ready(p, self._coming.number) for p in new):
                 self._order, self._coming, self._since = self._coming, None, now
                 self._note.write(self._order.text())
-        elif now - self._looked > LOOK_EVERY_S:
+        elif now - self._looked > RESIZE_POLL_S:
             self._looked = now
             if all(step is not None and step > self._left_at for step in self._steps(self._order.members)):
                 self._standbys.fill()  # not before: it takes a core that all wait for
@@ -233,21 +226,21 @@ class MembershipHistory:
             if not waits or child in self._killed or self._is_ready(process, self._order.number):
                 continue
             if is_late or (phase != "data" and self._is_idle(child, now)):
-                why = f"within {OUT_S:g} s" if is_late else "and does nothing any more"
+                why = f"within {LEAVE_STEP_S:g} s" if is_late else "and does nothing any more"
                 self._say(f"process {process} does not come out of its step {why}, and is killed")
                 self._killed.append(child)
                 send(child.popen.pid, signal.SIGKILL)
 
     def _is_idle(self, child: Child, now: float) -> bool:
-        """Returns whether a process has used hardly any of a core for `IDLE_S`."""
+        """Returns whether a process has used hardly any of a core for `IDLE_IN_STEP_S`."""
         busy = busy_ns(child.popen.pid)
         if busy is None:
             return False
         since, before = self._busy.setdefault(child.process, (now, busy))
-        if busy - before > BUSY_SHARE * IDLE_S * 1e9:
+        if busy - before > BUSY_SHARE * IDLE_IN_STEP_S * 1e9:
             self._busy[child.process] = (now, busy)
             return False
-        return now - since >= IDLE_S
+        return now - since >= IDLE_IN_STEP_S
 
     def _is_done(self, process: int) -> bool:
         return self._children[process].exit is not None

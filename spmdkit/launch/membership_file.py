@@ -1,5 +1,5 @@
-"""`MembershipUpdate`: what a launcher says of a generation to its processes, in a file without a name that it hands down open; and
-what they say back.
+"""`MembershipUpdate`: what a launcher says of a generation to its processes, in a file without a name that it hands
+down open; and what they say back.
 
 launcher                                               process
 a member is dead: number 2, members [0, 1, 4, 3] --->  leaves what it does, and its backend

@@ -1,5 +1,5 @@
-"""`JobObserver`: who looks on while a launcher's processes run, from inside of its loop, twenty times a second: a drill,
-which hurts them on order."""
+"""`JobObserver`: who looks on while a launcher's processes run, from inside of its loop, twenty times a second: a
+drill, which hurts them on order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that a generation of such a
-size compiles nothing.
+"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that a generation of
+such a size compiles nothing.
 
 For each size, one after the other, a job of so many processes is started with the same config, at the lowest priority,
 up to the point where its step is compiled: before it has a state or opens the run. These are real processes, since

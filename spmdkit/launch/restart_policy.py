@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmdkit.errors import ExitCode
+from spmdkit.foundation.timeouts import RESTART_FIRST_WAIT_S, RESTART_LONGEST_WAIT_S
 
 FINAL = (
     0,
@@ -16,7 +17,6 @@ FINAL = (
 """Codes that another start would end with again."""
 
 MOST_IDLE = 3
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 
 class Restarts:
@@ -61,4 +61,4 @@ class Restarts:
                 return None
             self.left -= 1
         self._waits += 1
-        return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._waits - 1))
+        return min(RESTART_LONGEST_WAIT_S, RESTART_FIRST_WAIT_S * 2.0 ** (self._waits - 1))

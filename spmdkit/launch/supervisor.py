@@ -19,18 +19,10 @@ from spmdkit.errors import ExitCode
 from spmdkit.foundation.clock import RunningClock
 from spmdkit.foundation.constants import NAMELESS
 from spmdkit.foundation.run_status import step_of
+from spmdkit.foundation.timeouts import ERROR_COLLECT_S, FAILED_GRACE_S, LAUNCH_POLL_S, SILENT_PROCESS_S, STACKS_WRITE_S
 from spmdkit.launch.output import Output
 from spmdkit.launch.process import exit_status, is_stopped, send
 from spmdkit.launch.root_cause import Exit, ended_by
-
-POLL_S = 0.05
-# After the first failure the others get this long to write down their own errors, and then this long to go.
-COLLECT_S = 0.5
-FAILED_GRACE_S = 0.3
-# Without a beat for so long (they come five times a second) a process that the others call silent is so for us too.
-QUIET_S = 2.0
-# A process whose interpreter is held is asked for its stacks and gets so long to write them.
-STACKS_S = 0.5
 
 
 class Note:
@@ -149,7 +141,7 @@ class Supervisor:
             elif now >= self._term_at:
                 self._term_at = float("inf")
                 self._send_all(signal.SIGTERM)
-            self._sleep(POLL_S)
+            self._sleep(LAUNCH_POLL_S)
         return self._asked
 
     def _take_signals(self) -> None:
@@ -187,7 +179,7 @@ class Supervisor:
             "watchdog.interpreter_s."
         )
         send(child.popen.pid, signal.SIGQUIT)
-        self._sleep(STACKS_S)
+        self._sleep(STACKS_WRITE_S)
         send(child.popen.pid, signal.SIGKILL)
 
     def _take_exits(self) -> None:
@@ -214,7 +206,7 @@ class Supervisor:
             self._limit_the_others(child.exit)
             if child.exit.code == ExitCode.PEER_LOST:
                 for other in (c for c in self._children if c.process in child.exit.blamed and c.exit is None):
-                    if self._running.now - other.heard > QUIET_S:  # the others miss it, and so do we
+                    if self._running.now - other.heard > SILENT_PROCESS_S:  # the others miss it, and so do we
                         self._end_held(other)
                         other.told_to_end = True
                         send(other.popen.pid, signal.SIGKILL)  # a stopped one can take nothing else
@@ -239,8 +231,8 @@ class Supervisor:
         if stopping:
             self._kill_at = min(self._kill_at, now + self._grace_s)
         elif exit.code != 0:
-            self._term_at = min(self._term_at, now + COLLECT_S)
-            self._kill_at = min(self._kill_at, now + COLLECT_S + FAILED_GRACE_S)
+            self._term_at = min(self._term_at, now + ERROR_COLLECT_S)
+            self._kill_at = min(self._kill_at, now + ERROR_COLLECT_S + FAILED_GRACE_S)
 
     def end_all(self) -> None:
         """Lets all that are left be killed."""

@@ -1,7 +1,8 @@
 """What a run tells about itself: numbers (`metrics.jsonl`, TensorBoard), progress on the terminal, events.
 
-A tracker takes records of host numbers, one after the other, and never touches a device. The caller fetches the numbers,
-so nothing here waits for an accelerator. Only process 0 has trackers; every process may append to the event log.
+A tracker takes records of host numbers, one after the other, and never touches a device. The caller fetches the
+numbers, so nothing here waits for an accelerator. Only process 0 has trackers; every process may append to the event
+log.
 Nothing optional and nothing slow (rich, tensorboardX) is imported before it is used.
 """
 

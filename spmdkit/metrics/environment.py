@@ -17,6 +17,7 @@ from typing import Any
 
 from spmdkit.foundation import redact
 from spmdkit.foundation.constants import OUR_VARIABLES
+from spmdkit.foundation.timeouts import GIT_S
 
 NUMERIC = re.compile(
     r"JAX_(ENABLE_X64|DEFAULT_MATMUL_PRECISION|DEFAULT_PRNG_IMPL|DEFAULT_DTYPE_BITS|THREEFRY_PARTITIONABLE|NUMPY_(DTYPE|RANK)_PROMOTION"
@@ -36,7 +37,6 @@ What says how a kernel is chosen (`xla_gpu_load_autotune_results_from`, `..._alg
 """
 
 PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
-GIT_TIMEOUT_S = 5.0
 _ALLOWED = re.compile(r"JAX_.*|XLA_FLAGS|SPMDKIT_.*")
 NAMED = {
     *OUR_VARIABLES,
@@ -107,7 +107,7 @@ def device_groups(devices: Iterable[Any]) -> list[dict[str, Any]]:
     return [{"platform": p, "kind": kind, "count": count} for (p, kind), count in counts.items()]
 
 
-def git_state(folder: str | os.PathLike[str], timeout_s: float = GIT_TIMEOUT_S) -> dict[str, Any] | None:
+def git_state(folder: str | os.PathLike[str], timeout_s: float = GIT_S) -> dict[str, Any] | None:
     """Returns `{"commit", "dirty"}` of the repository around `folder`, or None without git, repository or commit.
 
     `dirty`: tracked files differ from the commit (untracked files do not count); None when git took too long to say.

@@ -1,4 +1,5 @@
-"""The lines of `metrics.jsonl`: one JSON object each, with exact numbers. The file itself is written by trackers/jsonl.py.
+"""The lines of `metrics.jsonl`: one JSON object each, with exact numbers. The file itself is written by
+trackers/jsonl.py.
 
 Numbers: a float is written as the shortest decimal that reads back as the same float64. A float32 or bfloat16 is
 widened first, which is exact, so `2.3` in float32 is written `2.299999952316284`; a reader gets the same bits and need

@@ -20,23 +20,16 @@ from typing import Any
 
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation.timeouts import ACTOR_REPLY_S, RAY_CONNECT_S
 from spmdkit.parameter_server.ray_local import LocalRay
 from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Unavailable
-
-ANSWER_S = 120.0
-"""A call that is not answered within this is taken for lost, and made again."""
-
-
-KNOCK_S = 10.0
-"""How long whoever listens at a cluster's address may take to let us in. Ray itself knocks for minutes at an address
-where nobody is (2.60)."""
 
 
 def _knock(address: str) -> None:
     """Raises OSError where nobody listens at HOST:PORT; another form of an address is for Ray to judge."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal() and int(port) < 1 << 16:
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_S).close()
 
 
 def imported() -> Any:
@@ -134,7 +127,7 @@ class RayEndpoint:
 
         def answer() -> Any:
             try:
-                return ray.get(reference, timeout=ANSWER_S)
+                return ray.get(reference, timeout=ACTOR_REPLY_S)
             except (
                 ray.exceptions.RayActorError,
                 ray.exceptions.GetTimeoutError,

@@ -1,9 +1,9 @@
-"""The coordinator: gives servers their state, starts workers, replaces what dies, and puts what servers hold together. It
-computes nothing.
+"""The coordinator: gives servers their state, starts workers, replaces what dies, and puts what servers hold together.
+It computes nothing.
 
 A worker that dies is started again in a new incarnation; the others do not notice. When a server dies, all servers go
-back to the last checkpoint under a new generation: so the state is one that training has been in, and a push is applied to
-the new state at most once.
+back to the last checkpoint under a new generation: so the state is one that training has been in, and a push is applied
+to the new state at most once.
 
 The role is TensorFlow 1's chief: it initialises or restores, and saves; workers save nothing.
 """
@@ -100,8 +100,8 @@ class Coordinator:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def install(self) -> int:
-        """Gives every server its part of the state to begin with, under a new generation; returns the number of updates that
-        are in it."""
+        """Gives every server its part of the state to begin with, under a new generation; returns the number of updates
+        that are in it."""
         state, tables = self._load()
         self._first, self._generation, self._cursor = state, self._generation + 1, 0
         num = len(self.endpoints)

@@ -56,8 +56,8 @@ class Push:
 
 class Answer(NamedTuple):
     """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced`
-    (of an earlier life), `generation` (of parameters that were lost), `again` (this batch is settled here), `done` (there
-    are enough updates); and the updates that the server has applied."""
+    (of an earlier life), `generation` (of parameters that were lost), `again` (this batch is settled here), `done`
+    (there are enough updates); and the updates that the server has applied."""
 
     outcome: str
     version: int

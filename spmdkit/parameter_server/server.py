@@ -3,9 +3,9 @@
 A push names itself: (worker, incarnation, number). `last_push` is what a server has answered to the last push of each
 worker, and is part of the state that is saved: the same push, sent again after a lost answer or a restart, is answered
 and not applied. An incarnation is one life of a worker;
-pushes of an earlier life are refused once the coordinator knows of its end. A generation is one life of the servers' state: when
-a server dies, all go back to the last checkpoint, and gradients of what was lost are refused. A batch that other
-servers lack is given out again: completed_batches.py.
+pushes of an earlier life are refused once the coordinator knows of its end. A generation is one life of the servers'
+state: when a server dies, all go back to the last checkpoint, and gradients of what was lost are refused. A batch that
+other servers lack is given out again: completed_batches.py.
 
     staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
 
@@ -85,7 +85,8 @@ class Server:
         """The fewest updates of a leaf."""
         return min(part.applied for part in self._parts)
 
-    # ---- the coordinator's ---------------------------------------------------------------------------------------------------
+    # ---- the coordinator's
+    # ---------------------------------------------------------------------------------------------------
 
     def install(
         self, generation: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
@@ -169,8 +170,8 @@ class Server:
             }
 
     def snapshot(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Returns (generation, arrays as `install` takes them, table): what was applied, and by whom, at one moment; None
-        where there is nothing."""
+        """Returns (generation, arrays as `install` takes them, table): what was applied, and by whom, at one moment;
+        None where there is nothing."""
         with self._lock:
             if self._state is None:
                 return None
@@ -223,8 +224,8 @@ class Server:
             return out[number]
 
     def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> Pulled | None:
-        """Returns the parameters; None where there are none yet, or none of a later (generation, version), unless there are
-        enough updates."""
+        """Returns the parameters; None where there are none yet, or none of a later (generation, version), unless there
+        are enough updates."""
         with self._lock:
             if self._state is None:
                 return None

@@ -1,5 +1,5 @@
-"""How coordinator, workers and servers reach each other: the interface, which an implementation in one process (threads.py)
-and Ray (actors.py) keep.
+"""How coordinator, workers and servers reach each other: the interface, which an implementation in one process
+(threads.py) and Ray (actors.py) keep.
 
 A call may be lost with its server, and its answer may be lost after it was done: either raises `Unavailable`, and
 whoever called asks again. What makes that safe is the server's (server.py), not the transport's.
@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-PAUSE_S = 0.05
-"""Between two tries of a call whose server is away."""
+from spmdkit.foundation.timeouts import TRANSPORT_RETRY_S
 
 
 class Unavailable(Exception):
@@ -92,5 +91,5 @@ def wait_for(
         except Unavailable:
             if give_up():
                 raise
-            sleep(PAUSE_S)
+            sleep(TRANSPORT_RETRY_S)
             answer = endpoint.ask(method, *args)

@@ -15,13 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from spmdkit.foundation.timeouts import WORKER_LONGEST_PAUSE_S
 from spmdkit.parameter_server.gradient import Gradient
 from spmdkit.parameter_server.messages import Answer, Pulled, Push
 from spmdkit.parameter_server.partition import Arrays
 from spmdkit.parameter_server.transport import Endpoint, ask, wait_for
-
-LONGEST_WAIT_S = 0.02
-"""Between two questions for parameters that are not there yet."""
 
 
 class Computes(Protocol):
@@ -134,7 +132,7 @@ class Worker:
             batch = None if pulled is None else self._ask("take", self.number, self.incarnation, number)
             if pulled is None or batch is None:
                 self.sleep(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                wait_s = min(2 * wait_s, WORKER_LONGEST_PAUSE_S)
                 continue
             params = {path: x for part in pulled for path, x in part.params.items()}
             state, versions = pulled[0].model_state, tuple(part.version for part in pulled)
@@ -147,7 +145,8 @@ class Worker:
         return ask(self.endpoints[0], method, *args, give_up=self.stopped, sleep=self.sleep)
 
     def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[Pulled] | None:
-        """Returns the parts of all servers; None where one has none that is newer, or they are of different generations."""
+        """Returns the parts of all servers; None where one has none that is newer, or they are of different
+        generations."""
         parts = self._of_all("pull", [(known,) for known in newer_than])
         if any(part is None for part in parts) or len({part.generation for part in parts}) > 1:
             return None
@@ -178,8 +177,8 @@ class Worker:
         return _Computed(found, skips, self.clock() - begin)
 
     def _push(self, ready: Ready, computed: _Computed) -> list[tuple[int, int]]:
-        """Returns (generation, version), of each server, which the next parameters have to be newer than: where the gradient
-        waits for those of others."""
+        """Returns (generation, version), of each server, which the next parameters have to be newer than: where the
+        gradient waits for those of others."""
         found, pushes = computed.gradient, []
         for server, paths in enumerate(self.owned):
             told: dict[str, Any] | None = None

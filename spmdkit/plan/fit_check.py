@@ -26,6 +26,7 @@ from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_json
 from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.timeouts import PLAN_CLOSE_S
 from spmdkit.plan.machine.target import Target, target_of
 from spmdkit.program.memory import memory_limit
 from spmdkit.program.program import Program
@@ -33,8 +34,6 @@ from spmdkit.program.program import Program
 if TYPE_CHECKING:
     from spmdkit.plan.document import Document
 
-MOST_WAIT_S = 60.0
-"""How long the end of a run waits for its plan."""
 GIVE_WAY_S = 0.0002
 """How long the run waits for the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7
 ms, with this 0.9 ms (jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
@@ -176,7 +175,7 @@ def plan_beside(
 
     thread = threading.Thread(target=write, name="spmdkit plan", daemon=True)
     thread.start()
-    return lambda: thread.join(MOST_WAIT_S)
+    return lambda: thread.join(PLAN_CLOSE_S)
 
 
 def plan_program(program: Program, target: Target, call_s: float) -> Document:

@@ -400,8 +400,8 @@ class Program:
         return whole if self.groups is None else whole.with_sharding(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.bincount` arrays. Waits for
-        the device."""
+        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.bincount` arrays. Waits
+        for the device."""
         check_not_donated(current, "program.eval")
         return self.evaluator(current)
 

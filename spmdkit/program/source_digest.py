@@ -37,8 +37,8 @@ class _File(NamedTuple):
 
 
 def texts(config: Config) -> dict[str, str]:
-    """Returns `{name: text}` of all files that the config's task, reducer, hooks and trackers stand in and import, sorted
-    by name.
+    """Returns `{name: text}` of all files that the config's task, reducer, hooks and trackers stand in and import,
+    sorted by name.
 
     Names are those of the config (`tasks/mine.py`) or follow from the module's (`models/net.py`). A file that cannot be
     read has no text: whoever imports it says so.

@@ -45,9 +45,9 @@ class Task:
         train_step: `train_step(state, batch) -> (state, metrics)`, instead of the default step around `loss_fn`.
         view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
-        state_reduction: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what each replica
-            adds), `max`, or `same` (checked). Default: what is the same anyway, or the mean; where that may be wrong it
-            is asked for. See `spmdkit.step.model_state.agreement`.
+        state_reduction: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what
+            each replica adds), `max`, or `same` (checked). Default: what is the same anyway, or the mean; where that
+            may be wrong it is asked for. See `spmdkit.step.model_state.agreement`.
         hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see
             `spmdkit/run/hooks/base.py`.
         unit: what one example is called in messages.

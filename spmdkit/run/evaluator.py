@@ -24,6 +24,7 @@ from spmdkit.faults import StopSignals, report_and_leave
 from spmdkit.foundation import phase
 from spmdkit.foundation.files import FILE_MODE, not_writable
 from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.timeouts import EVALUATOR_POLL_S
 from spmdkit.metrics import read_lines
 from spmdkit.metrics.jsonl import record_line
 from spmdkit.program.compile_cache import kept
@@ -33,7 +34,6 @@ from spmdkit.program.task import Task
 from spmdkit.run.hooks.finite import check_evaluation
 from spmdkit.run.startup.bucket import checkpoints_of
 
-POLL_S = 1.0
 FILE = "evaluator.jsonl"
 
 
@@ -100,7 +100,7 @@ def _follow(
             if not waiting and _is_finished(cluster, found_in, config.steps):
                 return steps
             if len(steps) == before:
-                sleep(POLL_S)
+                sleep(EVALUATOR_POLL_S)
 
 
 def _checkpoints(cluster: Cluster, directory: Place) -> Checkpoints:

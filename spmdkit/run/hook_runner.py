@@ -1,5 +1,5 @@
-"""`HookRunner`: calls the hooks of a run in their order and returns the decision of a step: what the hooks request, agreed on
-by all processes at one step."""
+"""`HookRunner`: calls the hooks of a run in their order and returns the decision of a step: what the hooks request,
+agreed on by all processes at one step."""
 
 from __future__ import annotations
 

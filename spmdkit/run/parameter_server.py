@@ -1,5 +1,5 @@
-"""Training by a parameter server: this process is the coordinator. It initialises or restores, watches, writes, evaluates and
-saves; workers compute.
+"""Training by a parameter server: this process is the coordinator. It initialises or restores, watches, writes,
+evaluates and saves; workers compute.
 
 What a step is to other runs, an applied update is here. Records, evaluations and checkpoints come at the first look
 after they are due, so their steps need not be multiples. A checkpoint is that of a synchronous run, with the servers'
@@ -20,6 +20,7 @@ from spmdkit.config import Config, replace_keys
 from spmdkit.config.parameter_server import is_chosen, options
 from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, Preempted, RendezvousError
 from spmdkit.foundation import phase
+from spmdkit.foundation.timeouts import SERVER_POLL_S, SERVER_WORKERS_S
 from spmdkit.foundation.trees import tree_bytes
 from spmdkit.parameter_server.coordinator import Coordinator, WorkerStats
 from spmdkit.parameter_server.gradient import synchronous
@@ -35,9 +36,6 @@ from spmdkit.run.hooks.finite import not_finite, said
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
-LOOK_S = 0.05
-WORKERS_S = 60.0
-"""How long the beginning waits for workers that are not there yet: on a cluster they may wait for a machine."""
 RECORD = "parameter_server"
 """Under which name the servers' tables are in a checkpoint's record."""
 JOIN = "workers"
@@ -168,7 +166,7 @@ class _Watch:
         run.events.write("roles", step=run.step, coordinator=run.cluster.process_index, **counts)
         with phase.during("servers"):
             self._tell(coordinator.start())
-            coordinator.wait_for_workers(WORKERS_S)
+            coordinator.wait_for_workers(SERVER_WORKERS_S)
             coordinator.install()
         while True:
             if self._gives_up():
@@ -182,7 +180,7 @@ class _Watch:
                 return self._stopped(None)
             if stats.went_back_to is None:
                 self._due(stats)
-            time.sleep(LOOK_S)
+            time.sleep(SERVER_POLL_S)
 
     def _join(self) -> None:
         """Starts as many workers more as the file asks for."""
@@ -238,7 +236,7 @@ class _Watch:
         run = self.run
         while (found := self.coordinator.snapshot()) is None:
             self._tell(self.coordinator.watch().events)
-            time.sleep(LOOK_S)
+            time.sleep(SERVER_POLL_S)
         state = self._placed(*found)
         self._log(self.coordinator.watch())
         if stop is None:

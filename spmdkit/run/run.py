@@ -28,6 +28,7 @@ from spmdkit.elastic import Membership
 from spmdkit.errors import CheckpointWriteError, Preempted
 from spmdkit.faults import ExitRequested, StopSignals, Watchdog, describe, taken_over
 from spmdkit.foundation.run_status import StepMark
+from spmdkit.foundation.timeouts import OWNERSHIP_RECHECK_S
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.run import write_report
 from spmdkit.program.dispatch_limit import most_in_flight
@@ -44,9 +45,6 @@ from spmdkit.run.startup.roles import ROLES
 from spmdkit.run.startup.run_directory import take_directory
 from spmdkit.step import rng
 from spmdkit.step.state import TrainState
-
-FENCE_EVERY_S = 0.1
-"""Lines this close together are written without another look whose directory it is, which takes as long as a line."""
 
 
 class Run:
@@ -220,8 +218,8 @@ class Run:
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
     def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Returns the metrics of `step` on the host: floats, and of `sk.bincount` arrays. Waits for the device, once for
-        each step."""
+        """Returns the metrics of `step` on the host: floats, and of `sk.bincount` arrays. Waits for the device, once
+        for each step."""
         if self._numbers is None or self._numbers[0] != step:
             found = self.program.metrics(values)
             if len(found) > 1:  # all on their way before the first is waited for
@@ -242,7 +240,7 @@ class Run:
         Arrays among scalars (`sk.bincount`) are a record of their own, of the kind `histogram`.
         """
         if self.cluster.is_main:
-            self.fence.check(every_s=FENCE_EVERY_S)
+            self.fence.check(every_s=OWNERSHIP_RECHECK_S)
             self.reporter.write(record, kind)
 
     def newest(self) -> str:

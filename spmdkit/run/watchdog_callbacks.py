@@ -10,9 +10,7 @@ from typing import Any
 
 from spmdkit.faults import leave_with
 from spmdkit.foundation import files, phase, redact
-
-INPUT_GRACE_S = 3.0
-"""How long a batch may still take to come, once the run is asked to stop."""
+from spmdkit.foundation.timeouts import INPUT_GRACE_S
 
 
 def connect(run: Any) -> None:

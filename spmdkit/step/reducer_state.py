@@ -4,8 +4,8 @@ it on another mesh.
     TrainState.reducer[call] = {leaf of the gradient: {name: [replicas of the leaf, *leaf]}}
 
 A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too.
-Where a reducer adds shards (`Reducer.per_shard_state`), the replicas are the positions along `replica`, and the other replica
-axes cut the leaf's state.
+Where a reducer adds shards (`Reducer.per_shard_state`), the replicas are the positions along `replica`, and the other
+replica axes cut the leaf's state.
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ def sharded_arange(num: int) -> jax.Array:
     """Returns int32[num], 0 to num - 1, cut over the axes that cut a batch: begin with it what a global `train_step`
     makes of nothing.
 
-    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.sharded_arange(4096))` are points that the
-    replicas share out. In a loss they are all of one replica.
+    `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.sharded_arange(4096))` are points
+    that the replicas share out. In a loss they are all of one replica.
     """
     return shard(jnp.arange(num, dtype=jnp.int32), "rows")

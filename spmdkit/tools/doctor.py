@@ -16,6 +16,7 @@ from spmdkit.cluster import Cluster, detect_cluster, join
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation.formatting import format_bytes, visible
+from spmdkit.foundation.timeouts import DOCTOR_COLLECTIVE_S
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.metrics.environment import device_groups
 from spmdkit.program import allocator, compile_cache
@@ -35,7 +36,7 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
     cluster = join(
         spec,
         config.devices if config else "auto",
-        collective_timeout_s=COLLECTIVE_S,
+        collective_timeout_s=DOCTOR_COLLECTIVE_S,
         interface=config.cluster.interface if config else "auto",
     )
     found = diagnose(cluster, config, burn_s)
@@ -69,8 +70,6 @@ def seconds_of(text: str) -> float:
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 MOST_S = 86400.0
-COLLECTIVE_S = 30.0
-"""After this and a minute a collective that hangs is an error."""
 
 
 def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | None = None) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from spmdkit.cluster.join import num_threads
+from spmdkit.foundation.timeouts import VERIFY_JOB_S
 from spmdkit.launch.process import start
 
-JOB_TIMEOUT_S = 600.0
 SHOWN_LINES = 3
 
 Job = dict[str, Any]
@@ -102,7 +102,7 @@ class _Worker:
             self.end()
             return interrupted
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(JOB_TIMEOUT_S, process.kill)
+        timer = threading.Timer(VERIFY_JOB_S, process.kill)
         timer.start()
         try:
             process.stdin.write(json.dumps(job) + "\n")
@@ -130,7 +130,7 @@ class _Worker:
     def _last_words(self, timed_out: bool) -> str:
         code = self.end(kill=False)
         if timed_out:
-            return f"the process took longer than {JOB_TIMEOUT_S:.0f} s and was ended"
+            return f"the process took longer than {VERIFY_JOB_S:.0f} s and was ended"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         checks = [line for line in lines if "Check failed" in line] or lines

@@ -1,4 +1,5 @@
-"""The contract of an environment, for every file of cluster/environments, and a table of environments that real starters set."""
+"""The contract of an environment, for every file of cluster/environments, and a table of environments that real
+starters set."""
 
 import os
 import sys

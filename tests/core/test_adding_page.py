@@ -226,7 +226,8 @@ def test_the_tracker_goes_back(tmp_path, monkeypatch):
     assert (tmp_path / "run/numbers.csv").read_text().split() == ["1,train/loss,1.0"]
 
 
-# ---- an environment ----------------------------------------------------------------------------------------------------------
+# ---- an environment
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_environment_reads_the_environments_that_wait_for_it(added):

@@ -20,7 +20,7 @@ def caused(error, by):
 
 @pytest.fixture(params=[True, False], ids=["called", "not called"])
 def membership(request, monkeypatch):
-    monkeypatch.setattr(rooms, "TOLD_S", 0.0)
+    monkeypatch.setattr(rooms, "MEMBERSHIP_NOTICE_S", 0.0)
     made = Membership(MembershipFiles(), 5)
     if request.param:
         made._order = object()

@@ -162,7 +162,7 @@ def test_epochs_in_which_no_step_is_done_come_to_an_end():
 def test_who_does_not_come_in_time_lets_all_be_started_again():
     job = Job(4, lambda before, lost: (before - lost, []))
     assert job.dies(1)
-    job.now = rooms.READY_S + 1
+    job.now = rooms.MEMBERS_READY_S + 1
     assert not job.comes(0, 2)
 
 
@@ -181,9 +181,9 @@ def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_
     job.trains(5)
     assert job.dies(3)
     job.membership._children[1].said = {"phase": "compile"}
-    job.now = rooms.OUT_S - 1
+    job.now = rooms.LEAVE_STEP_S - 1
     assert job.comes(2) and KILLED == []
-    job.now = rooms.OUT_S + 1
+    job.now = rooms.LEAVE_STEP_S + 1
     assert job.comes(2) and job.comes(2) and KILLED == [0]
     assert job.dies(0) and job.orders[1].read().members == (1, 2)
 
@@ -259,6 +259,6 @@ def test_who_waits_in_a_step_and_does_nothing_is_killed_at_once_and_who_works_or
         busy[NOBODY] += 1_000_000
         busy[NOBODY + 1] += 100_000_000
         assert job.comes(3)
-    assert KILLED == [0] and job.now < rooms.OUT_S
+    assert KILLED == [0] and job.now < rooms.LEAVE_STEP_S
     monkeypatch.setattr(rooms, "busy_ns", lambda pid: None)
     assert job.comes(3) and KILLED == [0], "where it cannot be seen, it takes longer"

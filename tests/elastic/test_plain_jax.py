@@ -1,5 +1,5 @@
-"""What membership stand on, on plain JAX: after a death inside a collective all others come out of it, and meet again in
-another job of another size."""
+"""What membership stand on, on plain JAX: after a death inside a collective all others come out of it, and meet again
+in another job of another size."""
 
 import subprocess
 import sys

@@ -31,7 +31,7 @@ class MembershipFiles:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(rooms, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(rooms, "MEMBERSHIP_POLL_S", 0.0)
 
 
 def test_a_standby_lets_orders_pass_that_name_others_and_takes_the_place_that_one_gives_it():
@@ -52,11 +52,11 @@ def test_a_standby_lets_orders_pass_that_name_others_and_takes_the_place_that_on
 
 
 def test_a_standby_waits_longer_than_one_that_others_wait_for(monkeypatch):
-    monkeypatch.setattr(rooms, "ORDER_S", -1.0)
+    monkeypatch.setattr(rooms, "MEMBERSHIP_UPDATE_S", -1.0)
     idle = MembershipUpdate(1, (0, 1), "h:1")
     with pytest.raises(RendezvousError, match="has not said"):
         Membership(MembershipFiles(0, 2, idle), 5).place(SPEC, list)
-    monkeypatch.setattr(rooms, "ORDER_S", 0.05)
+    monkeypatch.setattr(rooms, "MEMBERSHIP_UPDATE_S", 0.05)
     taken = MembershipUpdate(2, (0, 1), "h:2", adopted=((-1, 1),))
     orders = MembershipFiles(-1, 2, *[idle] * 3_000, taken)
     assert Membership(orders, 5).place(SPEC, list)[0].process_id == 1

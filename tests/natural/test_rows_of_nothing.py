@@ -1,5 +1,5 @@
-"""`sk.sharded_arange`: what a global `train_step` makes of no batch, shared out over the replicas; the numbers of plain JAX, and
-a part of the work on each."""
+"""`sk.sharded_arange`: what a global `train_step` makes of no batch, shared out over the replicas; the numbers of plain
+JAX, and a part of the work on each."""
 
 import jax
 import jax.numpy as jnp

@@ -141,7 +141,8 @@ class ByHand(Threads):
 
 
 def by_hand(owned, workers, zeros=2, optimizer=None, saved=None):
-    """Returns (coordinator, transport, what is saved, the last of which servers go back to): of leaves of `zeros` numbers."""
+    """Returns (coordinator, transport, what is saved, the last of which servers go back to): of leaves of `zeros`
+    numbers."""
     optimizer = optax.with_extra_args_support(optimizer or optax.sgd(1.0))
     params = {path: jnp.zeros(zeros) for path in owned}
     saved = saved or [(states.create(params, None, optimizer, 0, None), None)]

@@ -78,7 +78,7 @@ def test_a_plan_that_hangs_holds_nothing_up_for_ever(tmp_path, monkeypatch):
         return plan_program(*args)
 
     monkeypatch.setattr(fit_check, "plan_program", planning)
-    monkeypatch.setattr(fit_check, "MOST_WAIT_S", 0.1)
+    monkeypatch.setattr(fit_check, "PLAN_CLOSE_S", 0.1)
     assert train(config(run_dir=str(tmp_path))).run.step == 2
     assert not (tmp_path / "plan.json").exists()
     hangs.set()

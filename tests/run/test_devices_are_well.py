@@ -12,7 +12,7 @@ from tests.support.small_runs import events, train
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(health, "BURN_S", 0.05)
+    monkeypatch.setattr(health, "BURN_IN_S", 0.05)
 
 
 def test_a_run_on_devices_that_are_well_says_so_and_one_that_does_not_ask_says_nothing(tmp_path, capfd):

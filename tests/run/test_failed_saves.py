@@ -34,7 +34,7 @@ def disk(monkeypatch):
         real(folder, record)
 
     monkeypatch.setattr(records, "write_record", write)
-    monkeypatch.setattr(save_retries, "PAUSE_S", 0.0)
+    monkeypatch.setattr(save_retries, "SAVE_RETRY_S", 0.0)
     disk = SimpleNamespace(full=[], fired=fired, number=errno.ENOSPC)
     yield disk
     assert fired, "the injection did not fire"
@@ -98,7 +98,7 @@ def test_a_save_that_is_slow_is_said_and_so_is_training_that_waits_for_it(tmp_pa
 
     monkeypatch.setattr(records, "write_record", write)
     monkeypatch.setattr(save_retries, "SLOW_SAVE_S", 0.0)
-    monkeypatch.setattr(save_retries, "HELD_UP_S", 0.2)
+    monkeypatch.setattr(save_retries, "SAVE_BLOCKED_S", 0.2)
     train(tmp_path, log={"every_steps": 1, "progress": "plain"})
     out = capsys.readouterr().out
     assert "note: saving step 5 has taken" in out and "training waited" in out

@@ -70,8 +70,8 @@ def below(pid: int) -> dict[int, str]:
 
 
 def what_is(pid: int) -> str:
-    """Returns "process 3" of a process of the job, "service_process" of the one that holds the coordination service, otherwise
-    "launcher"."""
+    """Returns "process 3" of a process of the job, "service_process" of the one that holds the coordination service,
+    otherwise "launcher"."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     number = next((v for v in variables if v.startswith(b"SPMDKIT_PROCESS_ID=")), None)
     if number is not None:

@@ -1,4 +1,5 @@
-"""What an environment is: how one kind of starter tells a process its place. A file each in this folder, found by its name.
+"""What an environment is: how one kind of starter tells a process its place. A file each in this folder, found by its
+name.
 
 An environment is a module with
 

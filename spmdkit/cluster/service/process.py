@@ -1,5 +1,5 @@
-"""`ServiceProcess`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen and
-when to end.
+"""`ServiceProcess`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen
+and when to end.
 
 `spmdkit launch` keeps it for its processes; started in any other way, process 0 starts it, and it outlives process 0
 until the others have left.
@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.errors import RendezvousError
-
-# JAX's own heartbeat does not decide: it counts by wall time, so that a clock set by 6 s, or a job paused for 30 s,
-# ended in SIGABRT. Who is
-# gone, silent or stuck, the watchdog says (faults/watchdog.py). Three years.
-HEARTBEAT_S = 100_000_000
-# JAX's default of 300 is what a failing process would hang in at exit.
-SHUTDOWN_S = 15
-UP_S = 30.0
+from spmdkit.foundation.timeouts import SERVICE_HEARTBEAT_S, SERVICE_SHUTDOWN_S, SERVICE_START_S
 
 Start = Callable[..., "subprocess.Popen[Any]"]
 
@@ -44,7 +37,7 @@ class ServiceProcess:
         assert jaxlib is not None and jaxlib.origin is not None
         site = str(Path(jaxlib.origin).parents[1])
         program = str(Path(__file__).with_name("service.py"))
-        numbers = map(str, (num_processes, HEARTBEAT_S, SHUTDOWN_S, process))
+        numbers = map(str, (num_processes, SERVICE_HEARTBEAT_S, SERVICE_SHUTDOWN_S, process))
         self._popen = start(
             [sys.executable, "-I", "-S", program, site, *numbers],
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE"},
@@ -65,7 +58,7 @@ class ServiceProcess:
         """Returns when it listens. Raises RendezvousError when it cannot."""
         output = self._popen.stdout
         assert output is not None
-        readable, _, _ = select.select([output], [], [], UP_S)
+        readable, _, _ = select.select([output], [], [], SERVICE_START_S)
         if not readable or output.readline().strip() != b"up":
             self.kill()
             raise RendezvousError(

@@ -131,27 +131,27 @@ class Reducer:
             can be restored on any mesh.
         reshard_state: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
             compiled program, leaf by leaf.
-        input_scale: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole batch
-            (`sum`, `ordered`).
-            "weighted": this replica's part of the mean (divided by the count of the whole batch before): for all that is
-            not linear, and all that keeps something for the next batch, whose count may be another. "mean": this
+        input_scale: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole
+            batch (`sum`, `ordered`).
+            "weighted": this replica's part of the mean (divided by the count of the whole batch before): for all that
+            is not linear, and all that keeps something for the next batch, whose count may be another. "mean": this
             replica's own mean; what comes back is final (Adasum).
-        per_shard_state: what a leaf's state belongs to is a shard of it, one for each position along the replica axes other
-            than `replica`: the state is cut over these along `shard_dim` of the leaf, and a leaf without such a dim has
-            none.
+        per_shard_state: what a leaf's state belongs to is a shard of it, one for each position along the replica axes
+            other than `replica`: the state is cut over these along `shard_dim` of the leaf, and a leaf without such a
+            dim has none.
         add: `(tree, axes) -> tree`, the exact sum of what is no gradient: loss, counts, metrics and model state.
         warmup: steps at the start in which `sum` is used instead, while the state stays as it is: another program,
             chosen on the host. In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
         check: `(leaves)`: raises a `ConfigError` where these leaves cannot be added so, or not with less than `sum`
             sends: what asks for it, what is found, and the smallest change that works.
         exact_options: options at which the result equals `sum` (rank full, fraction 1), or None.
-        apply_with_metrics: `apply` with a third result, `ReducerMetrics`: metrics of the step, `reducer/NAME`. Where it is given it
-            is what is called in a step.
+        apply_with_metrics: `apply` with a third result, `ReducerMetrics`: metrics of the step, `reducer/NAME`. Where it
+            is given it is what is called in a step.
             None: there is nothing to tell. A reducer that tells is not taken where nobody would hear it: between groups
                 that agree, as `outer`
             of `hierarchical`.
-        validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in which it adds
-            shows a mistake.
+        validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in
+            which it adds shows a mistake.
     """
 
     exact: bool

@@ -114,7 +114,7 @@ class Inside:
         return spoiled
 
     def _said(self, number: int, failed: str = "") -> None:
-        phase = foundation_phase.place().phase
+        phase = foundation_phase.current_phase().phase
         said = {"number": number, "time": time.monotonic(), "step": self._step, "phase": phase, "failed": failed}
         os.pwrite(self._descriptor, json.dumps(said).ljust(ORDER_BYTES).encode(), SAID_AT)
 

@@ -14,8 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-TIMEOUT_S = 5.0
-"""Until an answer has come; a metadata server is on the same machine."""
+from spmdkit.foundation.timeouts import METADATA_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(
-            urllib.request.Request(url, headers=dict(headers), method=method), timeout=TIMEOUT_S
+            urllib.request.Request(url, headers=dict(headers), method=method), timeout=METADATA_TIMEOUT_S
         ) as answer:
             text: str = answer.read(1 << 16).decode(errors="replace")
             return text.strip()

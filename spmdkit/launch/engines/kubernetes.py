@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation.timeouts import POD_GRACE_MARGIN_S
 from spmdkit.launch.engines import pods
 from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Rendered
 
@@ -25,9 +26,6 @@ OPTIONS = {
     "chips": Option("4", "chips of one host; with tpu"),
     "slices": Option("1", "slices; with tpu"),
 }
-
-GRACE_BESIDE_S = 30
-"""Kubernetes kills a pod this much after the notice that spmdkit needs."""
 
 
 def render(job: ClusterJob) -> Rendered:
@@ -106,7 +104,7 @@ def _job(job: ClusterJob, hosts: int) -> dict[str, Any]:
         "template": {
             "spec": {
                 "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": job.grace_s + GRACE_BESIDE_S,
+                "terminationGracePeriodSeconds": job.grace_s + POD_GRACE_MARGIN_S,
                 "nodeSelector": selector if tpu else {},
                 "containers": [container],
                 "volumes": volumes,

@@ -19,7 +19,8 @@ from spmdkit.metrics.trackers.base import Tracker
 
 
 def open(run: Any, options: Mapping[str, Any], last_step: int) -> Tracker:
-    """Returns the tracker of `metrics.jsonl` in the run's directory, and of `counts.jsonl` where a metric is an array."""
+    """Returns the tracker of `metrics.jsonl` in the run's directory, and of `counts.jsonl` where a metric is an
+    array."""
     path = run.directory / "counts.jsonl"
     file, arrays = JsonlTracker(run.directory / "metrics.jsonl", last_step), list[JsonlTracker]()
 

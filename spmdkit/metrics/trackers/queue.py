@@ -1,5 +1,5 @@
-"""`Trackers`: all trackers of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning and
-never a step."""
+"""`Trackers`: all trackers of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning
+and never a step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdkit.errors import ConfigError, SpmdkitError
+from spmdkit.foundation.timeouts import TRACKER_CLOSE_S
 from spmdkit.metrics.trackers.base import Record, Tracker
 
 MOST_WAITING = 1024
-PATIENCE_S = 10.0
-"""How long the end of a run waits for a tracker."""
 
 Open = Callable[[], Tracker]
 
@@ -21,11 +20,13 @@ Open = Callable[[], Tracker]
 class Trackers:
     """Writes records to every tracker that accepts them.
 
-    The run's own record (`Tracker.own`) is written before `write` returns. The others follow in a thread: what finds the
-    queue full is dropped, and a tracker that raises is given up; both are said once by `warn`.
+    The run's own record (`Tracker.own`) is written before `write` returns. The others follow in a thread: what finds
+    the queue full is dropped, and a tracker that raises is given up; both are said once by `warn`.
     """
 
-    def __init__(self, warn: Callable[[str], Any], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S):
+    def __init__(
+        self, warn: Callable[[str], Any], most_waiting: int = MOST_WAITING, patience_s: float = TRACKER_CLOSE_S
+    ):
         self._warn, self._patience_s = warn, patience_s
         self._own: list[Tracker] = []
         self._others: dict[str, Tracker] = {}
@@ -35,7 +36,8 @@ class Trackers:
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, open: Open) -> None:
-        """Opens a tracker. A user's mistake in its options is raised; a service that does not answer costs a warning."""
+        """Opens a tracker. A user's mistake in its options is raised; a service that does not answer costs a
+        warning."""
         try:
             tracker = open()
         except SpmdkitError:

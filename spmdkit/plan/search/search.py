@@ -26,6 +26,7 @@ import jax
 from spmdkit.config import Config, replace_keys, to_yaml
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.timeouts import PLAN_WORKER_S
 from spmdkit.launch.process import start
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import Target
@@ -34,7 +35,6 @@ from spmdkit.program.opening import task_of
 from spmdkit.program.program import Program
 
 MOST_WORKERS = 4
-WORKER_TIMEOUT_S = 900
 Told = Callable[[str], None]
 
 
@@ -206,11 +206,11 @@ class _Planner:
         process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._running.add(process)
         try:
-            out, errors = process.communicate(timeout=WORKER_TIMEOUT_S)
+            out, errors = process.communicate(timeout=PLAN_WORKER_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return f"its compilation took longer than {WORKER_TIMEOUT_S} s"
+            return f"its compilation took longer than {PLAN_WORKER_S} s"
         finally:
             self._running.discard(process)
         try:

@@ -1,5 +1,5 @@
-"""Writes the first step, every `log.every_steps` steps and the last one to the trackers, and shows them; between them the
-bar moves on."""
+"""Writes the first step, every `log.every_steps` steps and the last one to the trackers, and shows them; between them
+the bar moves on."""
 
 from __future__ import annotations
 

@@ -14,10 +14,8 @@ from typing import Any
 from spmdkit.errors import Preempted
 from spmdkit.faults.preemption_sources.base import PreemptionSource
 from spmdkit.foundation import phase, plugins
+from spmdkit.foundation.timeouts import PREEMPTION_SIGNAL_S
 from spmdkit.run.hooks.base import Action, Hook, Stop
-
-TAKEN_S = 3.0
-"""A notice that no step has taken by then is handed on as a signal."""
 
 
 def make(config: Any) -> Hook | None:
@@ -60,6 +58,6 @@ def _watch(
         if why:
             run.events.write("preemption_notice", name=name, why=why, phase=phase.current_phase().phase)
             noticed.append(why)
-            if not taken.wait(TAKEN_S) and not ended.is_set() and run.signals is not None:
+            if not taken.wait(PREEMPTION_SIGNAL_S) and not ended.is_set() and run.signals is not None:
                 run.signals.received(signal.SIGUSR1)
             return

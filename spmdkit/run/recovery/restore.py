@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from spmdkit.checkpoint import Checkpoints, best_step, held, newest_step, quarantine
 from spmdkit.cluster import Cluster
 from spmdkit.errors import CheckpointError, DamagedError
+from spmdkit.foundation.timeouts import SAVE_ABANDON_S
 from spmdkit.metrics import read_lines
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
@@ -53,10 +54,7 @@ def newest(run: Any) -> Restored | None:
 def abandon(run: Any) -> None:
     """Lets a save end that will never be committed, since a process that was to write a part of it has died."""
     if run.checkpoints is not None:
-        run.checkpoints.abandon(ABANDON_S)
-
-
-ABANDON_S = 10.0
+        run.checkpoints.abandon(SAVE_ABANDON_S)
 
 
 def newest_good(

@@ -13,13 +13,7 @@ from typing import Any
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import CheckpointWriteError
-
-SLOW_SAVE_S = 60.0
-"""A save that takes longer is said, once."""
-HELD_UP_S = 5.0
-"""Training that waits longer for the save before is said."""
-PAUSE_S = 1.0
-"""Between two tries of the last save of a run."""
+from spmdkit.foundation.timeouts import SAVE_BLOCKED_S, SAVE_RETRY_S, SLOW_SAVE_S
 
 
 class Saves:
@@ -57,7 +51,7 @@ class Saves:
         """
         waiting_since = time.monotonic()
         ended = self._checkpoints.settle()
-        if (held_s := time.monotonic() - waiting_since) > HELD_UP_S:
+        if (held_s := time.monotonic() - waiting_since) > SAVE_BLOCKED_S:
             self._run.message(
                 f"note: training waited {held_s:.1f} s for the checkpoint of step {self._owed} to be written; saves come faster than the disk takes "
                 "them. Raise checkpoint.every_steps or every_seconds."
@@ -99,7 +93,7 @@ class Saves:
         """
         self.settle()
         while self._owed is not None:
-            time.sleep(PAUSE_S)
+            time.sleep(SAVE_RETRY_S)
             again()
             self.settle()
 

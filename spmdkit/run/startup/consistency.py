@@ -29,6 +29,7 @@ from spmdkit.config import Config, to_yaml
 from spmdkit.data import PerProcess, Source, open_source
 from spmdkit.data.fingerprint import Fingerprint, fingerprint
 from spmdkit.foundation.checksum import checksums
+from spmdkit.foundation.timeouts import FIRST_COMPARISON_S
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.environment import numeric_variables, package_versions
 from spmdkit.program import source_digest
@@ -46,13 +47,11 @@ PHASES = {
     "start": "program of a step before groups train alone",
     "agreement": "program in which groups agree",
 }
-START_S = 60.0
-"""How long processes wait for each other right after they have joined."""
 
 
 def same_start(cluster: Cluster, config: Config) -> None:
     """Checks what processes start from, before the task is imported."""
-    cluster.same_everywhere("what a run starts from", lambda: start_facts(config), START_S)
+    cluster.same_everywhere("what a run starts from", lambda: start_facts(config), FIRST_COMPARISON_S)
 
 
 def start_facts(config: Config) -> dict[str, str]:

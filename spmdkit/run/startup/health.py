@@ -9,9 +9,8 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.errors import DeviceError
 from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.timeouts import BURN_IN_S
 from spmdkit.run.startup.health_checks import burn_all
-
-BURN_S = 3.0
 
 
 def devices_are_well(cluster: Cluster, config: Config) -> str | None:
@@ -22,7 +21,7 @@ def devices_are_well(cluster: Cluster, config: Config) -> str | None:
     """
     if not config.preflight:
         return None
-    said, verdict = burn_all(cluster, BURN_S)
+    said, verdict = burn_all(cluster, BURN_IN_S)
     if verdict.wrong:
         raise DeviceError(
             f"preflight: {'; '.join(verdict.wrong)}. All devices were given the same products, and a run trusts each with a part of its numbers. Leave that "

@@ -8,16 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from spmdkit.checkpoint import RunLock
-from spmdkit.checkpoint.ownership import LOOK_EVERY_S, Fence, claim, wait_to_see
+from spmdkit.checkpoint.ownership import Fence, claim, wait_to_see
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
+from spmdkit.foundation.timeouts import RUN_DIRECTORY_POLL_S, RUN_DIRECTORY_VISIBLE_S
 
 WRITTEN_BY_OTHERS = ("report.html",)
 """What `spmdkit report` writes beside a run that lives."""
-SEEN_WITHIN_S = 5.0
-"""How long another process may need to see a file that process 0 has written: NFS keeps what it knows of a folder for
-seconds."""
 
 
 def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: bool = True) -> Fence:
@@ -49,7 +47,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
         if not shared:
             _take_own(directory, fence.attempt, stack)
             return {}
-        if wait_to_see(directory, fence.attempt, SEEN_WITHIN_S):
+        if wait_to_see(directory, fence.attempt, RUN_DIRECTORY_VISIBLE_S):
             return {"attempt.json": fence.attempt}
         return {"attempt.json": f"not to be seen in {directory} of {socket.gethostname()}"}
 
@@ -64,14 +62,14 @@ def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
     Raises:
         ConfigError: another run holds it.
     """
-    deadline = time.monotonic() + SEEN_WITHIN_S
+    deadline = time.monotonic() + RUN_DIRECTORY_VISIBLE_S
     while not wait_to_see(directory, attempt, 0):
         try:
             stack.enter_context(RunLock(directory))
         except ConfigError:  # held by process 0, whose claim comes to be seen, or by another run
             if time.monotonic() > deadline:
                 raise
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(RUN_DIRECTORY_POLL_S)
         else:
             claim(directory, attempt)
 

@@ -114,8 +114,8 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
     """Returns the metric `fn(*parts)`, computed once, of what the parts come to over all rows, microbatches, replicas
     and batches.
 
-    Perplexity is `sk.derived(jnp.exp, sk.mean(losses))`, accuracy by class `sk.derived(lambda c: jnp.diag(c) / c.sum(1),
-    sk.bincount((labels, predictions), (10, 10)))`.
+    Perplexity is `sk.derived(jnp.exp, sk.mean(losses))`, accuracy by class `sk.derived(lambda c: jnp.diag(c) /
+    c.sum(1), sk.bincount((labels, predictions), (10, 10)))`.
 
     Args:
         fn: of the parts' values, to a number or an array. JAX or numpy.
@@ -161,8 +161,8 @@ def bincount(
 ) -> Bincount:
     """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
 
-    `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. An index outside of the
-    shape is not counted.
+    `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. An index outside of
+    the shape is not counted.
     Whole up to 2**31 - 1 for each index, over a whole evaluation.
 
     Args:

@@ -5,9 +5,9 @@
     max    max_r new_r
     identical  new_0                 what provably is the same on every replica, so that one of them speaks for all
 
-Integers, booleans and random keys are never averaged. Where nothing is said (`Task.state_reduction`), a leaf that no replica's
-rows change is `identical`, a float that is linear in its old value is a `mean`, and anything else is asked for: the mean of
-maxima is no maximum.
+Integers, booleans and random keys are never averaged. Where nothing is said (`Task.state_reduction`), a leaf that no
+replica's rows change is `identical`, a float that is linear in its old value is a `mean`, and anything else is asked
+for: the mean of maxima is no maximum.
 
 Wire: the leaf, in the reduction that the gradient needs anyway; `max` in one of its own.
 """

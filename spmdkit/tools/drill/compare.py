@@ -1,5 +1,5 @@
-"""Whether a run that was disturbed has ended as one that was not: every bit of the state of its last step, and every number
-that it has told."""
+"""Whether a run that was disturbed has ended as one that was not: every bit of the state of its last step, and every
+number that it has told."""
 
 from __future__ import annotations
 

@@ -21,11 +21,9 @@ from spmdkit.checkpoint import Remote, prepare_run_dir
 from spmdkit.checkpoint.location import Place
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError, Unreachable
+from spmdkit.foundation.timeouts import HOST_CHECK_S, HOST_CONNECT_S
 from spmdkit.metrics.environment import package_versions
 
-CONNECT_S = 3.0
-GATHER_S = 120.0
-"""How long processes wait for each other: each tries all others, one after the other."""
 ASKED = 3
 """How often each clock is asked; the quickest answer counts."""
 
@@ -37,7 +35,7 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
     if cluster.num_processes == 1:
         return [mine | {"clock_s": 0.0}]
     with _answering(mine["address"]) as port:
-        places = cluster.gather("doctor address", [mine["address"], port], GATHER_S)
+        places = cluster.gather("doctor address", [mine["address"], port], HOST_CHECK_S)
         for process, (other, its_port) in enumerate(places):
             if process == cluster.process_index:
                 continue
@@ -50,7 +48,7 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
                 mine["clock_s"] = -min(ahead)[1]
         if cluster.is_main:
             mine["clock_s"] = 0.0
-        return cluster.gather("doctor met", mine, GATHER_S)
+        return cluster.gather("doctor met", mine, HOST_CHECK_S)
 
 
 @contextlib.contextmanager
@@ -85,8 +83,8 @@ def _ask(address: str, port: int) -> tuple[float, float]:
     if not port:
         raise OSError("it cannot listen there: the address is none of its own")
     begun, sent = time.perf_counter(), time.time()
-    with socket.create_connection((address, port), CONNECT_S) as connection:
-        connection.settimeout(CONNECT_S)
+    with socket.create_connection((address, port), HOST_CONNECT_S) as connection:
+        connection.settimeout(HOST_CONNECT_S)
         told = float(connection.recv(64))
     took = time.perf_counter() - begun
     return took, told - (sent + took / 2)
@@ -95,7 +93,7 @@ def _ask(address: str, port: int) -> tuple[float, float]:
 def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
     """Returns (the versions of this process, where other processes have others)."""
     mine = {"python": platform.python_version()} | {name: x for name, x in package_versions().items() if x}
-    told = cluster.gather("doctor versions", mine, GATHER_S)
+    told = cluster.gather("doctor versions", mine, HOST_CHECK_S)
     wrong = [
         f"process {process} has {name} {theirs.get(name, 'not at all')}, process 0 {told[0].get(name, 'not at all')}"
         for process, theirs in enumerate(told)
@@ -120,9 +118,9 @@ def write_test(cluster: Cluster, run_dir: Path, checkpoints: Place) -> tuple[str
     except (ConfigError, Unreachable, OSError) as error:
         mine["error"] = str(error)
     try:
-        told = cluster.gather("doctor files", mine, GATHER_S)
+        told = cluster.gather("doctor files", mine, HOST_CHECK_S)
         seen = [process for process, one in enumerate(told) if os.path.exists(run_dir / one["file"])]
-        views = cluster.gather("doctor views", seen, GATHER_S)
+        views = cluster.gather("doctor views", seen, HOST_CHECK_S)
     finally:
         with contextlib.suppress(OSError, Unreachable):
             path.unlink(missing_ok=True)
