@@ -182,6 +182,9 @@ def _choices(config: Settings) -> Iterator[Problem]:
             yield Problem((key,), found)
         elif key == "reducer":
             yield from _warmup(config, *plugins.split(value))
+        elif not plugins.is_own(value) and (outer := plugins.make(folder, value).outer_optimizer) is not None:
+            for problem in optimizer.optimizer_problems(outer, False):
+                yield Problem((key, plugins.split(value)[0], *problem.path), problem.text)
 
 
 def _preemption_sources(config: Settings) -> Iterator[Problem]:

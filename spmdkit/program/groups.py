@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit.communication.reducers.base import Reducer, stateless
 from spmdkit.communication.sync.base import Sync
-from spmdkit.config import Config, parameter_server
+from spmdkit.config import Config, build_optimizer, parameter_server
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.trees import first_difference
@@ -109,9 +109,14 @@ def sync_of(config: Config) -> Sync:
     """
     parameter_server.refuse(config)
     if plugins.is_own(config.sync):
-        return user_code.named(config.sync, "sync", config.folder, Sync)
-    made: Sync = plugins.make("sync", config.sync)
-    return made
+        sync = user_code.named(config.sync, "sync", config.folder, Sync)
+    else:
+        sync = plugins.make("sync", config.sync)
+    if sync.outer_optimizer is None or sync.agree is None:
+        return sync
+    outer = build_optimizer(sync.outer_optimizer)
+    with_outer = functools.partial(sync.init, outer=outer), functools.partial(sync.agree, outer=outer)
+    return dataclasses.replace(sync, init=with_outer[0], agree=with_outer[1])
 
 
 def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:

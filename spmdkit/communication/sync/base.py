@@ -55,16 +55,19 @@ class Sync:
             that `every` divides.
         start: steps at the start in which all replicas agree in every step, as if there were no groups.
         optimizer: what the sync makes of the optimizer (clipping included); None: nothing.
+        outer_optimizer: as `config.optimizer` names it. The program builds it, and `init` and `agree` then take the keyword
+            argument `outer`, an optax transformation.
         reducer: by which `mean` adds what crosses in `agree`, as `config.reducer` names it; None: exactly. It is then
             given trees like the parameters alone, float32, with None for leaves that do not cross.
         says: what else the sync does, for `program.explain()`.
     """
 
     every: int | None
-    init: Callable[[Any], Any] = lambda params: None
+    init: Callable[..., Any] = lambda params: None
     agree: Callable[..., tuple[Any, Any]] | None = None
     view: Callable[[Any, Any, Mean], Any] | None = None
     optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
+    outer_optimizer: Mapping[str, Any] | None = None
     schedule: tuple[Turn, ...] = ()
     start: int = 0
     reducer: str | Mapping[str, Any] | None = None

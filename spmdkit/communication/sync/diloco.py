@@ -45,7 +45,6 @@ import jax.numpy as jnp
 import optax
 
 from spmdkit.communication.sync.base import Mean, Sync, Turn
-from spmdkit.config.optimizer import build_optimizer
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import common_dtype
@@ -78,15 +77,16 @@ def make(
     _check(every, fragments, overlap, alpha, start)
     if reducer is not None and not plugins.is_own(reducer) and (wrong := plugins.problem("reducers", reducer)):
         raise ConfigError(f"diloco.reducer: {wrong}")
-    outer = _outer(optimizer)
     own = (0.5 if overlap else 0.0) if alpha is None else float(alpha)
 
-    def init(params: Any) -> Any:
+    def init(params: Any, outer: optax.GradientTransformation) -> Any:
         agreed = jax.tree.map(lambda x: jnp.asarray(x, common_dtype(x.dtype, jnp.float32)), params)
         kept = {"agreed": agreed, "outer": tuple(outer.init(part(agreed, fragments, i)) for i in range(fragments))}
         return kept | {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else kept
 
-    def agree(params: Any, kept: Any, mean: Mean, turn: int = 0) -> tuple[Any, Any]:
+    def agree(
+        params: Any, kept: Any, mean: Mean, turn: int = 0, *, outer: optax.GradientTransformation
+    ) -> tuple[Any, Any]:
         number = turn % fragments
         agreed, mine = (part(tree, fragments, number) for tree in (kept["agreed"], params))
         if turn < fragments:
@@ -106,6 +106,7 @@ def make(
         init,
         agree,
         view=lambda params, kept, mean: mean(params),
+        outer_optimizer=NESTEROV if optimizer is None else optimizer,
         reducer=reducer,
         schedule=_schedule(every, fragments, overlap, start // every * every),
         start=start,
@@ -143,14 +144,6 @@ def _check(every: Any, fragments: Any, overlap: Any, alpha: Any, start: Any) -> 
 def _says(start: int, fragments: int) -> str:
     found = [f"to step {start} all replicas agree in every step"] * bool(start)
     return ", ".join([*found, *[f"{fragments} fragments in turn"] * (fragments > 1)])
-
-
-def _outer(optimizer: Mapping[str, Any] | None) -> optax.GradientTransformation:
-    try:
-        made: optax.GradientTransformation = build_optimizer(NESTEROV if optimizer is None else optimizer)
-    except ConfigError as error:
-        raise ConfigError(f"diloco.{error}") from error
-    return made
 
 
 # ---- fragments ----------------------------------------------------------------------------------------------------------
