@@ -20,9 +20,9 @@ environments: $(EXTRAS)/.test lint types browser
 test: $(VENV)/.test versions lint types browser
 	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# Without the tests that start real processes, and with fewer forms of each: after each change.
+# Without the tests that start real processes: after each change.
 quick: $(VENV)/.test lint types
-	$(BOUND) 1200 $(BIN)/python -m pytest -m 'not slow and not wide and not processes' --numprocesses 2 --dist loadfile
+	$(BOUND) 1200 $(BIN)/python -m pytest -m 'not slow and not processes' --numprocesses 2 --dist loadfile
 
 # The tests that `make test` skips for want of a large package, and a job on each engine that this machine has. `make --jobs 2 extras` runs both side by side.
 extras: packages jobs

@@ -25,7 +25,7 @@ PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.*"), ("3.13", "0.12.*"))
 MAKE_S, TEST_S = 1200, 5400
 """What an environment, and its tests, may take."""
 
-QUICK = ["-m", "not slow and not wide and not processes", "--numprocesses", "2", "--dist", "loadfile"]
+QUICK = ["-m", "not slow and not processes", "--numprocesses", "2", "--dist", "loadfile"]
 
 
 def python_of(version):

@@ -21,7 +21,7 @@ import jax
 import pytest
 
 from spmdkit.faults.signals import SIGNALS
-from tests.support import wide
+from tests.support import compile_cache
 from tests.support.buckets import PACKAGES as SERVERS
 from tests.support.seconds import Seconds
 from tests.support.strangers import let_optax_promote
@@ -37,6 +37,7 @@ for name, examples in (("default", 50), ("thorough", 1000)):
 
 def pytest_configure(config):
     config.pluginmanager.register(Seconds(config))
+    config.pluginmanager.register(compile_cache.CompileCache())
     hypothesis.settings.load_profile("thorough" if config.option.markexpr == "slow" else "default")
 
 
@@ -52,9 +53,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Folders whose files take long begin, so that two workers end at the same time; marks what is `wide` before
-    anything is left out."""
-    wide.mark(items)
+    """Folders whose files take long begin, so that two workers end at the same time."""
     first = ("system", "examples", "ops", "step", "verify", "natural", "communication")
     place = {name: i for i, name in enumerate(first)}
     items.sort(key=lambda item: place.get(item.nodeid.split("/")[1], len(first)))
@@ -74,6 +73,15 @@ def compile_quickly(request):
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_once(request):
+    """The session's compile cache, but for modules with the mark `compiles`, which count compilations or look at what
+    the compiler itself leaves."""
+    compile_cache.use(request.node.get_closest_marker("compiles") is None)
+    yield
+    compile_cache.use(False)
 
 
 @pytest.fixture(autouse=True, scope="module")

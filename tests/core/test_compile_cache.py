@@ -14,6 +14,7 @@ from spmdkit.compat import cache as compat_cache
 from spmdkit.program import compile_cache
 from spmdkit.program.compile_cache import SUFFIX, Executables, kept, machine, place
 
+pytestmark = pytest.mark.compiles
 OPTIONS = SimpleNamespace(directory=None, min_s=0.0, max_bytes=2**30)
 
 

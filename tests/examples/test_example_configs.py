@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
+from tests.support.forms import slow_except
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-QUICK = ["central_storage", "context", "data_fsdp_tensor", "pipeline"]
-GPT_CONFIGS = [
-    *QUICK,
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("accumulation", "fsdp", "hsdp", "mirrored", "tensor", "zero1", "zero2")
+GPT_CONFIGS = slow_except(
+    ("central_storage", "data_fsdp_tensor"),
+    (
+        *("central_storage", "context", "data_fsdp_tensor", "pipeline", "accumulation", "fsdp", "hsdp", "mirrored"),
+        *("tensor", "zero1", "zero2"),
     ),
-]
-"""The slow ones differ from the quick ones by what `tests/step/test_equal_to_one_device.py` compares, with the same GPT
-on the same meshes."""
+)
+"""The slow ones differ by what `tests/step/test_equal_to_one_device.py` compares, with the same GPT on the same meshes."""
 PLANNED = ["gpt_1b", "llama_8b_v5p", "llama_70b_v5p"]
 """Configs of models that no test machine can train; `tests/plan` plans the small one."""
 QUICK_GPT = ["steps=5", "task_args.train_bytes=50000", "task_args.eval_bytes=4160", "learning_rate=0.005"]
@@ -117,18 +116,14 @@ def recurrent_on_one_device():
     return run("recurrent", *QUICK_GPT, "mesh={}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         "context: 2, tensor: 2, pipeline: 2",
-        *(
-            pytest.param(mesh, marks=pytest.mark.slow)
-            for mesh in (
-                "fsdp: 2, context: 2, tensor: 2",
-                "data: 2, context: 2, pipeline: 2",
-                "replica: 2, expert: 2, tensor: 2",
-            )
-        ),
+        "fsdp: 2, context: 2, tensor: 2",
+        "data: 2, context: 2, pipeline: 2",
+        "replica: 2, expert: 2, tensor: 2",
     ],
 )
 def test_the_mesh_changes_nothing_but_where_the_recurrent_model_lives(mesh, recurrent_on_one_device):

@@ -168,13 +168,10 @@ def test_a_cold_sample_repeats_what_the_model_has_learned(gpt):
     assert gpt.sample(params, "abc", 9, context=8, temperature=0.1) == "abcabcabcabc"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [
-        "{fsdp: 2, context: 2, tensor: 2}",
-        pytest.param("{data: 2, pipeline: 2, tensor: 2}", marks=pytest.mark.slow),
-        pytest.param("{replica: 2, fsdp: 2, tensor: 2}", marks=pytest.mark.slow),
-    ],
+    ["{fsdp: 2, context: 2, tensor: 2}", "{data: 2, pipeline: 2, tensor: 2}", "{replica: 2, fsdp: 2, tensor: 2}"],
 )
 def test_its_marks_keep_and_offload_on_meshes_that_cut_it(mesh):
     config = Path(__file__).parents[2] / "configs/verify/gpt.yaml"

@@ -17,6 +17,7 @@ from jax import lax
 import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.mesh.mesh import REPLICA_AXES
+from tests.support.forms import slow_except
 from tests.support.natural_runs import (
     BATCH,
     MESHES,
@@ -128,7 +129,13 @@ def task(mesh):
     return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.05)), train_data=DATA, rules=rules)
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), [*((mesh, 1) for mesh in MESHES), ("data 8", 2)])
+FORMS = slow_except(
+    [("one device", 1), ("data 8", 1), ("data 8", 2), ("fsdp 8 zero 3", 1), ("data 2 x fsdp 2 x tensor 2", 1)],
+    [*((mesh, 1) for mesh in MESHES), ("data 8", 2)],
+)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), FORMS)
 def test_every_derivative_at_a_constant_is_that_of_one_device(mesh, microbatches):
     """By the emitter that users get: with the one of the suite a Hessian on eight devices is 2.3e-5 from that of
     one."""

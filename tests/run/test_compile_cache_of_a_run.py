@@ -12,6 +12,8 @@ import pytest
 from tests.support.environment import environment_of_a_user
 from tests.support.small_runs import events, lines, train
 
+pytestmark = pytest.mark.compiles
+
 
 def of_one_start(folder, **changes):
     """Returns the `compiled` events that a start adds."""

@@ -1,6 +1,7 @@
 """Every mesh gives the numbers of one device: loss, every gradient leaf, parameters after five steps, evaluation."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +36,20 @@ from tests.support.core_runs import (
     program_of,
     train,
 )
+from tests.support.forms import pairwise, slow_except
 
-IN_ONE_PIECE = {"gpt": ("data 2 x fsdp 2 x tensor 2",), "cnn": ("data 8",), "regression": tuple(MESHES)}
-ACCUMULATED = {name: tuple(MESHES) for name in MODELS} | {
-    "cnn": ("data 8", "fsdp 8 zero 2", "data 2 x fsdp 4", "data 2 x fsdp 2 x tensor 2")
-}
-MODEL_CASES = [
-    pytest.param(model, mesh, n, marks=[] if mesh in quick[model] else [pytest.mark.slow])
-    for model in MODELS
-    for mesh in MESHES
-    for n, quick in ((1, IN_ONE_PIECE), (4, ACCUMULATED))
+FAST = [
+    *pairwise(["regression"], list(MESHES), [1, 4]),
+    ("gpt", "data 2 x fsdp 2 x tensor 2", 1),
+    ("gpt", "fsdp 8 zero 2", 4),
+    ("gpt", "tensor 4 x data 2", 4),
+    ("gpt", "data 2 x fsdp 4", 4),
+    ("cnn", "data 8", 1),
+    ("cnn", "data 2 x fsdp 2 x tensor 2", 4),
+    ("cnn", "fsdp 8 zero 2", 4),
 ]
-"""The GPT is accumulated on every mesh, the CNN on each kind of mesh; in one piece each is computed on one. All others
-are slow."""
+MODEL_CASES = slow_except(FAST, itertools.product(MODELS, MESHES, (1, 4)))
+"""The regression runs on every mesh with and without microbatches; the two larger models run on one mesh of each kind."""
 
 
 @pytest.mark.parametrize(("model", "mesh", "microbatches"), MODEL_CASES)
@@ -63,9 +65,7 @@ def test_zero_2_beside_a_data_axis_is_one_device_too(microbatches):
     assert_same_run(train(program), one_device("regression"))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "microbatches"), [(mesh, n) for mesh in MESHES for n in (1, 4) if n == 4 or mesh in IN_ONE_PIECE["gpt"]]
-)
+@pytest.mark.parametrize(("mesh", "microbatches"), [form[1:] for form in FAST if form[0] == "gpt"])
 def test_the_gpt_reduces_its_gradient_over_the_replicas_once_and_never_in_the_loop(mesh, microbatches):
     settings = MESHES[mesh]
     found = collectives(on_mesh("gpt", mesh, microbatches).hlo, resolve(settings["mesh"], 8))

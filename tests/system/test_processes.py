@@ -81,7 +81,10 @@ def test_the_ordered_reducer_gives_the_same_bits_on_any_number_of_processes(fold
 
 @pytest.mark.parametrize(
     "reducer, mesh",
-    [("int8", "{data: 4}"), ("{hierarchical: {inner: sum, outer: int8}}", "{replica: 2, data: 2}")],
+    [
+        pytest.param("int8", "{data: 4}", marks=pytest.mark.slow),
+        ("{hierarchical: {inner: sum, outer: int8}}", "{replica: 2, data: 2}"),
+    ],
 )
 def test_rounding_reducers_over_two_processes_are_those_of_one_with_the_same_devices(folder, reducer, mesh):
     """Bit for bit: what crosses processes is integers and their scales, which each adds up in the order of the devices.

@@ -4,21 +4,16 @@ mistake in them passes for one."""
 import pytest
 
 from spmdkit.verify.mutants import MUTANTS
+from tests.support.forms import slow_except
 from tests.support.judged_tasks import CAUGHT, MISSED, NAMES, ONE_OF_EACH, PAGE, judge_of, mutants_of
 from tests.support.tasks import MESHES
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
 CASES = [("data 4", 1), ("data 2 x fsdp 2", 1), ("data 2 x tensor 2", 1), ("data 4", 2)]
-QUICK = ["byol_ema", "optimizers apply_if_finite"]
-QUICK_MUTANTS = ["tagging"]
 
 
-def mostly_slow(names, quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", mostly_slow(NAMES, QUICK))
+@pytest.mark.parametrize("name", slow_except(("byol_ema", "optimizers apply_if_finite"), NAMES))
 def test_there_is_no_false_alarm(name):
     judge = judge_of(name)
     assert judge.against_plain_jax().get("passed", True)
@@ -28,7 +23,8 @@ def test_there_is_no_false_alarm(name):
         assert found.get("passed") or skipped, (mesh, found)
 
 
-@pytest.mark.parametrize("name", mostly_slow(ONE_OF_EACH, QUICK_MUTANTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_no_mutant_is_missed(name):
     found = mutants_of(name)
     assert MISSED not in found.values(), found

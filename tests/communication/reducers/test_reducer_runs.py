@@ -13,6 +13,7 @@ from spmdkit.foundation import plugins
 from spmdkit.program.restore import restored
 from tests.communication.reducers.test_reducer_contract import ROWS, STATEFUL, chosen, lossless, once_of_each
 from tests.support.core_runs import assert_close
+from tests.support.forms import slow_except
 from tests.support.reducer_runs import data, loss_fn, owed, program, task, train
 
 OTHERS = [name for name in ROWS if name not in ("sum", "ordered")]
@@ -46,9 +47,7 @@ def differing_copies(tree):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OTHERS else pytest.mark.slow) for name in ROWS]
-)
+@pytest.mark.parametrize("name", slow_except(set(OTHERS) - {"float8", "sign"}, ROWS))
 def test_replicas_hold_the_same_bits_after_200_steps_and_have_learned(name):
     state, losses = train(made(name), 200)
     assert differing_copies((state.params, state.opt_state)) == 0
