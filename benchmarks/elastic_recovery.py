@@ -65,7 +65,7 @@ def task(width=256, wait=0.0):
 
 def config(mode: str, every: int, standby: int, precompile: list[int]) -> str:
     alive = mode != "restart"
-    told = f"in_process: true, peer_every: {every}, standby: {standby}, precompile: {precompile}"
+    told = f"in_process: true, snapshot_every: {every}, standby: {standby}, precompile: {precompile}"
     section = f"elastic: {{{told}}}\n" if alive else ""
     cut = "mesh: {fsdp: -1}\n" if mode == "cost" else "mesh: {data: -1}\n"
     return (
@@ -116,7 +116,7 @@ def main() -> None:
         folder = Path(name)
         (folder / "task.py").write_text(TASK)
         (folder / "run.yaml").write_text(
-            config(asked.mode, asked.peer_every, asked.standby, [PROCESSES - 1] * asked.precompile)
+            config(asked.mode, asked.snapshot_every, asked.standby, [PROCESSES - 1] * asked.precompile)
         )
         sizes = "2:4" if asked.mode == "shrink" else "4:4"
         command = [
@@ -160,14 +160,14 @@ def measured(asked: argparse.Namespace, folder: Path, popen: subprocess.Popen[by
         raise SystemExit(f"step {step} was not reached\n{(folder / 'out').read_text()[-3000:]}")
 
     if asked.mode == "cost":
-        reach(2 * asked.peer_every)
+        reach(2 * asked.snapshot_every)
         time.sleep(asked.seconds)
-        seen = steps_of(folder)[2 * asked.peer_every :]
+        seen = steps_of(folder)[2 * asked.snapshot_every :]
         took = [(s, b - a) for (_, a), (s, b) in itertools.pairwise(seen)]
         with_copy = [
-            t for s, t in took if (s - 1) % asked.peer_every == 0
+            t for s, t in took if (s - 1) % asked.snapshot_every == 0
         ]  # the copy of step s - 1 is in the time of s
-        without = [t for s, t in took if (s - 1) % asked.peer_every]
+        without = [t for s, t in took if (s - 1) % asked.snapshot_every]
         kept = next(
             json.loads(line)
             for line in (folder / "run/events.jsonl").read_text().splitlines()

@@ -31,7 +31,7 @@ def task(width: int = 32, dropout: float = 0.3, short_batches: bool = False) -> 
     Args:
         width: channels after the first convolution; the second has twice as many.
         dropout: probability of dropping a feature before the last layer.
-        short_batches: True keeps padding rows out of the batch statistics; use it with `data.remainder: mask`.
+        short_batches: True keeps padding rows out of the batch statistics; use it with `data.drop_remainder: false`.
     """
     model = CNN(width, dropout, short_batches)
 

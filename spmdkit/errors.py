@@ -31,7 +31,7 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "done": (ExitCode.DONE, "done"),
     "check failed": (
         ExitCode.CHECK_FAILED,
-        "`verify`, `doctor` or `preflight` has found a difference, a `drill` has failed, or a loss of `bench` is above its bound",
+        "`verify`, `doctor` or `health_check` has found a difference, a `drill` has failed, or a loss of `bench` is above its bound",
     ),
     "preempted": (ExitCode.PREEMPTED, "stopped and saved, start me again"),
     "raised": (ExitCode.FAILED, "your function or data raised, or asked to leave"),

@@ -61,10 +61,10 @@ def options(
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    allow: Annotated[
+    allow_change: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", help="What may have changed although it makes the run another one: seed, train_data ..."
+            metavar="KEY", help="Allow resuming even though this setting changed: seed, train_data, ..."
         ),
     ] = None,
 ) -> None:
@@ -74,11 +74,11 @@ def train(
     from spmdkit.run.loop import train as run
 
     loaded = _load(config, overrides)
-    spec = detect_cluster(os.environ, loaded.cluster.dialect)
+    spec = detect_cluster(os.environ, loaded.cluster.environment)
     if spec.role == "evaluator":
         evaluate_each(loaded, spec)
         return
-    run(loaded, allow=allow or ())
+    run(loaded, allow_change=allow_change or ())
 
 
 @app.command(epilog="Example: spmdkit eval configs/linear_regression.yaml")
@@ -266,22 +266,22 @@ def migrate(
     print(run(file, project, devices), end="")
 
 
-@app.command(epilog="Example: spmdkit doctor --burn 5s")
+@app.command(epilog="Example: spmdkit doctor --burn-in 5s")
 def doctor(
     config: Annotated[
         Path | None,
         typer.Argument(metavar="[CONFIG]", help="Also tries its run directory and mesh.", show_default=False),
     ] = None,
     overrides: Overrides = None,
-    burn: Annotated[
-        str | None, typer.Option(metavar="TIME", help="All devices compute the same products so long: 30s, 5m.")
+    burn_in: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time for which all devices compute the same products: 30s, 5m.")
     ] = None,
     json_: AsJson = False,
 ) -> None:
     """Say what these machines have and whether a run can be trusted to them; 1 where it cannot. Also under launch."""
     from spmdkit.tools.doctor import examine
 
-    raise SystemExit(examine(_load(config, overrides) if config else None, burn, as_json=json_))
+    raise SystemExit(examine(_load(config, overrides) if config else None, burn_in, as_json=json_))
 
 
 @config_app.command("check", epilog="Example: spmdkit config check configs/linear_regression.yaml")
@@ -319,7 +319,7 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
     from spmdkit.cluster import detect_cluster, join
 
     config = _load(path, overrides)
-    spec = detect_cluster(os.environ, config.cluster.dialect)
+    spec = detect_cluster(os.environ, config.cluster.environment)
     return config, join(spec, config.devices, interface=config.cluster.interface)
 
 

@@ -55,7 +55,7 @@ def communication(
 
     loaded = load_config(config, overrides or [])
     one_arena = allocator.one_arena(loaded.devices, os.environ)
-    spec = detect_cluster(os.environ, loaded.cluster.dialect)
+    spec = detect_cluster(os.environ, loaded.cluster.environment)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
     asked = Compared(reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out)
     code = run_communication(loaded, cluster, asked, keeps_memory=one_arena)

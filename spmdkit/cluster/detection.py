@@ -33,13 +33,13 @@ def detect_cluster(env: Mapping[str, str], environment: str = "auto") -> Cluster
     if environment not in ("auto", "none", *environments):
         known = ["auto", "none", *environments]
         raise ConfigError(
-            f"cluster.dialect: {environment!r} is not known. It is one of {', '.join(known)}.{nearest(environment, known)}"
+            f"cluster.environment: {environment!r} is not known. It is one of {', '.join(known)}.{nearest(environment, known)}"
         )
     if environment not in ("auto", "none"):
         return _with_ours(_only(environment, environments[environment].read(env), environments[environment].NAMES), env)
     answers = {name: answer for name, module in environments.items() if (answer := module.read(env)) is not None}
     if environment == "none":
-        return _with_ours(ClusterSpec(notes=_not_used(answers, "cluster.dialect is none")), env)
+        return _with_ours(ClusterSpec(notes=_not_used(answers, "cluster.environment is none")), env)
     return _with_ours(resolve(answers), env)
 
 
@@ -95,7 +95,7 @@ def _one_of(found: Mapping[str, DetectedCluster]) -> str:
     places = {(a.spec.num_processes, a.spec.process_id) for a in inner.values()}
     if len(places) > 1:
         said = " and ".join(_said(answer) for answer in inner.values())
-        named = " or ".join(f"cluster: {{dialect: {name}}}" for name in inner)
+        named = " or ".join(f"cluster: {{environment: {name}}}" for name in inner)
         raise ConfigError(
             f"two starters disagree about this process: {said}. One is left over from somewhere else, or has started the other by "
             f"mistake. Name the right one in the config, {named}, or unset the variables of the other."
@@ -120,11 +120,11 @@ def _not_used(others: Answers, because: str) -> tuple[str, ...]:
 def _only(name: str, answer: Answer, names: tuple[str, ...]) -> ClusterSpec:
     if isinstance(answer, DetectedCluster):
         return dataclasses.replace(
-            _told(name, answer), found_by=f"{name} ({_said(answer)}), since cluster.dialect names it"
+            _told(name, answer), found_by=f"{name} ({_said(answer)}), since cluster.environment names it"
         )
     found = f"{answer.why}. {answer.repair}" if answer else f"found none of its variables ({', '.join(names)})."
     raise ConfigError(
-        f"cluster.dialect: {name} was asked for; {found} Start it with {name}, or set cluster.dialect: auto."
+        f"cluster.environment: {name} was asked for; {found} Start it with {name}, or set cluster.environment: auto."
     )
 
 

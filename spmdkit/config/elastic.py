@@ -15,7 +15,7 @@ class ElasticOptions(Section):
         default=False,
         description="The other processes go on, with the state from their memory; false: all are started again, from the newest checkpoint. CPU devices.",
     )
-    peer_every: fields.Count = Field(
+    snapshot_every: fields.Count = Field(
         default=10,
         description="Steps between two copies of the state in the memory of its processes, each shard on two of them: as many are repeated at most.",
     )

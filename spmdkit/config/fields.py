@@ -109,12 +109,12 @@ def choice(value: Any, names: Sequence[str], also: str = "") -> str:
 # kinds that are a file each ---------------------------------------------------------------------------------------
 
 
-DIALECTS = ("auto", "none", *plugins.names("cluster/environments"))
+ENVIRONMENTS = ("auto", "none", *plugins.names("cluster/environments"))
 
-Dialect = Annotated[
+Environment = Annotated[
     str,
-    PlainValidator(lambda value: choice(value, DIALECTS)),
-    WithJsonSchema({"enum": list(DIALECTS)}),
+    PlainValidator(lambda value: choice(value, ENVIRONMENTS)),
+    WithJsonSchema({"enum": list(ENVIRONMENTS)}),
 ]
 
 # devices ---------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def _of_config(config: Any) -> Iterator[Problem]:
     why = "with sync: parameter_server each worker has a step of its own"
     if plugins.is_own(config.reducer) or plugins.split(config.reducer)[0] not in ("sum", "ordered"):
         yield Problem(("reducer",), f"keeps or rounds something from step to step, and {why}. Use reducer: sum.")
-    for key in ("on_spike", "check_copies", "profile", "budget"):
+    for key in ("on_spike", "replica_check", "profile", "budget"):
         if getattr(config, key) is not None:
             yield Problem((key,), f"looks at the steps of one program, and {why}. Remove it, or use sync: every_step.")
     if config.hooks:

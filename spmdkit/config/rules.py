@@ -321,7 +321,7 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
 
 
 def _elastic(config: Settings) -> Iterator[Problem]:
-    for name in ("peer_every", "standby", "precompile"):
+    for name in ("snapshot_every", "standby", "precompile"):
         value = getattr(config.elastic, name)
         if not config.elastic.in_process and value != getattr(type(config.elastic)(), name):
             yield Problem(

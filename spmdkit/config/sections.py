@@ -37,7 +37,7 @@ class Mesh(Section):
 class ClusterOptions(Section):
     """How processes find each other."""
 
-    dialect: fields.Dialect = Field(
+    environment: fields.Environment = Field(
         default="auto",
         description="Whose environment variables say which process this is: auto reads all that are known, the most specific wins; a name reads that "
         "one alone; none: one process, whatever is set.",
@@ -77,13 +77,6 @@ class Layout(Section):
         default=2**27,
         description="Bytes of a leaf above which replication over a model axis must be asked for by a rule.",
     )
-
-
-class Placement(Section):
-    """The memory that holds the state between uses."""
-
-    params: Literal["device", "host"] = Field(default="device", description="Memory of the parameters.")
-    optimizer: Literal["device", "host"] = Field(default="device", description="Memory of the optimizer's state.")
 
 
 class Precision(Section):
@@ -171,8 +164,9 @@ class Data(Section):
     shuffle: fields.Flag = Field(
         default=True, description="A new order of the training examples in each epoch, from the seed."
     )
-    remainder: Literal["drop", "mask"] = Field(
-        default="drop", description="The last short batch of an epoch: dropped, or filled up and masked."
+    drop_remainder: fields.Flag = Field(
+        default=True,
+        description="true: the last short batch of an epoch is dropped; false: it is padded to batch_size, and the padding rows are masked.",
     )
     prefetch: fields.Few = Field(
         default=2, description="Batches that wait on the device, and in the reader, ahead of the step."
@@ -184,9 +178,9 @@ class Data(Section):
     retries: fields.Times = Field(
         default=0, description="How often a row whose data[i] raised is read again, with a growing pause between."
     )
-    skip: fields.Times = Field(
+    max_bad_examples: fields.Times = Field(
         default=0,
-        description="Training rows of each process that may be left out because they cannot be read; the next row that can takes the place of one.",
+        description="Training examples that each process may skip because they cannot be read. The next readable one replaces a skipped one, unless the batch can hold padding.",
     )
     skip_batches: list[fields.Batches] = Field(
         default_factory=list,
@@ -232,7 +226,7 @@ class Checkpoint(Section):
     timeout_s: fields.Seconds = Field(
         default=600.0, description="Seconds after which a save that does not end is an error."
     )
-    on_error_s: fields.Seconds | None = Field(
+    emergency_timeout_s: fields.Seconds | None = Field(
         default=60.0,
         description="Limit of the save of the last complete step when the data or a hook raises in a run of one process; "
         "null: nothing is saved.",
@@ -262,8 +256,7 @@ class Log(Section):
     progress: Literal["auto", "rich", "plain", "off"] = Field(
         default="auto", description="The display on process 0; auto: rich on a terminal, plain lines elsewhere."
     )
-    tensorboard: fields.Flag = Field(default=False, description="Also writes TensorBoard files (extra: tensorboard).")
-    sinks: list[fields.NamedChoice] = Field(
+    trackers: list[fields.NamedChoice] = Field(
         default_factory=list,
         description="Where records go beside metrics.jsonl: tensorboard, or a user's own function under @sk.tracker, file.py:name; "
         "{name: {option: value}} with options.",
@@ -283,11 +276,11 @@ class OnNonfinite(Section):
     evaluation: Literal["stop", "continue"] = Field(
         default="stop", description="Of a metric of an evaluation, also the last one and that of `spmdkit eval`."
     )
-    most: fields.Count = Field(
+    max_consecutive: fields.Count = Field(
         default=10,
         description="Steps in a row that are skipped, and ways back in one process, after which the run ends with code 77.",
     )
-    dump: fields.Flag = Field(
+    save_batch: fields.Flag = Field(
         default=False,
         description="The batch of a step that was not finite is written to nonfinite/<step>.npz in the run's directory.",
     )
@@ -297,46 +290,46 @@ class Watchdog(Section):
     """How long a process may be silent, and a phase of it take, before the job ends: 75, or 76 with the stacks of
     all."""
 
-    silence_s: fields.Seconds = Field(
+    heartbeat_timeout_s: fields.Seconds = Field(
         default=30.0,
         description="Seconds without a sign of life of a process, after which the others end with 75 and name it; pauses of all do not count.",
     )
-    step_s: fields.Seconds | None = Field(
+    step_timeout_s: fields.Seconds | None = Field(
         default=None,
         description="Seconds that a step, or reading its data, may take; null: 40 times a usual step, at least 60; 300 for the first data.",
     )
-    import_s: fields.Seconds = Field(
+    import_timeout_s: fields.Seconds = Field(
         default=1800.0, description="Seconds that importing the task and building its program may take."
     )
-    compile_s: fields.Seconds = Field(
+    compile_timeout_s: fields.Seconds = Field(
         default=3600.0, description="Seconds that compiling may take, and the first step."
     )
-    restore_s: fields.Seconds = Field(default=1800.0, description="Seconds that restoring a checkpoint may take.")
-    save_s: fields.Seconds = Field(
+    restore_timeout_s: fields.Seconds = Field(default=1800.0, description="Seconds that restoring a checkpoint may take.")
+    save_timeout_s: fields.Seconds = Field(
         default=1800.0, description="Seconds that the run may wait for a save; checkpoint.timeout_s ends most before."
     )
-    evaluation_s: fields.Seconds = Field(default=3600.0, description="Seconds of a batch of an evaluation, or a hook.")
-    interpreter_s: fields.Seconds | None = Field(
+    evaluation_timeout_s: fields.Seconds = Field(default=3600.0, description="Seconds of a batch of an evaluation, or a hook.")
+    interpreter_timeout_s: fields.Seconds | None = Field(
         default=600.0,
         description="Seconds without any Python in a process, for code in C that holds the interpreter: launch ends it with 76, a process alone "
         "ends with 1; null: never.",
     )
 
     @property
-    def longest_s(self) -> float:
+    def longest_timeout_s(self) -> float:
         """The longest of these: what every other limit in the background has to exceed."""
         return max(value for value in self.model_dump().values() if value is not None)
 
 
 class OnSpike(Section):
-    """What is done where a loss is far above those before it: more than z robust deviations (1.48 medians of the
+    """What is done where a loss is far above those before it: more than z_score robust deviations (1.48 medians of the
     distance) above their median."""
 
-    then: fields.Policy = Field(
+    action: fields.Policy = Field(
         default="skip",
-        description="stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.most holds for spikes too.",
+        description="stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.max_consecutive holds for spikes too.",
     )
-    z: fields.Positive = Field(
+    z_score: fields.Positive = Field(
         default=6.0, examples=[6.0], description="Robust deviations above the median that are a spike."
     )
     window: Annotated[int, Field(ge=8, le=4096)] = Field(
@@ -344,15 +337,15 @@ class OnSpike(Section):
     )
 
 
-class CheckCopies(Section):
+class ReplicaCheck(Section):
     """Whether copies of the train state on several devices still have the same bits."""
 
     every_steps: fields.Count = Field(
         default=1000, description="Steps between two looks; each reads the state once and waits for it."
     )
-    then: Literal["stop", "mend", "rollback", "continue"] = Field(
+    action: Literal["stop", "repair", "rollback", "continue"] = Field(
         default="stop",
-        description="Where copies differ: stop: end with code 77; mend: the odd one of three or more gets the bits of the others, of two that which "
+        description="Where copies differ: stop: end with code 77; repair: the odd one of three or more gets the bits of the others, of two that which "
         "an audit finds at fault; rollback: back to a checkpoint from before, where all were the same; continue: go on and say so.",
     )
 

@@ -13,7 +13,7 @@ from spmdkit.config.fields import Section
 from spmdkit.config.sections import (
     Attention,
     Budget,
-    CheckCopies,
+    ReplicaCheck,
     Checkpoint,
     ClusterOptions,
     CompileCache,
@@ -26,7 +26,6 @@ from spmdkit.config.sections import (
     OnNonfinite,
     OnSpike,
     Pipeline,
-    Placement,
     Precision,
     Profile,
     Remat,
@@ -68,7 +67,10 @@ class Settings(Section):
     mesh: Mesh = Field(default_factory=Mesh, description="Axis sizes. One -1 fills; empty: one device.")
     layout: Layout = Field(default_factory=Layout, description="Where each parameter lives.")
     pipeline: Pipeline = Field(default_factory=Pipeline, description="How sk.pipeline runs its stages.")
-    placement: Placement = Field(default_factory=Placement, description="Memory of parameters and optimizer state.")
+    offload: list[Literal["params", "optimizer"]] = Field(
+        default_factory=list,
+        description="Parts of the train state that host memory holds between uses: params, optimizer; empty: all on the devices.",
+    )
     reducer: fields.NamedChoice = Field(
         default="sum",
         description="How gradients are added over replicas: sum, ordered, {bfloat16: {...}}, or a user's own: file.py:name of a function under "
@@ -140,11 +142,11 @@ class Settings(Section):
         description="Who is asked whether this machine is about to be taken away, beside SIGTERM and SIGUSR1: gce, aws, {file: {path: /run/preempt}}. At a notice "
         "to any process all save at one step and leave with 42.",
     )
-    preflight: fields.Flag = Field(
+    health_check: fields.Flag = Field(
         default=False,
         description="Before each start all devices compute the same products for three seconds; where one gives other bits, nothing is trained.",
     )
-    check_copies: CheckCopies | None = Field(
+    replica_check: ReplicaCheck | None = Field(
         default=None,
         description="How often the copies of the state on several devices are compared bit by bit, and what is done where they differ; null: never.",
     )
@@ -169,6 +171,6 @@ class Settings(Section):
         spike."""
         asked = self.on_nonfinite
         own: dict[str, str] = {"loss": asked.loss, "gradient": asked.gradient, "metrics": asked.metrics}
-        return own | {"spike": "continue" if self.on_spike is None else self.on_spike.then}
+        return own | {"spike": "continue" if self.on_spike is None else self.on_spike.action}
 
     _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)

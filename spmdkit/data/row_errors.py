@@ -1,7 +1,7 @@
 """How a user's examples are read: one at a time unless asked otherwise, again where that may help, and which rows are
 left out.
 
-A row that cannot be read, also not again, may be left out. Where batches can be short (`remainder: mask`, and rows that
+A row that cannot be read, also not again, may be left out. Where batches can be short (`drop_remainder: false`, and rows that
 do not fill them), its place is padding; otherwise the next row that can be read takes it, and counts twice in that
 batch. Which rows those were is a ledger of (number of the batch, row). What a checkpoint holds of it makes a restart
 leave out the same rows at the same places, also where a row that failed once could be read by now.
@@ -53,7 +53,7 @@ class Ledger:
             if len(rows) > self.limit:
                 return False
             self._places.add((batch, row))
-        said = f"left out, {len(rows)} of at most {self.limit} rows (data.skip)"
+        said = f"left out, {len(rows)} of at most {self.limit} rows (data.max_bad_examples)"
         self._news.append({"batch": batch, "row": row, "error": _short(error), "done": said})
         return True
 

@@ -37,8 +37,8 @@ class Share(NamedTuple):
 class Schedule:
     """Step -> batch. Endless, or one pass over the data where `finite`.
 
-    With `remainder` "drop" an epoch has `num_examples // batch_size` full batches and leaves the rest of its own order
-    out; with "mask" every example is in every epoch and the last batch may be short.
+    With `drop_remainder` an epoch has `num_examples // batch_size` full batches and leaves the rest of its own order
+    out; without it every example is in every epoch and the last batch may be short.
 
     `skipped`: batches (first, last) that are left out, in order and apart, counted as if none were; see `merged`.
     `shares`: of the processes, where each has data of its own: a batch takes of each the next rows of its own order,
@@ -47,14 +47,14 @@ class Schedule:
     `epoch_steps`: batches of an epoch where others have more examples than these; None: as many as there are.
 
     Raises:
-      ConfigError: no example, a batch size below 1, or "drop" with fewer examples than one batch.
+      ConfigError: no example, a batch size below 1, or `drop_remainder` with fewer examples than one batch.
     """
 
     num_examples: int
     batch_size: int
     seed: int = 0
     shuffle: bool = True
-    remainder: Literal["drop", "mask"] = "drop"
+    drop_remainder: bool = True
     what: str = "train_data"
     finite: bool = False
     skipped: tuple[tuple[int, int], ...] = ()
@@ -66,15 +66,13 @@ class Schedule:
             raise ConfigError(f"{self.what} has {self.num_examples} examples. It needs at least 1.")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}. It must be at least 1.")
-        if self.remainder not in ("drop", "mask"):
-            raise ConfigError(f"data.remainder is {self.remainder!r}. It must be 'drop' or 'mask'.")
         for process in range(len(self.shares)):
             self._alone(process)  # checks it
-        if self.remainder == "drop" and self.num_examples < self.batch_size:
+        if self.drop_remainder and self.num_examples < self.batch_size:
             raise ConfigError(
                 f"{self.what} has {self.num_examples} examples, batch_size is {self.batch_size}: not one full batch, "
-                f"and data.remainder: drop uses full batches only. Try a batch_size of at most {self.num_examples}, or "
-                f"data.remainder: mask."
+                f"and data.drop_remainder: true uses full batches only. Try a batch_size of at most {self.num_examples}, or "
+                f"data.drop_remainder: false."
             )
 
     def local(self, process: int) -> Schedule:
@@ -103,7 +101,7 @@ class Schedule:
     @property
     def _own_steps(self) -> int:
         full, rest = divmod(self.num_examples, self.batch_size)
-        return full + (self.remainder == "mask" and rest > 0)
+        return full + (rest > 0 and not self.drop_remainder)
 
     @property
     def num_batches(self) -> int:
@@ -118,7 +116,7 @@ class Schedule:
             return all(self.local(process).always_full for process in range(len(self.shares)))
         if self.steps_per_epoch > self._own_steps:
             return False
-        return self.remainder == "drop" or self.num_examples % self.batch_size == 0
+        return self.drop_remainder or self.num_examples % self.batch_size == 0
 
     def epoch(self, step: int) -> int:
         """Returns the epoch, from 0, of the batch of `step`."""
@@ -189,7 +187,7 @@ def eval_schedule(
     num_examples: int, batch_size: int, what: str = "eval_data", shares: tuple[Share, ...] = ()
 ) -> Schedule:
     """Returns one pass in the data's own order in which every example counts exactly once, at any batch size."""
-    return Schedule(num_examples, batch_size, shuffle=False, remainder="mask", what=what, finite=True, shares=shares)
+    return Schedule(num_examples, batch_size, shuffle=False, drop_remainder=False, what=what, finite=True, shares=shares)
 
 
 @functools.lru_cache(maxsize=8)

@@ -248,7 +248,7 @@ def membership_from_env(env: Mapping[str, str], options: Any) -> Membership | No
     if not options.in_process:
         return None
     orders = open_membership_files(env)
-    return None if orders is None else Membership(orders, options.peer_every)
+    return None if orders is None else Membership(orders, options.snapshot_every)
 
 
 @contextmanager

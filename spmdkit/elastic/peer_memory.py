@@ -1,11 +1,11 @@
 """`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that
 one of them may die.
 
-Every `elastic.peer_every` steps each process copies its own shards from the devices; of the leaves of which some shard
+Every `elastic.snapshot_every` steps each process copies its own shards from the devices; of the leaves of which some shard
 is on one process alone (ZeRO, fsdp, tensor) each device also sends its shard to the same device of another process, by
 one permutation. A process that dies takes nothing with it that this one has not.
 
-Wire: a shard of these leaves from each device, every `peer_every` steps; nothing where every process holds all
+Wire: a shard of these leaves from each device, every `snapshot_every` steps; nothing where every process holds all
 (replicas alone).
 Memory of the host: two states of its devices, and as much again of what is sent. Two, since the last one may be whole
 on some processes only.

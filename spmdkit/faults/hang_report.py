@@ -28,7 +28,7 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
     seen = "" if last is None else f"was last seen {last.does} at step {last.step}."
     if verdict["why"] == "unreachable":
         return (
-            "the coordination service has not answered for longer than watchdog.silence_s: the machine that holds it (process 0's, or that of "
+            "the coordination service has not answered for longer than watchdog.heartbeat_timeout_s: the machine that holds it (process 0's, or that of "
             f"the launcher) is gone, or the network to it. {f'Process 0 {seen}' if seen else ''} No step is possible without it. {newest} See to "
             "it, and start all processes again.".replace("  ", " ")
         )
@@ -42,12 +42,12 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
             else " Several at once: look at the network between the machines first."
         )
         return (
-            f"{who} {'is' if one else 'are'} silent: no sign of life for longer than watchdog.silence_s.{where} "
+            f"{who} {'is' if one else 'are'} silent: no sign of life for longer than watchdog.heartbeat_timeout_s.{where} "
             f"{'It is' if one else 'They are'} stopped, {'its machine is' if one else 'their machines are'} gone or cut off, or "
             f"{'its interpreter is' if one else 'their interpreters are'} held, and no step is possible without "
             f"{'it' if one else 'them'}. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
-    key, limit = KEYS.get(last.phase, "evaluation_s") if last else "step_s", last.limit_s if last else None
+    key, limit = KEYS.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s", last.limit_s if last else None
     most = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
     return (
         f"no progress: {stand(beats, blamed)}.{most} {newest} Look at the stacks, and start the same command again; raise watchdog.{key} where "
@@ -56,15 +56,15 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
 
 
 KEYS = {
-    "begin": "import_s",
-    "import": "import_s",
-    "compile": "compile_s",
-    "init": "compile_s",
-    "restore": "restore_s",
-    "save": "save_s",
-    "end": "save_s",
-    "data": "step_s",
-    "step": "step_s",
+    "begin": "import_timeout_s",
+    "import": "import_timeout_s",
+    "compile": "compile_timeout_s",
+    "init": "compile_timeout_s",
+    "restore": "restore_timeout_s",
+    "save": "save_timeout_s",
+    "end": "save_timeout_s",
+    "data": "step_timeout_s",
+    "step": "step_timeout_s",
 }
 """Phase -> its key in the section `watchdog`; what is not here is a hook's, or the evaluation."""
 

@@ -84,12 +84,12 @@ def from_text(text: str) -> Beat:
 class Limits:
     """How many seconds a phase may take; see `Watchdog` in config/sections.py."""
 
-    step_s: float | None
-    import_s: float
-    compile_s: float
-    restore_s: float
-    save_s: float
-    evaluation_s: float
+    step_timeout_s: float | None
+    import_timeout_s: float
+    compile_timeout_s: float
+    restore_timeout_s: float
+    save_timeout_s: float
+    evaluation_timeout_s: float
 
     def of(self, phase: str, step_s: float | None) -> float | None:
         """Returns the limit of a phase, where a step takes `step_s`; None before that is known.
@@ -97,14 +97,14 @@ class Limits:
         Steps in flight are waited for together: 16 of them, and room.
         """
         if phase in ("data", STEP):
-            if self.step_s is not None:
-                return self.step_s
+            if self.step_timeout_s is not None:
+                return self.step_timeout_s
             if step_s is None:
-                return FIRST_BATCH_TIMEOUT_S if phase == "data" else self.compile_s
+                return FIRST_BATCH_TIMEOUT_S if phase == "data" else self.compile_timeout_s
             return max(MIN_STEP_TIMEOUT_S, STEPS * step_s)
-        named = {"begin": self.import_s, "import": self.import_s, "compile": self.compile_s, "init": self.compile_s}
-        named |= {"restore": self.restore_s, "save": self.save_s, "end": self.save_s, WAITING: None}  # type: ignore[dict-item]
-        return named.get(phase, self.evaluation_s)
+        named = {"begin": self.import_timeout_s, "import": self.import_timeout_s, "compile": self.compile_timeout_s, "init": self.compile_timeout_s}
+        named |= {"restore": self.restore_timeout_s, "save": self.save_timeout_s, "end": self.save_timeout_s, WAITING: None}  # type: ignore[dict-item]
+        return named.get(phase, self.evaluation_timeout_s)
 
 
 STEPS = 40

@@ -34,19 +34,19 @@ class Launcher:
             return {int(process): said for process, said in json.loads(os.pread(self._deaths, MOST_BYTES, 0)).items()}
         return {}
 
-    def say(self, beat: Beat, interpreter_s: float | None) -> None:
+    def say(self, beat: Beat, interpreter_timeout_s: float | None) -> None:
         """Says that Python runs, where training stands, and for how long no Python may run."""
         if self._descriptor is None:
             return
         self._said += 1
         said = {"number": self._said, "phase": beat.phase, "does": beat.does, "step": beat.step}
-        said |= {"interpreter_s": interpreter_s}
+        said |= {"interpreter_timeout_s": interpreter_timeout_s}
         with suppress(OSError):
             os.pwrite(self._descriptor, json.dumps(said).ljust(BEAT_BYTES).encode(), 0)
 
     def close(self) -> None:
         """Says nothing more, and that this is meant. May be called twice."""
-        self.say(Beat("end", "", 0, 0.0, None), interpreter_s=None)
+        self.say(Beat("end", "", 0, 0.0, None), interpreter_timeout_s=None)
         opened, self._descriptor, self._deaths = (self._descriptor, self._deaths), None, None
         for descriptor in opened:
             if descriptor is not None:

@@ -3,8 +3,8 @@ and in time.
 
 | what is seen                                          | code | who is named                                     |
 | ----------------------------------------------------- | ---- | ------------------------------------------------ |
-| no beat of a process for `silence_s`                  | 75   | the silent one                                   |
-| no answer of the store for `silence_s`                | 75   | process 0's machine, or the launcher's           |
+| no beat of a process for `heartbeat_timeout_s`                  | 75   | the silent one                                   |
+| no answer of the store for `heartbeat_timeout_s`                | 75   | process 0's machine, or the launcher's           |
 | a process left with an error                          | 75   | that one, with the first line of what it said    |
 | beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
 | the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |
@@ -72,8 +72,8 @@ class Watchdog:
     Args:
         board, folder: where the processes meet; None: there is one process.
         limits: seconds of each phase.
-        silence_s: without a beat for so long a process is lost.
-        interpreter_s: without any Python for so long a process alone is ended; None: never.
+        heartbeat_timeout_s: without a beat for so long a process is lost.
+        interpreter_timeout_s: without any Python for so long a process alone is ended; None: never.
         leave: what ends the process.
     """
 
@@ -85,13 +85,13 @@ class Watchdog:
         num_processes: int,
         limits: Limits,
         *,
-        silence_s: float,
-        interpreter_s: float | None,
+        heartbeat_timeout_s: float,
+        interpreter_timeout_s: float | None,
         leave: Callable[[int], Any] = exit_handler.leave,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
-        self._limits, self._silence_s, self._interpreter_s = limits, silence_s, interpreter_s
+        self._limits, self._heartbeat_timeout_s, self._interpreter_timeout_s = limits, heartbeat_timeout_s, interpreter_timeout_s
         self._leave, self.clock = leave, RunningClock(clock)  # which leaves out pauses
         self._beat_s = HEARTBEAT_INTERVAL_S * max(1.0, num_processes / FEW)
         self.step_s: float | None = None  # of a usual step, once that is known
@@ -146,7 +146,7 @@ class Watchdog:
 
     @property
     def _guards_interpreter(self) -> bool:
-        return self._interpreter_s is not None and self._launcher is None and exit_handler.owns_process()
+        return self._interpreter_timeout_s is not None and self._launcher is None and exit_handler.owns_process()
 
     def take_notices(self) -> list[str]:
         """Returns the lines for the log since the last call."""
@@ -161,12 +161,12 @@ class Watchdog:
             now = self.clock.tick()
             self._mine = self._beat()
             if self._launcher is not None:
-                self._launcher.say(self._mine, self._interpreter_s)
+                self._launcher.say(self._mine, self._interpreter_timeout_s)
                 self._hear({p: said for p, said in self._launcher.dead().items() if p != self._me})
             if now - self._last_beat >= HEARTBEAT_INTERVAL_S:
                 self._last_beat = now
                 if self._guards_interpreter:
-                    stacks.end_unless_called_again(self._interpreter_s or 0.0)
+                    stacks.end_unless_called_again(self._interpreter_timeout_s or 0.0)
             try:
                 if self._me == 0 and self._num > 1:
                     self.notices += self._stragglers.look(now, {p: b.spent for p, b in self._beats().items()})
@@ -210,7 +210,7 @@ class Watchdog:
 
     def _lost(self, now: float) -> dict[str, Any] | None:
         """Returns the verdict where somebody gives no sign of life: the store, or, where that answers, a process."""
-        code, limit_s, since = int(ExitCode.PEER_LOST), max(self._silence_s, 4 * self._beat_s), self._talking_since
+        code, limit_s, since = int(ExitCode.PEER_LOST), max(self._heartbeat_timeout_s, 4 * self._beat_s), self._talking_since
         if (
             since is not None and now - since > HANG_SUSPECT_S
         ):  # nobody's beat can be read, which says nothing about anybody
@@ -370,8 +370,8 @@ def watching(
             process,
             num_processes,
             limits,
-            silence_s=options.silence_s,
-            interpreter_s=options.interpreter_s,
+            heartbeat_timeout_s=options.heartbeat_timeout_s,
+            interpreter_timeout_s=options.interpreter_timeout_s,
         )
         watchdog.start()
     try:

@@ -29,7 +29,7 @@ from spmdkit.foundation.formatting import nearest
 
 T = TypeVar("T")
 
-KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "tracker": "log.sinks"}
+KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "tracker": "log.trackers"}
 """What can be declared -> the key of a config that names it."""
 
 _MARK = "__spmdkit_declared__"

@@ -165,7 +165,7 @@ class Supervisor:
                 child.heard, child.beat = now, beat
                 with suppress(ValueError):  # half written: the next one comes in a moment
                     child.said = json.loads(beat)
-            elif child.said is not None and now - child.heard > (child.said["interpreter_s"] or float("inf")):
+            elif child.said is not None and now - child.heard > (child.said["interpreter_timeout_s"] or float("inf")):
                 self._end_held(child)
 
     def _end_held(self, child: Child) -> None:
@@ -176,7 +176,7 @@ class Supervisor:
         child.held = (
             f"process {child.process} runs no Python since {silent_s:.0f} s: code in C holds the interpreter. It was {child.said['does']} at step "
             f"{child.said['step']}; its stacks are above. Code that takes long in C has to release the interpreter; a longer limit is "
-            "watchdog.interpreter_s."
+            "watchdog.interpreter_timeout_s."
         )
         send(child.popen.pid, signal.SIGQUIT)
         self._sleep(STACKS_WRITE_S)

@@ -60,7 +60,7 @@ class LeafPlacement:
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """The parts of the config that decide placements (`layout`, `placement`)."""
+    """The parts of the config that decide placements (`layout`, `offload`)."""
 
     config_rules: tuple[Rule, ...] = ()
     task_rules: tuple[Rule, ...] = ()

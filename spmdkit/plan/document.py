@@ -219,7 +219,7 @@ def _does_not_fit(peak: int, limit: int, chip: Chip) -> Finding:
         "does-not-fit",
         f"a step needs {format_bytes(peak)} of a device, {chip.name} has {format_bytes(limit)}",
         None,
-        "More microbatches, remat: full, a larger fsdp or tensor axis, or placement: {optimizer: host}; --search tries them.",
+        "More microbatches, remat: full, a larger fsdp or tensor axis, or offload: [optimizer]; --search tries them.",
     )
 
 

@@ -85,7 +85,7 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
     raise ConfigError(
         f"{' and '.join(among[0][0])}: auto found no step that fits: the smallest of {len(among)} x {len(among[0])} choices needs "
         f"{_needs(smallest)} a device, the limit is {format_bytes(limit_bytes) if limit_bytes else 'what the compiler allows'}. Use more devices, a larger mesh.fsdp or "
-        "mesh.tensor, a smaller batch_size, or placement: {optimizer: host}."
+        "mesh.tensor, a smaller batch_size, or offload: [optimizer]."
     )
 
 

@@ -39,7 +39,7 @@ def explain(task_step: TaskStep, context: trace_context.Context, refused: Refuse
     lines = [
         ("mesh", f"{describe_mesh(task_step.sizes)}: {math.prod(task_step.sizes.values())} devices"),
         *_layout(task_step),
-        ("placement", _placement(task_step)),
+        ("offload", _offload(task_step)),
         ("form", _form(task_step, context, refused)),
         ("precision", _precision(task_step)),
         ("microbatches", _microbatches(context, task_step.config.batch_size)),
@@ -78,10 +78,9 @@ def _shape(leaf: LeafPlacement) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _placement(task_step: TaskStep) -> str:
-    asked = task_step.config.placement
-    on_host = [f"{name} on the host" for name, kind in asked if kind == "host"]
-    return f"{', '.join(on_host)}: brought to the devices in the step" if on_host else "all on the devices"
+def _offload(task_step: TaskStep) -> str:
+    on_host = ", ".join(f"{name} on the host" for name in task_step.config.offload)
+    return f"{on_host}: copied to the devices in the step" if on_host else "none: all on the devices"
 
 
 def _form(task_step: TaskStep, context: trace_context.Context, refused: Refused) -> str:

@@ -40,7 +40,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
             "Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset."
         )
     access = functools.partial(data.Access, options.threads, options.retries)
-    ledger = data.Ledger(options.skip)
+    ledger = data.Ledger(options.max_bad_examples)
     source = data.open_source(task.train_data, "train_data", access(ledger))
     check_batch(config, sizes)
     own = functools.partial(_shares, on=on, sizes=sizes)
@@ -50,7 +50,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         batch_size=config.batch_size,
         seed=config.seed,
         shuffle=options.shuffle,
-        remainder=options.remainder,
+        drop_remainder=options.drop_remainder,
         skipped=data.merged(options.left_out()),
         shares=shares,
     )

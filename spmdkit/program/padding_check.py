@@ -177,7 +177,7 @@ def check_first_dims(
     found, expected = context.usage.num_masked, other.usage.num_masked
     if found != expected:
         raise ConfigError(
-            f"data.remainder is mask, and {what} gives {found} times values to sk.mean whose first dim is as long as the rows, but "
+            f"data.drop_remainder is false, and {what} gives {found} times values to sk.mean whose first dim is as long as the rows, but "
             f"{expected} times with twice as many rows: some first dim is no dim of examples and has that length by chance. sk.mean leaves "
             "padding rows out along the first dim, which must be the examples. Put them first (values.T), or add up to one number before."
         )
@@ -234,9 +234,9 @@ def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
 def refused_step(found: list[PaddingEffect], what: str) -> ConfigError:
     """Returns the error of a step, called `what`, in which padding rows count."""
     return ConfigError(
-        f"data.remainder is mask, and in {what} padding rows count: {_said(found)}. Rows that only fill up a short batch must not "
+        f"data.drop_remainder is false, and in {what} padding rows count: {_said(found)}. Rows that only fill up a short batch must not "
         "change anything: what mixes examples before there is one value for each (batch statistics, pairs, ranking) has to leave "
-        "them out. Use sk.example_mask() there, or set data.remainder: drop."
+        "them out. Use sk.example_mask() there, or set data.drop_remainder: true."
     )
 
 

@@ -83,7 +83,7 @@ def package_digests() -> dict[str, str]:
 def _named_by(config: Config) -> Iterator[str]:
     """Yields what the config names of the user's own: `file.py:name` or `module:name`."""
     yield config.task
-    choices: list[Any] = [config.reducer, config.sync, *config.hooks, *config.log.sinks]
+    choices: list[Any] = [config.reducer, config.sync, *config.hooks, *config.log.trackers]
     yield from (plugins.split(choice)[0] for choice in choices if plugins.is_own(choice))
 
 

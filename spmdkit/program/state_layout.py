@@ -18,7 +18,6 @@ from spmdkit.mesh.layout import LeafPlacement
 from spmdkit.step import trace_context
 from spmdkit.step.state import FIELDS, TrainState
 
-MEMORY_KIND = {"device": "device", "host": "pinned_host"}
 
 
 class StateLayout(NamedTuple):
@@ -91,12 +90,12 @@ def place_state(
         dataclasses.replace(
             p,
             spec=p.spec if zero == 3 else layout.without_fsdp(p.spec, sizes),
-            memory_kind=MEMORY_KIND[config.placement.params],
+            memory_kind=_memory_kind(config, "params"),
         )
         for p in full
     ]
     follow = functools.partial(layout.follow, params=full, options=options, sizes=sizes)
-    update_kind = MEMORY_KIND[config.placement.optimizer]
+    update_kind = _memory_kind(config, "optimizer")
     whole = functools.partial(layout.LeafPlacement, spec=PartitionSpec(), memory_kind="device")
     a = abstract
     parts = {
@@ -120,6 +119,11 @@ def place_state(
         shapes={path: x.shape for path, x in named_leaves(params)},
     )
     return laid_out(table, abstract, mesh, placements)
+
+
+def _memory_kind(config: Config, part: str) -> str:
+    """Returns the memory that holds `params` or `optimizer` between uses."""
+    return "pinned_host" if part in config.offload else "device"
 
 
 def _options(config: Config, task_rules: Sequence[tuple[str, Sequence[Any]]]) -> layout.LayoutOptions:

@@ -36,8 +36,8 @@ def check_used(
         )
     if not always_full and not context.usage.has_called("value_and_grad", "mean", "example_mask"):
         raise ConfigError(
-            "data.remainder is mask, but train_step uses neither sk.value_and_grad, sk.mean nor sk.example_mask: padding rows of "
-            "the short batch would count as examples. Use one of them, or set data.remainder: drop."
+            "data.drop_remainder is false, but train_step uses neither sk.value_and_grad, sk.mean nor sk.example_mask: padding rows of "
+            "the short batch would count as examples. Use one of them, or set data.drop_remainder: true."
         )
     if sizes["context"] > 1 and not any("context" in p.axes for p in layout) and "context" not in context.usage.axes:
         raise ConfigError(

@@ -1,5 +1,5 @@
 """Emergency save: a run of one process saves the state of its last complete step when the data or a hook raises, within
-`checkpoint.on_error_s` seconds.
+`checkpoint.emergency_timeout_s` seconds.
 
 The state exists until the next step starts. An error inside a step (`jax.debug.callback`) loses it, because the step
 takes the memory of its input state. A run of several processes saves nothing: the others are inside the next step. It
@@ -25,7 +25,7 @@ def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
     """Saves `state`, that of `run.step`, before `error` ends the run, and says so. Never raises, and never takes longer
     than asked."""
     options = run.config.checkpoint
-    if options is None or run.checkpoints is None or options.on_error_s is None or isinstance(error, NOTHING_TO_KEEP):
+    if options is None or run.checkpoints is None or options.emergency_timeout_s is None or isinstance(error, NOTHING_TO_KEEP):
         return
     step = run.step
     if run.cluster.num_processes > 1 or step == run.saved_at_step:
@@ -36,10 +36,10 @@ def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
     thread = threading.Thread(target=lambda: said.append(_save(run, step, state)), name="keep-work", daemon=True)
     with phase.during("save"):
         thread.start()
-        thread.join(options.on_error_s)
+        thread.join(options.emergency_timeout_s)
     if thread.is_alive():
         run.left_saving = True
-        said.append(f"was not saved within {options.on_error_s:g} s (checkpoint.on_error_s)")
+        said.append(f"was not saved within {options.emergency_timeout_s:g} s (checkpoint.emergency_timeout_s)")
     if not said[0]:
         return
     text = f"step {step}, the last good one, {said[0]}"

@@ -77,7 +77,7 @@ def train(
     config: Config | str | Path,
     cluster: Cluster | None = None,
     task: Task | None = None,
-    allow: Sequence[str] = (),
+    allow_change: Sequence[str] = (),
 ) -> Result:
     """Trains a config to its last step, from the newest checkpoint in its run directory or from the start.
 
@@ -85,7 +85,7 @@ def train(
         config: a `Config`, or the path of its file.
         cluster: the joined processes; default: joins those that the environment names.
         task: instead of the one that the config names.
-        allow: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data`
+        allow_change: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data`
             ...; see run/recovery/resume_check.py.
 
     Raises:
@@ -95,7 +95,7 @@ def train(
     """
     if not isinstance(config, Config):
         config = load_config(config)
-    resume_check.check_allowed(allow)
+    resume_check.check_allowed(allow_change)
     one_arena = allocator.one_arena(config.devices, os.environ)
     membership = membership_from_env(os.environ, config.elastic) if cluster is None else None
     if config.elastic.in_process and not compat.backends_initialized():
@@ -103,7 +103,7 @@ def train(
     with StopSignals() as signals:
         while True:
             try:
-                return _train_generation(config, cluster, task, allow, signals, one_arena, membership)
+                return _train_generation(config, cluster, task, allow_change, signals, one_arena, membership)
             except Exception as error:
                 if membership is None or not membership.takes(error):
                     raise
@@ -114,7 +114,7 @@ def _train_generation(
     config: Config,
     cluster: Cluster | None,
     task: Task | None,
-    allow: Sequence[str],
+    allow_change: Sequence[str],
     signals: StopSignals,
     one_arena: bool,
     membership: Membership | None,
@@ -134,15 +134,15 @@ def _train_generation(
     ):
         if membership is not None:
             membership.joined(cluster)
-        return _trained(config, cluster, task, allow, signals, watchdog, one_arena, cache, membership)
+        return _trained(config, cluster, task, allow_change, signals, watchdog, one_arena, cache, membership)
 
 
 def _join_generation(config: Config, membership: Membership) -> tuple[Cluster, Config]:
     """Returns the processes of the next generation, joined, and the config as it is with so many."""
     spec, generation, overrides = membership.place(
-        detect_cluster(os.environ, config.cluster.dialect), lambda: warm_up(config)
+        detect_cluster(os.environ, config.cluster.environment), lambda: warm_up(config)
     )
-    limit_s = config.watchdog.longest_s if config.watchdog else None
+    limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
     cluster = join(spec, config.devices, limit_s, config.cluster.interface, generation)
     return cluster, replace_keys(config, {key: int(value) for key, value in (each.split("=") for each in overrides)})
 
@@ -151,7 +151,7 @@ def _trained(
     config: Config,
     cluster: Cluster,
     task: Task | None,
-    allow: Sequence[str],
+    allow_change: Sequence[str],
     signals: StopSignals,
     watchdog: Watchdog | None,
     one_arena: bool,
@@ -172,7 +172,7 @@ def _trained(
             leave(0)
     with (
         ExitStack() as unsaved,
-        Run(config, cluster, program, signals, watchdog, membership=membership, allow=allow) as run,
+        Run(config, cluster, program, signals, watchdog, membership=membership, allow_change=allow_change) as run,
     ):
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
         if found_well is not None:
@@ -305,13 +305,13 @@ def _preempted(run: Run, stopped: Stop) -> Preempted:
 
 def join_as(config: Config) -> Cluster:
     """Returns the processes that the environment names, joined as a config asks for."""
-    spec = detect_cluster(os.environ, config.cluster.dialect)
+    spec = detect_cluster(os.environ, config.cluster.environment)
     if spec.role == "evaluator":
         raise ConfigError(
             f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts one as what it is; from Python call "
-            "spmdkit.run.evaluator.evaluate_each(config), or set cluster: {dialect: none} to train alone."
+            "spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to train alone."
         )
-    limit_s = config.watchdog.longest_s if config.watchdog else None
+    limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
     return join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface)
 
 

@@ -212,9 +212,9 @@ class _Watch:
         """Tells of pushes that were skipped (`on_nonfinite`).
 
         Raises:
-            NonFiniteError: `on_nonfinite.most` since the last update: nothing is applied any more.
+            NonFiniteError: `on_nonfinite.max_consecutive` since the last update: nothing is applied any more.
         """
-        run, most, skipped = self.run, self.run.config.on_nonfinite.most, stats.dropped.get("skipped", 0)
+        run, most, skipped = self.run, self.run.config.on_nonfinite.max_consecutive, stats.dropped.get("skipped", 0)
         before, self._skipped = self._skipped, None
         if stats.went_back_to is not None or stats.applied < run.step:
             return  # servers are away, or have just come back with other counts
@@ -228,7 +228,7 @@ class _Watch:
         if (num := skipped - self._skipped[1]) >= most:
             raise NonFiniteError(
                 f"{num} pushes in a row were left out after update {stats.applied}: loss, gradient or a metric is not finite in each "
-                f"(on_nonfinite.most: {most}). {run.newest()} Lower the learning rate, set clip_norm, or look at the data."
+                f"(on_nonfinite.max_consecutive: {most}). {run.newest()} Lower the learning rate, set clip_norm, or look at the data."
             )
 
     def _stopped(self, stop: Stop | None) -> tuple[TrainState, Stop | None]:

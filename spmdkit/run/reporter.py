@@ -31,10 +31,8 @@ class Reporter:
 
     def __init__(self, config: Config, cluster: Cluster, clock: Callable[[], float]):
         self._config, self._is_main, self._clock = config, cluster.is_main, clock
-        asked = (*config.log.sinks, *(["tensorboard"] * config.log.tensorboard))
-        self._chosen = trackers.chosen(
-            asked, config.folder
-        )  # on every process: a mistake must not end one of many alone
+        # On every process: a mistake must not end one of several alone.
+        self._chosen = trackers.chosen(config.log.trackers, config.folder)
         self.trackers = trackers.Trackers(self.message)
         self.environment = metrics.environment(
             folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes

@@ -60,11 +60,11 @@ class Run:
         watchdog: Watchdog | None = None,
         *,
         membership: Membership | None = None,
-        allow: Sequence[str] = (),
+        allow_change: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config, self.cluster, self.program, self.clock = config, cluster, program, clock
-        self._allow, self._described = tuple(allow), dict[str, Any]()
+        self._allow_change, self._described = tuple(allow_change), dict[str, Any]()
         self.directory = config.resolved_run_dir()
         self.step, self.first_step = 0, 1
         self.finished: str | None = None
@@ -176,7 +176,7 @@ class Run:
             return self.program.init()
         self.take(found)
         now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
-        changed = resume_check.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow)
+        changed = resume_check.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow_change)
         self.first_step = found.step + 1
         fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
         self._open_records(found.step)

@@ -32,7 +32,7 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
         ConfigError: `burn_text` is no time.
     """
     burn_s = None if burn_text is None else seconds_of(burn_text)
-    spec = detect_cluster(os.environ, config.cluster.dialect if config else "auto")
+    spec = detect_cluster(os.environ, config.cluster.environment if config else "auto")
     cluster = join(
         spec,
         config.devices if config else "auto",
@@ -63,7 +63,7 @@ def seconds_of(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m|h|)", text.strip())
     if match is None or not 0 < float(match[1]) * UNITS_S[match[2]] <= MOST_S:
         raise ConfigError(
-            f"doctor --burn {text}: it is a time above 0 and up to a day: a number and s, m or h. Try --burn 30s."
+            f"doctor --burn-in {text}: it is a time above 0 and up to a day: a number and s, m or h. Try --burn-in 30s."
         )
     return float(match[1]) * UNITS_S[match[2]]
 

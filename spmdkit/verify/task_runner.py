@@ -89,7 +89,7 @@ class Setting:
 
     Attributes:
         mesh: sizes of the axes that are larger than one; empty is one device.
-        short: batches may be short (`data.remainder: mask`), and the second one is.
+        short: batches may be short (`data.drop_remainder: false`), and the second one is.
         clip_norm: instead of the config's.
         plain: reference form: no rematerialisation, nothing on the host, plain sum.
     """
@@ -132,7 +132,7 @@ class Subject:
     @property
     def short(self) -> bool:
         """Whether the config itself has short batches."""
-        return self.config.data.remainder == "mask"
+        return not self.config.data.drop_remainder
 
     def program(self, setting: Setting, probe: bool = False, evaluated: bool = True) -> Program:
         """Returns the program of a setting on fake devices.
@@ -175,7 +175,7 @@ class Subject:
             "optimizer": None,
             "learning_rate": None,
             "clip_norm": None,
-            "data.remainder": "mask" if setting.short else self.config.data.remainder,
+            "data.drop_remainder": self.config.data.drop_remainder and not setting.short,
         }
         changes |= _without_effect(self.config, setting.mesh)
         changes["reducer"] = provable(self.config)
@@ -185,7 +185,7 @@ class Subject:
         if self.config.remat == "auto":
             changes["remat"] = "full"  # what a small model's memory would choose is nothing
         if setting.plain:
-            changes |= {"remat": "none", "placement": {"params": "device", "optimizer": "device"}, "reducer": "sum"}
+            changes |= {"remat": "none", "offload": [], "reducer": "sum"}
             changes |= {"model_state": "global"}
         return replace_keys(self.config, changes)
 

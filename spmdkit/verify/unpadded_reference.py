@@ -46,7 +46,7 @@ class Unpadded:
     def _of(self, size: int) -> Program:
         """Returns the program whose batches have `size` rows, all of them real."""
         if size not in self._by_size:
-            config = replace_keys(self._padded.config, {"batch_size": size, "data.remainder": "drop"})
+            config = replace_keys(self._padded.config, {"batch_size": size, "data.drop_remainder": True})
             # The same optimizer: a state belongs to the one that made it.
             task = dataclasses.replace(self._padded.task, eval_data=None)
             self._by_size[size] = Program(config, task, jax.devices()[:1])

@@ -9,7 +9,7 @@ CASES = {
     "unequal lengths": Case(Says(asked="train_data", found=("32 examples in leaf 'x' float32[32,4]", "31 in leaf 'y' float32[31,8]"), rule="count the same examples", repair="[:31]"), task={"train_data": "{'x': DATA['x'], 'y': DATA['y'][:31]}"}),
     "empty": Case(Says(asked="train_data is empty", found=("float32[0,4]", "0 examples"), rule="at least 1", repair=("filter", "path")), task={"train_data": "{'x': DATA['x'][:0], 'y': DATA['y'][:0]}"}),
     "an empty dict": Case(Says(asked="train_data is {}", found="no array", repair="at least one array"), task={"train_data": "{}"}),
-    "fewer examples than a batch": Case(Says(asked="batch_size is 64", found="32 examples", rule="full batches only", repair=("at most 32", "data.remainder: mask")), config={"batch_size": "64"}),
+    "fewer examples than a batch": Case(Says(asked="batch_size is 64", found="32 examples", rule="full batches only", repair=("at most 32", "data.drop_remainder: false")), config={"batch_size": "64"}),
     "float64": Case(Says(asked="train_data: leaf 'x'", found="float64", rule="float32", repair=".astype(np.float32)"), task={"train_data": "{'x': DATA['x'].astype(np.float64), 'y': DATA['y']}"}),
     "text": Case(Says(asked="train_data: leaf 'x'", found="<U1", rule="numbers or booleans", repair="np.unique(values, return_inverse=True)[1]"), task={"train_data": "{'x': np.array(['a'] * 32), 'y': DATA['y']}"}),
     "objects": Case(Says(asked="train_data: leaf 'x'", found="dtype object", rule="numbers or booleans", repair="np.stack"), task={"train_data": "{'x': np.array([None] * 32), 'y': DATA['y']}"}),

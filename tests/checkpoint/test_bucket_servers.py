@@ -271,7 +271,7 @@ def start_two(store, folders, *overrides):
 def test_two_processes_that_share_no_disk_train_into_one_bucket_and_go_on_after_a_kill(
     store, url, undisturbed, tmp_path
 ):
-    """Every tenth step: where the kill meets a save, the other takes `watchdog.silence_s` (30 s) to leave, and on a
+    """Every tenth step: where the kill meets a save, the other takes `watchdog.heartbeat_timeout_s` (30 s) to leave, and on a
     busy machine a save takes 5 s; 300 s are the limit."""
     folders = [host(tmp_path / name, url) for name in ("a", "b")]
     processes = start_two(store, folders, EVERY_TENTH)

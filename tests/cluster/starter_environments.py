@@ -278,7 +278,7 @@ ROWS = [
     Row(
         "torchrun --standalone in a step of four tasks, by mistake",
         slurm_step(4, 2) | torchrun(1, 2, 1),
-        Refused(("SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=2", "WORLD_SIZE=2, RANK=1", "{dialect: torchrun}")),
+        Refused(("SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=2", "WORLD_SIZE=2, RANK=1", "{environment: torchrun}")),
     ),
     Row(
         "torchrun in an sbatch script",
@@ -373,7 +373,7 @@ ROWS = [
     Row(
         "mpirun -np 2 in a task of a step of four, by mistake",
         slurm_step(4, 2) | OPEN_MPI,
-        Refused(("OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=1", "SLURM_STEP_NUM_TASKS=4", "{dialect: open_mpi}")),
+        Refused(("OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=1", "SLURM_STEP_NUM_TASKS=4", "{environment: open_mpi}")),
     ),
     Row(
         "a step that lost a variable",

@@ -140,7 +140,7 @@ def test_two_of_one_level_that_disagree_are_78_with_both_and_the_repair(other):
     for words in (
         "A_SIZE=4, A_RANK=1",
         f"B_SIZE={other[0]}, B_RANK={other[1]}",
-        "cluster: {dialect: a}",
+        "cluster: {environment: a}",
         "unset",
     ):
         assert words in str(caught.value)
@@ -200,9 +200,9 @@ def test_the_config_names_an_environment_or_none():
     env = next(row.env for row in ROWS if row.name == "spmdkit launch -n 4")
     alone = detect_cluster(env, "none")
     assert alone.num_processes == 1
-    assert "cluster.dialect is none" in alone.notes[0]
+    assert "cluster.environment is none" in alone.notes[0]
     assert detect_cluster(env, "spmdkit") == detect_cluster(env)
-    with pytest.raises(ConfigError, match=r"cluster.dialect: spmdkit was asked for; found none of its variables"):
+    with pytest.raises(ConfigError, match=r"cluster.environment: spmdkit was asked for; found none of its variables"):
         detect_cluster({}, "spmdkit")
     with pytest.raises(ConfigError, match="'slrum' is not known"):
         detect_cluster({}, "slrum")
@@ -210,8 +210,8 @@ def test_the_config_names_an_environment_or_none():
 
 def test_a_config_knows_the_environments_that_there_are():
     for name in ("auto", "none", *DIALECTS):
-        assert parse_config({"task": "a.py:t", "cluster": {"dialect": name}}).cluster.dialect == name
+        assert parse_config({"task": "a.py:t", "cluster": {"environment": name}}).cluster.environment == name
     with pytest.raises(ConfigError) as caught:
-        parse_config({"task": "a.py:t", "cluster": {"dialect": "spmdkti"}})
-    assert "cluster.dialect: should be auto, none, " in str(caught.value)
+        parse_config({"task": "a.py:t", "cluster": {"environment": "spmdkti"}})
+    assert "cluster.environment: should be auto, none, " in str(caught.value)
     assert "Did you mean 'spmdkit'?" in str(caught.value)

@@ -88,7 +88,7 @@ def free_port():
 
 def test_a_collective_of_the_cpu_fails_later_than_the_watchdog_unless_the_environment_says_when(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
-    compat.set_cpu_collective_timeout(int(sk.Config(task="t.py:t").watchdog.longest_s) + COLLECTIVE_MARGIN_S)
+    compat.set_cpu_collective_timeout(int(sk.Config(task="t.py:t").watchdog.longest_timeout_s) + COLLECTIVE_MARGIN_S)
     assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/x --xla_cpu_collective_timeout_seconds=3660"
     compat.set_cpu_collective_timeout(7)
     assert os.environ["XLA_FLAGS"].endswith("=3660")

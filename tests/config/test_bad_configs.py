@@ -34,9 +34,9 @@ BAD = {
     "negative seed": ("seed: -1", ":2: seed:", "greater than or equal to 0", "found -1 (a whole number)", "Try seed: 0."),
     "huge seed": ("seed: 4294967296", ":2: seed:", "less than or equal to 4294967295", "found 4294967296 (a whole number)", "Try seed: 4294967295."),
     "yes for a flag": ("data: {shuffle: yes}", ":2: data.shuffle:", "a valid boolean", "found 'yes' (text)", "Try shuffle: true."),
-    "0 for a flag": ("log: {tensorboard: 0}", ":2: log.tensorboard:", "a valid boolean", "found 0 (a whole number)", "Try tensorboard: false."),
+    "0 for a flag": ("data: {drop_remainder: 0}", ":2: data.drop_remainder:", "a valid boolean", "found 0 (a whole number)", "Try drop_remainder: true."),
     "false for off": ("layout: {fsdp: false}", ":2: layout.fsdp:", "'auto' or 'off'", "found false", "Write fsdp: off."),
-    "near choice": ("data: {remainder: dropp}", ":2: data.remainder:", "'drop' or 'mask'", "found 'dropp' (text)", "Did you mean 'drop'?"),
+    "near choice": ("checkpoint: {best: {metric: loss, mode: mn}}", ":2: checkpoint.best.mode:", "'min' or 'max'", "found 'mn' (text)", "Did you mean 'min'?"),
     "far choice": ("on_nonfinite: ignore", ":2: on_nonfinite:", "skip, rollback, continue or a mapping", "found 'ignore' (text)", "Try on_nonfinite: stop."),
     "zero out of range": ("layout: {zero: 4}", ":2: layout.zero:", "1, 2 or 3", "found 4 (a whole number)", "Try zero: 3."),
     "section is a number": ("mesh: 8", ":2: mesh:", "a mapping with keys out of", "found 8 (a whole number)", "Put its keys below mesh:, indented, or remove it."),
@@ -67,7 +67,7 @@ BAD = {
     "all-to-all without context": ("attention: {context: all_to_all}", ":2: attention.context:", "is all_to_all, and the mesh has no", "Remove it, or name the axis, for example mesh: {context: 2}."),
     "order without context": ("mesh: {tensor: 2}\nattention: {order: contiguous}", ":3: attention.order:", "is contiguous, and the mesh has no", "Remove it, or name the axis, for example mesh: {context: 2}."),
     "order of the all-to-all form": ("mesh: {context: 2}\nattention: {context: all_to_all, order: contiguous}", ":3: attention.order:", "is contiguous, and attention.context is all_to_all, which", "Remove it, or set context: ring."),
-    "placement": ("placement: {optimizer: cpu}", ":2: placement.optimizer:", "'device' or 'host'", "found 'cpu' (text)", "Try optimizer: device."),
+    "offload": ("offload: [optimiser]", ":2: offload[0]:", "'params' or 'optimizer'", "found 'optimiser' (text)", "Did you mean 'optimizer'?"),
     "unknown reducer": ("reducer: sums", ":2: reducer:", "one of ", "bfloat16, ", "ordered, ", "sum, topk", "found 'sums' (text)", "Did you mean 'sum'?"),
     "reducer with options": ("reducer: {sum: {bits: 8}}", ":2: reducer:", "sum takes no options", "found {'bits': 8}", "Write sum alone."),
     "unknown sync": ("sync: {local_sdg: {every: 16}}", ":2: sync:", "one of", "found 'local_sdg' (text)"),
@@ -152,7 +152,7 @@ GOLDEN = {
     "steps: x": "run.yaml:2: steps: should be a valid integer, found 'x' (text). Try steps: 100.",
     "mesh: {data: 0}": "run.yaml:2: mesh.data: should be at least 1, or -1 for the devices that the other axes leave, found 0 (a whole number). "
     "Try data: -1.",
-    "data: {remainder: dropp}": "run.yaml:2: data.remainder: should be 'drop' or 'mask', found 'dropp' (text). Did you mean 'drop'?",
+    "layout: {fsdp: of}": "run.yaml:2: layout.fsdp: should be 'auto' or 'off', found 'of' (text). Did you mean 'off'?",
     "layout: {zero: 1}": "run.yaml:2: layout.zero: is 1, and the mesh has no fsdp axis, so it has no effect. Remove it, or name the axis, "
     "for example mesh: {fsdp: -1}.",
 }

@@ -42,7 +42,7 @@ FULL = {
         "zero": 1,
         "min_shard_bytes": 0,
     },
-    "placement": {"optimizer": "host"},
+    "offload": ["optimizer"],
     "reducer": {"sum": None},
     "precision": {"compute": "bfloat16", "reduce": "bfloat16"},
     "remat": {"save": ["attention"], "offload": ["block"]},

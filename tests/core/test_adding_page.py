@@ -184,7 +184,7 @@ devices: cpu:2
 mesh: {data: 2}
 eval: {every_steps: 2}
 hooks: [{my_hooks.py:target: {loss: 100.0}}]
-log: {every_steps: 1, progress: plain, sinks: [{my_trackers.py:table: {file: loss.csv}}]}
+log: {every_steps: 1, progress: plain, trackers: [{my_trackers.py:table: {file: loss.csv}}]}
 """
 TASK = """
 import jax.numpy as jnp, numpy as np, optax

@@ -63,16 +63,16 @@ def test_the_order_of_a_seed_never_changes_between_versions():
 
 
 @pytest.mark.parametrize("num_examples,batch_size", [(10, 3), (1797, 64), (20_000, 64), (9, 9), (10_001, 9000)])
-@pytest.mark.parametrize("remainder", ["drop", "mask"])
-def test_an_epoch_visits_each_example_once(num_examples, batch_size, remainder):
-    schedule = Schedule(num_examples, batch_size, seed=5, remainder=remainder)
+@pytest.mark.parametrize("drop_remainder", [True, False])
+def test_an_epoch_visits_each_example_once(num_examples, batch_size, drop_remainder):
+    schedule = Schedule(num_examples, batch_size, seed=5, drop_remainder=drop_remainder)
     for epoch in (0, 1, 4):
         steps = range(epoch * schedule.steps_per_epoch + 1, (epoch + 1) * schedule.steps_per_epoch + 1)
         assert {schedule.epoch(step) for step in steps} == {epoch}
         seen = np.concatenate([indices[mask] for indices, mask in map(schedule.batch, steps)])
         assert len(np.unique(seen)) == len(seen)
         rest = num_examples % batch_size
-        assert len(seen) == (num_examples if remainder == "mask" else num_examples - rest)
+        assert len(seen) == (num_examples if not drop_remainder else num_examples - rest)
         np.testing.assert_array_equal(seen, permuted(np.arange(len(seen)), num_examples, 5, epoch))
 
 
@@ -93,7 +93,7 @@ def test_batches_do_not_depend_on_what_was_asked_before():
 
 
 def test_the_short_last_batch_is_masked_exactly():
-    schedule = Schedule(10, 4, shuffle=False, remainder="mask")
+    schedule = Schedule(10, 4, shuffle=False, drop_remainder=False)
     assert schedule.steps_per_epoch == 3 and not schedule.always_full
     assert schedule.batch(2)[1].all()
     for step in (3, 6):
@@ -104,7 +104,7 @@ def test_the_short_last_batch_is_masked_exactly():
 
 
 def test_mask_works_with_fewer_examples_than_a_batch():
-    schedule = Schedule(3, 8, remainder="mask")
+    schedule = Schedule(3, 8, drop_remainder=False)
     for step in (1, 2, 50):
         indices, mask = schedule.batch(step)
         assert indices.shape == mask.shape == (8,)
@@ -114,7 +114,7 @@ def test_mask_works_with_fewer_examples_than_a_batch():
 def test_always_full_is_true_exactly_when_no_row_is_ever_missing():
     for num_examples in range(1, 13):
         for batch_size in range(1, 13):
-            schedule = Schedule(num_examples, batch_size, remainder="mask")
+            schedule = Schedule(num_examples, batch_size, drop_remainder=False)
             masks = [schedule.batch(step)[1].all() for step in range(1, 2 * schedule.steps_per_epoch + 1)]
             assert schedule.always_full == all(masks)
             if num_examples >= batch_size:
@@ -142,8 +142,8 @@ def test_an_evaluation_counts_every_example_exactly_once(num_examples):
 
 def test_the_digest_tells_order_and_missing_rows():
     assert Schedule(8, 8, shuffle=False).digest(1) != Schedule(8, 8, seed=1).digest(1)
-    assert Schedule(8, 8, shuffle=False).digest(1) == Schedule(8, 8, shuffle=False, remainder="mask").digest(1)
-    short = Schedule(7, 8, shuffle=False, remainder="mask")
+    assert Schedule(8, 8, shuffle=False).digest(1) == Schedule(8, 8, shuffle=False, drop_remainder=False).digest(1)
+    short = Schedule(7, 8, shuffle=False, drop_remainder=False)
     indices, mask = short.batch(1)
     full = hashlib.sha256(indices.tobytes() + np.ones(8, bool).tobytes()).hexdigest()[:12]
     assert not mask.all() and short.digest(1) != full  # the same indices with no row missing
@@ -164,17 +164,16 @@ def test_steps_count_from_one():
 
 
 @pytest.mark.parametrize(
-    "num_examples,batch_size,remainder,words",
+    "num_examples,batch_size,drop_remainder,words",
     [
-        (5, 8, "drop", ["5 examples", "batch_size is 8", "at most 5", "data.remainder: mask"]),
-        (0, 8, "drop", ["eval_data has 0 examples", "at least 1"]),
-        (5, 0, "mask", ["batch_size is 0", "at least 1"]),
-        (5, 1, "pad", ["'pad'", "'drop' or 'mask'"]),
+        (5, 8, True, ["5 examples", "batch_size is 8", "at most 5", "data.drop_remainder: false"]),
+        (0, 8, True, ["eval_data has 0 examples", "at least 1"]),
+        (5, 0, False, ["batch_size is 0", "at least 1"]),
     ],
 )
-def test_impossible_schedules_are_config_errors(num_examples, batch_size, remainder, words):
+def test_impossible_schedules_are_config_errors(num_examples, batch_size, drop_remainder, words):
     with pytest.raises(ConfigError) as error:
-        Schedule(num_examples, batch_size, remainder=remainder, what="eval_data")
+        Schedule(num_examples, batch_size, drop_remainder=drop_remainder, what="eval_data")
     for word in words:
         assert word in str(error.value)
 
@@ -191,11 +190,11 @@ def test_batches_that_are_left_out_are_those_named_and_all_others_keep_their_ord
     assert dataclasses.replace(short, skipped=merged([*short.skipped, *short.numbers(6, 2)])).number(6) == 14
 
 
-@pytest.mark.parametrize(("remainder", "steps"), [("mask", 6), ("drop", 5)])
-def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_short_one_is_padded(remainder, steps):
+@pytest.mark.parametrize(("drop_remainder", "steps"), [(False, 6), (True, 5)])
+def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_short_one_is_padded(drop_remainder, steps):
     """Process 0 has 22 rows and gives rows 0, 1, 4, 5 of a batch; process 1 has 10 and gives the others."""
     shares = (Share(22, (0, 1, 4, 5)), Share(10, (2, 3, 6, 7)))
-    schedule = Schedule(32, 8, seed=3, remainder=remainder, shares=shares, skipped=((2, 2),))
+    schedule = Schedule(32, 8, seed=3, drop_remainder=drop_remainder, shares=shares, skipped=((2, 2),))
     assert (schedule.steps_per_epoch, schedule.always_full) == (steps, False)
     whole = dataclasses.replace(schedule, skipped=())
     for epoch in (0, 1):
@@ -208,7 +207,7 @@ def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_sho
                 assert (indices[rows] == own).all() and (mask[rows] == there).all() and whole.epoch(step) == epoch
                 seen[process] += own[there].tolist()
         for process, share in enumerate(shares):
-            least = share.examples if remainder == "mask" else share.examples // 4 * 4
+            least = share.examples if not drop_remainder else share.examples // 4 * 4
             assert len(seen[process]) == len(set(seen[process])) == least and max(seen[process]) < share.examples
     assert schedule.digest(2) == whole.digest(3) and (schedule.local(1).batch(2)[0] == whole.local(1).batch(3)[0]).all()
     assert whole.local(0).batch(1)[0].tolist() != whole.local(0).batch(1 + steps)[0].tolist()

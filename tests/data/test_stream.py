@@ -56,7 +56,7 @@ def test_every_step_yields_the_examples_of_its_schedule(kind, threads):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_stream_started_at_any_step_is_the_rest_of_the_full_one(kind):
-    schedule = Schedule(25, 4, seed=3, remainder="mask")
+    schedule = Schedule(25, 4, seed=3, drop_remainder=False)
     full = labels(stream(SOURCES[kind](), schedule, stop=30))
     for start in (1, 2, 7, 8, 29):
         assert labels(stream(SOURCES[kind](), schedule, start=start, stop=30)) == full[start - 1 :]
@@ -82,7 +82,7 @@ def test_starting_late_reads_nothing_that_came_before():
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 12])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_rows_of_all_processes_together_are_the_global_batch(num_processes, interleaved):
-    schedule = Schedule(25, 12, seed=1, remainder="mask")
+    schedule = Schedule(25, 12, seed=1, drop_remainder=False)
     whole = list(stream(ARRAYS, schedule, stop=8))
     rows = np.arange(12)
     parts = [

@@ -60,7 +60,7 @@ batch_size: 60
 devices: cpu:{num}
 mesh: {{{axis}: -1}}
 layout: {{{layout}}}
-elastic: {{in_process: true, peer_every: 5}}
+elastic: {{in_process: true, snapshot_every: 5}}
 checkpoint: {{every_steps: 15}}
 log: {{every_steps: 1, progress: plain}}
 """

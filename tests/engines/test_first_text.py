@@ -90,5 +90,5 @@ def test_mpirun_has_the_same_numbers(tmp_path, three):
 @pytest.mark.slow
 def test_variables_on_the_host_have_the_same_numbers_in_several_processes(tmp_path, three):
     """CentralStorageStrategy: parameters and optimizer live in the hosts' memory, the devices compute."""
-    held = jobs.local(tmp_path / "project", 3, *jobs.THREE, "placement={params: host, optimizer: host}")
+    held = jobs.local(tmp_path / "project", 3, *jobs.THREE, "offload=[params, optimizer]")
     assert held == pytest.approx(three, rel=1e-6)

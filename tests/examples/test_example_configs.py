@@ -151,7 +151,7 @@ def test_a_physics_informed_network_has_the_numbers_of_one_device_and_comes_near
     ("name", "overrides"),
     [
         ("digits_cnn", []),
-        ("digits_cnn", ["data.remainder=mask", "batch_size=960", "task_args.short_batches=true"]),
+        ("digits_cnn", ["data.drop_remainder=false", "batch_size=960", "task_args.short_batches=true"]),
         ("digits_nnx", []),
         ("digits_equinox", []),
     ],
@@ -168,7 +168,7 @@ def test_batch_statistics_and_dropout_do_not_depend_on_the_mesh(name, overrides)
 
 
 def test_padding_rows_do_not_touch_the_batch_statistics():
-    options = ["data.remainder=mask", "batch_size=16", "task_args.short_batches=true", "learning_rate=0.05"]
+    options = ["data.drop_remainder=false", "batch_size=16", "task_args.short_batches=true", "learning_rate=0.05"]
     program = sk.build(CONFIGS / "digits_cnn.yaml", overrides=["steps=1", "eval.every_steps=null", *options])
     random = np.random.default_rng(0)
     examples = {"images": random.random((16, 8, 8, 1), np.float32), "labels": np.zeros(16, np.int32)}

@@ -22,13 +22,13 @@ def stop(pids, number):
 
 
 def test_a_hang_in_the_data_of_one_of_three_is_76_in_time_with_who_stands_where_and_stacks(job):
-    ended = job.end_of(job.train("watchdog.step_s=3", "batch_size=12", n=3, faults={1: ["data sleep", 30]}))
+    ended = job.end_of(job.train("watchdog.step_timeout_s=3", "batch_size=12", n=3, faults={1: ["data sleep", 30]}))
     assert job.fired(), ended.output
     assert ended.code == 76, ended.output
     assert 3 <= ended.after_s < 3 + 1 + BUSY_S
     assert "no progress: p1 has been reading data for" in ended.output
     assert "p0, p2 wait in the step" in ended.output
-    assert "watchdog.step_s" in ended.output and "The newest checkpoint is of step" in ended.output
+    assert "watchdog.step_timeout_s" in ended.output and "The newest checkpoint is of step" in ended.output
     told = (job.folder / "run" / "logs" / "stacks.txt").read_text()
     assert told.index("process 1, training thread:") < told.index("process 0, training thread:")
     assert "time.sleep(600)" in told, "the source's own line"
@@ -38,12 +38,12 @@ def test_a_hang_in_the_data_of_one_of_three_is_76_in_time_with_who_stands_where_
 
 
 def test_a_hang_alone_is_76_and_a_held_interpreter_1_with_its_stacks(job):
-    ended = job.end_of(job.train("watchdog.step_s=2", "run_dir=a", faults={0: ["data sleep", 12]}))
+    ended = job.end_of(job.train("watchdog.step_timeout_s=2", "run_dir=a", faults={0: ["data sleep", 12]}))
     assert (ended.code, bool(job.fired())) == (76, True), ended.output
     assert "no progress: p0 has been reading data" in ended.output and "time.sleep(600)" in ended.output
     assert ended.after_s < 2 + 1 + BUSY_S
     (job.folder / "fired-0").unlink()
-    ended = job.end_of(job.train("watchdog.interpreter_s=3", "run_dir=b", faults={0: ["hook gil", 7]}))
+    ended = job.end_of(job.train("watchdog.interpreter_timeout_s=3", "run_dir=b", faults={0: ["hook gil", 7]}))
     assert (ended.code, bool(job.fired())) == (1, True), ended.output
     assert "Timeout (0:00:03)!" in ended.output and 'task.py", line' in ended.output
     assert ended.after_s < 3 + 1 + BUSY_S
@@ -66,14 +66,14 @@ def test_a_hang_in_a_save_or_an_evaluation_is_76_with_the_one_who_hangs(job, pha
 
 
 def test_without_our_launcher_a_hang_is_76_on_both_with_the_one_who_hangs(job):
-    for ended in [job.end_of(p) for p in job.by_hand("watchdog.step_s=3", faults={1: ["data sleep", 12]})]:
+    for ended in [job.end_of(p) for p in job.by_hand("watchdog.step_timeout_s=3", faults={1: ["data sleep", 12]})]:
         assert (ended.code, bool(job.fired())) == (76, True), ended.output
         assert "no progress: p1 has been reading data for" in ended.output
         assert ended.after_s < 3 + 1 + BUSY_S
 
 
 def test_under_launch_a_held_interpreter_is_76_with_its_name_and_stacks(job):
-    ended = job.end_of(job.train("watchdog.silence_s=4", n=2, faults={1: ["hook gil", 7]}))
+    ended = job.end_of(job.train("watchdog.heartbeat_timeout_s=4", n=2, faults={1: ["hook gil", 7]}))
     assert (ended.code, bool(job.fired())) == (76, True), ended.output
     assert "process 1 runs no Python since" in ended.output.splitlines()[-1]
     assert '[1]   File "' in ended.output and "in act" in ended.output
@@ -83,7 +83,7 @@ def test_under_launch_a_held_interpreter_is_76_with_its_name_and_stacks(job):
 
 @pytest.mark.parametrize("frozen", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_stopped_process_is_silent_75_and_named_last(job, frozen):
-    child = job.train("watchdog.silence_s=4", n=2)
+    child = job.train("watchdog.heartbeat_timeout_s=4", n=2)
     job.wait_for(lambda: len(job.steps()) > 2)
     stop([job.processes()[frozen]], signal.SIGSTOP)
     (job.folder / "fired-x").write_text(f"{time.monotonic()}")
@@ -219,7 +219,7 @@ def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_go
 
     It is suspended with the others, or, in the long form, goes on: then its gRPC would give up clients that do not
     answer for 60 s (cluster/service/grpc_relay.py).
-    Of a process alone `interpreter_s` stays as it is by default, 600: the thread in C behind it counts while the
+    Of a process alone `interpreter_timeout_s` stays as it is by default, 600: the thread in C behind it counts while the
     process is stopped.
     """
     faulthandler.dump_traceback_later(paused_s + 300, exit=True)  # the limit of a test is five minutes
@@ -230,7 +230,7 @@ def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_go
     subprocess.run(
         ["gcc", "-O1", "-shared", "-fPIC", f'-DSHIFT="{shift}"', "-o", library, source, "-ldl"], check=True, timeout=60
     )
-    names = ("silence_s", "step_s", "save_s", *(["interpreter_s"] if n > 1 else []))
+    names = ("heartbeat_timeout_s", "step_timeout_s", "save_timeout_s", *(["interpreter_timeout_s"] if n > 1 else []))
     limits = [f"watchdog.{name}={8 if paused_s < 60 else 60}" for name in names]
     child = job.train(*limits, n=n, LD_PRELOAD=str(library))
     job.wait_for(lambda: len(job.steps()) > 2)
@@ -259,8 +259,8 @@ def test_slow_imports_compilations_and_evaluations_are_no_hang(job):
     """Each takes 3 s on one process, where a step may take 1.5 s."""
     ended = job.end_of(
         job.train(
-            "watchdog.step_s=1.5",
-            "watchdog.silence_s=10",
+            "watchdog.step_timeout_s=1.5",
+            "watchdog.heartbeat_timeout_s=10",
             "steps=12",
             "eval.every_steps=6",
             n=2,

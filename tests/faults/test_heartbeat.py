@@ -22,7 +22,7 @@ from spmdkit.faults.watchdog import Watchdog
 from spmdkit.foundation.clock import RunningClock
 from spmdkit.run.hooks.watchdog import make
 
-LIMITS = Limits(step_s=None, import_s=1, compile_s=2, restore_s=3, save_s=4, evaluation_s=5)
+LIMITS = Limits(step_timeout_s=None, import_timeout_s=1, compile_timeout_s=2, restore_timeout_s=3, save_timeout_s=4, evaluation_timeout_s=5)
 
 
 def beat(phase, for_s, limit_s=10.0, step=812, detail="", spent=None):
@@ -100,7 +100,7 @@ def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine
 
     board, now = Board(), [0.0]
     dog = Watchdog(
-        board, "w", 2, 3, LIMITS, silence_s=30.0, interpreter_s=None, leave=lambda code: None, clock=lambda: now[0]
+        board, "w", 2, 3, LIMITS, heartbeat_timeout_s=30.0, interpreter_timeout_s=None, leave=lambda code: None, clock=lambda: now[0]
     )
 
     def pass_(seconds):
@@ -131,7 +131,7 @@ def test_who_stands_where_in_one_line():
     text = words({"why": "hang", "code": 76, "processes": [3]}, beats, "The newest checkpoint is of step 800.")
     for part in (
         "no progress: p3 has been",
-        "It may take 10 s (watchdog.step_s)",
+        "It may take 10 s (watchdog.step_timeout_s)",
         "of step 800",
         "start the same command again",
     ):
@@ -146,7 +146,7 @@ def test_a_clock_without_pauses_counts_a_second_of_five_minutes():
 
 def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_deadline():
     now = [0.0]
-    dog = Watchdog(None, "w", 0, 1, LIMITS, silence_s=30.0, interpreter_s=None, clock=lambda: now[0])
+    dog = Watchdog(None, "w", 0, 1, LIMITS, heartbeat_timeout_s=30.0, interpreter_timeout_s=None, clock=lambda: now[0])
     run, hook = SimpleNamespace(watchdog=dog, is_log_step=lambda step: True), make(SimpleNamespace(watchdog=LIMITS))
     hook.begin(run, 0, None)
     for step in (1, 2):
@@ -155,7 +155,7 @@ def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_dea
             now[0] += 0.2
             dog.clock.tick()
         hook.after_step(run, step, None, None)
-        assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
+        assert dog.step_timeout_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
 
 
 def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():
@@ -163,7 +163,7 @@ def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_o
     assert LIMITS.of("data", None) == 300
     assert LIMITS.of("step", 0.01) == LIMITS.of("data", 0.01) == 60
     assert LIMITS.of("step", 30.0) == 1200, "sixteen of them are waited for at once"
-    assert Limits(**{**vars(LIMITS), "step_s": 7}).of("data", 30.0) == 7
+    assert Limits(**{**vars(LIMITS), "step_timeout_s": 7}).of("data", 30.0) == 7
     assert [LIMITS.of(p, None) for p in ("import", "compile", "restore", "save", "evaluation")] == [1, 2, 3, 4, 5]
     assert LIMITS.of("hook 'mine'", None) == 5
     assert LIMITS.of("waiting", None) is None

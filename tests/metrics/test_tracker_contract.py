@@ -303,7 +303,7 @@ def test_a_run_with_a_dead_tracker_ends_well(tmp_path, monkeypatch, capfd):
         "@sk.tracker\ndef open(run, options, last_step):\n    return sk.Tracker(dead)\n"
     )
     (tmp_path / "run.yaml").write_text(
-        "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: plain, sinks: ['my_dead.py:open']}\n"
+        "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: plain, trackers: ['my_dead.py:open']}\n"
     )
     assert int(sk.train(tmp_path / "run.yaml").state.step) == 3
     assert capfd.readouterr().out.count("tracker my_dead.py:open: OSError: gone") == 1

@@ -169,7 +169,7 @@ def test_a_gather_and_a_scatter_over_two_axes_of_a_vmap_are_those_of_shard_map(t
 def test_padding_is_not_among_everybodys_rows():
     """40 rows in batches of 16: the last one has 8, in training and in the evaluation."""
     task = sk.Task(init, by_sk, keep_gradient(optax.sgd(0.1)), train_data=DATA[:40], eval_data=DATA[:37])
-    short = {"data": {"shuffle": False, "remainder": "mask"}}
+    short = {"data": {"shuffle": False, "drop_remainder": False}}
     state, evaluated = {}, {}
     for mesh in ("one device", "data 8", "data 2 x fsdp 4"):
         program = program_of(without_center(task), mesh, **short)
@@ -209,7 +209,7 @@ def test_its_gradient_is_that_of_the_real_rows(mesh, microbatches):
         return sum(losses_alone(params, part) for part in parts) / len(parts), {}
 
     task = without_center(dataclasses.replace(task_of(by_sk), train_data=DATA[:40]))
-    _, run = train(task, mesh, microbatches=microbatches, data={"shuffle": False, "remainder": "mask"})
+    _, run = train(task, mesh, microbatches=microbatches, data={"shuffle": False, "drop_remainder": False})
     assert_same_run(run, by_hand(of_rows, init(jax.random.key(0)), DATA[:40], optax.sgd(0.1)))
 
 
@@ -219,7 +219,7 @@ def unmasked(params, rows, key):
 
 def test_rows_that_are_gathered_without_their_mask_are_refused_where_batches_can_be_short():
     with pytest.raises(SpmdkitError, match="with_mask=True"):
-        program_of(task_of(unmasked), "data 8", data={"remainder": "mask"}, batch_size=32)
+        program_of(task_of(unmasked), "data 8", data={"drop_remainder": False}, batch_size=32)
 
 
 # ---- where nothing can cross

@@ -129,7 +129,7 @@ LONG_CASES = {
         {"padded": True, "priority": "weight", "capacity": 0.75, "order": ZIG_ZAG},
     ),
     "expert 2 x context 2 x tensor 2, dropless, noise": (
-        {"mesh": {"expert": 2, "context": 2, "tensor": 2}, "placement": {"params": "host", "optimizer": "host"}},
+        {"mesh": {"expert": 2, "context": 2, "tensor": 2}, "offload": ["params", "optimizer"]},
         {"capacity": None, "noise": 0.5},
     ),
     "data 2 x expert 2 x tensor 2, one of sixteen": (

@@ -14,7 +14,7 @@ from spmdkit.plan.flops import count
 from tests.support.core_runs import assert_same_run, program_of, train
 from tests.support.pipeline_models import embed, head, make_layer, model, model_of_ops, plain_mlp
 
-SHORT_BATCHES = {"data": {"remainder": "mask"}}
+SHORT_BATCHES = {"data": {"drop_remainder": False}}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_every_schedule_on_every_mesh_is_one_device(mesh, schedule, microbatches
         {"layout": {"zero": 1}},
         {"layout": {"zero": 2}, "microbatches": 2},
         {"remat": "dots", "clip_norm": 0.1},
-        {"remat": "full", "placement": {"params": "host"}},
+        {"remat": "full", "offload": ["params"]},
     ],
     ids=str,
 )

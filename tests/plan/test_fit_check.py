@@ -107,7 +107,7 @@ def test_a_step_that_the_compiler_refuses_for_its_size_does_not_fit_anywhere():
         memory.step_bytes(broken, given, "tpu")
 
 
-HOST = {"placement": {"optimizer": "host"}, "mesh": {"data": 8}, "batch_size": 4096, "task_args": {"layers": 16}}
+HOST = {"offload": ["optimizer"], "mesh": {"data": 8}, "batch_size": 4096, "task_args": {"layers": 16}}
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def test_the_parts_add_up_to_the_peak_that_the_compiler_reserves(case):
 
 def test_what_lives_on_the_host_is_no_memory_of_the_device():
     on_device = read_program(program_of(task(good_loss), mesh={"data": 8})).memory
-    settings = {"placement": {"params": "host", "optimizer": "host"}}
+    settings = {"offload": ["params", "optimizer"]}
     on_host = read_program(program_of(task(good_loss), mesh={"data": 8}, **settings)).memory
     assert on_host.host_parts == {"parameters": PARAMETERS} and on_device.host_parts == {}
     assert on_host.argument_bytes == on_device.argument_bytes - PARAMETERS

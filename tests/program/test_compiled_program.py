@@ -129,7 +129,7 @@ def compilations():
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 2 x tensor 2", "fsdp 8 zero 2"])
 def test_many_steps_puts_and_evaluations_are_one_compilation_each(mesh, compilations):
     task = mlp()
-    program = program_of(task, microbatches=4, data={"remainder": "mask"}, **MESHES[mesh])
+    program = program_of(task, microbatches=4, data={"drop_remainder": False}, **MESHES[mesh])
     state = program.init()
     compilations.clear()
     for _, batch in program.batches(stop=2):

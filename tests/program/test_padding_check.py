@@ -20,7 +20,7 @@ pytestmark = pytest.mark.promotes("losses as users write them: masks of bools ti
 REPLICAS = ("replica", "data")
 ROWS = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32) + 3
 TOKENS = np.random.default_rng(1).integers(0, 5, size=(24, 4)).astype(np.int32)
-SHORT = {"batch_size": 16, "data": {"remainder": "mask", "shuffle": False}, "eval": {"batch_size": 16}}
+SHORT = {"batch_size": 16, "data": {"drop_remainder": False, "shuffle": False}, "eval": {"batch_size": 16}}
 
 
 def init(key):
@@ -100,8 +100,8 @@ def test_a_loss_that_mixes_examples_with_padding_is_refused_before_the_first_ste
     with pytest.raises(ConfigError) as raised:
         program.step(state, batch)
     text = str(raised.value)
-    assert "data.remainder is mask" in text and "metric 'loss' is" in text and "'first'" not in text
-    assert "sk.example_mask()" in text and "data.remainder: drop" in text
+    assert "data.drop_remainder is false" in text and "metric 'loss' is" in text and "'first'" not in text
+    assert "sk.example_mask()" in text and "data.drop_remainder: true" in text
     first, second = (float(x) for x in re.search(r"is (\S+) with one filling of them and (\S+) with", text).groups())
     assert abs(first - second) > 1e-3 * abs(first)
     np.testing.assert_array_equal(jax.device_get(state.params), before)  # nothing was donated
@@ -177,7 +177,7 @@ def test_a_step_of_the_users_own_is_probed_too(view):
         return state.apply_gradients(grads), {"own": loss, **metrics}
 
     wrong = sk.Task(init, train_step=train_step, optimizer=optax.sgd(0.1), train_data=ROWS, view=view)
-    host = {"placement": {"params": "host"}} if view == "global" else {}
+    host = {"offload": ["params"]} if view == "global" else {}
     name = "parameter ''" if view == "global" else "metric 'own'"
     with pytest.raises(ConfigError, match=f"in train_step padding rows count: {name}"):
         first_step(program_of(wrong, mesh={"data": 4}, **SHORT, **host))
@@ -214,7 +214,7 @@ def test_a_program_that_was_told_not_to_look_does_not():
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize("per_example", [normalised, contrastive])
 def test_an_evaluation_that_mixes_examples_with_padding_is_refused(per_example, mesh):
-    settings = SHORT | {"data": {"remainder": "drop"}}
+    settings = SHORT | {"data": {"drop_remainder": True}}
     given = lambda w, batch: {"plain": sk.mean(batch[:, 0]), "mixed": sk.mean(per_example(w, batch))}
     program = program_of(task(masked, eval_fn=given), mesh=mesh, **settings)
     with pytest.raises(ConfigError) as raised:

@@ -115,7 +115,7 @@ def train(tmp_path, flip_at=None, device=2, loss_fn=lambda p, b, key: sk.mean(sq
         "mesh": {"data": 4},
         "log": {"every_steps": 3, "progress": "plain"},
         "checkpoint": {"every_steps": 3, "keep": 9},
-        "check_copies": {"every_steps": 3},
+        "replica_check": {"every_steps": 3},
     }
     config = config_of(tmp_path, **four_devices | changes)
     hooks = [sk.Hook("corrupt", order=1, after_step=corrupt)] if flip_at else []
@@ -142,7 +142,7 @@ def test_a_run_stops_and_names_the_device(tmp_path):
 def test_a_run_mends_the_copy_and_goes_on(tmp_path, capfd):
     """One step was computed with the wrong bit, so that the run is near the undisturbed one, and not equal to it."""
     clean = train(tmp_path / "a")
-    again = train(tmp_path / "b", flip_at=5, check_copies={"every_steps": 3, "then": "mend"})
+    again = train(tmp_path / "b", flip_at=5, replica_check={"every_steps": 3, "action": "repair"})
     assert "It has the bits of the others again" in capfd.readouterr().out
     copies = Copies(again.program)
     assert copies.differences(copies.hashes(again.state)) == []
@@ -151,7 +151,7 @@ def test_a_run_mends_the_copy_and_goes_on(tmp_path, capfd):
 
 def test_a_run_goes_back_to_where_all_copies_were_the_same_and_equals_the_undisturbed_one(tmp_path):
     clean = train(tmp_path / "a")
-    again = train(tmp_path / "b", flip_at=5, check_copies={"every_steps": 3, "then": "rollback"})
+    again = train(tmp_path / "b", flip_at=5, replica_check={"every_steps": 3, "action": "rollback"})
     np.testing.assert_array_equal(again.state.params["w"], clean.state.params["w"])
     copies = Copies(again.program)
     assert copies.differences(copies.hashes(again.state)) == []
@@ -168,7 +168,7 @@ def test_of_two_copies_both_are_named_and_nothing_is_mended_where_both_compute_t
             device=1,
             devices="cpu:2",
             mesh={"data": 2},
-            check_copies={"every_steps": 3, "then": "mend"},
+            replica_check={"every_steps": 3, "action": "repair"},
         )
     assert (
         "an audit of step 6, the same inputs twice: every device computed the same bits again" in capfd.readouterr().out
@@ -176,7 +176,7 @@ def test_of_two_copies_both_are_named_and_nothing_is_mended_where_both_compute_t
 
 
 def test_of_two_copies_the_one_is_mended_whose_device_computes_other_bits_the_second_time(tmp_path, capfd):
-    two = {"devices": "cpu:2", "mesh": {"data": 2}, "check_copies": {"every_steps": 3, "then": "mend"}}
+    two = {"devices": "cpu:2", "mesh": {"data": 2}, "replica_check": {"every_steps": 3, "action": "repair"}}
     result = train(tmp_path, flip_at=5, device=1, loss_fn=shaky(squares), **two)
     said = capfd.readouterr().out
     assert "an audit of step 6, the same inputs twice: device 1 (process 0) computed other bits the second time" in said
@@ -187,4 +187,4 @@ def test_of_two_copies_the_one_is_mended_whose_device_computes_other_bits_the_se
 
 def test_what_has_no_copy_is_said_at_the_start(tmp_path, capfd):
     train(tmp_path, mesh={"fsdp": 4}, layout={"min_shard_bytes": 1})
-    assert "check_copies sees nothing of 1 of 3 leaves of the state, 16 B of" in capfd.readouterr().out
+    assert "replica_check sees nothing of 1 of 3 leaves of the state, 16 B of" in capfd.readouterr().out

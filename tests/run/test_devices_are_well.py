@@ -1,4 +1,4 @@
-"""`preflight: true`: a device that computes other bits ends the start before anything is written; otherwise the run
+"""`health_check: true`: a device that computes other bits ends the start before anything is written; otherwise the run
 says that all was well."""
 
 import numpy as np
@@ -16,10 +16,10 @@ def short(monkeypatch):
 
 
 def test_a_run_on_devices_that_are_well_says_so_and_one_that_does_not_ask_says_nothing(tmp_path, capfd):
-    train(tmp_path, preflight=True, steps=2)
+    train(tmp_path, health_check=True, steps=2)
     (event,) = events(tmp_path, "health_check")
     assert "2 devices, the same bits" in event["why"]
-    assert "preflight:" in capfd.readouterr().err
+    assert "health_check:" in capfd.readouterr().err
     train(tmp_path / "other", steps=2)
     assert events(tmp_path / "other", "health_check") == []
 
@@ -32,6 +32,6 @@ def test_a_device_that_computes_other_bits_is_named_and_nothing_is_trained(tmp_p
         return (a, b + np.float32(1e-6)) if device.id == 1 else (a, b)
 
     monkeypatch.setattr(burn_in, "operands", operands)
-    with pytest.raises(DeviceError, match=r"preflight: .*device 1 .*Leave that host or device out") as told:
-        train(tmp_path, preflight=True, steps=2)
+    with pytest.raises(DeviceError, match=r"health_check: .*device 1 .*Leave that host or device out") as told:
+        train(tmp_path, health_check=True, steps=2)
     assert told.value.exit_code == 1 and not (tmp_path / "run").exists()

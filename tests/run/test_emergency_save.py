@@ -97,7 +97,7 @@ def test_an_error_in_a_hook_saves_the_step_it_was_called_after(tmp_path, error):
 
 def test_it_is_not_saved_where_that_was_chosen(tmp_path):
     with pytest.raises(UserCodeError):
-        train(tmp_path, Rows(BAD, OSError()), checkpoint={"every_steps": 4, "on_error_s": None})
+        train(tmp_path, Rows(BAD, OSError()), checkpoint={"every_steps": 4, "emergency_timeout_s": None})
     assert saved(tmp_path) == [4]
 
 
@@ -111,7 +111,7 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(checkpoint.Checkpoints, "save", slow)
     begin = time.monotonic()
     with pytest.raises(UserCodeError):
-        train(tmp_path, Rows(BAD, OSError()), checkpoint={"on_error_s": 0.5})
+        train(tmp_path, Rows(BAD, OSError()), checkpoint={"emergency_timeout_s": 0.5})
     assert time.monotonic() - begin < 15
     assert entered.wait(10), "a busy machine may come to it after the half second"
     assert "step 6, the last good one, was not saved within 0.5 s" in capfd.readouterr().out
@@ -135,7 +135,7 @@ def test_a_state_that_is_not_finite_is_not_kept(tmp_path, capfd):
 def test_rows_are_left_out_and_a_restart_repeats_it_bit_for_bit(tmp_path):
     """Row 55 fails once: it is left out of batch 7, read again in the next epoch; a run that is stopped between and
     started again gives the same."""
-    options = {"steps": 24, "data": {"shuffle": False, "skip": 2}, "checkpoint": {"every_steps": 3, "keep": 100}}
+    options = {"steps": 24, "data": {"shuffle": False, "max_bad_examples": 2}, "checkpoint": {"every_steps": 3, "keep": 100}}
     train(tmp_path, Rows(BAD, OSError("bad"), times=1), name="whole", **options)
     (news,) = [e for e in lines(tmp_path, "events.jsonl", "whole") if e["event"] == "unreadable_row"]
     assert (news["row"], news["batch"], news["process"]) == (BAD, 7, 0) and "left out" in news["done"]
@@ -162,7 +162,7 @@ def test_a_row_that_is_left_out_is_padding_where_batches_can_be_short(tmp_path):
             return 95
 
     options = {
-        "data": {"shuffle": False, "skip": 1, "remainder": "mask"},
+        "data": {"shuffle": False, "max_bad_examples": 1, "drop_remainder": False},
         "checkpoint": {"every_steps": 6},
         "steps": 12,
     }
@@ -187,5 +187,5 @@ def test_what_asks_to_leave_in_a_tracker_does_not_end_the_run(tmp_path):
         "import sys\nimport spmdkit as sk\n@sk.tracker\ndef leaving(run, options, last_step):\n    return sk.Tracker(lambda kind, record: sys.exit(0))\n"
     )
     sys.modules.pop("spmdkit_task_leaving", None)
-    result = train(tmp_path, Rows(), log={"every_steps": 1, "sinks": [f"{tmp_path}/leaving.py:leaving"]})
+    result = train(tmp_path, Rows(), log={"every_steps": 1, "trackers": [f"{tmp_path}/leaving.py:leaving"]})
     assert int(result.state.step) == 12

@@ -20,8 +20,8 @@ EVERYTHING = {
     "profile": {"start": 5, "steps": 2},
     "log": {"every_steps": 5},
     "data": {"retries": 1},
-    "check_copies": {"every_steps": 10},
-    "on_spike": {"then": "skip"},
+    "replica_check": {"every_steps": 10},
+    "on_spike": {"action": "skip"},
     "preemption": [{"file": {"path": "preempt"}}],
 }
 NAMES = hooks.names()

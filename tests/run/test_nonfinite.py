@@ -265,7 +265,7 @@ AT = 22
 
 @pytest.mark.parametrize("then", ["skip", "rollback"])
 def test_a_spike_is_left_out_and_noise_is_not(tmp_path, then, capfd):
-    spike = {"then": then, "window": 32}
+    spike = {"action": then, "window": 32}
     changes = {"steps": 30, "ema": 0.9, "on_spike": spike, "checkpoint": {"every_steps": 8, "keep": 9}}
     result = train(tmp_path, make_task(noisy(AT), **SPIKE), **changes)
     printed = capfd.readouterr().out
@@ -287,8 +287,8 @@ def test_a_spike_is_left_out_and_noise_is_not(tmp_path, then, capfd):
 
 def test_a_spike_can_stop_a_run_or_only_be_said(tmp_path, capfd):
     with pytest.raises(NonFiniteError, match=f"a spike at step {AT}: the loss, after batch {AT}"):
-        train(tmp_path, make_task(noisy(AT), **SPIKE), steps=30, on_spike={"then": "stop", "window": 32})
-    train(tmp_path / "b", make_task(noisy(AT), **SPIKE), steps=30, on_spike={"then": "continue", "window": 32})
+        train(tmp_path, make_task(noisy(AT), **SPIKE), steps=30, on_spike={"action": "stop", "window": 32})
+    train(tmp_path / "b", make_task(noisy(AT), **SPIKE), steps=30, on_spike={"action": "continue", "window": 32})
     assert f"a spike at step {AT}: the loss is" in capfd.readouterr().out
 
 

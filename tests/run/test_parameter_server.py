@@ -170,7 +170,7 @@ def test_a_metric_that_may_be_not_finite_is_said(tmp_path, capfd):
             "max_staleness: has no effect with aggregate",
         ),
         ({"sync": "parameter_server", "reducer": "bfloat16"}, "reducer: keeps or rounds something"),
-        ({"sync": "parameter_server", "on_spike": {"then": "skip"}}, "on_spike: looks at the steps of one program"),
+        ({"sync": "parameter_server", "on_spike": {"action": "skip"}}, "on_spike: looks at the steps of one program"),
         ({"sync": "parameter_server", "on_nonfinite": "rollback"}, "on_nonfinite: is rollback"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:20],

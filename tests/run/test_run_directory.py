@@ -73,7 +73,7 @@ def test_a_run_leaves_every_file_that_the_reference_names(tmp_path):
         tmp_path,
         checkpoint={"every_steps": 10},
         eval={"every_steps": 10},
-        log={"every_steps": 5, "progress": "off", "tensorboard": True},
+        log={"every_steps": 5, "progress": "off", "trackers": ["tensorboard"]},
         profile={"start": 8, "steps": 2},
     )
     result = train(config, make_task())

@@ -122,7 +122,7 @@ def check_steps(program, rows_of_step=lambda number: slice(None)):
         assert isinstance(found["largest"], float) and isinstance(found["table"], np.ndarray)
 
 
-SHORT = {"data": {"remainder": "mask"}, "steps": 2}
+SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -165,7 +165,7 @@ def test_a_step_of_the_users_own_sees_the_padding_of_a_short_batch_through_sk_me
         return state.apply_gradients(jax.tree.map(lambda g: g / mean.count, grads)), {"loss": mean}
 
     task = dataclasses.replace(regression(num_examples=37), train_step=train_step, view=view)
-    program = program_of(task, data={"shuffle": False, "remainder": "mask"}, **MESHES["data 8"])
+    program = program_of(task, data={"shuffle": False, "drop_remainder": False}, **MESHES["data 8"])
     state = program.init()
     for step, batch in program.batches(stop=2):
         rows = {name: x[(step - 1) * BATCH : step * BATCH] for name, x in task.train_data.items()}
@@ -326,9 +326,9 @@ def test_settings_that_a_step_of_the_users_own_would_ignore_are_refused():
         return state.apply_gradients(grads), {"loss": loss}
 
     refused(train_step, r"microbatches: 4 has no effect.*sk\.value_and_grad", microbatches=4)
-    with pytest.raises(ConfigError, match=r"remainder is mask.*sk\.mean.*padding rows .*would count"):
+    with pytest.raises(ConfigError, match=r"drop_remainder is false.*sk\.mean.*padding rows .*would count"):
         task = dataclasses.replace(regression(num_examples=37), train_step=train_step, view="replica")
-        program_of(task, data={"remainder": "mask"}, **MESHES["data 8"])
+        program_of(task, data={"drop_remainder": False}, **MESHES["data 8"])
 
 
 @pytest.mark.parametrize(

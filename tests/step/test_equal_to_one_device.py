@@ -115,7 +115,7 @@ def test_a_random_init_has_the_same_bits_on_every_mesh(mesh):
 @pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
 def test_a_short_last_batch_counts_only_its_own_examples(mesh, microbatches):
     task = regression(num_examples=37)  # 32 and 5: most replicas hold nothing but padding in the second step
-    settings = {"data": {"remainder": "mask", "shuffle": False}}
+    settings = {"data": {"drop_remainder": False, "shuffle": False}}
     program = program_of(task, microbatches=microbatches, **settings, **MESHES[mesh])
     state = program.init()
     for step, batch in program.batches(stop=2):
@@ -130,7 +130,7 @@ def test_a_short_last_batch_counts_only_its_own_examples(mesh, microbatches):
 def test_a_short_last_batch_is_that_of_one_device_for_the_gpt_and_for_masked_batch_norm(model):
     task = gpt() if model == "gpt" else cnn(short_batches=True)
     short = dataclasses.replace(task, train_data={name: x[:41] for name, x in task.train_data.items()})
-    settings = {"data": {"remainder": "mask"}, "microbatches": 2 if model == "gpt" else 1}
+    settings = {"data": {"drop_remainder": False}, "microbatches": 2 if model == "gpt" else 1}
     one = train(program_of(short, **settings), evaluate=False, steps=3)
     program = program_of(short, mesh={"data": 4, "fsdp": 2} if model == "gpt" else {"data": 8}, **settings)
     assert program.form == ("mapped" if model == "gpt" else "manual")
@@ -198,7 +198,7 @@ def test_gradients_are_summed_in_the_reduce_dtype():
 
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
 def test_parameters_and_optimizer_state_on_the_host_give_the_same_numbers(mesh):
-    settings = {"placement": {"params": "host", "optimizer": "host"}, "microbatches": 4}
+    settings = {"offload": ["params", "optimizer"], "microbatches": 4}
     task = dataclasses.replace(regression(), optimizer=keep_gradient(optax.sgd(0.05, momentum=0.9)))
     program = program_of(task, ema=0.5, **settings, **MESHES[mesh])
     state = program.init()
@@ -215,11 +215,11 @@ def test_parameters_and_optimizer_state_on_the_host_give_the_same_numbers(mesh):
 def test_an_evaluation_of_parameters_on_the_host_draws_nothing_either():
     """The GPT has dropout, and none where its key is None: with a key after all, its evaluation would be another
     one."""
-    assert program_of(gpt(), placement={"params": "host"}, **MESHES["data 2 x fsdp 4"]).evaluator.note is None
+    assert program_of(gpt(), offload=["params"], **MESHES["data 2 x fsdp 4"]).evaluator.note is None
 
 
 def test_only_one_of_parameters_and_optimizer_can_live_on_the_host():
-    program = program_of(regression(), placement={"optimizer": "host"}, **MESHES["data 2 x fsdp 4"])
+    program = program_of(regression(), offload=["optimizer"], **MESHES["data 2 x fsdp 4"])
     kinds = {p.path.split("/")[0]: p.memory_kind for p in program.layout if p.shape}
     assert kinds["params"] == "device" and kinds["opt_state"] == "pinned_host"
     assert_same_run(train(program), one_device("regression"))

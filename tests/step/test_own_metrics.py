@@ -123,7 +123,7 @@ def check(program, steps=2):
     assert_same(program.eval(state), by_hand(one(state.params), task().eval_data))
 
 
-SHORT = {"data": {"remainder": "mask"}, "steps": 2}
+SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

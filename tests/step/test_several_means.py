@@ -99,7 +99,7 @@ def test_a_short_batch_counts_what_it_has(mesh):
     """40 of 48 rows: the last batch has 8, in training and in the evaluation."""
     data = jax.tree.map(lambda x: x[:40], DATA)
     task = sk.Task(init, mlm_and_nsp, keep_gradient(optax.sgd(0.1)), train_data=data, eval_data=data)
-    program = program_of(task, mesh, data={"shuffle": False, "remainder": "mask"})
+    program = program_of(task, mesh, data={"shuffle": False, "drop_remainder": False})
     state = program.init()
     for step, batch in program.batches():
         params = jax.device_get(state.params)

@@ -113,7 +113,7 @@ def test_keys_are_saved_and_come_back_on_another_mesh_bit_for_bit(tmp_path):
     for more in (
         {"mesh": {"data": 2, "fsdp": 4}},
         {"mesh": {}},
-        {"mesh": {"fsdp": 8}, "placement": {"optimizer": "host"}},
+        {"mesh": {"fsdp": 8}, "offload": ["optimizer"]},
     ):
         if not more["mesh"]:
             more, other = {"layout": {}}, make(mesh={}, layout={})

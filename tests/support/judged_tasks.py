@@ -32,8 +32,8 @@ CAUGHT = "caught by "
 SETTINGS = {
     "byol_ema": {"ema": 0.9},
     "cnn_linen": {"ema": 0.9, "clip_norm": 0.5},
-    "ranking": {"data": {"shuffle": False, "remainder": "mask"}},
-    "tagging": {"data": {"shuffle": False, "remainder": "mask"}},
+    "ranking": {"data": {"shuffle": False, "drop_remainder": False}},
+    "tagging": {"data": {"shuffle": False, "drop_remainder": False}},
 }
 """The configs of those that train with other than the common one."""
 

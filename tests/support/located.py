@@ -210,7 +210,7 @@ def judge_of(task: str, text: str, short: bool = False) -> Judge:
     spec = importlib.util.spec_from_file_location(f"located_{task}_{len(sys.modules)}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    data = {"shuffle": False} | ({"remainder": "mask"} if short else {})
+    data = {"shuffle": False} | ({"drop_remainder": False} if short else {})
     config = sk.Config(task="t.py:t", batch_size=BATCH, steps=2, data=data)
     return Judge(Subject(config, module.task, BATCH, steps=2), locate="all")
 

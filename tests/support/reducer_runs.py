@@ -62,7 +62,7 @@ def task(optimizer=None, num=67, **changes):
 def program(mesh, reducer="sum", own=None, **settings):
     """Returns the program of a task on one of MESHES (or a mapping of settings)."""
     chosen = MESHES[mesh] if isinstance(mesh, str) else mesh
-    settings = {"batch_size": 64, "steps": 20, "data": {"remainder": "mask"}} | settings
+    settings = {"batch_size": 64, "steps": 20, "data": {"drop_remainder": False}} | settings
     return program_of(own or task(), reducer=reducer, **settings, **chosen)
 
 

@@ -226,15 +226,15 @@ def new_natural_judge():
 
 
 @functools.cache
-def judge(loss_fn, remainder="drop", stateful=False, steps=2, **settings):
+def judge(loss_fn, drop_remainder=True, stateful=False, steps=2, **settings):
     """Returns the judge of a task in this process."""
     task = sk.Task(
         init=stateful_init if stateful else init,
         loss_fn=loss_fn,
         optimizer=optax.adam(1e-2),
         train_data=data(),
-        eval_data={name: x[: 41 if remainder == "mask" else 64] for name, x in data().items()},
+        eval_data={name: x[: 64 if drop_remainder else 41] for name, x in data().items()},
         rules=[("w", ["embed", "mlp"])],
     )
-    config = sk.Config(task="t.py:t", data={"remainder": remainder}, **settings)
+    config = sk.Config(task="t.py:t", data={"drop_remainder": drop_remainder}, **settings)
     return Judge(Subject(config, task, BATCH, steps))

@@ -96,9 +96,9 @@ def test_what_makes_it_another_run_is_refused_unless_it_is_allowed(forks, projec
     before = sorted(os.listdir(project / "run" / "checkpoints"))
     ended = train(forks, project, "steps=4", *overrides, **variables)
     assert ended.code == 78, ended
-    assert key in ended.output and f"--allow {key}" in ended.output and "Traceback" not in ended.output
+    assert key in ended.output and f"--allow-change {key}" in ended.output and "Traceback" not in ended.output
     assert sorted(os.listdir(project / "run" / "checkpoints")) == before
-    ended = train(forks, project, "steps=4", *overrides, "--allow", key, **variables)
+    ended = train(forks, project, "steps=4", *overrides, "--allow-change", key, **variables)
     assert ended.code == 0, ended
     assert key in changes(project)
     assert train(forks, project, "steps=5", *overrides, **variables).code == 0, (
@@ -107,6 +107,6 @@ def test_what_makes_it_another_run_is_refused_unless_it_is_allowed(forks, projec
 
 
 def test_a_key_that_cannot_be_allowed_is_refused(forks, project):
-    ended = train(forks, project, "--allow", "sed")
+    ended = train(forks, project, "--allow-change", "sed")
     assert ended.code == 78, ended
     assert "sed" in ended.output and "seed" in ended.output

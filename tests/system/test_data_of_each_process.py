@@ -46,7 +46,7 @@ batch_size: 8
 steps: 12
 devices: cpu:2
 mesh: {data: 2}
-data: {remainder: mask}
+data: {drop_remainder: false}
 checkpoint: {every_steps: 5}
 log: {every_steps: 1}
 """

@@ -106,7 +106,7 @@ def test_an_exit_in_the_data_is_70_and_named(folder, leaving, launched):
 
 @pytest.mark.slow
 def test_a_row_that_process_1_leaves_out_is_in_the_record_and_the_restart_equals_the_whole_run(folder, leaving):
-    command = ("launch", "-n", "2", "--", "train", "run.yaml", "data.skip=1", "log.every_steps=1")
+    command = ("launch", "-n", "2", "--", "train", "run.yaml", "data.max_bad_examples=1", "log.every_steps=1")
     code, output = leaving("bad", *command, "run_dir=whole")
     assert code == 0, output
     assert leaving("bad", *command, "steps=8")[0] == 0

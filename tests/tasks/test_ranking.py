@@ -71,4 +71,4 @@ task = sk.Task(init, loss_fn, optimizer, train_data=DATA, rules=[("up", [None, "
 
 @pytest.mark.parametrize("mesh", QUICK)
 def test_it_is_the_plain_script(mesh):
-    assert_same(train(task, mesh, data={"shuffle": False, "remainder": "mask"}), plain())
+    assert_same(train(task, mesh, data={"shuffle": False, "drop_remainder": False}), plain())

@@ -134,20 +134,20 @@ def run_with(folder, mistake, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "remainder", "says"),
+    ("mistake", "drop_remainder", "says"),
     [
         (
             "loss = (loss * sk.example_mask()).sum() / jnp.maximum(sk.example_mask().sum(), 1)",
-            "mask",
+            "false",
             "of one shard alone, another on each",
         ),
-        ("loss = loss * jax.random.bernoulli(key, 0.8, loss.shape)", "drop", "draws other numbers than one device"),
-        ("loss = loss - sk.all_gather(loss)[: len(loss)].mean()", "drop", "is another value"),
+        ("loss = loss * jax.random.bernoulli(key, 0.8, loss.shape)", "true", "draws other numbers than one device"),
+        ("loss = loss - sk.all_gather(loss)[: len(loss)].mean()", "true", "is another value"),
     ],
     ids=["a mean over the shard", "a forgotten key", "a statistic of one replica"],
 )
-def test_mistake_in_user_code_is_located(folder, capfd, mistake, remainder, says):
-    code, line = run_with(folder, mistake, "--json", f"data.remainder={remainder}")
+def test_mistake_in_user_code_is_located(folder, capfd, mistake, drop_remainder, says):
+    code, line = run_with(folder, mistake, "--json", f"data.drop_remainder={drop_remainder}")
     (case,) = json.loads(capfd.readouterr().out)["cases"]
     assert code == 1 and not case["passed"]
     assert case["located"]["line"].endswith(f"task.py:{line} (loss_fn)") and says in case["located"]["text"]
@@ -162,7 +162,7 @@ def test_padding_among_negatives_is_rejected(folder):
 
 def verify_with(folder, mistake):
     (folder / "task.py").write_text(MISTAKES.replace("# here", mistake))
-    return verify_config(config(**{"data.remainder": "mask"}), VerifyOptions(mutants=False, jobs=1))
+    return verify_config(config(**{"data.drop_remainder": False}), VerifyOptions(mutants=False, jobs=1))
 
 
 @pytest.mark.slow

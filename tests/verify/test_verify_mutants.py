@@ -57,7 +57,7 @@ OF_COUNTS = ("mean_of_means", "mean_over_shard", "count_without_gradient", "clip
 
 @pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.name not in OF_OPS | OF_NATURAL_TASKS])
 def test_a_mutant_is_caught(name):
-    found = judge(tasks.right, "mask").mutant(name, 4)
+    found = judge(tasks.right, drop_remainder=False).mutant(name, 4)
     assert found.get("caught"), found
 
 
@@ -75,12 +75,12 @@ def test_a_mutant_of_a_natural_task_is_caught(name):
 
 @pytest.mark.parametrize("name", OF_COUNTS)
 def test_a_mutant_of_counts_is_caught_where_the_loss_is_a_sum_of_two_means(name):
-    found = judge(tasks.two_means, "mask").mutant(name, 4)
+    found = judge(tasks.two_means, drop_remainder=False).mutant(name, 4)
     assert found.get("caught"), found
 
 
 def test_a_mutant_of_padding_is_caught_in_a_metric_alone_which_the_last_step_does_not_show():
-    found = judge(tasks.real_rows_counted, "mask", steps=3).mutant("padding_among_examples", 4)
+    found = judge(tasks.real_rows_counted, drop_remainder=False, steps=3).mutant("padding_among_examples", 4)
     assert found.get("caught") and found["by"].startswith("metric"), found
 
 
@@ -167,7 +167,7 @@ def test_the_page_of_mutants_has_the_reasons_that_the_program_gives():
 
 def test_a_blunt_comparison_lets_a_mutant_through_and_says_so(monkeypatch):
     monkeypatch.setattr("spmdkit.verify.compare.Errors.failed", lambda *_: [])
-    assert judge(tasks.right, "mask").mutant("reduction_doubled", 4)["caught"] is False
+    assert judge(tasks.right, drop_remainder=False).mutant("reduction_doubled", 4)["caught"] is False
 
 
 def test_there_are_twenty_kinds_of_mistakes_those_of_users_too():

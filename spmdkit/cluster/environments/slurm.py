@@ -48,7 +48,7 @@ def read(env: Mapping[str, str]) -> Answer:
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in NAMES)
         return Partial(
             f"step {step} of the Slurm job {job} has no complete place for this task ({found})",
-            "Slurm sets all three for each task. Start it with srun --ntasks=N, or set cluster.dialect: none for one process.",
+            "Slurm sets all three for each task. Start it with srun --ntasks=N, or set cluster.environment: none for one process.",
             "starter",
         )
     port = port_of(job + PORTS_BETWEEN_STEPS * step)

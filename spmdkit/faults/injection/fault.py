@@ -3,22 +3,22 @@
 | kind | what is done | how it is meant to go on |
 | --- | --- | --- |
 | kill | SIGKILL | a restart from the newest checkpoint |
-| stop | SIGSTOP: it lives, and gives no sign | the others end with 75 after `watchdog.silence_s`, a restart |
+| stop | SIGSTOP: it lives, and gives no sign | the others end with 75 after `watchdog.heartbeat_timeout_s`, a restart |
 | term | SIGTERM to this one alone | all save at one step and leave with 42, a restart that loses nothing |
-| hang | its training thread sleeps for ever before a step, as in data that do not come | 76 after `watchdog.step_s`, a
+| hang | its training thread sleeps for ever before a step, as in data that do not come | 76 after `watchdog.step_timeout_s`, a
 restart |
 | slow | each of its steps takes 0.25 s longer, for 5 s | no restart: all go on, slowly |
 | nan | a NaN in its rows of one batch | what `on_nonfinite` says; `stop` ends the run |
-| bit-flip | one bit of its copy of the largest parameter | `check_copies` finds it; without that, or a copy, nothing
+| bit-flip | one bit of its copy of the largest parameter | `replica_check` finds it; without that, or a copy, nothing
 does |
 | truncate | killed, and a file of the newest checkpoint is cut in half | a restart from the checkpoint before |
 | corrupt | killed, and one bit of the newest checkpoint is flipped | a restart from the checkpoint before |
 | disk-full | no file of any process can grow beyond 2 KiB until that is noticed: they share a disk | told, and made up
 for at the next interval |
-| partition | its host neither sends nor gets a frame until all have ended | 75 after `watchdog.silence_s`, a restart |
+| partition | its host neither sends nor gets a frame until all have ended | 75 after `watchdog.heartbeat_timeout_s`, a restart |
 | partition-send | what its host sends is lost until all have ended; what is sent to it comes | as partition |
 | partition-peer | nothing passes between its host and that of the next process; both reach the coordination service,
-until all have ended | 76 after `watchdog.step_s`, a restart |
+until all have ended | 76 after `watchdog.step_timeout_s`, a restart |
 | delay | what its host sends and gets comes 50 ms later, for 5 s | no restart |
 | loss | 2 % of what its host sends and gets is lost, for 5 s | no restart |
 | rate | between its host and each other 1 MB/s pass each way, for 5 s | no restart |

@@ -1,6 +1,6 @@
 """Where the records of a run go: a file each, found by its name. `chosen` says which, `Trackers` writes to all of them.
 
-metrics.jsonl is always written: the run's own record. Others are named by `log.sinks`: a file here, or a user's own
+metrics.jsonl is always written: the run's own record. Others are named by `log.trackers`: a file here, or a user's own
 under `@sk.tracker`.
 """
 
@@ -47,7 +47,7 @@ def chosen(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[Chose
     for entry in asked:
         name, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
         if any(name == other.name for other in found):
-            raise ConfigError(f"log.sinks: {name} is written to already. A tracker is named once. Remove it.")
+            raise ConfigError(f"log.trackers: {name} is written to already. A tracker is named once. Remove it.")
         found.append(ChosenTracker(name, _opener(name, folder), options or {}))
     return found
 
@@ -57,7 +57,7 @@ def _opener(name: str, folder: Path) -> Any:
         return user_code.find(name, "tracker", folder)
     if name not in names():
         raise ConfigError(
-            f"log.sinks: '{name}' is not known. Valid: {', '.join(names())}, or a function of yours under @sk.tracker, as my_tracker.py:open."
+            f"log.trackers: '{name}' is not known. Valid: {', '.join(names())}, or a function of yours under @sk.tracker, as my_tracker.py:open."
             f"{nearest(name, names())}"
         )
     return importlib.import_module(f"{__name__}.{name}").open

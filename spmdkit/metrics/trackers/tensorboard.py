@@ -32,9 +32,9 @@ class TensorboardTracker:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "log.sinks names tensorboard, but the package tensorboardX was not found."
+                "log.trackers names tensorboard, but the package tensorboardX was not found."
                 " TensorBoard files are written by it."
-                " Run `pip install 'spmdkit[tensorboard]'`, or leave it out (log.tensorboard: false)."
+                " Run `pip install 'spmdkit[tensorboard]'`, or leave it out of log.trackers."
             ) from error
 
         def open(step: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""Compares the copies of the train state bit by bit every `check_copies.every_steps` steps: a device that computes or
+"""Compares the copies of the train state bit by bit every `replica_check.every_steps` steps: a device that computes or
 remembers wrongly says nothing itself.
 
 Where three or more devices hold the same part, the odd one is named; of two, an audit says which one computes other
@@ -22,7 +22,7 @@ MOST_LEAVES = 4
 
 def make(config: Any) -> Hook | None:
     """Returns the hook that compares, None where it is not asked for."""
-    asked = config.check_copies
+    asked = config.replica_check
     if asked is None:
         return None
     made: list[Copies] = []
@@ -47,16 +47,16 @@ def make(config: Any) -> Hook | None:
                 leaves=[d.path for d in differences],
                 devices=[copies.device(p).id for p in _odd(differences)],
             )
-        if asked.then == "continue":
+        if asked.action == "continue":
             run.message(what)
             return None
-        if asked.then == "rollback":
+        if asked.action == "rollback":
             run.message(what)
             return Rollback(same["step"], known=True)
-        if asked.then == "mend" and all(d.source is not None for d in differences):
+        if asked.action == "repair" and all(d.source is not None for d in differences):
             run.message(f"{what} It has the bits of the others again.")
             return ReplaceState(copies.mended(state, differences))
-        unknown = " Which of them is right is not known, so nothing can be mended." if asked.then == "mend" else ""
+        unknown = " Which of them is right is not known, so nothing can be mended." if asked.action == "repair" else ""
         return Stop(
             NonFiniteError.exit_code,
             f"{what}{unknown} Copies of the state have to be the same on all devices; one of these computes or remembers wrongly. All were the same "
@@ -82,7 +82,7 @@ def _say_what_is_alone(run: Any, copies: Copies) -> None:
         return
     part = format_bytes(sum(sizes[path] for path in alone))
     run.message(
-        f"note: check_copies sees nothing of {len(alone)} of {len(sizes)} leaves of the state, {part} of {format_bytes(sum(sizes.values()))}: there "
+        f"note: replica_check sees nothing of {len(alone)} of {len(sizes)} leaves of the state, {part} of {format_bytes(sum(sizes.values()))}: there "
         "every device holds the only copy of its part, which fsdp and model axes cut. A mesh with replica: 2 has two."
     )
 

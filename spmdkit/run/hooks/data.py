@@ -10,7 +10,7 @@ from spmdkit.run.hooks.base import Hook
 
 def make(config: Any) -> Hook | None:
     """Returns the hook that tells what had to be done about the data, None where nothing may be."""
-    if not config.data.retries and not config.data.skip:
+    if not config.data.retries and not config.data.max_bad_examples:
         return None
 
     def tell(run: Any, step: int, *_: Any) -> None:

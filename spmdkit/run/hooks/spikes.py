@@ -1,4 +1,4 @@
-"""Sets the limit above which a loss is a spike: the median of the losses before it and `on_spike.z` robust deviations;
+"""Sets the limit above which a loss is a spike: the median of the losses before it and `on_spike.z_score` robust deviations;
 finite.py does the rest.
 
     deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median: a loss that stands still
@@ -40,7 +40,7 @@ def make(config: Any) -> Hook | None:
         waiting.clear()
         for step, loss in zip(steps, map(float, losses), strict=True):
             if limit[0] is not None and loss > limit[0]:
-                if asked.then == "continue" and run is not None:
+                if asked.action == "continue" and run is not None:
                     run.message(f"a spike at step {step}: the loss is {loss:.4g}, above {limit[0]:.4g}")
             elif math.isfinite(loss):
                 window.append(loss)
@@ -60,7 +60,7 @@ def make(config: Any) -> Hook | None:
         if run.is_log_step(step):
             read(run)
             if len(window) >= asked.window // 4:
-                limit[0] = limit_of(window, asked.z)
+                limit[0] = limit_of(window, asked.z_score)
             put(run)
 
     def saved() -> dict[str, Any]:

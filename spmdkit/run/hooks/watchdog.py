@@ -34,7 +34,7 @@ def make(config: Any) -> Hook | None:
             now = run.watchdog.clock.now
             recent.append((now - seen[1]) / (step - seen[0]))
             seen[:] = step, now
-            run.watchdog.step_s = statistics.median(recent)
+            run.watchdog.step_timeout_s = statistics.median(recent)
             for line in run.watchdog.take_notices():
                 run.message(line)
                 run.events.write("straggler", step=step, text=line)

@@ -2,7 +2,7 @@
 one table.
 
 A checkpoint's record holds what the run was when it was saved. What is other now is said, and written to events.jsonl.
-What makes it another run, whose examples would be others, is refused unless it is allowed by name (`train --allow
+What makes it another run, whose examples would be others, is refused unless it is allowed by name (`train --allow_change-change
 KEY`).
 """
 
@@ -28,7 +28,7 @@ from spmdkit.program import source_digest
 from spmdkit.program.task import Task
 from spmdkit.run.recovery import skipped_batches
 
-ANOTHER_RUN = ("task", "seed", "batch_size", "data.shuffle", "data.remainder", "train_data")
+ANOTHER_RUN = ("task", "seed", "batch_size", "data.shuffle", "data.drop_remainder", "train_data")
 """What a run keeps for life: with another one, the examples of a step would be others."""
 NOT_COMPARED = ("run_dir",)
 SHOWN = 60
@@ -157,16 +157,16 @@ def _cut(text: str) -> str:
     return line if len(line) <= SHOWN else f"{line[: SHOWN // 2]} ... {line[-SHOWN // 2 + 5 :]}"
 
 
-def check_allowed(allow: Sequence[str]) -> None:
-    """Refuses a key that `--allow` does not know.
+def check_allowed(allow_change: Sequence[str]) -> None:
+    """Refuses a key that `--allow_change-change` does not know.
 
     Raises:
         ConfigError: see above.
     """
-    for key in allow:
+    for key in allow_change:
         if key not in ANOTHER_RUN:
             raise ConfigError(
-                f"--allow {key}: no such key. It names what may change although it makes a run another one: {', '.join(ANOTHER_RUN)}; anything "
+                f"--allow_change-change {key}: no such key. It names what may change although it makes a run another one: {', '.join(ANOTHER_RUN)}; anything "
                 f"else may change anyway.{nearest(key, ANOTHER_RUN)}"
             )
 
@@ -177,7 +177,7 @@ def check(
     step: int,
     schedule: Schedule,
     directory: Path,
-    allow: Sequence[str] = (),
+    allow_change: Sequence[str] = (),
 ) -> list[Change]:
     """Returns what has changed since `step` was saved, by its record and what a record would hold now.
 
@@ -186,20 +186,20 @@ def check(
     """
     found = changes(before, now)
     another = {change.key for change in found if change.key in ANOTHER_RUN}
-    why = refusal(found, allow, directory, step)
-    if another <= {"train_data"} - set(allow):  # what is to blame is said by the batch
+    why = refusal(found, allow_change, directory, step)
+    if another <= {"train_data"} - set(allow_change):  # what is to blame is said by the batch
         why = other_examples(before.get("next_batch"), skipped_batches.as_saved(schedule, before), step) or why
     if why is not None:
         raise ConfigError(why)
     return found
 
 
-def refusal(found: Sequence[Change], allow: Sequence[str], directory: Path, step: int) -> str | None:
+def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Path, step: int) -> str | None:
     """Returns why a run does not go on as what it is now, or None."""
-    another = [change for change in found if change.key in ANOTHER_RUN and change.key not in allow]
+    another = [change for change in found if change.key in ANOTHER_RUN and change.key not in allow_change]
     if not another:
         return None
-    first, flags = another[0], " ".join(f"--allow {change.key}" for change in another)
+    first, flags = another[0], " ".join(f"--allow_change-change {change.key}" for change in another)
     more = (
         f" Also changed: {', '.join(f'{c.key} ({c.before} -> {c.now})' for c in another[1:])}." if another[1:] else ""
     )
@@ -221,5 +221,5 @@ def other_examples(digest: str | None, schedule: Schedule, step: int) -> str | N
     return (
         f"train_data is not what it was: batch {step + 1} has other examples than when step {step} was saved "
         f"({schedule.num_examples} examples now). Bring the data back, or give the new run a run_dir of its own. If it is meant: "
-        "--allow train_data."
+        "--allow_change-change train_data."
     )

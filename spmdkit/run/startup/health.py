@@ -1,4 +1,4 @@
-"""`preflight: true`: before a start, all devices compute the same products; a run is not trusted to one that computes
+"""`health_check: true`: before a start, all devices compute the same products; a run is not trusted to one that computes
 other bits."""
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ def devices_are_well(cluster: Cluster, config: Config) -> str | None:
     Raises:
         DeviceError: on every process, where one computes other bits, named with its process and host.
     """
-    if not config.preflight:
+    if not config.health_check:
         return None
     said, verdict = burn_all(cluster, BURN_IN_S)
     if verdict.wrong:
         raise DeviceError(
-            f"preflight: {'; '.join(verdict.wrong)}. All devices were given the same products, and a run trusts each with a part of its numbers. Leave that "
-            "host or device out, and look longer with spmdkit doctor --burn 5m."
+            f"health_check: {'; '.join(verdict.wrong)}. All devices were given the same products, and a run trusts each with a part of its numbers. Leave that "
+            "host or device out, and look longer with spmdkit doctor --burn-in 5m."
         )
     if cluster.is_main and config.log.progress != "off":
-        for line in (f"preflight: {said}", *(f"note: {line}" for line in verdict.slow)):
+        for line in (f"health_check: {said}", *(f"note: {line}" for line in verdict.slow)):
             print(visible(line), file=sys.stderr, flush=True)
     return said

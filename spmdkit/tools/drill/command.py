@@ -125,8 +125,8 @@ def _checked(asked: Drill, config: Config) -> list[Fault]:
             raise ConfigError(
                 f"--fault {fault} and {config.where('elastic.in_process')}: {what}, and this job goes on in the processes that are left. Add elastic.in_process=false to the drill."
             )
-        if fault.kind == "bit-flip" and config.check_copies is None:
-            _say("note: check_copies is null in the config, so that nothing will notice a flipped bit")
+        if fault.kind == "bit-flip" and config.replica_check is None:
+            _say("note: replica_check is null in the config, so that nothing will notice a flipped bit")
     return faults
 
 
@@ -221,7 +221,7 @@ def _failures(disturbed: Driver, code: int, leaf: str, record: str) -> list[str]
         ]
     why += [
         f"fault {injection.number}, {injection.fault}, was never noticed"
-        + (": set check_copies" if injection.fault.kind == "bit-flip" else "")
+        + (": set replica_check" if injection.fault.kind == "bit-flip" else "")
         for injection in disturbed.injections
         if injection.fault.kind in ("bit-flip", "disk-full") and injection.detected is None and not injection.failed
     ]

@@ -136,8 +136,7 @@ def _reshard(migration: Migration, key: str, value: Any) -> None:
 
 def _offload(migration: Migration, key: str, value: Any) -> None:
     if is_on(value):
-        migration.put("placement.optimizer", "host")
-        return migration.mapped(key, value, "placement.params", "host", "and placement.optimizer")
+        return migration.mapped(key, value, "offload", ["params", "optimizer"])
     return migration.say(AUTOMATIC, key, value, "kept on the device")
 
 
@@ -197,8 +196,8 @@ DEEPSPEED: dict[str, Any] = {
     "zero_stage": deepspeed.stage,
     "gradient_accumulation_steps": to("microbatches"),
     "gradient_clipping": to("clip_norm", float),
-    "offload_optimizer_device": deepspeed.offload("placement.optimizer"),
-    "offload_param_device": deepspeed.offload("placement.params"),
+    "offload_optimizer_device": deepspeed.offload("optimizer"),
+    "offload_param_device": deepspeed.offload("params"),
     "zero3_init_flag": automatic("parameters are made where they will lie, shard by shard"),
     "zero3_save_16bit_model": automatic("`spmdkit checkpoint export` writes whole arrays"),
     "deepspeed_moe_layer_cls_names": meaningless("experts are sk.moe in the model, cut by mesh.expert"),

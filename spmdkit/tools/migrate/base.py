@@ -31,12 +31,12 @@ class Migration:
         self.lines: list[Translation] = []
 
     def put(self, path: str, value: Any) -> None:
-        """Sets `a.b` of the config."""
+        """Sets `a.b` of the config; a list is added to the one that is there."""
         *folders, name = path.split(".")
         section = self.config
         for folder in folders:
             section = section.setdefault(folder, {})
-        section[name] = value
+        section[name] = [*section.get(name, []), *value] if isinstance(value, list) else value
 
     def mapped(self, key: str, value: Any, path: str, to: Any, note: str = "") -> None:
         """Sets a key of the config, and says so."""

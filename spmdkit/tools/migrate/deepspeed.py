@@ -28,9 +28,9 @@ NAMES = frozenset(
 
 _OVERLAP = automatic("XLA gathers, reduces and overlaps what the step needs; there are no buckets")
 _SCALE = meaningless("bfloat16 has the range of float32, so there is no loss scale")
-_NVME = meaningless("nothing is kept on disks; host memory is what `placement` offers")
+_NVME = meaningless("nothing is kept on disks; `offload` uses host memory")
 _TRACKER = meaningless(
-    "metrics.jsonl and report.html are always written; other services are a tracker of yours, log.sinks"
+    "metrics.jsonl and report.html are always written; other services are a tracker of yours, log.trackers"
 )
 _MODEL = meaningless("part of the model, so of the task")
 
@@ -109,13 +109,13 @@ def stage(migration: Migration, key: str, value: Any) -> None:
         migration.say(UNKNOWN, key, value, "there are stages 0 to 3: set layout.zero")
 
 
-def offload(path: str) -> Rule:
+def offload(part: str) -> Rule:
     """Returns the rule of a device to which state is moved."""
     note = "NVMe is not used: host memory"
     return lambda m, key, value: (
         m.say(AUTOMATIC, key, value, "kept on the device")
         if value in (None, "none")
-        else m.mapped(key, value, path, "host", note if value == "nvme" else "")
+        else m.mapped(key, value, "offload", [part], note if value == "nvme" else "")
     )
 
 
@@ -216,7 +216,7 @@ _OFFLOAD_REST = dict.fromkeys(
         "ratio",
     ),
     _NVME,
-) | {"pin_memory": automatic("host memory of `placement` is pinned")}
+) | {"pin_memory": automatic("host memory of `offload` is pinned")}
 _BUCKETS = [
     "contiguous_gradients",
     "overlap_comm",
@@ -244,11 +244,11 @@ _BUCKETS = [
 ZERO: Table = {
     "stage": stage,
     **dict.fromkeys(_BUCKETS, _OVERLAP),
-    "cpu_offload": flag("placement.optimizer", "host", "kept on the device"),
-    "cpu_offload_params": flag("placement.params", "host", "kept on the device"),
-    "cpu_offload_use_pin_memory": automatic("host memory of `placement` is pinned"),
-    "offload_optimizer": {"device": offload("placement.optimizer"), **_OFFLOAD_REST},
-    "offload_param": {"device": offload("placement.params"), **_OFFLOAD_REST},
+    "cpu_offload": flag("offload", ["optimizer"], "kept on the device"),
+    "cpu_offload_params": flag("offload", ["params"], "kept on the device"),
+    "cpu_offload_use_pin_memory": automatic("host memory of `offload` is pinned"),
+    "offload_optimizer": {"device": offload("optimizer"), **_OFFLOAD_REST},
+    "offload_param": {"device": offload("params"), **_OFFLOAD_REST},
     "stage3_gather_16bit_weights_on_model_save": automatic(
         "a checkpoint holds whole arrays; `spmdkit checkpoint export` writes them"
     ),
@@ -320,7 +320,7 @@ TABLE: Table = {
     "dump_state": automatic("config.yaml, environment.json and plan.json of the run"),
     "memory_breakdown": automatic("`spmdkit plan` says what a device needs"),
     "tensorboard": {
-        "enabled": to("log.tensorboard", is_on),
+        "enabled": flag("log.trackers", ["tensorboard"], "off"),
         "output_path": automatic("tensorboard/ in run_dir"),
         "job_name": automatic("run_dir names the run"),
     },
@@ -341,7 +341,7 @@ TABLE: Table = {
         ),
     },
     "tensor_parallel": {"autotp_size": to("mesh.tensor", note="with layout.rules, or metadata of the model")},
-    "dataloader_drop_last": to("data.remainder", lambda v: "drop" if is_on(v) else "mask"),
+    "dataloader_drop_last": to("data.drop_remainder", is_on),
     **dict.fromkeys(
         [
             "zero_allow_untested_optimizer",

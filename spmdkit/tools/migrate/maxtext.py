@@ -95,7 +95,7 @@ PATTERNS: list[tuple[str, str, str]] = [
             r"monitor_\w+|report_\w+"
         ),
         AUTOMATIC,
-        "metrics.jsonl, events.jsonl, config.yaml and report.html are always written; log.sinks for more",
+        "metrics.jsonl, events.jsonl, config.yaml and report.html are always written; log.trackers for more",
     ),
     (
         r"collect_stack_trace|stack_trace_\w+|max_checkify|debug_sharding|hide_profiler_step_metric|dump_\w+",
@@ -351,8 +351,8 @@ TABLE: dict[str, Rule] = {
     "profile_periodically_period": automatic("one trace a run"),
     "profile_cleanly": automatic("a trace begins between two steps"),
     "upload_all_profiler_results": automatic("the trace lies in run_dir"),
-    "optimizer_memory_host_offload": flag("placement.optimizer", "host", "kept on the device"),
-    "parameter_memory_host_offload": flag("placement.params", "host", "kept on the device"),
+    "optimizer_memory_host_offload": flag("offload", ["optimizer"], "kept on the device"),
+    "parameter_memory_host_offload": flag("offload", ["params"], "kept on the device"),
     "num_pipeline_microbatches": _POSITIVE("pipeline.microbatches", "chosen by the rows of a shard"),
     "num_pipeline_repeats": when(
         lambda v: isinstance(v, int) and v > 1,

@@ -74,7 +74,7 @@ def trained(form, reducer="sum", input_scale=None):
     evaluation)."""
     view, mesh = FORMS[form]
     chosen = reducer if input_scale is None else {reducer: {"input_scale": input_scale}}
-    program = program_of(task(view), reducer=chosen, steps=2, microbatches=2, data={"remainder": "mask"}, **mesh)
+    program = program_of(task(view), reducer=chosen, steps=2, microbatches=2, data={"drop_remainder": False}, **mesh)
     assert form.startswith(program.form) or view == "replica"
     state, metrics, gradients = program.init(), [], []
     for _, batch in program.batches():

@@ -62,7 +62,7 @@ def number():
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """Returns a function from the value of `reducer` to the config of a file beside the reducer's."""
-    lines = "task: own.py:task\nbatch_size: 64\nsteps: 20\nmesh: {data: 4}\ndata: {remainder: mask}\n"
+    lines = "task: own.py:task\nbatch_size: 64\nsteps: 20\nmesh: {data: 4}\ndata: {drop_remainder: false}\n"
     return config_by_choice(tmp_path, monkeypatch, {"own.py": TASK, "mine.py": MINE}, lines, "reducer")
 
 

@@ -68,7 +68,7 @@ def made(axis):
 
 def trained(axis, mesh, reducer):
     """Returns (program, parameters before and after two steps) over batches of 16 and 8 rows."""
-    program = program_of(made(axis), mesh=mesh, reducer=reducer, batch_size=16, data={"remainder": "mask"})
+    program = program_of(made(axis), mesh=mesh, reducer=reducer, batch_size=16, data={"drop_remainder": False})
     state = program.init()
     before = jax.device_get(state.params)
     for _, batch in program.batches(1, 2):

@@ -31,7 +31,7 @@ def loss_fn(params, batch, key):
 def train(sync, mesh):
     """Returns (parameters, metrics) after each of two steps, and the rows of each group in them."""
     task = sk.Task(init, loss_fn, optax.sgd(RATE), train_data=DATA)
-    made = program_of(task, sync=sync, steps=2, mesh=mesh, data={"remainder": "mask"})
+    made = program_of(task, sync=sync, steps=2, mesh=mesh, data={"drop_remainder": False})
     state, found, rows = made.init(), [], []
     for _, batch in made.batches():
         state, metrics = made.step(state, batch)

@@ -63,14 +63,14 @@ def test_a_fault_that_does_not_come_fails_the_drill(drills):
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_noticed_where_copies_are_compared_and_fails_the_drill_where_not(drills):
-    code, output = drills.run("-n", "2", "--fault", "bit-flip:1@11", "check_copies={every_steps: 5, then: rollback}")
+    code, output = drills.run("-n", "2", "--fault", "bit-flip:1@11", "replica_check={every_steps: 5, action: rollback}")
     assert code == 0, output
     (fault,) = drills.result()["faults"]
     assert "replicas_differ" in fault["detected_by"] or "rolled_back" in fault["detected_by"]
     assert drills.result()["same_parameters"], "what was computed with it was computed again"
     code, output = drills.run("-n", "2", "steps=20", "--fault", "bit-flip:1@11")
     assert code == 1
-    assert "was never noticed: set check_copies" in output and not drills.result(2)["same_parameters"]
+    assert "was never noticed: set replica_check" in output and not drills.result(2)["same_parameters"]
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_nan_in_one_process_is_left_out_or_ends_the_run_as_the_config_says(dri
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "options", "code"), [("stop", ["watchdog.silence_s=4"], 75), ("hang", ["watchdog.step_s=3"], 76)]
+    ("kind", "options", "code"), [("stop", ["watchdog.heartbeat_timeout_s=4"], 75), ("hang", ["watchdog.step_timeout_s=3"], 76)]
 )
 def test_what_hangs_is_ended_by_the_watchdog_and_goes_on(drills, kind, options, code):
     ended, output = drills.run("-n", "2", "--fault", f"{kind}:1@11", *options)
@@ -116,7 +116,7 @@ def test_a_job_that_goes_on_in_process_is_measured_kill_by_kill_in_one_start(dri
         "--fault",
         "kill:0@38",
         "devices=cpu:4",
-        "elastic={in_process: true, peer_every: 4}",
+        "elastic={in_process: true, snapshot_every: 4}",
     ]
     ended = drills.by_hand("-n", "4", *told, "steps=80", "checkpoint.every_steps=15", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr

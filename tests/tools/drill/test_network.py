@@ -120,7 +120,7 @@ def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_n
 def test_a_run_whose_network_fails_ends_or_goes_on_within_its_deadline_and_never_with_a_wrong_number(drills):
     orders = ("delay:1@11", "loss:0@31", "rate:2@41", "partition:1@260", "partition-send:2@275", "partition-peer:1@290")
     told = [word for order in orders for word in ("--fault", order)]
-    limits = ["watchdog.silence_s=5", "watchdog.step_s=6"]
+    limits = ["watchdog.heartbeat_timeout_s=5", "watchdog.step_timeout_s=6"]
     code, output = drills.run(
         "-n",
         "3",

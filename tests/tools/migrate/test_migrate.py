@@ -124,7 +124,7 @@ def test_an_accelerate_file_with_hybrid_shards(tmp_path):
         "task": "task.py:task",
         "precision": "bfloat16",
         "layout": {"zero": 3},
-        "placement": {"params": "host", "optimizer": "host"},
+        "offload": ["params", "optimizer"],
         "remat": "full",
         "mesh": {"replica": 2, "fsdp": -1},
     }
@@ -181,7 +181,7 @@ def test_a_deepspeed_file(tmp_path):
     assert (
         config["mesh"] == {"fsdp": -1}
         and config["layout"] == {"zero": 2}
-        and config["placement"] == {"optimizer": "host"}
+        and config["offload"] == ["optimizer"]
     )
     assert config["optimizer"] == {"name": "adamw", "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     assert config["learning_rate"]["name"] == "warmup_cosine_decay_schedule"

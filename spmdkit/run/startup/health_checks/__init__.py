@@ -1,4 +1,4 @@
-"""Whether devices and hosts are well, before a run is trusted to them: `spmdkit doctor`, and `preflight: true` of a
+"""Whether devices and hosts are well, before a run is trusted to them: `spmdkit doctor`, and `health_check: true` of a
 config.
 
 burn_in.py   the same products on every device, their bits and their rates

@@ -89,7 +89,7 @@ def test_times_are_read(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "0s", "s", "-1s", "1d", "99h", "1e3s", "nan"])
 def test_what_is_no_time_is_refused(text):
-    with pytest.raises(ConfigError, match="Try --burn 30s"):
+    with pytest.raises(ConfigError, match="Try --burn-in 30s"):
         seconds_of(text)
 
 
@@ -100,7 +100,7 @@ def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
         "task: t.py:task\nrun_dir: run\nsteps: 1\nbatch_size: 4\ndevices: cpu:4\nmesh: {data: 2, fsdp: 2}\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "spmdkit", "launch", "-n", "2", "--", "doctor", "run.yaml", "--json", "--burn", "0.1s"],
+        [sys.executable, "-m", "spmdkit", "launch", "-n", "2", "--", "doctor", "run.yaml", "--json", "--burn-in", "0.1s"],
         cwd=tmp_path,
         env=environment_of_a_user() | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)},
         capture_output=True,
