@@ -63,9 +63,7 @@ def train(
     overrides: Overrides = None,
     allow_change: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY", help="Allow resuming even though this setting changed: seed, train_data, ..."
-        ),
+        typer.Option(metavar="KEY", help="Allow resuming even though this setting changed: seed, train_data, ..."),
     ] = None,
 ) -> None:
     """Train a config, from its newest checkpoint or from the start."""

@@ -304,11 +304,15 @@ class Watchdog(Section):
     compile_timeout_s: fields.Seconds = Field(
         default=3600.0, description="Seconds that compiling may take, and the first step."
     )
-    restore_timeout_s: fields.Seconds = Field(default=1800.0, description="Seconds that restoring a checkpoint may take.")
+    restore_timeout_s: fields.Seconds = Field(
+        default=1800.0, description="Seconds that restoring a checkpoint may take."
+    )
     save_timeout_s: fields.Seconds = Field(
         default=1800.0, description="Seconds that the run may wait for a save; checkpoint.timeout_s ends most before."
     )
-    evaluation_timeout_s: fields.Seconds = Field(default=3600.0, description="Seconds of a batch of an evaluation, or a hook.")
+    evaluation_timeout_s: fields.Seconds = Field(
+        default=3600.0, description="Seconds of a batch of an evaluation, or a hook."
+    )
     interpreter_timeout_s: fields.Seconds | None = Field(
         default=600.0,
         description="Seconds without any Python in a process, for code in C that holds the interpreter: launch ends it with 76, a process alone "

@@ -13,7 +13,6 @@ from spmdkit.config.fields import Section
 from spmdkit.config.sections import (
     Attention,
     Budget,
-    ReplicaCheck,
     Checkpoint,
     ClusterOptions,
     CompileCache,
@@ -29,6 +28,7 @@ from spmdkit.config.sections import (
     Precision,
     Profile,
     Remat,
+    ReplicaCheck,
     Watchdog,
 )
 

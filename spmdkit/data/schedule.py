@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -187,7 +187,9 @@ def eval_schedule(
     num_examples: int, batch_size: int, what: str = "eval_data", shares: tuple[Share, ...] = ()
 ) -> Schedule:
     """Returns one pass in the data's own order in which every example counts exactly once, at any batch size."""
-    return Schedule(num_examples, batch_size, shuffle=False, drop_remainder=False, what=what, finite=True, shares=shares)
+    return Schedule(
+        num_examples, batch_size, shuffle=False, drop_remainder=False, what=what, finite=True, shares=shares
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -47,7 +47,10 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
             f"{'its interpreter is' if one else 'their interpreters are'} held, and no step is possible without "
             f"{'it' if one else 'them'}. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
-    key, limit = KEYS.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s", last.limit_s if last else None
+    key, limit = (
+        KEYS.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s",
+        last.limit_s if last else None,
+    )
     most = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
     return (
         f"no progress: {stand(beats, blamed)}.{most} {newest} Look at the stacks, and start the same command again; raise watchdog.{key} where "

@@ -91,7 +91,11 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
-        self._limits, self._heartbeat_timeout_s, self._interpreter_timeout_s = limits, heartbeat_timeout_s, interpreter_timeout_s
+        self._limits, self._heartbeat_timeout_s, self._interpreter_timeout_s = (
+            limits,
+            heartbeat_timeout_s,
+            interpreter_timeout_s,
+        )
         self._leave, self.clock = leave, RunningClock(clock)  # which leaves out pauses
         self._beat_s = HEARTBEAT_INTERVAL_S * max(1.0, num_processes / FEW)
         self.step_s: float | None = None  # of a usual step, once that is known
@@ -210,7 +214,11 @@ class Watchdog:
 
     def _lost(self, now: float) -> dict[str, Any] | None:
         """Returns the verdict where somebody gives no sign of life: the store, or, where that answers, a process."""
-        code, limit_s, since = int(ExitCode.PEER_LOST), max(self._heartbeat_timeout_s, 4 * self._beat_s), self._talking_since
+        code, limit_s, since = (
+            int(ExitCode.PEER_LOST),
+            max(self._heartbeat_timeout_s, 4 * self._beat_s),
+            self._talking_since,
+        )
         if (
             since is not None and now - since > HANG_SUSPECT_S
         ):  # nobody's beat can be read, which says nothing about anybody

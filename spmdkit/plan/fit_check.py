@@ -60,8 +60,8 @@ def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> 
             return ""
         return (
             f"the train state needs {format_bytes(state)} of each device, {_name(cluster)} has {format_bytes(limit_bytes)}. Parameters and "
-            "optimizer state have to fit before a step can. Cut them over more devices (mesh.fsdp, mesh.tensor), or set placement: "
-            "{optimizer: host}. spmdkit plan says what is largest."
+            "optimizer state have to fit before a step can. Shard them over more devices (mesh.fsdp, mesh.tensor), or set offload: "
+            "[optimizer]. spmdkit plan lists the largest arrays."
         )
 
     if problem := cluster.first_problem("state", refusal):

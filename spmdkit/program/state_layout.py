@@ -19,7 +19,6 @@ from spmdkit.step import trace_context
 from spmdkit.step.state import FIELDS, TrainState
 
 
-
 class StateLayout(NamedTuple):
     """Where every leaf of a train state lives.
 

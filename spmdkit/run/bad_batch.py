@@ -51,7 +51,7 @@ def not_finite_rows(batch: HostBatch) -> list[int]:
     return [int(i) for i in np.flatnonzero(found)]
 
 
-def dump(program: Program, step: int, folder: Path) -> Path:
+def save(program: Program, step: int, folder: Path) -> Path:
     """Writes the whole batch of a step to `folder/<step>.npz`, with `rows`, its indices in the data, and `mask`;
     returns the path.
 

@@ -25,7 +25,12 @@ def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
     """Saves `state`, that of `run.step`, before `error` ends the run, and says so. Never raises, and never takes longer
     than asked."""
     options = run.config.checkpoint
-    if options is None or run.checkpoints is None or options.emergency_timeout_s is None or isinstance(error, NOTHING_TO_KEEP):
+    if (
+        options is None
+        or run.checkpoints is None
+        or options.emergency_timeout_s is None
+        or isinstance(error, NOTHING_TO_KEEP)
+    ):
         return
     step = run.step
     if run.cluster.num_processes > 1 or step == run.saved_at_step:

@@ -176,7 +176,9 @@ class Run:
             return self.program.init()
         self.take(found)
         now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
-        changed = resume_check.check(found.record, now, found.step, self.program.schedule, self.directory, self._allow_change)
+        changed = resume_check.check(
+            found.record, now, found.step, self.program.schedule, self.directory, self._allow_change
+        )
         self.first_step = found.step + 1
         fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
         self._open_records(found.step)

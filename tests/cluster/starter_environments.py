@@ -373,7 +373,9 @@ ROWS = [
     Row(
         "mpirun -np 2 in a task of a step of four, by mistake",
         slurm_step(4, 2) | OPEN_MPI,
-        Refused(("OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=1", "SLURM_STEP_NUM_TASKS=4", "{environment: open_mpi}")),
+        Refused(
+            ("OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=1", "SLURM_STEP_NUM_TASKS=4", "{environment: open_mpi}")
+        ),
     ),
     Row(
         "a step that lost a variable",

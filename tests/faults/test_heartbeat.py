@@ -22,7 +22,14 @@ from spmdkit.faults.watchdog import Watchdog
 from spmdkit.foundation.clock import RunningClock
 from spmdkit.run.hooks.watchdog import make
 
-LIMITS = Limits(step_timeout_s=None, import_timeout_s=1, compile_timeout_s=2, restore_timeout_s=3, save_timeout_s=4, evaluation_timeout_s=5)
+LIMITS = Limits(
+    step_timeout_s=None,
+    import_timeout_s=1,
+    compile_timeout_s=2,
+    restore_timeout_s=3,
+    save_timeout_s=4,
+    evaluation_timeout_s=5,
+)
 
 
 def beat(phase, for_s, limit_s=10.0, step=812, detail="", spent=None):
@@ -100,7 +107,15 @@ def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine
 
     board, now = Board(), [0.0]
     dog = Watchdog(
-        board, "w", 2, 3, LIMITS, heartbeat_timeout_s=30.0, interpreter_timeout_s=None, leave=lambda code: None, clock=lambda: now[0]
+        board,
+        "w",
+        2,
+        3,
+        LIMITS,
+        heartbeat_timeout_s=30.0,
+        interpreter_timeout_s=None,
+        leave=lambda code: None,
+        clock=lambda: now[0],
     )
 
     def pass_(seconds):
@@ -155,7 +170,9 @@ def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_dea
             now[0] += 0.2
             dog.clock.tick()
         hook.after_step(run, step, None, None)
-        assert dog.step_timeout_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
+        assert dog.step_timeout_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), (
+            "a step of two seconds, and a tick"
+        )
 
 
 def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():

@@ -101,7 +101,9 @@ def test_the_bytes_are_those_of_the_compiled_step():
 
 def test_the_command_layout_prints_the_table_and_the_explanation(tmp_path, capsys):
     (tmp_path / "t.py").write_text("from tests.support.reducer_runs import task as made\ntask = made()\n")
-    (tmp_path / "c.yaml").write_text("task: t.py:task\nbatch_size: 64\nmesh: {data: 8}\ndata: {drop_remainder: false}\n")
+    (tmp_path / "c.yaml").write_text(
+        "task: t.py:task\nbatch_size: 64\nmesh: {data: 8}\ndata: {drop_remainder: false}\n"
+    )
     try:
         main(["layout", str(tmp_path / "c.yaml")])
     except SystemExit as stop:

@@ -135,7 +135,11 @@ def test_a_state_that_is_not_finite_is_not_kept(tmp_path, capfd):
 def test_rows_are_left_out_and_a_restart_repeats_it_bit_for_bit(tmp_path):
     """Row 55 fails once: it is left out of batch 7, read again in the next epoch; a run that is stopped between and
     started again gives the same."""
-    options = {"steps": 24, "data": {"shuffle": False, "max_bad_examples": 2}, "checkpoint": {"every_steps": 3, "keep": 100}}
+    options = {
+        "steps": 24,
+        "data": {"shuffle": False, "max_bad_examples": 2},
+        "checkpoint": {"every_steps": 3, "keep": 100},
+    }
     train(tmp_path, Rows(BAD, OSError("bad"), times=1), name="whole", **options)
     (news,) = [e for e in lines(tmp_path, "events.jsonl", "whole") if e["event"] == "unreadable_row"]
     assert (news["row"], news["batch"], news["process"]) == (BAD, 7, 0) and "left out" in news["done"]

@@ -168,9 +168,9 @@ class FiniteResults:
             return self._stop(run, what, self._known(run, bits, "stop"))
         if "rollback" in policies:
             self._ways_back += 1
-            if self._ways_back > self._asked.most:
+            if self._ways_back > self._asked.max_consecutive:
                 return self._stop(
-                    run, f"{what}, after {self._asked.most} ways back", self._known(run, bits, "rollback")
+                    run, f"{what}, after {self._asked.max_consecutive} ways back", self._known(run, bits, "rollback")
                 )
             run.message(what)
             batches = (run.program.schedule.number(step),)
@@ -179,7 +179,7 @@ class FiniteResults:
         self._skipped = step
         run.message(f"left out: {what}")
         run.events.write("skipped", step=step, batch=run.program.schedule.number(step), not_finite=names)
-        if self._in_a_row < self._asked.most:
+        if self._in_a_row < self._asked.max_consecutive:
             return None
         return self._stop(run, f"{self._in_a_row} steps in a row were left out: {what}", self._known(run, bits, "skip"))
 
@@ -213,15 +213,15 @@ class FiniteResults:
             NonFiniteError.exit_code,
             f"{what}. The loss was {before.get('loss', 'not logged before')} at step {int(before.get('step', 0))}. Loss, gradient, metrics, "
             f"parameters and the optimizer's state have to be finite. {run.newest()} Lower the learning rate, set clip_norm, look at that "
-            "batch (on_nonfinite: {dump: true} writes it to a file), or set on_nonfinite: skip or rollback.",
+            "batch (on_nonfinite: {save_batch: true} writes it to a file), or set on_nonfinite: skip or rollback.",
             known=known,
         )
 
     def _dump(self, run: Any, step: int) -> None:
-        if not self._asked.dump or not run.cluster.is_main:
+        if not self._asked.save_batch or not run.cluster.is_main:
             return
         try:
-            run.message(f"the batch of step {step}: {bad_batch.dump(run.program, step, self._directory)}")
+            run.message(f"the batch of step {step}: {bad_batch.save(run.program, step, self._directory)}")
         except OSError as error:
             run.message(f"the batch of step {step} cannot be written to {self._directory}: {error.strerror or error}")
 

@@ -26,7 +26,9 @@ ORDERS = [np.random.default_rng(seed).permutation(8) for seed in range(8)]
 def run(reducer, order, **settings):
     """Returns the bits of three steps on the devices in this order."""
     devices = [jax.devices()[i] for i in order]
-    config = sk.Config(task="t.py:t", reducer=reducer, batch_size=64, steps=3, data={"drop_remainder": False}, **settings)
+    config = sk.Config(
+        task="t.py:t", reducer=reducer, batch_size=64, steps=3, data={"drop_remainder": False}, **settings
+    )
     made = Program(config, TASK, devices)
     state, losses = made.init(), []
     for _, batch in made.batches():

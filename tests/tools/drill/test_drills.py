@@ -86,7 +86,8 @@ def test_a_nan_in_one_process_is_left_out_or_ends_the_run_as_the_config_says(dri
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "options", "code"), [("stop", ["watchdog.heartbeat_timeout_s=4"], 75), ("hang", ["watchdog.step_timeout_s=3"], 76)]
+    ("kind", "options", "code"),
+    [("stop", ["watchdog.heartbeat_timeout_s=4"], 75), ("hang", ["watchdog.step_timeout_s=3"], 76)],
 )
 def test_what_hangs_is_ended_by_the_watchdog_and_goes_on(drills, kind, options, code):
     ended, output = drills.run("-n", "2", "--fault", f"{kind}:1@11", *options)

@@ -178,11 +178,7 @@ def test_a_deepspeed_file_is_read_where_accelerate_names_it(tmp_path):
 def test_a_deepspeed_file(tmp_path):
     config, kinds = migrated(tmp_path, "ds_config.json", json.dumps(DEEPSPEED), devices=8)
     assert (config["batch_size"], config["microbatches"]) == (256, 4)  # 256 = 8 a device * 8 devices * 4
-    assert (
-        config["mesh"] == {"fsdp": -1}
-        and config["layout"] == {"zero": 2}
-        and config["offload"] == ["optimizer"]
-    )
+    assert config["mesh"] == {"fsdp": -1} and config["layout"] == {"zero": 2} and config["offload"] == ["optimizer"]
     assert config["optimizer"] == {"name": "adamw", "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     assert config["learning_rate"]["name"] == "warmup_cosine_decay_schedule"
     assert config["learning_rate"]["peak_value"] == 3e-4 and config["learning_rate"]["decay_steps"] == 10000

@@ -100,7 +100,20 @@ def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
         "task: t.py:task\nrun_dir: run\nsteps: 1\nbatch_size: 4\ndevices: cpu:4\nmesh: {data: 2, fsdp: 2}\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "spmdkit", "launch", "-n", "2", "--", "doctor", "run.yaml", "--json", "--burn-in", "0.1s"],
+        [
+            sys.executable,
+            "-m",
+            "spmdkit",
+            "launch",
+            "-n",
+            "2",
+            "--",
+            "doctor",
+            "run.yaml",
+            "--json",
+            "--burn-in",
+            "0.1s",
+        ],
         cwd=tmp_path,
         env=environment_of_a_user() | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)},
         capture_output=True,
